@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+#   docker build -t moevement .
+#   docker run --gpus all --ipc=host --user "$(id -u):$(id -g)" -v "$PWD/data:/data" moevement \
+#       torchrun --nproc-per-node 8 pretrain_gpt.py --sparse-ckpt ...
+#
+# --ipc=host (or a large --shm-size): the windows live in /dev/shm, at least one copy of the
+# training state of every rank on the node.
+#
+# The base brings PyTorch, Transformer Engine and Apex built for each other. 26.05 holds
+# PyTorch 2.12; images before 26.02 hold a PyTorch too old for this package and pip refuses them.
+ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.05-py3
+FROM ${BASE_IMAGE}
+
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+WORKDIR /opt/moevement
+
+# The constraints keep pip from replacing what the base compiled: it fails instead.
+RUN --mount=type=bind,target=/src,rw \
+    pip list --format=freeze \
+        | grep -iE '^(torch|triton|pytorch-triton|transformer[-_]engine|apex|flash[-_]attn|numpy)' \
+        > /tmp/base-constraints.txt \
+    && pip install --no-cache-dir --constraint /tmp/base-constraints.txt \
+        '/src[tools,metrics]' nvidia-ml-py \
+    && rm /tmp/base-constraints.txt
+
+COPY pretrain_gpt.py ./
+COPY tools ./tools
+COPY scripts ./scripts
+
+# Any user id may run it: caches go where everybody can write, nothing here needs root.
+ENV TRITON_CACHE_DIR=/tmp/triton \
+    TORCHINDUCTOR_CACHE_DIR=/tmp/inductor \
+    PYTHONUNBUFFERED=1
+USER 1000:1000
+
+CMD ["python", "pretrain_gpt.py", "--help"]

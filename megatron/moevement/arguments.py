@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line flags, and the configurations of upstream that sparse checkpointing refuses."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from moevement_ext.config import AUTO, ConfigurationError, SparseCheckpointConfig
+
+_DEFAULTS = SparseCheckpointConfig()
+
+
+def _window(text: str) -> int | str:
+    return text if text == AUTO else int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the `sparse checkpointing` group; pass as upstream's `extra_args_provider`."""
+    group = parser.add_argument_group(title='sparse checkpointing')
+    group.add_argument(
+        '--sparse-ckpt',
+        action='store_true',
+        help='Capture a slice of the training state into host memory every iteration and recover '
+        'from it after a failure.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-window',
+        type=_window,
+        default=_DEFAULTS.window,
+        help='Iterations per window, or "auto": the fewest whose slots hide behind compute.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-max-window',
+        type=int,
+        default=_DEFAULTS.max_window,
+        help='Longest window that "auto" may choose. Host memory is reserved for it.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-replicas',
+        type=int,
+        default=_DEFAULTS.replicas,
+        help='Copies of the windows of each rank on other failure domains (fewer where there are '
+        'fewer domains).',
+    )
+    group.add_argument(
+        '--sparse-ckpt-dir',
+        default=_DEFAULTS.dir,
+        help='Directory for windows on every node, in a tmpfs.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-run-id',
+        default=None,
+        help='Names the run. A job launched again with the same id recovers from its windows. '
+        'Default: the job id of Slurm or torchrun, else a digest of the training flags.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-host-memory-gb',
+        type=float,
+        default=None,
+        help='Host memory per node, in GiB, for windows and replicas. Default: what the tmpfs '
+        'has free.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-topology',
+        default=None,
+        help='JSON file that maps node names to failure domains. Default: each node is its own.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-max-wait',
+        type=float,
+        default=_DEFAULTS.max_wait,
+        help='Seconds that training waits at most for peers that lag behind; then a window is '
+        'skipped.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-reorder-fraction',
+        type=float,
+        default=_DEFAULTS.reorder_fraction,
+        help='Re-plan the window when this fraction of the experts changed popularity.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-reorder-change',
+        type=float,
+        default=_DEFAULTS.reorder_change,
+        help='Relative change of the share of tokens that counts as a changed popularity.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-strict',
+        action='store_true',
+        help='Stop when windows or replicas cannot be set up, instead of training unprotected.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-events',
+        default=None,
+        metavar='DIR',
+        help='Write events as JSON lines, one file per rank.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-digest',
+        default=None,
+        metavar='FILE',
+        help='Write SHA-256 digests of the final training state; works without --sparse-ckpt too.',
+    )
+    return parser
+
+
+def config_from_args(args: argparse.Namespace) -> SparseCheckpointConfig:
+    """The settings on the command line.
+
+    Raises:
+        ConfigurationError: a value breaks a rule, or a Megatron flag does not go with it.
+    """
+    _refuse_unsupported(args)
+    names = [field.name for field in dataclasses.fields(SparseCheckpointConfig)]
+    return SparseCheckpointConfig(**{name: getattr(args, f'sparse_ckpt_{name}') for name in names})
+
+
+def _refuse_unsupported(args: Any) -> None:
+    rules = [
+        (args.optimizer != 'adam', f'--optimizer {args.optimizer}', 'use --optimizer adam'),
+        (args.use_megatron_fsdp, '--use-megatron-fsdp', 'use the distributed optimizer'),
+        (args.use_torch_fsdp2, '--use-torch-fsdp2', 'use the distributed optimizer'),
+        (args.use_precision_aware_optimizer, '--use-precision-aware-optimizer', 'leave it out'),
+        (args.optimizer_cpu_offload, '--optimizer-cpu-offload', 'leave it out'),
+        (args.fp8_param_gather, '--fp8-param-gather', 'leave it out'),
+        (args.fp4_param_gather, '--fp4-param-gather', 'leave it out'),
+        (args.cuda_graph_impl != 'none', f'--cuda-graph-impl {args.cuda_graph_impl}', 'use none'),
+        (
+            args.overlap_param_gather_with_optimizer_step,
+            '--overlap-param-gather-with-optimizer-step',
+            'leave it out',
+        ),
+        (args.optimizer_cuda_graph, '--optimizer-cuda-graph', 'leave it out'),
+        (args.perform_rl_step, '--perform-rl-step', 'sparse checkpointing is for pre-training'),
+        (bool(args.iterations_to_skip), '--iterations-to-skip', 'leave it out'),
+        (args.skip_train, '--skip-train', 'leave out --sparse-ckpt'),
+    ]
+    for broken, flag, remedy in rules:
+        if broken:
+            raise ConfigurationError(f'--sparse-ckpt does not support {flag}: {remedy}.')

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets upstream's trainer run on a machine without a GPU, over gloo.
+
+Megatron-Core asks for CUDA devices by name. `install()` redirects those requests to the CPU and
+mends the few places that assume more. It changes nothing on a machine that has a GPU.
+
+Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
+"""
+
+import contextlib
+import functools
+import os
+from typing import Any, Callable
+
+import torch
+
+CPU = torch.device('cpu')
+
+# Factories that take `device=`; everything Megatron allocates goes through one of these.
+_FACTORIES = (
+    'arange', 'as_tensor', 'empty', 'empty_like', 'empty_strided', 'eye', 'full', 'full_like',
+    'linspace', 'ones', 'ones_like', 'rand', 'rand_like', 'randint', 'randn', 'randn_like',
+    'randperm', 'tensor', 'zeros', 'zeros_like',
+)  # fmt: skip
+
+
+def needed() -> bool:
+    """True on a machine without a usable GPU."""
+    return not torch.cuda.is_available()
+
+
+def install() -> None:
+    """Redirect CUDA requests to the CPU. Call once, before the first megatron import."""
+    os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
+    _redirect_devices()
+    _redirect_cuda_module()
+    _redirect_streams()
+
+
+def mend_upstream() -> None:
+    """Mend upstream's GPU-only assumptions. Call once, after `megatron.training` is imported."""
+    import megatron.core.datasets.utils as dataset_utils
+    import megatron.core.tensor_parallel.random as rng
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+    import megatron.training.training as training
+
+    training.initialize_megatron = functools.partial(
+        training.initialize_megatron, allow_no_cuda=True
+    )
+    # The wheel ships its helpers compiled; the compile step wants sources and a Makefile.
+    dataset_utils.compile_helpers = _nothing()
+    dispatcher.maybe_move_tensor_to_cpu = _keep_on_cpu
+    rng._get_cuda_rng_state = _get_rng_state
+    rng._set_cuda_rng_state = _set_rng_state
+    _mend_norm_with_sequence_parallel()
+    _mend_adam_state_of_distributed_optimizer()
+
+
+def _nothing() -> Callable[..., None]:
+    """A fresh no-op: torch's tracing tables refuse one function under several names."""
+    return lambda *args, **kwargs: None
+
+
+def _returns(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def _keep_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == 'cuda'
+    if isinstance(device, str):
+        return device.startswith('cuda')
+    return isinstance(device, int)
+
+
+def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get('device')):
+            kwargs['device'] = CPU
+        if kwargs.get('pin_memory'):
+            kwargs['pin_memory'] = False
+        return function(*args, **kwargs)
+
+    return on_cpu
+
+
+def _redirect_devices() -> None:
+    for name in _FACTORIES:
+        setattr(torch, name, _redirected(getattr(torch, name)))
+    for name in ('new_empty', 'new_full', 'new_ones', 'new_tensor', 'new_zeros'):
+        setattr(torch.Tensor, name, _redirected(getattr(torch.Tensor, name)))
+
+    plain_to, plain_type = torch.Tensor.to, torch.Tensor.type
+    module_to = torch.nn.Module.to
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and not isinstance(args[0], torch.dtype) and _is_cuda(args[0]):
+            args = (CPU, *args[1:])
+        if _is_cuda(kwargs.get('device')):
+            kwargs['device'] = CPU
+        return plain_to(self, *args, **kwargs)
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return plain_type(self, *args, **kwargs)
+        # The optimizers sort parameters by names such as 'torch.cuda.BFloat16Tensor'.
+        return plain_type(self).replace('torch.', 'torch.cuda.')
+
+    def module_to_cpu(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if args and _is_cuda(args[0]):
+            args = (CPU, *args[1:])
+        if _is_cuda(kwargs.get('device')):
+            kwargs['device'] = CPU
+        return module_to(self, *args, **kwargs)
+
+    def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    torch.Tensor.to = to  # type: ignore[method-assign]
+    torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = stay  # type: ignore[method-assign]
+    torch.nn.Module.to = module_to_cpu  # type: ignore[method-assign]
+    torch.nn.Module.cuda = stay  # type: ignore[method-assign]
+
+
+def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _redirect_cuda_module() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.device_count = lambda: 1
+    cuda.get_rng_state = cuda.random.get_rng_state = _get_rng_state
+    cuda.set_rng_state = cuda.random.set_rng_state = _set_rng_state
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(seed)
+    cuda.memory_stats = lambda *args, **kwargs: {}
+    for name in ('memory_allocated', 'max_memory_allocated', 'memory_reserved',
+                 'max_memory_reserved', 'device_memory_used'):  # fmt: skip
+        setattr(cuda, name, _returns(0))
+    for name in ('set_device', 'synchronize', 'empty_cache', 'reset_peak_memory_stats'):
+        setattr(cuda, name, _nothing())
+    cuda.get_device_capability = lambda *args: (0, 0)
+    cuda.get_device_properties = lambda *args: _NoDevice
+    for name in ('range_push', 'range_pop'):
+        setattr(cuda.nvtx, name, _nothing())
+    cuda.FloatTensor = torch.FloatTensor
+    cuda.HalfTensor = torch.HalfTensor
+    cuda.BFloat16Tensor = torch.BFloat16Tensor
+    cuda.LongTensor = torch.LongTensor
+    cuda.IntTensor = torch.IntTensor
+
+
+class _NoDevice:
+    """What `get_device_properties` says of a machine without a GPU."""
+
+    major, minor, multi_processor_count, total_memory, name = 0, 0, 1, 0, 'cpu'
+
+
+class _InOrder:
+    """A stream or event on the CPU, where everything already runs in order."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    wait_stream = wait_event = record = wait = synchronize = _nothing()
+
+    def record_event(self, event: Any = None) -> '_InOrder':
+        return event or _InOrder()
+
+    def query(self) -> bool:
+        return True
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, 0)
+
+
+def _redirect_streams() -> None:
+    cuda: Any = torch.cuda
+    cuda.Stream, cuda.Event = _InOrder, type('Event', (_InOrder,), {})
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.current_stream = _returns(_InOrder())
+    cuda.default_stream = _returns(_InOrder())
+    cuda.set_stream = _nothing()
+    cuda.is_current_stream_capturing = lambda: False
+
+
+def _mend_norm_with_sequence_parallel() -> None:
+    """Upstream's torch norm refuses sequence parallelism; mark its weights instead."""
+    import megatron.core.transformer.torch_norm as torch_norm
+
+    build = torch_norm.WrappedTorchNorm.__new__
+
+    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        parallel, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            norm = build(cls, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = parallel
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = parallel  # type: ignore[attr-defined]
+        return norm
+
+    torch_norm.WrappedTorchNorm.__new__ = marked  # type: ignore[method-assign, assignment]
+
+
+def _mend_adam_state_of_distributed_optimizer() -> None:
+    """Torch's Adam keeps a step per parameter; upstream forgets it or shares one tensor."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    describe = DistributedOptimizer.sharded_state_dict
+    load = DistributedOptimizer.load_state_dict
+
+    def describe_allocated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for group in self.optimizer.param_groups:
+            for parameter in group['params']:
+                _ensure_adam_state(self.optimizer.state[parameter], parameter)
+        return describe(self, *args, **kwargs)
+
+    def load_with_own_steps(self: Any, state_dict: Any) -> None:
+        load(self, state_dict)
+        for state in self.optimizer.state.values():
+            state['step'] = state['step'].clone()
+
+    DistributedOptimizer.sharded_state_dict = describe_allocated
+    DistributedOptimizer.load_state_dict = load_with_own_steps
+
+
+def _ensure_adam_state(state: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
+    if not state:
+        state['step'] = torch.tensor(0.0)
+        state['exp_avg'] = torch.zeros_like(parameter.data)
+        state['exp_avg_sq'] = torch.zeros_like(parameter.data)

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer state this rank owns of each parameter, whatever the optimizer.
+
+Three optimizers of upstream are known: the distributed one (a rank owns a contiguous shard of
+each data-parallel buffer), the plain mixed-precision one and the fp32 one (state replicated over
+the data-parallel ranks; each rank then *captures* an even share of every parameter, so nothing is
+written twice).
+
+Checked against megatron-core 0.19.2.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+)
+
+from moevement_ext.errors import SparseCheckpointError
+
+
+@dataclass
+class ParameterState:
+    """One parameter's optimizer state on this rank.
+
+    `main` holds elements [held_start, held_end) of the flattened parameter in fp32 (the whole
+    parameter without the distributed optimizer); this rank captures [start, end).
+    `group` is the data-parallel group to gather from after a restore, None if upstream's own
+    parameter all-gather does it.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    main: torch.Tensor
+    inner: torch.optim.Optimizer
+    held_start: int
+    start: int
+    end: int
+    group: torch.distributed.ProcessGroup | None
+
+    def weight(self) -> torch.Tensor:
+        """Flat view of the captured range of the compute weights."""
+        return self.parameter.detach().view(-1)[self.start : self.end]
+
+    def master(self) -> torch.Tensor:
+        """Flat fp32 view of the captured range of the master weights."""
+        return self._captured(self.main)
+
+    def master_is_weight(self) -> bool:
+        """True in fp32, where the optimizer updates the parameter itself."""
+        return self.main.data_ptr() == self.weight_of_main().data_ptr()
+
+    def weight_of_main(self) -> torch.Tensor:
+        """The compute weights of the elements that `main` holds."""
+        flat = self.parameter.detach().view(-1)
+        return flat[self.held_start : self.held_start + self.main.numel()]
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Flat views of the captured range of each elementwise optimizer state."""
+        state = self.inner.state[self.main]
+        return {
+            key: self._captured(value)
+            for key, value in sorted(state.items())
+            if torch.is_tensor(value) and value.numel() == self.main.numel() and key != 'step'
+        }
+
+    def step(self) -> torch.Tensor | None:
+        """The parameter's own step count (torch's Adam), None where a group keeps it."""
+        return self.inner.state[self.main].get('step')
+
+    def _captured(self, held: torch.Tensor) -> torch.Tensor:
+        flat = held.detach().view(-1)
+        return flat[self.start - self.held_start : self.end - self.held_start]
+
+
+def parameter_states(
+    optimizer: Any, names: dict[torch.nn.Parameter, str]
+) -> dict[torch.nn.Parameter, ParameterState]:
+    """The state this rank owns, by parameter.
+
+    Raises:
+        SparseCheckpointError: an optimizer this module does not know.
+    """
+    states: dict[torch.nn.Parameter, ParameterState] = {}
+    for inner in chained(optimizer):
+        _require_adam(inner.optimizer)
+        _allocate(inner)
+        for state in _states_of(inner, names):
+            states[state.parameter] = state
+    return states
+
+
+def chained(optimizer: Any) -> Iterator[Any]:
+    """The optimizers behind upstream's chain that really hold state."""
+    if isinstance(optimizer, ChainedOptimizer):
+        for inner in optimizer.chained_optimizers:
+            yield from chained(inner)
+    elif not getattr(optimizer, 'is_stub_optimizer', False):
+        yield optimizer
+
+
+def _allocate(optimizer: Any) -> None:
+    """Create Adam's state now, as its first step would, so that captures have fixed sources."""
+    inner = optimizer.optimizer
+    optimizer.init_state_fn(inner, optimizer.config)
+    if isinstance(inner, torch.optim.Adam):  # TE and Apex count steps per group
+        for state in inner.state.values():
+            state.setdefault('step', torch.tensor(0.0, dtype=torch.float32))
+
+
+def _states_of(optimizer: Any, names: dict[torch.nn.Parameter, str]) -> Iterator[ParameterState]:
+    inner = optimizer.optimizer
+    if isinstance(optimizer, DistributedOptimizer):
+        yield from _distributed(optimizer, names)
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        yield from _mixed_precision(optimizer, names)
+    elif isinstance(optimizer, FP32Optimizer):
+        for parameter in _all_params(inner):
+            yield _replicated(names[parameter], parameter, parameter, inner)
+    else:
+        raise SparseCheckpointError(
+            f'--sparse-ckpt does not know the optimizer {type(optimizer).__name__}.'
+        )
+
+
+def _require_adam(inner: Any) -> None:
+    if not isinstance(inner, torch.optim.Adam) and type(inner).__name__ != 'FusedAdam':
+        raise SparseCheckpointError(
+            f'--sparse-ckpt supports Adam; the inner optimizer is {type(inner).__name__}. '
+            'Use --optimizer adam or train without --sparse-ckpt.'
+        )
+
+
+def _all_params(inner: torch.optim.Optimizer) -> Iterator[Any]:
+    for group in inner.param_groups:
+        yield from group['params']
+
+
+def _distributed(
+    optimizer: DistributedOptimizer, names: dict[torch.nn.Parameter, str]
+) -> Iterator[ParameterState]:
+    for parameter, (group, order) in optimizer.model_param_group_index_map.items():
+        main = optimizer.optimizer.param_groups[group]['params'][order]
+        shard = optimizer._get_model_param_range_map(parameter)['param']
+        yield ParameterState(
+            names[parameter],
+            parameter,
+            main,
+            optimizer.optimizer,
+            held_start=shard.start,
+            start=shard.start,
+            end=shard.end,
+            group=None,
+        )
+
+
+def _mixed_precision(
+    optimizer: Float16OptimizerWithFloat16Params, names: dict[torch.nn.Parameter, str]
+) -> Iterator[ParameterState]:
+    inner = optimizer.optimizer
+    for parameters, mains in zip(
+        optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True
+    ):
+        for parameter, main in zip(parameters, mains, strict=True):
+            yield _replicated(names[parameter], parameter, main, inner)
+    for parameters in optimizer.fp32_from_fp32_groups:
+        for parameter in parameters:
+            yield _replicated(names[parameter], parameter, parameter, inner)
+
+
+def _replicated(
+    name: str, parameter: torch.nn.Parameter, main: torch.Tensor, inner: torch.optim.Optimizer
+) -> ParameterState:
+    group = data_parallel_group(parameter)
+    start, end = share(parameter.numel(), group.rank(), group.size())
+    return ParameterState(name, parameter, main, inner, 0, start, end, group)
+
+
+def data_parallel_group(parameter: torch.nn.Parameter) -> torch.distributed.ProcessGroup:
+    """The ranks that hold the same values of this parameter."""
+    if getattr(parameter, 'allreduce', True):
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_expert_data_parallel_group()
+
+
+def share(numel: int, rank: int, size: int) -> tuple[int, int]:
+    """The even share [start, end) of `numel` elements that `rank` of `size` captures."""
+    return numel * rank // size, numel * (rank + 1) // size
+
+
+@torch.no_grad()
+def complete_restore(
+    states: Sequence[ParameterState],
+    model: Sequence[Any],
+    frozen: frozenset[str],
+    distributed: bool,
+) -> None:
+    """Make weights and replicated state whole after each rank restored its own range.
+
+    Collective: called by all ranks of a stage together. Thawed parameters get their compute
+    weights from the masters; frozen ones get masters that equal the compute weights, so that
+    upstream's copy of masters to weights writes the same bits.
+
+    Args:
+        states: of the parameters just restored.
+        model: this rank's model chunks.
+        frozen: names of the restored parameters that hold compute weights only.
+        distributed: upstream's distributed optimizer is in use: gather by its own all-gather, also
+            on ranks that restored nothing.
+    """
+    for state in states:
+        if state.master_is_weight():
+            continue
+        if state.name in frozen:
+            state.master().copy_(state.weight())
+        else:
+            state.weight().copy_(state.master())
+    if distributed:
+        for chunk in model:
+            chunk.start_param_sync(force_sync=True)
+    else:
+        _gather_replicated(states)
+
+
+def _gather_replicated(states: Sequence[ParameterState]) -> None:
+    for dense in (True, False):  # the same order on every rank
+        members = [s for s in states if getattr(s.parameter, 'allreduce', True) is dense]
+        if members:
+            group = members[0].group
+            for source in range(group.size()):
+                _broadcast_share(members, group, source)
+
+
+def _broadcast_share(
+    states: Sequence[ParameterState], group: torch.distributed.ProcessGroup, source: int
+) -> None:
+    """One broadcast with everything that rank `source` of the group captured."""
+    pieces = [piece for state in states for piece in _pieces(state, source, group.size())]
+    packed = torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces])
+    torch.distributed.broadcast(
+        packed, torch.distributed.get_global_rank(group, source), group=group
+    )
+    offset = 0
+    for piece in pieces:
+        size = piece.numel() * piece.element_size()
+        piece.copy_(packed[offset : offset + size].view(piece.dtype))
+        offset += size
+
+
+def _pieces(state: ParameterState, rank: int, size: int) -> Iterator[torch.Tensor]:
+    start, end = share(state.parameter.numel(), rank, size)
+    tensors = [state.main, state.parameter]
+    tensors += [state.inner.state[state.main][key] for key in state.moments()]
+    for tensor in tensors:
+        yield tensor.detach().view(-1)[start:end]

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the engine together for one rank: host memory, replication, persistence and capture."""
+
+import secrets
+from typing import Any
+
+import torch
+
+from megatron.moevement.conversion import Conversion
+from megatron.moevement.exchange import all_agree, exchange
+from megatron.moevement.planning import Planner
+from megatron.moevement.training_state import TrainingState
+from moevement_ext.checkpointer import Identity, SparseCheckpointer
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.host_memory import HostMemory
+from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.slot import WindowName
+from moevement_ext.observe.events import EventLog
+from moevement_ext.replicate.client import Replicator
+from moevement_ext.replicate.persistence import PersistenceBoard
+
+UNLIMITED = 1 << 62
+
+
+class Protection:
+    """The engine of one rank. Construction is collective.
+
+    Args:
+        args: upstream's arguments.
+        config: the `--sparse-ckpt-*` flags.
+        run_id: directory name of the run.
+        rank_identity: of this rank in this run.
+        planner: plans the windows of all stages.
+        training: what is captured.
+        events: event log of the rank.
+        context_bytes: upper bound of the small state that travels with a slot.
+
+    Raises:
+        HostMemoryError: this or another rank cannot reserve its host memory.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        config: SparseCheckpointConfig,
+        run_id: str,
+        rank_identity: Identity,
+        planner: Planner,
+        training: TrainingState,
+        events: EventLog,
+        context_bytes: int,
+    ) -> None:
+        self._args = args
+        self._config = config
+        self._identity = rank_identity
+        self._planner = planner
+        self._training = training
+        self._events = events
+        capacity = planner.capacity(config.longest_window, context_bytes)
+        self.memory = _reserved(config, run_id, rank_identity, capacity)
+        self.memory.connect(exchange)
+
+    def start(self, iteration: int, conversion: Conversion | None) -> None:
+        """Begin to capture with the state after `iteration`. Collective (it names the store)."""
+        window = self._config.longest_window
+        schedule = self._planner.schedule(iteration, window, UNLIMITED, popularity={})
+        self._replicator = Replicator(
+            self._identity.rank, self.memory.peers(), self._replicated, self._degraded
+        )
+        self._board = PersistenceBoard(_own_store(), self._args.world_size, self._persisted)
+        self.checkpointer = SparseCheckpointer(
+            self._identity,
+            self._training.slices,
+            self.memory.windows,
+            self._replicator,
+            schedule,
+            self._training.device,
+            self._events,
+            self._config.max_wait,
+            self._board.report,
+        )
+        if conversion is not None:
+            self._replicate_again(conversion)
+
+    def drain(self) -> None:
+        """Return when everything captured is sealed; training is over."""
+        self.checkpointer.drain()
+
+    def close(self) -> None:
+        """Clean exit: stop all threads, delete windows and replicas."""
+        if hasattr(self, 'checkpointer'):
+            self.checkpointer.stop()
+            self._replicator.stop()
+            self._board.stop()
+        self.memory.close(remove=True)
+
+    def _replicate_again(self, conversion: Conversion) -> None:
+        """Replicas of the window just recovered from may be gone with a node: offer them again."""
+        name = conversion.window
+        self._replicator.discard_after(name.start)
+        self._replicator.persisted(*name)
+        for slot in conversion.file.slots():
+            self._replicator.submit(conversion.file, slot)
+
+    def _replicated(self, start: int, plan: str) -> None:
+        self.checkpointer.replicated(start, plan)
+
+    def _persisted(self, window: WindowName) -> None:
+        self.checkpointer.persisted(window)
+
+    def _degraded(self, reason: str) -> None:
+        self.checkpointer.degraded(reason)
+
+
+def _reserved(
+    config: SparseCheckpointConfig, run_id: str, rank_identity: Identity, capacity: int
+) -> HostMemory:
+    """Host memory of this rank; if any rank fails, all do."""
+    memory: HostMemory | None = None
+    problem: HostMemoryError | None = None
+    try:
+        memory = HostMemory(
+            config, run_id, rank_identity.run, rank_identity.rank, capacity, exchange
+        )
+    except HostMemoryError as error:
+        problem = error
+    if all_agree(memory is not None):
+        assert memory is not None
+        return memory
+    if memory is not None:
+        memory.close(remove=True)
+    raise problem or HostMemoryError('another rank cannot reserve its host memory')
+
+
+def _own_store() -> torch.distributed.Store:
+    """The launcher's store under a name of this life of the job, by a connection of its own."""
+    default = torch.distributed.distributed_c10d._get_default_store()
+    life = exchange(secrets.token_hex(8).encode())[0].decode()
+    return torch.distributed.PrefixStore(f'sparse-ckpt/{life}', default.clone())
+

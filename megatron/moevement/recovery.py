@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole-job recovery: find a window that all ranks can get, verify it, hand it to conversion.
+
+Every step is collective, so that all ranks take the same window or the same next tier: own memory,
+a replica, the dense checkpoint on disk, the start.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from megatron.moevement import upstream
+from megatron.moevement.conversion import Conversion
+from megatron.moevement.exchange import all_agree, exchange
+from moevement_ext.checkpointer import Identity
+from moevement_ext.host_memory import HostMemory, held_windows
+from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.slot import SlotHeader
+from moevement_ext.memory.store import NodeStore
+from moevement_ext.memory.window_file import RefusedWindow, WindowFile
+from moevement_ext.observe.events import EventLog
+from moevement_ext.recover.agreement import Candidate, HeldWindow, candidates
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Predecessor:
+    """What an earlier life of the job left in host memory, over all nodes."""
+
+    inventories: list[list[HeldWindow]]
+    candidates: list[Candidate]
+    """Windows to try, best first; empty if the dense checkpoint or the start is better."""
+    committed: int
+    """Newest iteration that any rank committed, -1 if nothing is known."""
+
+
+@dataclass
+class Phases:
+    """Seconds of each phase of a recovery on this rank, for the event and the log."""
+
+    find: float = 0.0
+    obtain: float = 0.0
+    load: float = 0.0
+    convert: float = 0.0
+    catch_up: float = 0.0
+
+
+def find(
+    store: NodeStore, identity: Identity, args: Any, events: EventLog
+) -> Predecessor:
+    """Look for windows of a predecessor on all nodes. Collective."""
+    held = held_windows(store, identity.run, identity.topology)
+    inventories = [
+        msgspec.msgpack.decode(item, type=list[HeldWindow])
+        for item in exchange(msgspec.msgpack.encode(held))
+    ]
+    committed = max(int(item) for item in exchange(str(_committed(store, identity)).encode()))
+    everything = {part for inventory in inventories for part in inventory}
+    complete = candidates(everything, args.world_size)
+    dense = upstream.dense_checkpoint_iteration(args)
+    usable = [c for c in complete if dense <= c.dense_at < (args.train_iters or c.dense_at + 1)]
+    if everything or committed >= 0:
+        events.emit('failure_detected', committed=committed, windows=len(complete))
+    if everything and not usable:
+        reason = (
+            f'the dense checkpoint of iteration {dense} is newer than every window'
+            if complete
+            else 'no window is complete on all ranks'
+        )
+        next_tier(reason, args, events)
+    return Predecessor(inventories, usable, committed)
+
+
+def obtain(
+    memory: HostMemory, predecessor: Predecessor, identity: Identity, args: Any, events: EventLog
+) -> Conversion | None:
+    """The newest window that every rank holds, or fetched, whole and undamaged. Collective.
+
+    Returns:
+        Its conversion, or None: go on with the next tier.
+    """
+    for candidate in predecessor.candidates:
+        verified = _verified(memory, candidate, predecessor.inventories, identity)
+        if all_agree(verified is not None):
+            assert verified is not None
+            memory.windows.persisted(candidate.start, candidate.plan)
+            memory.windows.discard_after(candidate.start)
+            return Conversion(*verified)
+        logger.warning('window %d is not whole on every rank', candidate.start)
+    next_tier('no window could be verified on all ranks', args, events)
+    return None
+
+
+def next_tier(reason: str, args: Any, events: EventLog) -> None:
+    """Say why host memory is not used and what is used instead."""
+    dense = upstream.dense_checkpoint_iteration(args)
+    tier = f'the dense checkpoint of iteration {dense}' if dense >= 0 else 'the start'
+    events.emit('next_tier', reason=reason, tier=tier)
+    if args.rank == 0:
+        logger.warning('sparse checkpointing: recovering from %s: %s', tier, reason)
+
+
+def _committed(store: NodeStore, identity: Identity) -> int:
+    """Newest iteration in the ledger of this rank's predecessor, -1 if there is none."""
+    entry = Ledger.read_newest(store.ledger_path(identity.rank))
+    return entry.iteration if entry is not None else -1
+
+
+def _verified(
+    memory: HostMemory,
+    candidate: Candidate,
+    inventories: Sequence[Sequence[HeldWindow]],
+    identity: Identity,
+) -> tuple[WindowFile, list[SlotHeader]] | None:
+    """This rank's part, checksums verified; a damaged own copy is fetched again from a replica."""
+    for attempt in range(2):
+        try:
+            began = time.perf_counter()
+            file = memory.obtain(candidate, inventories)
+            headers = file.verify(
+                identity.run, identity.topology, identity.rank, candidate.start, candidate.plan
+            )
+            logger.info('window %d verified in %.2f s', candidate.start, time.perf_counter() - began)
+            return file, headers
+        except RefusedWindow as refusal:
+            logger.warning('refused: %s', refusal)
+            memory.forget(candidate)
+            if attempt == 1:
+                return None
+    return None

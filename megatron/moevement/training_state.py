@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model, optimizer and scheduler of this rank, as sparse checkpointing sees them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron.moevement.frozen import FrozenOperators
+from megatron.moevement.operators import (
+    check_complete,
+    operator_inventory,
+    router_modules,
+    tied_operators,
+)
+from megatron.moevement.optimizer_state import chained, parameter_states
+from megatron.moevement.slices import SlotLoader, operator_slices
+from moevement_ext.testing import faults
+
+
+class TrainingState:
+    """Operators of this rank with their slices, and the ways to load and freeze them.
+
+    Args:
+        model: model chunks of this rank, wrapped by upstream.
+        optimizer: upstream's optimizer.
+        scheduler: upstream's parameter scheduler.
+
+    Raises:
+        SparseCheckpointError: an optimizer or a model this package does not know.
+    """
+
+    def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        for _, router in router_modules(model):
+            router._maintain_float32_expert_bias()  # upstream does it in the first forward
+        self.operators = operator_inventory(model)
+        names = {
+            parameter: name
+            for operator in self.operators.values()
+            for name, parameter in operator.parameters.items()
+        }
+        states = parameter_states(optimizer, names)
+        check_complete(self.operators, states)
+        self.tied = tied_operators(model, self.operators)
+        self.slices = operator_slices(self.operators, states)
+        distributed = any(isinstance(o, DistributedOptimizer) for o in chained(optimizer))
+        self.loader = SlotLoader(self.operators, states, model, distributed)
+        self.frozen = FrozenOperators(self.operators, states, model, optimizer)
+        self.device = next(iter(names)).device
+
+    def before_update(self, wait: Callable[[], None]) -> None:
+        """Have `wait` called before each optimizer step, the first that writes what is captured."""
+        step = self.optimizer.step
+
+        def waiting_step(*args: Any, **kwargs: Any) -> Any:
+            faults.point('optimizer')
+            wait()
+            result = step(*args, **kwargs)
+            faults.point('after-step')
+            return result
+
+        self.optimizer.step = waiting_step
+        if faults.armed():
+            self._arm_torn_step()
+
+    def _arm_torn_step(self) -> None:
+        """Let fault injection strike when the first of several optimizers has stepped."""
+        first = next(chained(self.optimizer))
+        step = first.step_with_ready_grads
+
+        def torn_step() -> bool:
+            result = step()
+            faults.point('step')
+            return result
+
+        first.step_with_ready_grads = torn_step
+
+
+def armed_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward_step` with the fault points of forward and backward, for fault injection."""
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        output, loss = forward_step(*args, **kwargs)
+        faults.point('forward')
+        if torch.is_tensor(output) and output.requires_grad:
+            output.register_hook(lambda gradient: faults.point('backward'))
+        return output, loss
+
+    return struck

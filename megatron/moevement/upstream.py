@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of upstream's trainer that sparse checkpointing stands around.
+
+`megatron.training.training` calls these through its module globals, so a wrapper put there is what
+`pretrain` runs. Their parameters are checked at start: if upstream has changed, the program stops
+with the names instead of training wrongly.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import megatron.training.training as training
+
+from megatron.moevement.preflight import InstallationError
+
+_EXPECTED = {
+    'setup_model_and_optimizer': (
+        'model_type', 'model_provider_func', 'checkpointing_context', 'cfg_container',
+        'pg_collection',
+    ),
+    'train': (
+        'forward_step_func', 'model', 'optimizer', 'opt_param_scheduler', 'train_data_iterator',
+        'valid_data_iterator', 'process_non_loss_data_func', 'config', 'checkpointing_context',
+        'non_loss_data_func', 'inference_model', 'p2p_communicator', 'pg_collection',
+    ),
+    'train_step': (
+        'forward_step_func', 'data_iterator', 'model', 'optimizer', 'opt_param_scheduler',
+        'config', 'forward_backward_func', 'iteration', 'pg_collection', 'p2p_communicator',
+    ),
+    'training_log': (
+        'loss_dict', 'total_loss_dict', 'learning_rate', 'iteration', 'loss_scale',
+        'report_memory_flag', 'skipped_iter', 'grad_norm', 'params_norm', 'num_zeros_in_grad',
+        'max_attention_logit', 'pg_collection', 'is_first_iteration',
+        'seqlen_squared_sum_in_batch', 'total_real_tokens_in_batch',
+    ),
+}  # fmt: skip
+
+
+def check() -> None:
+    """Compare upstream's signatures with those this adapter was written for.
+
+    Raises:
+        InstallationError: naming each function that differs.
+    """
+    for name, expected in _EXPECTED.items():
+        found = tuple(inspect.signature(getattr(training, name)).parameters)
+        if found != expected:
+            raise InstallationError(
+                f'megatron.training.training.{name} has the parameters {found}, expected '
+                f'{expected}: this megatron-core is not the one sparse checkpointing was checked '
+                'against. Install megatron-core 0.19.2.'
+            )
+
+
+def wrap(name: str, wrapper: Callable[..., Any]) -> None:
+    """Have upstream call `wrapper(original, ...)` instead of its own function `name`."""
+    original = getattr(training, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(training, name, wrapped)
+
+
+def dense_checkpoint_iteration(args: Any) -> int:
+    """Iteration of the newest dense checkpoint that `--load` would load, -1 if there is none."""
+    from megatron.training.checkpointing import (
+        checkpoint_exists,
+        get_checkpoint_tracker_filename,
+        read_metadata,
+    )
+
+    if args.load is None or not checkpoint_exists(args.load):
+        return -1
+    iteration, _ = read_metadata(get_checkpoint_tracker_filename(args.load))
+    return int(iteration)
+
+
+def load_dense_checkpoint(
+    args: Any, model: Any, optimizer: Any, scheduler: Any, context: Any
+) -> None:
+    """What upstream's set-up does for `--load`, after a recovery from memory turned out impossible."""
+    args.iteration, args.num_floating_point_operations_so_far = training.load_checkpoint(
+        model, optimizer, scheduler, checkpointing_context=context
+    )

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies slices to host memory on a thread of its own (and, with CUDA, a stream of its own)."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from moevement_ext.capture.layout import Copy
+from moevement_ext.testing import faults
+
+
+class Copier:
+    """One capture at a time: started before an iteration, waited for before its update.
+
+    The training thread calls `start` and `wait`. The copies are issued by a worker thread; with
+    CUDA they run on a side stream that begins after all work queued so far, and the update is
+    ordered after them by an event, so the training thread waits only until they are *issued*.
+    Sealing (checksums, commit) runs on another thread and delays nothing.
+
+    Args:
+        device: where the state lives.
+        on_error: called on a worker thread with what went wrong; training goes on.
+    """
+
+    def __init__(self, device: torch.device, on_error: Callable[[Exception], None]) -> None:
+        self._device = device
+        self._on_error = on_error
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix='sparse-ckpt-copy')
+        self._sealing = ThreadPoolExecutor(1, thread_name_prefix='sparse-ckpt-seal')
+        self._issued: Future[None] | None = None
+        self._cuda = device.type == 'cuda'
+        if self._cuda:
+            self._stream = torch.cuda.Stream(device)
+            self._ready = torch.cuda.Event()
+            self._copied = torch.cuda.Event()
+
+    def start(
+        self, volatile: Sequence[Copy], stable: Sequence[Copy], seal: Callable[[], None]
+    ) -> None:
+        """Begin one capture.
+
+        Args:
+            volatile: copied, or queued on the present stream, before this call returns.
+            stable: copied in the background; must not be written before `wait` has returned.
+            seal: called on the sealing thread when all copies have arrived.
+        """
+        for copy in volatile:
+            copy.target.copy_(copy.source, non_blocking=self._cuda)
+        if self._cuda:
+            self._ready.record()
+        self._issued = self._copying.submit(self._copy, stable, seal)
+
+    def wait(self) -> float:
+        """Return once the sources may be written (in stream order with CUDA).
+
+        Returns:
+            Seconds this call held up the training thread.
+        """
+        if self._issued is None:
+            return 0.0
+        began = time.perf_counter()
+        self._issued.result()
+        self._issued = None
+        if self._cuda:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        return time.perf_counter() - began
+
+    def drain(self) -> None:
+        """Return when everything started is copied and sealed."""
+        self.wait()
+        self._copying.submit(lambda: None).result()
+        self._sealing.submit(lambda: None).result()
+
+    def stop(self) -> None:
+        """Finish what was started and end the threads."""
+        self._copying.shutdown()
+        self._sealing.shutdown()
+
+    def _copy(self, copies: Sequence[Copy], seal: Callable[[], None]) -> None:
+        try:
+            if self._cuda:
+                self._copy_on_stream(copies)
+            else:
+                for copy in copies:
+                    copy.target.copy_(copy.source)
+                    faults.point('capture')
+        except Exception as error:  # a failed capture must not fail training (invariant I6)
+            self._on_error(error)
+            return
+        self._sealing.submit(self._seal, seal)
+
+    def _copy_on_stream(self, copies: Sequence[Copy]) -> None:
+        # The sources outlive the copies (parameters and optimizer state), so the allocator needs
+        # no record_stream.
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._ready)
+            for copy in copies:
+                copy.target.copy_(copy.source, non_blocking=True)
+            self._copied.record()
+
+    def _seal(self, seal: Callable[[], None]) -> None:
+        try:
+            if self._cuda:
+                self._copied.synchronize()
+            seal()
+        except Exception as error:
+            self._on_error(error)

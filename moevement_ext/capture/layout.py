@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each captured tensor goes inside a slot; computed once per plan, not per iteration."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from moevement_ext.memory.slot import Record, align_up
+from moevement_ext.plan.window import OperatorBytes, WindowPlan
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSlice:
+    """A flat, contiguous part of the training state on this rank.
+
+    `source` stays the same tensor for the life of the run and is updated in place. A volatile
+    slice is also written by forward and backward (router buffers), not by the update alone, so it
+    is copied before the iteration starts.
+    """
+
+    operator: str
+    tensor: str
+    part: str
+    start: int
+    end: int
+    source: torch.Tensor
+    volatile: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.source.numel() * self.source.element_size()
+
+
+class OperatorSlices(NamedTuple):
+    """What is captured of one operator: in full, or its compute weights only."""
+
+    full: tuple[TensorSlice, ...]
+    light: tuple[TensorSlice, ...]
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes in a slot, alignment included."""
+        return sum(align_up(item.nbytes) for item in self.full)
+
+    @property
+    def light_bytes(self) -> int:
+        """Bytes in a slot, alignment included."""
+        return sum(align_up(item.nbytes) for item in self.light)
+
+
+class Copy(NamedTuple):
+    """One copy into host memory."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+
+
+class SlotLayout:
+    """The places of all tensors of one slot.
+
+    Args:
+        plan: the window's plan.
+        slot: index of the slot.
+        operators: slices by operator; operators that this rank holds nothing of may be missing.
+    """
+
+    def __init__(
+        self, plan: WindowPlan, slot: int, operators: Mapping[str, OperatorSlices]
+    ) -> None:
+        self.full = plan.slots[slot]
+        self.light = tuple(name for later in plan.slots[slot + 1 :] for name in later)
+        self._slices = [
+            *(item for name in self.full if name in operators for item in operators[name].full),
+            *(item for name in self.light if name in operators for item in operators[name].light),
+        ]
+        self.records: list[Record] = []
+        offset = 0
+        for item in self._slices:
+            dtype = str(item.source.dtype).removeprefix('torch.')
+            self.records.append(
+                Record(
+                    item.operator, item.tensor, item.part, dtype, item.start, item.end,
+                    offset, item.nbytes,
+                )
+            )  # fmt: skip
+            offset += align_up(item.nbytes)
+        self.payload_bytes = offset
+
+    def copies(self, payload: torch.Tensor, volatile: bool) -> list[Copy]:
+        """The copies of the volatile, or of the other, slices into `payload` (flat uint8)."""
+        return [
+            Copy(
+                payload[record.offset : record.offset + record.nbytes].view(item.source.dtype),
+                item.source,
+            )
+            for record, item in zip(self.records, self._slices, strict=True)
+            if item.volatile is volatile and item.nbytes
+        ]
+
+
+def operator_bytes(
+    names: Sequence[str], ranks: Sequence[Mapping[str, tuple[int, int]]]
+) -> list[OperatorBytes]:
+    """Planner input from each rank's {operator: (full, light)} bytes, in the order of `names`."""
+    return [
+        OperatorBytes(
+            name,
+            tuple(rank.get(name, (0, 0))[0] for rank in ranks),
+            tuple(rank.get(name, (0, 0))[1] for rank in ranks),
+        )
+        for name in names
+    ]

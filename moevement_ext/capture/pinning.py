@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Window files as tensors; with CUDA their pages are registered once, so copies are asynchronous."""
+
+import weakref
+
+import numpy as np
+import torch
+
+from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.memory.window_file import WindowFile
+
+_registered: 'weakref.WeakSet[WindowFile]' = weakref.WeakSet()
+
+
+def payload_tensor(file: WindowFile, view: np.ndarray) -> torch.Tensor:
+    """A flat uint8 tensor over `view`, a part of `file`; the file is pinned on first use."""
+    if torch.cuda.is_available() and file not in _registered:
+        _register(file)
+    return torch.from_numpy(view)
+
+
+def _register(file: WindowFile) -> None:
+    pointer = file.array.ctypes.data
+    status = torch.cuda.cudart().cudaHostRegister(pointer, file.capacity, 0)
+    if int(status) != 0:
+        raise SparseCheckpointError(
+            f'{file.path} cannot be registered as pinned memory (CUDA error {int(status)}). '
+            'Raise the limit on locked memory (ulimit -l unlimited).'
+        )
+    _registered.add(file)

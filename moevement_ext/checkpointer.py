@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures one slot of the window per iteration and follows it until it is persisted.
+
+Data flows one way: plan -> capture -> keep (window file) -> replicate -> persisted.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from moevement_ext.capture.copier import Copier
+from moevement_ext.capture.layout import OperatorSlices, SlotLayout
+from moevement_ext.capture.pinning import payload_tensor
+from moevement_ext.memory.slot import FORMAT_VERSION, SlotHeader, WindowName
+from moevement_ext.memory.store import OwnerWindows
+from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.observe.events import EventLog
+from moevement_ext.plan.window import WindowPlan
+from moevement_ext.recover.context import SlotContext
+from moevement_ext.replicate.client import Replicator
+from moevement_ext.testing import faults
+
+logger = logging.getLogger(__name__)
+
+
+class ScheduledPlan(NamedTuple):
+    """A plan and the iteration whose state is the first captured under it.
+
+    Windows begin at `origin`, `origin + W`, ... on every rank, so that ranks which learn of a plan
+    late fall into step at the next boundary. `digest` covers the plans of all stages: windows of
+    ranks that plan differently never count as one.
+    """
+
+    origin: int
+    plan: WindowPlan
+    digest: str
+
+
+@dataclass
+class CaptureStatistics:
+    """What the log line and the metrics report; written by the training and sealing threads."""
+
+    exposed_s: float = 0.0
+    iterations: int = 0
+    slot_bytes: int = 0
+    copy_bytes: int = 0
+    copy_s: float = 0.0
+    skipped_windows: int = 0
+    failures: int = 0
+    persisted: int | None = None
+    committed: int | None = None
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What every slot is stamped with, and what is compared before one is loaded."""
+
+    run: str
+    topology: str
+    rank: int
+
+
+class SparseCheckpointer:
+    """Sparse checkpointing of one rank.
+
+    The training thread calls `begin` before an iteration and `before_update` before the optimizer
+    writes; everything else happens on other threads. Failures never reach the training thread:
+    protection is reduced, reported and counted (invariant I6).
+
+    Args:
+        identity: of this rank in this run.
+        operators: slices of every operator on this rank.
+        windows: the window files of this rank.
+        replicator: sends sealed slots to the peers; `on_window_replicated` of it must lead to
+            `replicated`.
+        schedule: the plan to begin with.
+        device: where the state lives.
+        events: event log of the rank.
+        max_wait_s: the longest the training thread waits for a free window file.
+        report: called with a window that this rank and its replica holders have completely.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        operators: Mapping[str, OperatorSlices],
+        windows: OwnerWindows,
+        replicator: Replicator,
+        schedule: ScheduledPlan,
+        device: torch.device,
+        events: EventLog,
+        max_wait_s: float,
+        report: Callable[[WindowName], None],
+    ) -> None:
+        self.statistics = CaptureStatistics()
+        self._identity = identity
+        self._operators = operators
+        self._windows = windows
+        self._replicator = replicator
+        self._events = events
+        self._max_wait_s = max_wait_s
+        self._report = report
+        self._freed = threading.Event()
+        self._copier = Copier(device, self._failed)
+        self._window: WindowFile | None = None
+        self._next: ScheduledPlan | None = None
+        self._adopt(schedule)
+
+    @property
+    def schedule(self) -> ScheduledPlan:
+        """The plan in force."""
+        return self._schedule
+
+    def schedule_next(self, schedule: ScheduledPlan) -> None:
+        """Change to another plan at its origin. Called on any thread."""
+        self._next = schedule
+
+    def begin(self, iteration: int, state: bytes) -> None:
+        """Start capturing the state after `iteration`, which the next iteration will read.
+
+        Called by the training thread when nothing of iteration `iteration + 1` has run.
+
+        Args:
+            iteration: number of committed iterations.
+            state: encoded small state that travels with the slot (RNG, scheduler, ...).
+        """
+        faults.at_iteration(iteration + 1)
+        self._events.iteration = iteration
+        upcoming = self._next
+        if upcoming is not None and iteration >= upcoming.origin:
+            self._abandon()
+            self._adopt(upcoming)
+            self._next = None
+        offset = iteration - self._schedule.origin
+        slot = offset % self._schedule.plan.window
+        if offset < 0:
+            return
+        if slot == 0:
+            held = self._windows.file(iteration, self._schedule.digest) is not None
+            self._window = None if held else self._open(iteration)
+        if self._window is None:
+            return
+        try:
+            self._capture(self._window, slot, iteration, state)
+        except Exception as error:
+            self._failed(error)
+
+    def before_update(self) -> None:
+        """Wait until the optimizer may write. Called by the training thread."""
+        self.statistics.exposed_s += self._copier.wait()
+        self.statistics.iterations += 1
+
+    def replicated(self, start: int, plan: str) -> None:
+        """All peers hold this window. Called by the replicator's thread."""
+        self._windows.announce(start, plan)
+        self._report(WindowName(start, plan))
+
+    def persisted(self, window: WindowName) -> None:
+        """Every rank and its holders have this window. Called by the board's thread."""
+        self._windows.persisted(*window)
+        self._replicator.persisted(*window)
+        self.statistics.persisted = window.start
+        self._freed.set()
+        self._events.emit('window_persisted', start=window.start, plan=window.plan)
+
+    def degraded(self, reason: str) -> None:
+        """Note that protection is reduced. Called on any thread."""
+        logger.warning('sparse checkpointing: protection is reduced: %s', reason)
+        self.statistics.failures += 1
+        self._events.emit('protection_reduced', reason=reason)
+
+    def drain(self) -> None:
+        """Return when everything captured so far is sealed."""
+        self._copier.drain()
+
+    def stop(self) -> None:
+        """End the capture threads; files stay."""
+        self._copier.stop()
+
+    def _adopt(self, schedule: ScheduledPlan) -> None:
+        self._schedule = schedule
+        self._layouts = [
+            SlotLayout(schedule.plan, slot, self._operators)
+            for slot in range(schedule.plan.window)
+        ]
+
+    def _abandon(self) -> None:
+        """Give up the window being written; nobody relies on it."""
+        if self._window is not None and self._window.name is not None:
+            self._copier.drain()
+            name = self._window.name
+            if all(name != (ref.start, ref.plan) for ref in self._windows.committed()):
+                self._replicator.abandon(*name)
+                self._windows.abandon(self._window)
+        self._window = None
+
+    def _open(self, iteration: int) -> WindowFile | None:
+        """A file for the window that begins now, waiting for one at most `max_wait_s`."""
+        began = time.perf_counter()
+        try:
+            while True:
+                self._freed.clear()
+                window = self._windows.begin(iteration, self._schedule.digest)
+                remaining = self._max_wait_s - (time.perf_counter() - began)
+                if window is not None or remaining <= 0:
+                    break
+                self._freed.wait(remaining)
+        except Exception as error:
+            self._failed(error)
+            return None
+        self.statistics.exposed_s += time.perf_counter() - began
+        if window is None:
+            self.statistics.skipped_windows += 1
+            self.degraded(
+                f'window {iteration} is skipped: earlier windows are not persisted on every rank '
+                f'after {self._max_wait_s:g} s'
+            )
+        return window
+
+    def _capture(self, window: WindowFile, slot: int, iteration: int, state: bytes) -> None:
+        layout = self._layouts[slot]
+        payload = payload_tensor(window, window.reserve_slot(slot, layout.payload_bytes))
+        context = SlotContext(list(layout.full), list(layout.light), state)
+        header = SlotHeader(
+            version=FORMAT_VERSION,
+            run=self._identity.run,
+            topology=self._identity.topology,
+            owner=self._identity.rank,
+            start=iteration - slot,
+            window=self._schedule.plan.window,
+            slot=slot,
+            iteration=iteration,
+            plan=self._schedule.digest,
+            payload_bytes=layout.payload_bytes,
+            records=layout.records,
+            context=msgspec.msgpack.encode(context),
+        )
+        self.statistics.slot_bytes = layout.payload_bytes
+        self._copier.start(
+            layout.copies(payload, volatile=True),
+            layout.copies(payload, volatile=False),
+            lambda: self._seal(window, header),
+        )
+
+    def _seal(self, window: WindowFile, header: SlotHeader) -> None:
+        faults.point('seal')
+        window.seal_slot(header)
+        if header.slot == header.window - 1:
+            self._windows.commit(window)
+            self.statistics.committed = header.start
+            self._events.emit('window_committed', start=header.start, plan=header.plan)
+        faults.point('replicate')
+        self._replicator.submit(window, header.slot)
+
+    def _failed(self, error: Exception) -> None:
+        """A capture failed: drop its window, keep the persisted one, train on."""
+        self._window = None
+        self.degraded(f'{type(error).__name__}: {error}')

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of sparse checkpointing; the command line flags of the same names fill it."""
+
+import os
+import socket
+from dataclasses import dataclass
+
+from moevement_ext.errors import SparseCheckpointError
+
+AUTO = 'auto'
+
+
+class ConfigurationError(SparseCheckpointError):
+    """A setting breaks a rule; the message names the flag and what to do."""
+
+
+@dataclass(frozen=True)
+class SparseCheckpointConfig:
+    """One field per `--sparse-ckpt-*` flag."""
+
+    window: int | str = AUTO
+    """Iterations per window, or 'auto': the fewest whose slots can be hidden."""
+    max_window: int = 8
+    """The longest window 'auto' may choose; host memory is reserved for it."""
+    replicas: int = 2
+    """Copies of each rank's windows on other failure domains."""
+    dir: str = '/dev/shm/moevement'
+    """Directory in a tmpfs."""
+    run_id: str | None = None
+    """Names the run; a job launched again with the same id finds its windows."""
+    host_memory_gb: float | None = None
+    """GiB of host memory per node for windows and replicas; None: what the tmpfs has free."""
+    topology: str | None = None
+    """JSON file {node name: failure domain}."""
+    max_wait: float = 1.0
+    """Seconds training waits at most for a window file that peers have not acknowledged."""
+    reorder_fraction: float = 0.25
+    """Re-plan when at least this fraction of experts changed popularity."""
+    reorder_change: float = 0.10
+    """Relative change of an expert's share of tokens that counts as changed."""
+    strict: bool = False
+    """Fail instead of training on with reduced protection when memory cannot be set up."""
+    events: str | None = None
+    """Directory for events as JSON lines."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.window, str):
+            if self.window != AUTO:
+                raise ConfigurationError(
+                    f'--sparse-ckpt-window {self.window!r} must be a whole number or "auto".'
+                )
+        else:
+            _at_least('--sparse-ckpt-window', self.window, 1)
+        _at_least('--sparse-ckpt-max-window', self.max_window, 1)
+        _at_least('--sparse-ckpt-replicas', self.replicas, 0)
+        _at_least('--sparse-ckpt-max-wait', self.max_wait, 0)
+        _at_least('--sparse-ckpt-reorder-change', self.reorder_change, 0)
+        if self.host_memory_gb is not None and self.host_memory_gb <= 0:
+            raise ConfigurationError(
+                f'--sparse-ckpt-host-memory-gb {self.host_memory_gb:g} must be above 0.'
+            )
+        if not 0 < self.reorder_fraction <= 1:
+            raise ConfigurationError(
+                f'--sparse-ckpt-reorder-fraction {self.reorder_fraction:g} must be in (0, 1].'
+            )
+        if not os.path.isabs(self.dir):
+            raise ConfigurationError(
+                f'--sparse-ckpt-dir {self.dir!r} must be an absolute path, in a tmpfs.'
+            )
+
+    @property
+    def longest_window(self) -> int:
+        """W that host memory is reserved for."""
+        return self.max_window if isinstance(self.window, str) else self.window
+
+
+def node_name() -> str:
+    """Name of this node; `MOEVEMENT_NODE` overrides it where one machine emulates several."""
+    return os.environ.get('MOEVEMENT_NODE') or socket.gethostname()
+
+
+def _at_least(flag: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigurationError(f'{flag} {value:g} must be at least {least:g}.')

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything one rank keeps in host memory, and its connections to the ranks it shares with.
+
+Set up once before iteration 1, collectively: sizes are exchanged, the budget is checked, files are
+reserved, replica holders are placed and servers started.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, node_name
+from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
+from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.store import NodeStore, OwnerWindows
+from moevement_ext.memory.window_file import RefusedWindow, WindowFile
+from moevement_ext.recover.agreement import Candidate, HeldWindow, holders
+from moevement_ext.replicate.address import local_host
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.placement import place_replicas
+from moevement_ext.replicate.server import ReplicaServer
+
+logger = logging.getLogger(__name__)
+
+GENERATIONS = 3
+LEDGER_RECORDS = 4096
+
+Exchange = Callable[[bytes], list[bytes]]
+"""Collective: every rank gives some bytes and gets those of all ranks, by rank."""
+
+
+class Member(msgspec.Struct, frozen=True):
+    """What a rank tells the others about its host memory."""
+
+    node: str
+    capacity_bytes: int
+
+
+class HostMemory:
+    """Window files, replicas held for others, ledger and server of one rank.
+
+    Args:
+        config: settings.
+        run_id: directory name of the run.
+        token: run identity; peers of another run are refused.
+        rank: global rank.
+        capacity_bytes: size of one window file of this rank.
+        exchange: collective over all ranks.
+
+    Raises:
+        HostMemoryError: over the budget, or the tmpfs is too small.
+        StoreInUseError: another live job has the same run id.
+        ConfigurationError: the topology file is wrong.
+    """
+
+    def __init__(
+        self,
+        config: SparseCheckpointConfig,
+        run_id: str,
+        token: str,
+        rank: int,
+        capacity_bytes: int,
+        exchange: Exchange,
+    ) -> None:
+        self.rank = rank
+        self.store = NodeStore(Path(config.dir), run_id, node_name())
+        self._token = token
+        self.members = _exchange_members(Member(node_name(), capacity_bytes), exchange)
+        self.domains = failure_domains([member.node for member in self.members], config.topology)
+        self.holders = place_replicas(self.domains, config.replicas)
+        self.plan = self._plan()
+        self.plan.check(config.host_memory_gb, self.store.path)
+        self.windows = OwnerWindows(self.store, rank, rank, capacity_bytes, GENERATIONS)
+        self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS)
+        hosted = {
+            owner: self.members[owner].capacity_bytes
+            for owner, peers in enumerate(self.holders)
+            if rank in peers
+        }
+        self.server = ReplicaServer(self.store, rank, hosted, token)
+
+    def connect(self, exchange: Exchange) -> None:
+        """Tell the others where this rank's server listens. Collective."""
+        address = msgspec.msgpack.encode((local_host(), self.server.address[1]))
+        decoded = (msgspec.msgpack.decode(item, type=tuple[str, int]) for item in exchange(address))
+        self.addresses = list(decoded)
+
+    def client(self, rank: int) -> ReplicaClient:
+        """A new client of another rank's server."""
+        return ReplicaClient(self.addresses[rank], self._token)
+
+    def peers(self) -> dict[int, ReplicaClient]:
+        """New clients of the ranks that hold this rank's replicas."""
+        return {rank: self.client(rank) for rank in self.holders[self.rank]}
+
+    def obtain(
+        self, candidate: Candidate, inventories: Sequence[Sequence[HeldWindow]]
+    ) -> WindowFile:
+        """This rank's part of `candidate` in its own window files, fetched if need be.
+
+        Returns:
+            The committed file; what it holds is still to be verified by the caller.
+
+        Raises:
+            RefusedWindow: no holder could deliver it whole; the message has all reasons.
+        """
+        own = self.windows.file(candidate.start, candidate.plan)
+        if own is not None:
+            return own
+        reasons = []
+        for holder in holders(candidate, self.rank, inventories):
+            try:
+                return self._fetch(candidate, holder)
+            except (PeerLost, PeerRefused, RefusedWindow) as error:
+                logger.warning('window %d from rank %d: %s', candidate.start, holder, error)
+                reasons.append(f'rank {holder}: {error}')
+        raise RefusedWindow(f'window {candidate.start}: ' + ('; '.join(reasons) or 'no holder'))
+
+    def forget(self, candidate: Candidate) -> None:
+        """Drop this rank's own copy of a window that was refused, so that it can be fetched."""
+        self.windows.discard(candidate.start, candidate.plan)
+
+    def close(self, remove: bool) -> None:
+        """Stop serving; with `remove` (a clean exit) delete what this rank keeps."""
+        self.server.stop()
+        self.ledger.close()
+        if remove:
+            self.store.remove_rank(self.rank)
+        else:
+            self.store.close()
+
+    def _fetch(self, candidate: Candidate, holder: int) -> WindowFile:
+        file = self.windows.begin(candidate.start, candidate.plan)
+        if file is None:
+            raise RefusedWindow(f'no free window file on rank {self.rank}')
+        client = self.client(holder)
+        try:
+            client.fetch_window(self.rank, candidate.start, candidate.plan, file)
+            self.windows.commit(file)
+        except BaseException:
+            self.windows.abandon(file)
+            raise
+        finally:
+            client.close()
+        return file
+
+    def _plan(self) -> HostMemoryPlan:
+        """Bytes of every rank on this node."""
+        ranks = {}
+        for rank, member in enumerate(self.members):
+            if member.node != node_name():
+                continue
+            hosted = sum(
+                self.members[owner].capacity_bytes
+                for owner, peers in enumerate(self.holders)
+                if rank in peers
+            )
+            ranks[rank] = RankMemory(
+                own_windows=GENERATIONS * member.capacity_bytes,
+                replicas=GENERATIONS * hosted,
+                ledger=Ledger.bytes_needed(LEDGER_RECORDS),
+            )
+        return HostMemoryPlan(ranks)
+
+
+def held_windows(store: NodeStore, run: str, topology: str) -> list[HeldWindow]:
+    """Committed windows on this node that belong to this run and layout, without duplicates.
+
+    What is refused is named in the log. Payloads are verified later, when one is loaded.
+    """
+    found = set()
+    for window in store.scan():
+        try:
+            headers = WindowFile.open(window.path).verify_identity(
+                run, topology, window.owner, window.start, window.plan
+            )
+        except RefusedWindow as refusal:
+            logger.warning('refused: %s', refusal)
+            continue
+        candidate = Candidate(window.start, headers[0].window, window.plan)
+        found.add(HeldWindow(candidate, window.owner))
+    return sorted(found)
+
+
+def failure_domains(nodes: Sequence[str], topology: str | None) -> list[str]:
+    """Failure domain of each rank: its node, unless a topology file says otherwise.
+
+    Raises:
+        ConfigurationError: the file cannot be read or does not name every node.
+    """
+    if topology is None:
+        return list(nodes)
+    try:
+        mapping = json.loads(Path(topology).read_text())
+        domains = {str(node): str(domain) for node, domain in mapping.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigurationError(
+            f'--sparse-ckpt-topology {topology}: expected a JSON object '
+            f'{{"node name": "failure domain"}}: {error}'
+        ) from error
+    missing = sorted(set(nodes) - domains.keys())
+    if missing:
+        raise ConfigurationError(
+            f'--sparse-ckpt-topology {topology} does not name the nodes {missing}; add them.'
+        )
+    return [domains[node] for node in nodes]
+
+
+def _exchange_members(own: Member, exchange: Exchange) -> list[Member]:
+    encoded = exchange(msgspec.msgpack.encode(own))
+    return [msgspec.msgpack.decode(item, type=Member) for item in encoded]

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much host memory a node will need, checked before iteration 1 (invariant I5)."""
+
+import errno
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from moevement_ext.errors import SparseCheckpointError
+
+GIB = 2**30
+
+_NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+
+
+class HostMemoryError(SparseCheckpointError):
+    """The host memory asked for is not there; the message has the numbers and the fix."""
+
+
+class RankMemory(msgspec.Struct, frozen=True):
+    """Bytes one rank keeps in host memory, by kind."""
+
+    own_windows: int
+    """All generations of the windows of this rank."""
+    replicas: int
+    """All generations of the windows it holds for other ranks."""
+    ledger: int
+    """The ledger of committed iterations."""
+    log_ring: int = 0
+    """The upstream log (boundary activations and gradients)."""
+
+    @property
+    def total(self) -> int:
+        """Sum over all kinds in bytes."""
+        return sum(msgspec.structs.astuple(self))
+
+
+class HostMemoryPlan:
+    """Host memory of all ranks of one node.
+
+    Args:
+        ranks: what each rank on this node keeps.
+    """
+
+    def __init__(self, ranks: Mapping[int, RankMemory]) -> None:
+        self.ranks = dict(ranks)
+
+    def by_kind(self) -> dict[str, int]:
+        """Return the bytes of the node by kind."""
+        kinds = RankMemory.__struct_fields__
+        return {kind: sum(getattr(rank, kind) for rank in self.ranks.values()) for kind in kinds}
+
+    @property
+    def node_total(self) -> int:
+        """Bytes of the node over all ranks and kinds."""
+        return sum(rank.total for rank in self.ranks.values())
+
+    def describe(self) -> str:
+        """Return one line for the log: the node's total, by kind, and the largest rank."""
+        kinds = ', '.join(
+            f'{kind.replace("_", " ")} {gib(size)}' for kind, size in self.by_kind().items()
+        )
+        largest = max((rank.total for rank in self.ranks.values()), default=0)
+        return (
+            f'host memory {gib(self.node_total)} on this node ({kinds}); '
+            f'{len(self.ranks)} ranks, largest {gib(largest)}'
+        )
+
+    def check(self, budget_gb: float | None, directory: Path) -> None:
+        """Refuse a plan that does not fit, before anything is allocated.
+
+        Args:
+            budget_gb: ``--sparse-ckpt-host-memory-gb``, GiB for the whole node; None: no limit but
+                the file system's.
+            directory: directory of this run on this node. Space that files in it already reserve
+                (left by an earlier process of the run, to be adopted) is not needed again.
+
+        Raises:
+            HostMemoryError: over the budget, or more than the file system has free.
+        """
+        if budget_gb is not None and self.node_total > budget_gb * GIB:
+            raise HostMemoryError(
+                f'{self.describe()} exceeds --sparse-ckpt-host-memory-gb {budget_gb:g}. '
+                f'Raise it to at least {self.node_total / GIB:.2f}, hold fewer replicas, '
+                f'or use fewer ranks per node.'
+            )
+        adopted = reserved_bytes(directory)
+        missing = self.node_total - adopted
+        free = free_bytes(directory)
+        if missing > free:
+            raise HostMemoryError(
+                f'{self.describe()}: {directory} needs {gib(missing)} more '
+                f'({gib(adopted)} already reserved there) but only {gib(free)} are free. '
+                f'{_REMEDY}'
+            )
+
+
+_REMEDY = (
+    'Remove what earlier runs left there, mount a larger tmpfs (mount -o remount,size=...), '
+    'choose another directory, or hold fewer replicas.'
+)
+
+
+def gib(nbytes: int) -> str:
+    """Return a size for people, e.g. ``1.50 GiB``."""
+    return f'{nbytes / GIB:.2f} GiB' if abs(nbytes) >= GIB // 100 else f'{nbytes} bytes'
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the free bytes of the file system that has, or will have, ``directory``."""
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(directory).free
+
+
+def reserved_bytes(directory: Path) -> int:
+    """Return the bytes that files below ``directory`` occupy now (0 if there is none)."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(folder, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue  # another rank is recycling while we count
+    return total
+
+
+def preallocate(fd: int, nbytes: int, path: Path) -> None:
+    """Give the open file ``fd`` its final size with all pages reserved.
+
+    A write to a mapped but unreserved page of a full tmpfs kills the process with SIGBUS, so the
+    space is reserved here or refused here.
+
+    Raises:
+        HostMemoryError: the file system cannot give that much.
+    """
+    missing = nbytes - os.fstat(fd).st_blocks * 512
+    free = free_bytes(path.parent)
+    if missing > free:
+        raise _no_space(path, nbytes, free)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        raise _no_space(path, nbytes, free_bytes(path.parent)) from error
+
+
+def _no_space(path: Path, nbytes: int, free: int) -> HostMemoryError:
+    return HostMemoryError(
+        f'cannot reserve {nbytes} bytes for {path.name} in {path.parent}: {free} bytes free '
+        f'(or a file size limit is set, see ulimit -f). {_REMEDY}'
+    )

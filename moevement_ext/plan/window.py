@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The byte planner: cuts an ordered list of operators into the slots of a window.
+
+A window is W consecutive iterations, one slot each. In its slot an operator is captured in full
+(master weights and optimizer moments); in every earlier slot only its compute weights are, which
+is the light capture (paper, section 3.2). So the operators [a, b) make a slot of
+
+    sum of full over [a, b)  +  sum of light over [b, n)          bytes, on each rank.
+
+That grows with b and shrinks with a, hence filling each slot as far as the budget allows needs the
+fewest slots there are. Everything here is exact integer arithmetic on the bytes of each rank, so
+all ranks of a stage group that know the same sizes reach the same plan without talking.
+
+Called from the training thread, at start and at window boundaries.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import xxhash
+
+Budget = int | Sequence[int]
+"""Bytes one slot may hold: the same on every rank, or one entry for each rank."""
+
+DEFAULT_HIDDEN_FRACTION = 0.8
+"""Share of an iteration a copy may take unnoticed: forward and backward, less a margin.
+
+The optimizer step has to wait for the copy, because it overwrites what is being copied.
+"""
+
+
+class InvalidOperators(ValueError):
+    """Sizes or names of operators that no plan can be made for."""
+
+
+class InvalidPlan(ValueError):
+    """A plan that has no slot, or captures an operator in full more than once."""
+
+
+class InfeasiblePlan(ValueError):
+    """One operator, alone in its slot with the light captures beside it, exceeds the budget.
+
+    `rank` counts within the stage group. No window helps: capture less, or raise the budget.
+    """
+
+    def __init__(self, operator: str, rank: int, needed: int, budget: int) -> None:
+        super().__init__(
+            f"operator {operator!r} needs a slot of {needed} bytes on rank {rank} of its stage "
+            f"group (its full state and the compute weights of the operators after it), the budget "
+            f"is {budget} bytes per iteration; no window is long enough: raise the budget (accept "
+            f"an overhead, fewer replicas, a faster link) or split the state over more ranks"
+        )
+        self.operator = operator
+        self.rank = rank
+        self.needed = needed
+        self.budget = budget
+
+
+class OperatorBytes(msgspec.Struct, frozen=True):
+    """Size of one operator on each rank of the stage group (0 where a rank does not hold it).
+
+    Raises InvalidOperators unless 0 <= light <= full on each rank.
+    """
+
+    name: str
+    full: tuple[int, ...]
+    """Bytes of master weights and optimizer moments, one entry per rank."""
+    light: tuple[int, ...]
+    """Bytes of compute weights, one entry per rank."""
+
+    def __post_init__(self) -> None:
+        if len(self.full) != len(self.light):
+            raise InvalidOperators(
+                f"operator {self.name!r} has full sizes for {len(self.full)} ranks but light sizes "
+                f"for {len(self.light)}; give one of each per rank of the stage group"
+            )
+        for rank, (full, light) in enumerate(zip(self.full, self.light, strict=True)):
+            if not 0 <= light <= full:
+                raise InvalidOperators(
+                    f"operator {self.name!r} has {full} bytes in full and {light} light on rank "
+                    f"{rank}; 0 <= light <= full must hold"
+                )
+
+
+class WindowPlan(msgspec.Struct, frozen=True):
+    """Names of the operators captured in full in each slot of a window.
+
+    Raises InvalidPlan if there is no slot, or an operator is in more than one place.
+    """
+
+    slots: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.slots:
+            raise InvalidPlan("a window has at least one slot")
+        names = [name for slot in self.slots for name in slot]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise InvalidPlan(f"operators captured in full more than once in a window: {twice}")
+
+    @property
+    def window(self) -> int:
+        """W: iterations in a window."""
+        return len(self.slots)
+
+    def slot_of(self) -> dict[str, int]:
+        """The slot each operator is captured in full in."""
+        return {name: index for index, slot in enumerate(self.slots) for name in slot}
+
+    def slot_bytes(self, operators: Sequence[OperatorBytes]) -> tuple[tuple[int, ...], ...]:
+        """Bytes captured in each slot on each rank, shape (window, ranks).
+
+        Raises InvalidOperators if `operators` are not the ones this plan was made for.
+        """
+        by_name = {operator.name: operator for operator in operators}
+        if by_name.keys() != self.slot_of().keys() or len(by_name) != len(operators):
+            raise InvalidOperators("slot_bytes needs exactly the operators the plan was made for")
+        totals = _Totals([by_name[name] for slot in self.slots for name in slot])
+        ends = np.cumsum([0, *map(len, self.slots)])
+        return tuple(
+            tuple(int(size) for size in totals.slot(start, end)) for start, end in pairwise(ends)
+        )
+
+    def digest(self) -> str:
+        """16 hex digits that are equal on two ranks just when their plans are."""
+        return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self.slots))
+
+
+class _Totals:
+    """Running sums over the ordered operators, from which any slot is priced in O(ranks)."""
+
+    def __init__(self, operators: Sequence[OperatorBytes]) -> None:
+        ranks = _rank_count(operators)
+        shape = (len(operators), ranks)
+        full = np.array([operator.full for operator in operators], dtype=np.int64).reshape(shape)
+        light = np.array([operator.light for operator in operators], dtype=np.int64).reshape(shape)
+        before = np.zeros((1, ranks), dtype=np.int64)
+        self.count, self.ranks = shape
+        self._full = np.concatenate([before, full.cumsum(axis=0)])
+        self._end = self._full + light.sum(axis=0) - np.concatenate([before, light.cumsum(axis=0)])
+
+    def slot(self, start: int, end: int) -> np.ndarray:
+        """Bytes on each rank, int64 (ranks,), of a slot with operators [start, end) in full."""
+        size: np.ndarray = self._end[end] - self._full[start]
+        return size
+
+    def alone(self) -> np.ndarray:
+        """Bytes of the slot each operator would make alone, int64 (operators, ranks)."""
+        size: np.ndarray = self._end[1:] - self._full[:-1]
+        return size
+
+
+def fewest_slots(operators: Sequence[OperatorBytes], budget: Budget) -> WindowPlan:
+    """The shortest window, in the given order, with no slot over budget on any rank.
+
+    Among the plans of that length, one whose largest slot is smallest (see `balanced`).
+
+    Raises InfeasiblePlan just when one operator alone exceeds the budget.
+    """
+    totals = _Totals(operators)
+    budgets = _budget_per_rank(budget, totals.ranks)
+    caps = np.array(budgets, dtype=np.int64)
+    over = np.argwhere(totals.alone() > caps)
+    if len(over):
+        index, rank = (int(position) for position in over[0])
+        needed = int(totals.alone()[index, rank])
+        raise InfeasiblePlan(operators[index].name, rank, needed, budgets[rank])
+    return balanced(operators, max(1, len(_fill(totals, caps))), budget)
+
+
+def balanced(
+    operators: Sequence[OperatorBytes], window: int, budget: Budget | None = None
+) -> WindowPlan:
+    """A plan of exactly `window` slots, in the given order, with the smallest largest slot.
+
+    The largest slot is taken over slots and ranks. With a budget per rank, a rank's bytes count
+    relative to its budget, scaled to the largest budget and rounded up to a byte. The budget is a
+    weight here, not a limit: see `bytes_over_budget`. Trailing slots are empty where fewer slots
+    do as well or there are fewer operators than slots.
+    """
+    if window < 1:
+        raise ValueError(f"window is {window}; a window has at least one slot")
+    totals = _Totals(operators)
+    budgets = _budget_per_rank(1 if budget is None else budget, totals.ranks)
+    reference = max(budgets, default=1)
+
+    def caps(load: int) -> np.ndarray:
+        return np.array([load * own // reference for own in budgets], dtype=np.int64)
+
+    def fits(load: int) -> bool:
+        limit = caps(load)
+        return bool((totals.alone() <= limit).all()) and len(_fill(totals, limit)) <= window
+
+    everything = totals.slot(0, totals.count)
+    loads = (
+        -(-int(size) * reference // own) for size, own in zip(everything, budgets, strict=True)
+    )
+    most = max(loads, default=0)
+    smallest = bisect_left(range(most), True, key=fits)
+    ends = _fill(totals, caps(smallest))
+    names = [operator.name for operator in operators]
+    filled = [tuple(names[start:end]) for start, end in pairwise([0, *ends])]
+    return WindowPlan(tuple(filled + [()] * (window - len(filled))))
+
+
+def plan_stages(
+    stages: Sequence[Sequence[OperatorBytes]],
+    *,
+    window: int | None,
+    budget: int | Sequence[Budget],
+) -> list[WindowPlan]:
+    """One plan per pipeline stage; all stages share the window, as one iteration has one slot.
+
+    `budget` is one number, or one entry per stage (a number or one per rank of its group). With
+    `window` None the shortest window that is within budget on every stage is taken, which raises
+    InfeasiblePlan, with a note of the stage, if there is none. A given `window` is taken as it is:
+    check `bytes_over_budget`.
+    """
+    budgets = [budget] * len(stages) if isinstance(budget, int) else list(budget)
+    if len(budgets) != len(stages):
+        raise ValueError(f"{len(budgets)} budgets for {len(stages)} stages; give one per stage")
+    if window is None:
+        numbered = enumerate(zip(stages, budgets, strict=True))
+        window = max((_fewest_of_stage(index, *stage) for index, stage in numbered), default=1)
+    return [
+        balanced(operators, window, own) for operators, own in zip(stages, budgets, strict=True)
+    ]
+
+
+def bytes_over_budget(plan: WindowPlan, operators: Sequence[OperatorBytes], budget: Budget) -> int:
+    """Most bytes by which a slot exceeds the budget of a rank; 0 if the plan is within budget.
+
+    Divided by the bytes per second behind the budget this is the stall of the worst iteration.
+    """
+    sizes = plan.slot_bytes(operators)
+    over = (
+        size - own
+        for slot in sizes
+        for size, own in zip(slot, _budget_per_rank(budget, len(slot)), strict=True)
+    )
+    return max(0, max(over, default=0))
+
+
+def hideable_budget(
+    copy_bytes_per_s: float,
+    iteration_s: float,
+    hidden_fraction: float = DEFAULT_HIDDEN_FRACTION,
+    network_bytes_per_s: float | None = None,
+    replicas: int = 0,
+) -> int:
+    """Bytes a rank can capture and replicate per iteration without lengthening it.
+
+    `copy_bytes_per_s` is the measured copy rate to host memory, `network_bytes_per_s` this rank's
+    share of its node's links (None: not a limit), over which each captured byte leaves `replicas`
+    times. `hidden_fraction` is the part of the iteration, in (0, 1], that can hide the copy.
+    """
+    if copy_bytes_per_s <= 0 or iteration_s <= 0:
+        raise ValueError(
+            f"the copy rate ({copy_bytes_per_s} bytes/s) and the iteration time ({iteration_s} s) "
+            f"must be positive; measure them over a few iterations"
+        )
+    if not 0 < hidden_fraction <= 1:
+        raise ValueError(f"hidden_fraction is {hidden_fraction}; it must be in (0, 1]")
+    if replicas < 0:
+        raise ValueError(f"replicas is {replicas}; it must be 0 or more")
+    rate = copy_bytes_per_s
+    if network_bytes_per_s is not None and replicas:
+        if network_bytes_per_s <= 0:
+            raise ValueError(f"network_bytes_per_s is {network_bytes_per_s}; it must be positive")
+        rate = min(rate, network_bytes_per_s / replicas)
+    return int(rate * iteration_s * hidden_fraction)
+
+
+def window_bytes_bound(operators: Sequence[OperatorBytes], window: int) -> tuple[int, ...]:
+    """Bytes on each rank that no window of `window` slots exceeds, whatever the order.
+
+    An operator is captured in full once and light at most `window` - 1 times. Host memory reserved
+    by this bound is enough for every later re-ordering.
+    """
+    if window < 1:
+        raise ValueError(f"window is {window}; a window has at least one slot")
+    return tuple(
+        sum(operator.full[rank] + (window - 1) * operator.light[rank] for operator in operators)
+        for rank in range(_rank_count(operators))
+    )
+
+
+def _fill(totals: _Totals, caps: np.ndarray) -> list[int]:
+    """End of each slot when every slot takes as many operators as fit under `caps` (ranks,).
+
+    Every operator must fit alone.
+    """
+    ends: list[int] = []
+    start = 0
+    while start < totals.count:
+
+        def over(end: int, start: int = start) -> bool:
+            return bool((totals.slot(start, end) > caps).any())
+
+        start += bisect_left(range(start + 1, totals.count + 1), True, key=over)
+        ends.append(start)
+    return ends
+
+
+def _fewest_of_stage(index: int, operators: Sequence[OperatorBytes], budget: Budget) -> int:
+    try:
+        return fewest_slots(operators, budget).window
+    except InfeasiblePlan as error:
+        error.add_note(f"in pipeline stage {index}")
+        raise
+
+
+def _rank_count(operators: Sequence[OperatorBytes]) -> int:
+    names = [operator.name for operator in operators]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise InvalidOperators(f"operators listed more than once: {twice}")
+    counts = {len(operator.full) for operator in operators}
+    if len(counts) > 1:
+        raise InvalidOperators(
+            f"operators have sizes for {sorted(counts)} ranks; all need one per rank of the group"
+        )
+    return counts.pop() if counts else 0
+
+
+def _budget_per_rank(budget: Budget, ranks: int) -> list[int]:
+    budgets = [budget] * ranks if isinstance(budget, int) else list(budget)
+    if len(budgets) != ranks:
+        raise ValueError(
+            f"{len(budgets)} budgets for {ranks} ranks; give one number or one per rank"
+        )
+    if any(own < 1 for own in budgets):
+        raise ValueError(f"budgets must be at least 1 byte per iteration, got {min(budgets)}")
+    return budgets

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds, agrees on and converts windows after a failure."""

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds replicas of other owners' windows and serves every window on its node (paper sec. 3.3).
+
+One thread accepts, one thread per connection works. Nothing here ever raises into training: what
+goes wrong is answered with ``Refused`` or ends the connection.
+"""
+
+import hmac
+import logging
+import os
+import socketserver
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.slot import WindowName, frame_checksum
+from moevement_ext.memory.store import NodeStore, OwnerWindows
+from moevement_ext.memory.window_file import RefusedWindow, WindowFile
+from moevement_ext.replicate.transport import (
+    PROTOCOL_VERSION,
+    Ack,
+    CommitWindow,
+    Connection,
+    DiscardAfter,
+    FetchWindow,
+    Hello,
+    ListWindows,
+    Persisted,
+    Proceed,
+    ProtocolError,
+    PutSlot,
+    Refused,
+    RemoteWindow,
+    Reply,
+    Request,
+    SlotHead,
+    WindowHead,
+    WindowList,
+)
+
+logger = logging.getLogger(__name__)
+
+_REFUSALS = (RefusedWindow, HostMemoryError, ValueError)
+_POLL_SECONDS = 0.1  # longest delay of stop()
+
+
+class ReplicaServer:
+    """Receives replicas for ``rank`` to hold, and serves the windows found on its node.
+
+    Args:
+        store: store of this node.
+        rank: the holder.
+        capacities: bytes of a window file, by owner this rank holds replicas for.
+        token: run identity every client must present.
+        host: interface to listen on; 0.0.0.0 is all.
+        port: 0 lets the system choose.
+        generations: replica windows kept per owner.
+        timeout_s: time for one exchange once it has begun, besides time to move its bytes.
+
+    Raises:
+        HostMemoryError: the replica files cannot be reserved.
+    """
+
+    def __init__(
+        self,
+        store: NodeStore,
+        rank: int,
+        capacities: Mapping[int, int],
+        token: str,
+        host: str = '0.0.0.0',
+        port: int = 0,
+        generations: int = 3,
+        timeout_s: float = 30.0,
+    ) -> None:
+        self._store = store
+        self._token = token
+        self._timeout_s = timeout_s
+        self._inboxes = {
+            owner: _Inbox(OwnerWindows(store, rank, owner, capacity, generations))
+            for owner, capacity in capacities.items()
+        }
+        self._connections: dict[Connection, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._listener = _Listener((host, port), self)
+        self._thread = threading.Thread(
+            target=self._listener.serve_forever,
+            args=(_POLL_SECONDS,),
+            name=f'replica-server-{rank}',
+            daemon=True,
+        )
+        self._thread.start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Interface and port listened on."""
+        host, port = self._listener.server_address[:2]
+        return str(host), int(port)
+
+    def replicas(self, owner: int) -> OwnerWindows:
+        """Return the replica windows held for ``owner``."""
+        return self._inboxes[owner].windows
+
+    def stop(self) -> None:
+        """Stop listening and close all connections; files stay."""
+        self._listener.shutdown()
+        self._listener.server_close()
+        with self._lock:
+            open_now = dict(self._connections)
+        for connection in open_now:
+            connection.shutdown()
+        for thread in [self._thread, *open_now.values()]:
+            thread.join(self._timeout_s)
+
+    def serve(self, connection: Connection) -> None:
+        """Serve one connection until it ends; called on its own thread."""
+        with self._lock:
+            self._connections[connection] = threading.current_thread()
+        try:
+            self._greet(connection)
+            while True:
+                connection.set_deadline(None)
+                request = connection.receive_request()
+                connection.set_deadline(self._timeout_s)
+                self._answer(connection, request)
+        except OSError as error:
+            logger.debug('connection ended: %s', error)
+        finally:
+            with self._lock:
+                del self._connections[connection]
+            connection.close()
+
+    def _greet(self, connection: Connection) -> None:
+        connection.set_deadline(self._timeout_s)
+        hello = connection.receive_request()
+        if not isinstance(hello, Hello):
+            raise ProtocolError('the first message must be Hello')
+        if hello.version != PROTOCOL_VERSION:
+            reason = f'protocol version {hello.version}, this holder speaks {PROTOCOL_VERSION}'
+        elif not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            reason = 'this holder belongs to another run; check --sparse-ckpt-run-id'
+        else:
+            connection.send(Ack())
+            return
+        connection.send(Refused(reason))
+        raise ProtocolError(reason)
+
+    def _answer(self, connection: Connection, request: Request) -> None:
+        try:
+            match request:
+                case FetchWindow():
+                    self._send_window(connection, request)
+                    return
+                case ListWindows():
+                    reply: Reply = self._list()
+                case PutSlot() | CommitWindow() | Persisted() | DiscardAfter():
+                    reply = self._inbox(request.owner).answer(connection, request, self._timeout_s)
+                case _:
+                    raise ProtocolError(f'{type(request).__name__} is not expected here')
+        except _REFUSALS as refusal:
+            reply = Refused(f'{type(refusal).__name__}: {refusal}')
+        connection.send(reply)
+
+    def _inbox(self, owner: int) -> '_Inbox':
+        if owner not in self._inboxes:
+            raise ValueError(f'no replicas of rank {owner} are held here')
+        return self._inboxes[owner]
+
+    def _list(self) -> WindowList:
+        found = {(window.owner, window.start, window.plan) for window in self._store.scan()}
+        return WindowList([RemoteWindow(*window) for window in sorted(found)])
+
+    def _send_window(self, connection: Connection, request: FetchWindow) -> None:
+        """Stream a window. Its files are never locked: a rename before the first overwritten byte
+        tells afterwards whether all that was sent was still immutable."""
+        path, inode, file = self._open_whole(request)
+        blobs = {slot: file.slot_blob(slot) for slot in file.slots()}
+        nbytes = sum(len(blob.payload) + len(blob.frame) for blob in blobs.values())
+        connection.set_deadline(self._timeout_s, nbytes)
+        connection.send(WindowHead(len(blobs), nbytes))
+        for slot, blob in blobs.items():
+            connection.send(SlotHead(slot, len(blob.payload), len(blob.frame)))
+            connection.send_bytes(blob.payload)
+            connection.send_bytes(blob.frame)
+        if _inode(path) == inode:
+            connection.send(Ack())
+        else:
+            connection.send(Refused(f'{path} was recycled while it was sent'))
+
+    def _open_whole(self, request: FetchWindow) -> tuple[Path, int | None, WindowFile]:
+        """Return path, inode and map of the first undamaged copy on this node, whoever holds it."""
+        wanted = (request.owner, request.start, request.plan)
+        refusals: list[str] = []
+        for found in self._store.scan():
+            if (found.owner, found.start, found.plan) != wanted:
+                continue
+            inode = _inode(found.path)
+            try:
+                file = WindowFile.open(found.path)
+                file.verify(None, None, *wanted)
+                return found.path, inode, file
+            except RefusedWindow as refusal:
+                refusals.append(str(refusal))
+        raise RefusedWindow('; '.join(refusals) or f'window {wanted} is not on this node')
+
+
+class _Inbox:
+    """Replicas of one owner. A lock admits one exchange at a time."""
+
+    def __init__(self, windows: OwnerWindows) -> None:
+        self.windows = windows
+        self._receiving: WindowFile | None = None
+        self._lock = threading.Lock()
+        self._current: Connection | None = None
+
+    def answer(
+        self,
+        connection: Connection,
+        request: PutSlot | CommitWindow | Persisted | DiscardAfter,
+        timeout_s: float,
+    ) -> Reply:
+        """Do what the owner asks; raises ``RefusedWindow`` or ``ValueError`` for a refusal."""
+        # An older connection of this owner may still be receiving into the file: cut it off, or
+        # what the kernel has buffered for it would be written under the newer transfer.
+        stale = self._current
+        if stale is not None and stale is not connection:
+            stale.shutdown()
+        if not self._lock.acquire(timeout=timeout_s):
+            raise ValueError('an earlier transfer of this owner does not end')
+        try:
+            self._current = connection
+            return self._dispatch(connection, request, timeout_s)
+        finally:
+            self._current = None
+            self._lock.release()
+
+    def _dispatch(
+        self,
+        connection: Connection,
+        request: PutSlot | CommitWindow | Persisted | DiscardAfter,
+        timeout_s: float,
+    ) -> Reply:
+        match request:
+            case PutSlot():
+                return self._put(connection, request, timeout_s)
+            case CommitWindow():
+                self._commit(WindowName(request.start, request.plan), request.owner)
+            case Persisted():
+                self.windows.persisted(request.start, request.plan)
+            case DiscardAfter():
+                self.windows.discard_after(request.start)
+                self._forget_discarded(request.start)
+        return Ack()
+
+    def _put(self, connection: Connection, request: PutSlot, timeout_s: float) -> Reply:
+        if request.persisted is not None:
+            self.windows.persisted(*request.persisted)
+        name = WindowName(request.start, request.plan)
+        file = self._file_for(name)
+        if request.slot in file.slots():
+            if frame_checksum(file.slot_blob(request.slot).frame) == request.frame_checksum:
+                return Ack()
+            if file is not self._receiving:
+                raise ValueError(f'committed window {name.start}-{name.plan} has other content')
+            self._abandon()  # left from an attempt the owner has given up
+            file = self._file_for(name)
+        file.reserve_slot(request.slot, request.payload_bytes)  # refuse before bytes are sent
+        nbytes = request.payload_bytes + request.frame_bytes
+        connection.set_deadline(timeout_s, nbytes)
+        connection.send(Proceed())
+        file.write_blob(
+            request.slot, request.payload_bytes, request.frame_bytes, connection.receive_into
+        )
+        return Ack()
+
+    def _file_for(self, name: WindowName) -> WindowFile:
+        """Return the committed window of this name, or the one being received, begun if need be."""
+        committed = self.windows.file(*name)
+        if committed is not None:
+            return committed
+        if self._receiving is not None and self._receiving.name != name:
+            self._abandon()
+        if self._receiving is None:
+            self._receiving = self.windows.begin(*name)
+        if self._receiving is None:
+            raise ValueError(
+                f'no free file for window {name.start}-{name.plan} of rank {self.windows.owner}: '
+                f'all hold windows not known to be outdated '
+                f'(newest persisted: {self.windows.newest_persisted})'
+            )
+        return self._receiving
+
+    def _commit(self, name: WindowName, owner: int) -> None:
+        if self.windows.file(*name) is None:
+            file = self._receiving
+            if file is None or file.name != name:
+                raise ValueError(f'window {name.start}-{name.plan} was not received here')
+            try:
+                file.verify(None, None, owner, *name)
+                self.windows.commit(file)
+            except RefusedWindow:
+                self._abandon()  # the owner sends it again from the first slot
+                raise
+            self._receiving = None
+        self.windows.announce(*name)  # the acknowledgement lets the owner rely on it
+
+    def _abandon(self) -> None:
+        if self._receiving is not None:
+            self.windows.abandon(self._receiving)
+            self._receiving = None
+
+    def _forget_discarded(self, start: int) -> None:
+        name = None if self._receiving is None else self._receiving.name
+        if name is not None and name.start > start:
+            self._receiving = None  # discard_after has freed its file
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
+
+
+class _Listener(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], owner: ReplicaServer) -> None:
+        self.owner = owner
+        super().__init__(address, _Handler)
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        cast(_Listener, self.server).owner.serve(Connection(self.request))

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills the process at a chosen place: `MOEVEMENT_FAIL_AT=<rank>:<iteration>:<phase>[:<life>]`.
+
+Real process death (SIGKILL), for tests and demonstrations. Several faults are separated by commas.
+`life` counts the starts of the job (`TORCHELASTIC_RESTART_COUNT`), 0 by default. Without the
+variable every call is one comparison.
+"""
+
+import os
+import signal
+from dataclasses import dataclass
+
+PHASES = (
+    'forward', 'backward', 'optimizer', 'step', 'after-step',
+    'capture', 'seal', 'replicate', 'load', 'convert',
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Where the process is to die."""
+
+    iteration: int
+    phase: str
+
+
+_armed: list[Fault] = []
+_iteration = 0
+
+
+def arm(rank: int) -> None:
+    """Read the environment; called once by each worker.
+
+    Raises:
+        ValueError: the variable is malformed.
+    """
+    life = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
+    for text in filter(None, os.environ.get('MOEVEMENT_FAIL_AT', '').split(',')):
+        fields = text.split(':')
+        if len(fields) not in (3, 4) or fields[2] not in PHASES:
+            raise ValueError(
+                f'MOEVEMENT_FAIL_AT={text!r}: expected <rank>:<iteration>:<phase>[:<life>] '
+                f'with a phase of {", ".join(PHASES)}'
+            )
+        if int(fields[0]) == rank and (fields[3] if len(fields) == 4 else '0') == life:
+            _armed.append(Fault(int(fields[1]), fields[2]))
+
+
+def at_iteration(iteration: int) -> None:
+    """Note the iteration that begins; called by the training thread."""
+    global _iteration
+    _iteration = iteration
+
+
+def armed() -> bool:
+    """True if this process is to die somewhere."""
+    return bool(_armed)
+
+
+def point(phase: str) -> None:
+    """Die here if asked to. Called on any thread."""
+    if _armed and Fault(_iteration, phase) in _armed:
+        os.kill(os.getpid(), signal.SIGKILL)

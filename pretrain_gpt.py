@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pre-trains a (Mixture-of-Experts) GPT with Megatron, with sparse checkpointing on request.
+
+    torchrun ... pretrain_gpt.py <any Megatron flags> [--sparse-ckpt ...]
+
+Without `--sparse-ckpt` this is plain Megatron.
+"""
+
+import time
+
+_PROGRAM_START = time.time()
+
+from megatron.moevement import cpu_device, preflight  # noqa: E402
+
+preflight.check_installation()
+if cpu_device.needed():
+    cpu_device.install()
+
+from functools import partial  # noqa: E402
+from typing import Any, Iterator  # noqa: E402
+
+import torch  # noqa: E402
+from megatron.core import mpu  # noqa: E402
+from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E402
+    BlendedMegatronDatasetBuilder,
+)
+from megatron.core.datasets.gpt_dataset import (  # noqa: E402
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+)
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
+from megatron.core.utils import (  # noqa: E402
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers, pretrain, set_startup_timestamps  # noqa: E402
+from megatron.training.argument_utils import (  # noqa: E402
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
+from megatron.training.arguments import parse_and_validate_args  # noqa: E402
+from megatron.training.utils import (  # noqa: E402
+    get_blend_and_blend_per_split,
+    is_first_or_last_pipeline_stage,
+)
+
+from megatron.moevement.arguments import add_arguments  # noqa: E402
+from megatron.moevement.program import run_with_sparse_checkpointing  # noqa: E402
+
+if cpu_device.needed():
+    cpu_device.mend_upstream()
+
+_BATCH_KEYS = ('tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids')
+
+
+def get_batch(data_iterator: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[str, Any]:
+    """One micro-batch on this rank: tensors of shape [micro batch, sequence / CP], or Nones."""
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(_BATCH_KEYS)
+    args = get_args()
+    batch: dict[str, Any] = {}
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        loaded = next(data_iterator)
+        batch = {
+            key: loaded[key].cuda(non_blocking=True) if loaded.get(key) is not None else None
+            for key in _BATCH_KEYS
+        }
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=bool(args.mtp_num_layers),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
+    )
+    return get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
+
+
+def loss_func(
+    loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Summed token loss, number of tokens, and what to report of one micro-batch."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for rejects, what in ((torch.isnan, 'NaN'), (torch.isinf, 'Inf')):
+            get_rerun_state_machine().validate_result(
+                result=loss,
+                rejection_func=rejects,
+                message=f'found {what} in the local forward loss',
+                tolerance=0.0,
+                fatal=True,
+            )
+    num_tokens = mask.sum().detach().to(torch.int)
+    report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {'lm loss': report}
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module
+) -> tuple[torch.Tensor, partial[Any]]:
+    """Forward of one micro-batch through this stage's model chunk."""
+    timers = get_timers()
+    timers('batch-generator', log_level=2).start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, 'vp_stage'))
+    timers('batch-generator').stop()
+    output = model(
+        batch['tokens'],
+        batch['position_ids'],
+        batch['attention_mask'],
+        labels=batch['labels'],
+        loss_mask=batch['loss_mask'],
+    )
+    return output, partial(loss_func, batch['loss_mask'])
+
+
+def _dataset_config(args: Any) -> GPTDatasetConfig:
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+    )
+
+
+def _built_on_this_rank(vp_stage: int | None) -> bool:
+    return (
+        is_first_or_last_pipeline_stage(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
+    )
+
+
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
+    """Train, validation and test datasets of `num_samples` samples each."""
+    args = get_args()
+    return BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset,
+        num_samples,
+        partial(_built_on_this_rank, vp_stage=vp_stage),
+        _dataset_config(args),
+    ).build()
+
+
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Parse the command line and train."""
+    set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
+    args = parse_and_validate_args(extra_args_provider=add_arguments)
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    train = partial(
+        pretrain, config, datasets_provider, ModelType.encoder_or_decoder, forward_step
+    )
+    run_with_sparse_checkpointing(train, args)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Creates .venv in this checkout with everything the trainer, the tools and the tests need.
+# A second call is instant; a change of setup.py or of the Python version installs again.
+# Safe to call from several processes at once, and after a call that was interrupted.
+#
+#   scripts/setup_env.sh && .venv/bin/python pretrain_gpt.py --help
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly VENV=.venv
+readonly LOCK=.venv.lock
+readonly STAMP=$VENV/.installed  # fingerprint of the last complete installation
+readonly BUILDING=$VENV/.building  # there while an installation is under way or was interrupted
+readonly EXTRAS=test,tools,metrics
+
+log() { printf '[setup_env] %s\n' "$*" >&2; }
+
+step() {
+    local what=$1 start=$SECONDS
+    shift
+    log "$what ..."
+    "$@" >&2
+    log "$what: done in $((SECONDS - start)) s"
+}
+
+# By running it: a pyenv shim can be on PATH without a Python behind it, and a distribution's
+# Python can lack venv.
+is_usable() {
+    "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    for candidate in python3.12 python3.13 python3.14 python3; do
+        if is_usable "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    # 3.12 before later ones (the version this is developed on), its newest patch release first.
+    while read -r candidate; do
+        if is_usable "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done < <(
+        for candidate in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python; do
+            version=$(basename "$(dirname "$(dirname "$candidate")")")
+            printf '%s\t%s\n' "$version" "$candidate"
+        done | sort -t. -k2,2n -k3,3nr | cut -f2
+    )
+    log 'no usable Python >= 3.12 found (megatron-core 0.19 needs it).'
+    log 'Looked for python3.12, python3.13, python3.14, python3 on PATH and for pyenv versions.'
+    log 'Install one (e.g. "apt install python3.12-venv" or "pyenv install 3.12") and try again.'
+    return 1
+}
+
+fingerprint() {
+    { "$VENV/bin/python" -VV && echo "$EXTRAS" && cat setup.py; } | sha256sum | cut -d' ' -f1
+}
+
+is_complete() {
+    [[ -f $STAMP && ! -e $BUILDING && -x $VENV/bin/python && $(<"$STAMP") == "$(fingerprint)" ]]
+}
+
+create_environment() {
+    local python
+    python=$(find_python)
+    mkdir "$VENV"
+    touch "$BUILDING"
+    step "creating $VENV with $("$python" -V) ($python)" "$python" -m venv "$VENV"
+}
+
+install_packages() {
+    # compat: a plain path entry instead of an import hook, so that what reads paths (mypy,
+    # pkgutil) sees our megatron/ beside the installed one too.
+    "$VENV/bin/python" -m pip install --disable-pip-version-check \
+        --config-settings editable_mode=compat --editable ".[$EXTRAS]"
+}
+
+build() {
+    if [[ -e $BUILDING ]]; then
+        step "removing $VENV, left half-built by an interrupted run" rm -rf "$VENV"
+    fi
+    if [[ -e $VENV ]] && ! is_usable "$VENV/bin/python"; then
+        step "removing $VENV, whose Python does not run or is older than 3.12" rm -rf "$VENV"
+    fi
+    if [[ ! -e $VENV ]]; then
+        create_environment
+    fi
+    touch "$BUILDING"
+    rm -f "$STAMP"
+    step 'installing packages (torch and CUDA libraries: about 5 GB, some minutes)' \
+        install_packages
+    step 'checking that the megatron namespace is whole' \
+        env TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 "$VENV/bin/python" -W ignore -c \
+        'import megatron.core, megatron.moevement, megatron.training, moevement_ext'
+    fingerprint >"$STAMP.new"
+    mv "$STAMP.new" "$STAMP"
+    rm -f "$BUILDING"
+}
+
+main() {
+    if is_complete; then
+        return
+    fi
+    exec 9>"$LOCK"
+    if ! flock --nonblock 9; then
+        log 'another setup is running in this checkout; waiting for it ...'
+        flock 9
+    fi
+    if ! is_complete; then  # the one we waited for may have done the work
+        build
+        log "ready: $VENV/bin/python ($("$VENV/bin/python" -V)), $SECONDS s in all"
+    fi
+}
+
+main

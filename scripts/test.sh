@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Lint, types and tests. Arguments go to pytest: scripts/test.sh -k planner
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+scripts/setup_env.sh
+
+# One thread a process: the distributed tests start many processes, and bit-exact comparisons
+# need a fixed order of summation. Nothing here is worth compiling.
+export OMP_NUM_THREADS=1
+export TORCHDYNAMO_DISABLE=1
+
+run() {
+    printf '\n[test] %s\n' "$*"
+    local start=$SECONDS
+    "$@"
+    printf '[test] passed in %s s\n' "$((SECONDS - start))"
+}
+
+python=.venv/bin/python
+sources=(setup.py moevement_ext megatron tools tests)
+if [[ -f pretrain_gpt.py ]]; then
+    sources+=(pretrain_gpt.py)
+fi
+
+run "$python" -m black --check "${sources[@]}"
+run "$python" -m isort --check-only "${sources[@]}"
+run "$python" -m ruff check "${sources[@]}"
+run "$python" -m mypy moevement_ext megatron/moevement tools
+run "$python" -m pytest tests --durations=15 "$@"

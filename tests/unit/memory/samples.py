@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small real windows in a real tmpfs, shared by the tests of the store and of replication."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from moevement_ext.memory.slot import (
+    FORMAT_VERSION,
+    Record,
+    SlotHeader,
+    align_up,
+    frame_bytes_bound,
+)
+from moevement_ext.memory.window_file import WindowFile, window_capacity
+
+RUN = 'run-digest'
+TOPOLOGY = 'topology-digest'
+PLAN = 'plan1'
+WINDOW = 3
+TENSOR_BYTES = (1000, 64, 4096)
+
+
+@contextmanager
+def tmpfs_directory() -> Iterator[Path]:
+    """A directory of its own in /dev/shm where that can be written, else in the temporary files."""
+    shm = Path('/dev/shm')
+    parent = shm if os.access(shm, os.W_OK) else None
+    path = Path(tempfile.mkdtemp(prefix='moevement-test-', dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def make_header(
+    slot: int, start: int = 0, plan: str = PLAN, owner: int = 0, window: int = WINDOW
+) -> SlotHeader:
+    """A header, not sealed, of three tensors of one operator."""
+    records, offset = [], 0
+    for index, nbytes in enumerate(TENSOR_BYTES):
+        name = f'decoder.layers.{slot}.weight{index}'
+        records.append(
+            Record(f'expert-{index}', name, 'master', 'float32', 0, nbytes // 4, offset, nbytes)
+        )
+        offset = align_up(offset + nbytes)
+    return SlotHeader(
+        version=FORMAT_VERSION,
+        run=RUN,
+        topology=TOPOLOGY,
+        owner=owner,
+        start=start,
+        window=window,
+        slot=slot,
+        iteration=start + slot,
+        plan=plan,
+        payload_bytes=offset,
+        records=records,
+        context=b'rng state',
+    )
+
+
+def capacity(window: int = WINDOW) -> int:
+    """Bytes of a file for such a window."""
+    headers = [make_header(slot, window=window) for slot in range(window)]
+    return window_capacity((h.payload_bytes, frame_bytes_bound(h)) for h in headers)
+
+
+def content(header: SlotHeader) -> np.ndarray:
+    """The payload of a slot: other bytes for every owner, iteration and plan."""
+    key = f'{header.owner}/{header.iteration}/{header.plan}'.encode()
+    seed = int.from_bytes(hashlib.sha256(key).digest()[:8], 'little')
+    generator = np.random.default_rng(seed)
+    return generator.integers(0, 256, header.payload_bytes, dtype=np.uint8)
+
+
+def write_slot(file: WindowFile, slot: int, owner: int = 0, window: int = WINDOW) -> SlotHeader:
+    """Reserve, fill and seal one slot of the window ``file`` was begun for."""
+    assert file.name is not None
+    header = make_header(slot, *file.name, owner=owner, window=window)
+    file.reserve_slot(slot, header.payload_bytes)[:] = content(header)
+    return file.seal_slot(header)
+
+
+def write_window(file: WindowFile, owner: int = 0, window: int = WINDOW) -> None:
+    """Fill a begun file with all slots."""
+    for slot in range(window):
+        write_slot(file, slot, owner, window)
+
+
+def make_file(path: Path, start: int = 0, plan: str = PLAN, owner: int = 0) -> WindowFile:
+    """A whole window in a file outside of any store."""
+    file = WindowFile.create(path, capacity())
+    file.begin(start, plan)
+    write_window(file, owner)
+    file.freeze()
+    return file
+
+
+def digest(path: Path) -> str:
+    """Hash of a whole file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

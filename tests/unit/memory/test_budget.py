@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.memory.budget import (
+    GIB,
+    HostMemoryError,
+    HostMemoryPlan,
+    RankMemory,
+    reserved_bytes,
+)
+from moevement_ext.memory.store import NodeStore, OwnerWindows
+from tests.unit.memory.samples import capacity, tmpfs_directory
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+def two_ranks() -> HostMemoryPlan:
+    return HostMemoryPlan(
+        {
+            0: RankMemory(own_windows=3 * GIB, replicas=6 * GIB, ledger=1000),
+            1: RankMemory(own_windows=2 * GIB, replicas=5 * GIB, ledger=1000),
+        }
+    )
+
+
+def test_sums() -> None:
+    plan = two_ranks()
+    assert plan.node_total == 16 * GIB + 2000
+    assert plan.by_kind() == {
+        'own_windows': 5 * GIB,
+        'replicas': 11 * GIB,
+        'ledger': 2000,
+        'log_ring': 0,
+    }
+    assert plan.describe() == (
+        'host memory 16.00 GiB on this node (own windows 5.00 GiB, replicas 11.00 GiB, '
+        'ledger 2000 bytes, log ring 0 bytes); 2 ranks, largest 9.00 GiB'
+    )
+
+
+def test_over_the_flag(shm: Path) -> None:
+    with pytest.raises(
+        HostMemoryError, match=r'replicas 11.00 GiB.*--sparse-ckpt-host-memory-gb 8'
+    ):
+        two_ranks().check(8, shm)
+
+
+def test_flag_is_per_node_and_inclusive(shm: Path) -> None:
+    rank = RankMemory(own_windows=2**20, replicas=2**20, ledger=0)
+    HostMemoryPlan({0: rank, 1: rank}).check(4 / 1024, shm)
+    with pytest.raises(HostMemoryError):
+        HostMemoryPlan({0: rank, 1: rank}).check(3.9 / 1024, shm)
+
+
+def test_over_the_file_system(shm: Path) -> None:
+    free = shutil.disk_usage(shm).free
+    rank = RankMemory(own_windows=2 * free, replicas=0, ledger=0)
+    with pytest.raises(HostMemoryError, match=rf'{shm}.* needs .* free.*tmpfs'):
+        HostMemoryPlan({0: rank}).check(None, shm / 'run1' / 'node0')
+
+
+def test_adopted_files_are_not_needed_again(shm: Path) -> None:
+    store = NodeStore(shm, 'run1', 'node0')
+    generations, size = 3, 64 * capacity()
+    OwnerWindows(store, 0, 0, size, generations)
+    store.close()
+    adopted = reserved_bytes(store.path)
+    assert generations * size <= adopted < generations * size + 2**20
+    free = shutil.disk_usage(shm).free
+    plan = HostMemoryPlan({0: RankMemory(own_windows=free + size, replicas=0, ledger=0)})
+    plan.check(None, store.path)
+    with pytest.raises(HostMemoryError):
+        plan.check(None, shm / 'run2')

