@@ -15,8 +15,9 @@ import msgspec
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, node_name
 from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
 from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.store import NodeStore, OwnerWindows
-from moevement_ext.memory.window_file import RefusedWindow, WindowFile
+from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.recover.agreement import Candidate, HeldWindow, holders
 from moevement_ext.replicate.address import local_host
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient

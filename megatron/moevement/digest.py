@@ -14,9 +14,7 @@ from megatron.moevement.operators import operator_inventory
 from megatron.moevement.optimizer_state import parameter_states
 
 
-def state_digest(
-    model: Sequence[Any], optimizer: Any, scheduler: Any, args: Any
-) -> dict[str, str]:
+def state_digest(model: Sequence[Any], optimizer: Any, scheduler: Any, args: Any) -> dict[str, str]:
     """Digest of every tensor and of the small state of this rank, by name."""
     entries = dict(_tensors(model, optimizer))
     rng = iteration_state.capture_rng()
@@ -36,9 +34,7 @@ def state_digest(
     return entries
 
 
-def write_digest(
-    path: str, iteration: int, entries: dict[str, str]
-) -> None:
+def write_digest(path: str, iteration: int, entries: dict[str, str]) -> None:
     """Gather the digests of all ranks and write them as JSON on rank 0. Collective."""
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, entries)

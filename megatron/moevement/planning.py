@@ -13,7 +13,7 @@ from megatron.moevement.training_state import TrainingState
 from moevement_ext.capture.layout import operator_bytes
 from moevement_ext.checkpointer import ScheduledPlan
 from moevement_ext.memory.slot import FORMAT_VERSION, Record, SlotHeader, frame_bytes_bound
-from moevement_ext.memory.window_file import window_capacity
+from moevement_ext.memory.window_format import window_capacity
 from moevement_ext.plan.ordering import order_by_popularity
 from moevement_ext.plan.window import (
     OperatorBytes,

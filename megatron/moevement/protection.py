@@ -137,4 +137,3 @@ def _own_store() -> torch.distributed.Store:
     default = torch.distributed.distributed_c10d._get_default_store()
     life = exchange(secrets.token_hex(8).encode())[0].decode()
     return torch.distributed.PrefixStore(f'sparse-ckpt/{life}', default.clone())
-

@@ -19,9 +19,10 @@ from megatron.moevement.exchange import all_agree, exchange
 from moevement_ext.checkpointer import Identity
 from moevement_ext.host_memory import HostMemory, held_windows
 from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.slot import SlotHeader
 from moevement_ext.memory.store import NodeStore
-from moevement_ext.memory.window_file import RefusedWindow, WindowFile
+from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.observe.events import EventLog
 from moevement_ext.recover.agreement import Candidate, HeldWindow, candidates
 
@@ -50,9 +51,7 @@ class Phases:
     catch_up: float = 0.0
 
 
-def find(
-    store: NodeStore, identity: Identity, args: Any, events: EventLog
-) -> Predecessor:
+def find(store: NodeStore, identity: Identity, args: Any, events: EventLog) -> Predecessor:
     """Look for windows of a predecessor on all nodes. Collective."""
     held = held_windows(store, identity.run, identity.topology)
     inventories = [
@@ -125,7 +124,9 @@ def _verified(
             headers = file.verify(
                 identity.run, identity.topology, identity.rank, candidate.start, candidate.plan
             )
-            logger.info('window %d verified in %.2f s', candidate.start, time.perf_counter() - began)
+            logger.info(
+                'window %d verified in %.2f s', candidate.start, time.perf_counter() - began
+            )
             return file, headers
         except RefusedWindow as refusal:
             logger.warning('refused: %s', refusal)

@@ -264,9 +264,7 @@ class Session:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        result = original(
-            loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs
-        )
+        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         if self._protection is not None and iteration % self._args.log_interval == 0:
             report.log_interval(self._args, iteration, self._protection.checkpointer)
         return result

@@ -24,9 +24,7 @@ def operator_slices(
 def _slices(
     operator: Operator, states: Mapping[torch.nn.Parameter, ParameterState]
 ) -> OperatorSlices:
-    owned = [
-        states[parameter] for parameter in operator.parameters.values() if parameter in states
-    ]
+    owned = [states[parameter] for parameter in operator.parameters.values() if parameter in states]
     buffers = [
         TensorSlice(operator.name, name, 'buffer', 0, buffer.numel(), _flat(buffer), volatile=True)
         for name, buffer in operator.buffers.items()

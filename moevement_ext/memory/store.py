@@ -26,8 +26,9 @@ from typing import NamedTuple
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.refused import RefusedWindow, TruncatedWindow
 from moevement_ext.memory.slot import WindowName
-from moevement_ext.memory.window_file import RefusedWindow, TruncatedWindow, WindowFile
+from moevement_ext.memory.window_file import WindowFile
 
 logger = logging.getLogger(__name__)
 

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One window of one owner in one preallocated, mapped file.
+"""One window of one owner in one preallocated, mapped file (see ``window_format``).
 
-Layout: a preamble of fixed size (magic, version, checksum, capacity, directory of the slots), then
-the slots appended one after the other. A slot is its payload and, after it, the frame of its header
-(``slot.encode_frame``); the frame takes its place when the slot is sealed, so its size need not be
-known when the payload is reserved.
+A slot is its payload and, after it, the frame of its header; the frame takes its place when the
+slot is sealed, so its size need not be known when the payload is reserved.
 
-Reading trusts nothing: every offset is checked against the file before it is used, and whatever is
-wrong ends in a ``RefusedWindow`` (invariant I7).
+Reading trusts nothing: whatever is wrong ends in a ``RefusedWindow`` (invariant I7).
 """
 
 import mmap
 import os
-import struct
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,15 +16,19 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.budget import HostMemoryError, preallocate
+from moevement_ext.memory.refused import (
+    CorruptWindow,
+    ForeignRun,
+    RefusedWindow,
+    TruncatedWindow,
+    WrongTopology,
+    WrongWindow,
+)
 from moevement_ext.memory.slot import (
-    ALIGNMENT,
     FORMAT_VERSION,
-    Count,
     Record,
     SlotHeader,
     WindowName,
@@ -36,43 +36,17 @@ from moevement_ext.memory.slot import (
     decode_frame,
     encode_frame,
 )
-
-PREAMBLE_BYTES = 64 * 1024
-MAX_SLOTS = 1024
-
-_MAGIC = b'MoEvWin\0'
-_PREAMBLE = struct.Struct('<8sIIQQ')  # magic, version, directory bytes, capacity, checksum
-_CHECKED = struct.Struct('<IIQ')  # the fields the checksum covers besides the directory
-
-Bytes = npt.NDArray[np.uint8]
-
-
-class RefusedWindow(SparseCheckpointError):
-    """A window that must not be loaded; recovery goes on with the next tier."""
-
-
-class TruncatedWindow(RefusedWindow):
-    """The file is cut off or slots are missing."""
-
-
-class CorruptWindow(RefusedWindow):
-    """Bytes are not what was written; the message names file, slot, operator and tensor."""
-
-
-class ForeignRun(RefusedWindow):
-    """The window belongs to another run."""
-
-
-class WrongTopology(RefusedWindow):
-    """The window was written under another parallel layout."""
-
-
-class WrongWindow(RefusedWindow):
-    """The file holds another window (owner, start or plan) than the one asked for."""
-
-
-class UnknownVersion(RefusedWindow):
-    """The file was written in a format this program does not read."""
+from moevement_ext.memory.window_format import (
+    MAX_SLOTS,
+    PREAMBLE_BYTES,
+    Bytes,
+    Directory,
+    Entry,
+    check_layout,
+    encode_directory,
+    read_directory,
+    unknown_version,
+)
 
 
 class SlotBlob(NamedTuple):
@@ -80,19 +54,6 @@ class SlotBlob(NamedTuple):
 
     payload: memoryview
     frame: memoryview
-
-
-class _Entry(msgspec.Struct, frozen=True, array_like=True):
-    slot: Count
-    payload_offset: Count
-    payload_bytes: Count
-    frame_offset: Count
-    frame_bytes: Count
-
-
-class _Directory(msgspec.Struct, frozen=True, array_like=True):
-    name: WindowName | None = None
-    entries: list[_Entry] = []
 
 
 class _Draft:
@@ -114,7 +75,7 @@ class WindowFile:
         array: uint8 view over the whole map, e.g. to wrap in a tensor and register as pinned.
     """
 
-    def __init__(self, path: Path, array: Bytes, directory: _Directory) -> None:
+    def __init__(self, path: Path, array: Bytes, directory: Directory) -> None:
         self.path = path
         self.array = array
         self._directory = directory
@@ -166,15 +127,15 @@ class WindowFile:
             raise RefusedWindow(f'{path}: cannot be mapped: {error}') from error
         finally:
             os.close(fd)
-        return cls(path, array, _read_directory(path, array))
+        return cls(path, array, read_directory(path, array))
 
     @classmethod
     def _blank(cls, fd: int, path: Path, capacity: int) -> 'WindowFile':
         if capacity < PREAMBLE_BYTES:
             raise ValueError(f'a window file needs at least {PREAMBLE_BYTES} bytes, not {capacity}')
         preallocate(fd, capacity, path)
-        file = cls(path, _map(fd, writable=True), _Directory())
-        file._write_directory(_Directory())
+        file = cls(path, _map(fd, writable=True), Directory())
+        file._write_directory(Directory())
         return file
 
     @property
@@ -198,7 +159,7 @@ class WindowFile:
         """Forget all slots and open the file for window (``start``, ``plan``)."""
         with self._lock:
             self._draft = _Draft()
-            self._write_directory(_Directory(WindowName(start, plan)))
+            self._write_directory(Directory(WindowName(start, plan)))
 
     def freeze(self) -> None:
         """Allow no more writing; called when the window is committed."""
@@ -239,7 +200,7 @@ class WindowFile:
         """
         with self._lock:
             offset, size = self._reserved(header.slot)
-        _check_layout(header, self.name, size)
+        check_layout(header, self.name, size)
         payload = self.array[offset : offset + size]
         records = [
             msgspec.structs.replace(record, checksum=_checksum(payload, record))
@@ -269,7 +230,7 @@ class WindowFile:
         fill(memoryview(frame))
         try:
             header = decode_frame(memoryview(frame))
-            _check_layout(header, self.name, payload_bytes)
+            check_layout(header, self.name, payload_bytes)
             if header.slot != slot:
                 raise ValueError(f'the header is that of slot {header.slot}')
         except ValueError as error:
@@ -304,17 +265,12 @@ class WindowFile:
             draft = self._writing()
             at = self._take(draft, len(frame))
             self.array[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
-            entry = _Entry(slot, payload_offset, payload_bytes, at, len(frame))
-            self._write_directory(_Directory(self.name, [*self._directory.entries, entry]))
+            entry = Entry(slot, payload_offset, payload_bytes, at, len(frame))
+            self._write_directory(Directory(self.name, [*self._directory.entries, entry]))
             del draft.reserved[slot]
 
-    def _write_directory(self, directory: _Directory) -> None:
-        encoded = msgspec.msgpack.encode(directory)
-        checksum = _preamble_checksum(FORMAT_VERSION, self.capacity, encoded)
-        preamble = _PREAMBLE.pack(_MAGIC, FORMAT_VERSION, len(encoded), self.capacity, checksum)
-        used = preamble + encoded
-        if len(used) > PREAMBLE_BYTES:
-            raise ValueError(f'{self.path}: directory of {len(encoded)} bytes exceeds the preamble')
+    def _write_directory(self, directory: Directory) -> None:
+        used = encode_directory(self.path, self.capacity, directory)
         self.array[: len(used)] = np.frombuffer(used, np.uint8)
         self._directory = directory
 
@@ -334,10 +290,10 @@ class WindowFile:
         try:
             header = decode_frame(self.slot_blob(slot).frame)
             if header.version != FORMAT_VERSION:
-                raise _unknown_version(self.path, header.version)
+                raise unknown_version(self.path, header.version)
             if header.slot != slot:
                 raise ValueError(f'the header is that of slot {header.slot}')
-            _check_layout(header, self.name, entry.payload_bytes)
+            check_layout(header, self.name, entry.payload_bytes)
         except ValueError as error:
             raise CorruptWindow(f'{self.path}: slot {slot}: {error}') from error
         return header
@@ -431,23 +387,14 @@ class WindowFile:
             present = [header.slot for header in headers]
             raise TruncatedWindow(f'{self.path}: has slots {present} of a window of {window}')
 
-    def _entry(self, slot: int) -> _Entry | None:
+    def _entry(self, slot: int) -> Entry | None:
         return next((entry for entry in self._directory.entries if entry.slot == slot), None)
 
-    def _sealed(self, slot: int) -> _Entry:
+    def _sealed(self, slot: int) -> Entry:
         entry = self._entry(slot)
         if entry is None:
             raise TruncatedWindow(f'{self.path}: has no sealed slot {slot}')
         return entry
-
-
-def window_capacity(slots: Iterable[tuple[int, int]]) -> int:
-    """Return the bytes a window file needs.
-
-    Args:
-        slots: payload bytes and frame bytes (``slot.frame_bytes_bound``) of every slot.
-    """
-    return PREAMBLE_BYTES + sum(align_up(payload) + align_up(frame) for payload, frame in slots)
 
 
 def _map(fd: int, writable: bool) -> Bytes:
@@ -462,71 +409,3 @@ def _map(fd: int, writable: bool) -> Bytes:
 def _checksum(payload: Bytes, record: Record) -> int:
     data = payload[record.offset : record.offset + record.nbytes]
     return xxhash.xxh3_64_intdigest(memoryview(data))
-
-
-def _check_layout(header: SlotHeader, name: WindowName | None, payload_bytes: int) -> None:
-    """Raise ValueError for a header that contradicts itself, its file or its payload."""
-    if WindowName(header.start, header.plan) != name:
-        raise ValueError(f'header of window {header.start}-{header.plan} in a file of {name}')
-    if header.payload_bytes != payload_bytes:
-        raise ValueError(f'payload has {payload_bytes} bytes, header says {header.payload_bytes}')
-    if not header.slot < header.window or header.iteration != header.start + header.slot:
-        raise ValueError(
-            f'iteration {header.iteration} does not belong in slot {header.slot} of the window '
-            f'of {header.window} from {header.start}'
-        )
-    for record in header.records:
-        if record.offset % ALIGNMENT or record.offset + record.nbytes > payload_bytes:
-            raise ValueError(
-                f'operator {record.operator}, tensor {record.tensor}, part {record.part}: '
-                f'{record.nbytes} bytes at {record.offset} are not aligned within the '
-                f'{payload_bytes} bytes of the payload'
-            )
-
-
-def _preamble_checksum(version: int, capacity: int, directory: bytes) -> int:
-    checked = _CHECKED.pack(version, len(directory), capacity)
-    return xxhash.xxh3_64_intdigest(checked + directory)
-
-
-def _unknown_version(path: Path, version: int) -> UnknownVersion:
-    return UnknownVersion(
-        f'{path}: format version {version}, this program reads {FORMAT_VERSION}; '
-        f'it was written by another release'
-    )
-
-
-def _read_directory(path: Path, array: Bytes) -> _Directory:
-    if array.size < PREAMBLE_BYTES:
-        raise TruncatedWindow(f'{path}: {array.size} bytes, less than the preamble')
-    magic, version, length, capacity, checksum = _PREAMBLE.unpack_from(array)
-    if magic != _MAGIC:
-        raise CorruptWindow(f'{path}: not a window file')
-    if version != FORMAT_VERSION:
-        raise _unknown_version(path, version)
-    if length > PREAMBLE_BYTES - _PREAMBLE.size:
-        raise CorruptWindow(f'{path}: impossible directory of {length} bytes')
-    encoded = array[_PREAMBLE.size : _PREAMBLE.size + length].tobytes()
-    if _preamble_checksum(version, capacity, encoded) != checksum:
-        raise CorruptWindow(f'{path}: checksum of the directory does not match')
-    if array.size < capacity:
-        raise TruncatedWindow(f'{path}: {array.size} of {capacity} bytes')
-    try:
-        directory = msgspec.msgpack.decode(encoded, type=_Directory)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptWindow(f'{path}: directory cannot be decoded: {error}') from error
-    _check_entries(path, array.size, directory)
-    return directory
-
-
-def _check_entries(path: Path, size: int, directory: _Directory) -> None:
-    slots = [entry.slot for entry in directory.entries]
-    if len(set(slots)) != len(slots):
-        raise CorruptWindow(f'{path}: a slot is listed twice: {slots}')
-    for entry in directory.entries:
-        ends = (
-            entry.payload_offset + entry.payload_bytes,
-            entry.frame_offset + entry.frame_bytes,
-        )
-        if min(entry.payload_offset, entry.frame_offset) < PREAMBLE_BYTES or max(ends) > size:
-            raise CorruptWindow(f'{path}: slot {entry.slot} lies outside of the file')

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from functools import partial
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.slot import SlotHeader, WindowName, frame_checksum
-from moevement_ext.memory.window_file import RefusedWindow, WindowFile
+from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.replicate.transport import (
     PROTOCOL_VERSION,
     Ack,

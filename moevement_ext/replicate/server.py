@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import cast
 
 from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.slot import WindowName, frame_checksum
 from moevement_ext.memory.store import NodeStore, OwnerWindows
-from moevement_ext.memory.window_file import RefusedWindow, WindowFile
+from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.replicate.transport import (
     PROTOCOL_VERSION,
     Ack,

@@ -18,7 +18,8 @@ from moevement_ext.memory.slot import (
     align_up,
     frame_bytes_bound,
 )
-from moevement_ext.memory.window_file import WindowFile, window_capacity
+from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.memory.window_format import window_capacity
 
 RUN = 'run-digest'
 TOPOLOGY = 'topology-digest'

@@ -12,21 +12,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moevement_ext.memory import window_file
+from moevement_ext.memory import window_format
 from moevement_ext.memory.budget import HostMemoryError
-from moevement_ext.memory.slot import FORMAT_VERSION, encode_frame, frame_bytes_bound
-from moevement_ext.memory.window_file import (
-    PREAMBLE_BYTES,
+from moevement_ext.memory.refused import (
     CorruptWindow,
     ForeignRun,
     RefusedWindow,
     TruncatedWindow,
     UnknownVersion,
-    WindowFile,
     WrongTopology,
     WrongWindow,
-    window_capacity,
 )
+from moevement_ext.memory.slot import FORMAT_VERSION, encode_frame, frame_bytes_bound
+from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.memory.window_format import PREAMBLE_BYTES, window_capacity
 from tests.unit.memory.samples import (
     PLAN,
     RUN,
@@ -198,7 +197,7 @@ def test_unknown_version_of_header(shm: Path) -> None:
 
 def test_damaged_directory(shm: Path) -> None:
     file = make_file(shm / 'w')
-    file.array[window_file._PREAMBLE.size + 4] ^= 1
+    file.array[window_format._PREAMBLE.size + 4] ^= 1
     with pytest.raises(CorruptWindow, match='checksum of the directory'):
         load(shm / 'w')
 
@@ -209,7 +208,7 @@ def test_slot_outside_of_the_file(shm: Path, field: str, offset: int) -> None:
     file = make_file(shm / 'w')
     first, *rest = file._directory.entries
     moved = msgspec.structs.replace(first, **{field: offset})
-    file._write_directory(window_file._Directory(file.name, [moved, *rest]))
+    file._write_directory(window_format.Directory(file.name, [moved, *rest]))
     with pytest.raises(CorruptWindow, match='slot 0 lies outside'):
         load(shm / 'w')
 
@@ -301,9 +300,9 @@ _DIRECTORIES = st.one_of(
 def test_directory_with_valid_checksum_but_any_content_is_refused(directory: bytes) -> None:
     with tmpfs_directory() as shm:
         file = make_file(shm / 'w')
-        checksum = window_file._preamble_checksum(FORMAT_VERSION, file.capacity, directory)
-        preamble = window_file._PREAMBLE.pack(
-            window_file._MAGIC, FORMAT_VERSION, len(directory), file.capacity, checksum
+        checksum = window_format._preamble_checksum(FORMAT_VERSION, file.capacity, directory)
+        preamble = window_format._PREAMBLE.pack(
+            window_format._MAGIC, FORMAT_VERSION, len(directory), file.capacity, checksum
         )
         file.array[: len(preamble + directory)] = np.frombuffer(preamble + directory, np.uint8)
         with pytest.raises(RefusedWindow):
@@ -339,7 +338,7 @@ def test_header_with_valid_checksum_but_other_content_is_refused(
             )
             for e in file._directory.entries
         ]
-        file._write_directory(window_file._Directory(file.name, entries))
+        file._write_directory(window_format.Directory(file.name, entries))
         with pytest.raises(RefusedWindow):
             load(shm / 'w')
 

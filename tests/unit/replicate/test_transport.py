@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.refused import CorruptWindow
 from moevement_ext.memory.store import NodeStore, OwnerWindows
-from moevement_ext.memory.window_file import CorruptWindow, WindowFile
+from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient, Replicator
 from moevement_ext.replicate.server import ReplicaServer
 from moevement_ext.replicate.transport import (

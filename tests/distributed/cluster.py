@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts real training jobs for tests: real processes, real death, but imports paid only once.
+
+A fork server imports torch, Megatron and `pretrain_gpt` once; each worker of a job is a fork of it,
+so a job of four ranks starts in about a second instead of tens of seconds.
+"""
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_CONTEXT = multiprocessing.get_context('forkserver')
+_CONTEXT.set_forkserver_preload(['pretrain_gpt'])
+
+
+def _worker(argv: list[str], env: dict[str, str], log: str, mutation: str | None) -> None:
+    """Body of one rank, in a fork of the fork server."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = open(1, 'w', buffering=1, closefd=False)
+    sys.stderr = open(2, 'w', buffering=1, closefd=False)
+    os.environ.update(env)
+    sys.argv = ['pretrain_gpt.py', *argv]
+    import pretrain_gpt
+
+    if mutation is not None:
+        from tests.distributed import mutations
+
+        getattr(mutations, mutation)()
+    pretrain_gpt.main()
+
+
+@dataclass
+class Cluster:
+    """One training job that may be started several times, on emulated nodes.
+
+    Attributes:
+        flags: command line of `pretrain_gpt.py`.
+        ranks: world size.
+        nodes: ranks are spread evenly over this many emulated nodes.
+        directory: for logs, events, digests.
+    """
+
+    flags: list[str]
+    directory: Path
+    ranks: int = 4
+    nodes: int = 2
+    name: str = field(default_factory=lambda: f'test-{uuid.uuid4().hex[:12]}')
+    lives: int = 0
+
+    @property
+    def memory(self) -> Path:
+        """Host memory of the run, all nodes."""
+        return Path('/dev/shm/moevement-tests') / self.name
+
+    def node_memory(self, node: int) -> Path:
+        """Host memory of one emulated node."""
+        return self.memory / f'node{node}'
+
+    def sparse_flags(self) -> list[str]:
+        """Flags that put windows and events into this run's directories."""
+        return [
+            '--sparse-ckpt',
+            '--sparse-ckpt-dir', str(self.memory.parent),
+            '--sparse-ckpt-run-id', self.name,
+            '--sparse-ckpt-events', str(self.directory / 'events'),
+        ]  # fmt: skip
+
+    def run(
+        self,
+        *,
+        fail_at: str = '',
+        kill_after_iteration: int | None = None,
+        kill_delay_s: float = 0.0,
+        mutation: str | None = None,
+        timeout_s: float = 180.0,
+    ) -> list[int]:
+        """Start all ranks; as soon as one dies, SIGKILL the others (the whole job is lost).
+
+        Args:
+            fail_at: `MOEVEMENT_FAIL_AT`, with this life's number where none is given.
+            kill_after_iteration: SIGKILL everything once the log shows this iteration, after
+                `kill_delay_s` more seconds.
+            mutation: name of a function in `mutations` to break the product with.
+
+        Returns:
+            Exit codes by rank.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        port = _free_port()
+        workers = []
+        for rank in range(self.ranks):
+            env = self._environment(rank, port, fail_at)
+            arguments = (self.flags, env, str(self.log(rank)), mutation)
+            workers.append(_CONTEXT.Process(target=_worker, args=arguments, daemon=True))
+        for worker in workers:
+            worker.start()
+        try:
+            self._supervise(workers, kill_after_iteration, kill_delay_s, timeout_s)
+        finally:
+            for worker in workers:
+                worker.kill()
+            for worker in workers:
+                worker.join()
+        self.lives += 1
+        return [worker.exitcode for worker in workers]
+
+    def finish(self, **kwargs: object) -> None:
+        """Run to the end; raises with the logs if a rank fails."""
+        codes = self.run(**kwargs)  # type: ignore[arg-type]
+        assert codes == [0] * self.ranks, f'exit codes {codes}\n{self.tail()}'
+
+    def log(self, rank: int) -> Path:
+        """Log of a rank in the present life."""
+        return self.directory / f'life{self.lives}-rank{rank}.log'
+
+    def tail(self, characters: int = 3000) -> str:
+        """End of the logs of the last life."""
+        logs = sorted(self.directory.glob(f'life{max(self.lives - 1, 0)}-rank*.log'))
+        return '\n'.join(f'--- {log.name}\n{log.read_text()[-characters:]}' for log in logs)
+
+    def output(self, life: int) -> str:
+        """Everything all ranks printed in one life."""
+        return '\n'.join(
+            log.read_text(errors='replace')
+            for log in sorted(self.directory.glob(f'life{life}-rank*.log'))
+        )
+
+    def events(self, name: str | None = None, rank: int = 0) -> list[dict]:
+        """Events of a rank over all lives."""
+        path = self.directory / 'events' / f'rank{rank}.jsonl'
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [json.loads(line) for line in lines]
+        return [event for event in found if name in (None, event['event'])]
+
+    def remove(self) -> None:
+        """Delete what the run left in host memory."""
+        shutil.rmtree(self.memory, ignore_errors=True)
+
+    def _environment(self, rank: int, port: int, fail_at: str) -> dict[str, str]:
+        return {
+            'RANK': str(rank),
+            'LOCAL_RANK': '0',
+            'WORLD_SIZE': str(self.ranks),
+            'MASTER_ADDR': '127.0.0.1',
+            'MASTER_PORT': str(port),
+            'CUDA_DEVICE_MAX_CONNECTIONS': '1',
+            'MOEVEMENT_NODE': f'node{rank * self.nodes // self.ranks}',
+            'MOEVEMENT_FAIL_AT': fail_at,
+        }
+
+    def _supervise(
+        self, workers: list, kill_after: int | None, delay_s: float, timeout_s: float
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        while any(worker.is_alive() for worker in workers):
+            if any(worker.exitcode not in (None, 0) for worker in workers):
+                return
+            if kill_after is not None and self._reached(kill_after):
+                time.sleep(delay_s)  # the moment to strike, not a synchronisation
+                for worker in workers:
+                    os.kill(worker.pid, signal.SIGKILL)
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f'job did not end in {timeout_s:g} s\n{self.tail()}')
+            multiprocessing.connection.wait([worker.sentinel for worker in workers], 0.02)
+
+    def _reached(self, iteration: int) -> bool:
+        log = self.log(self.ranks - 1)
+        return log.exists() and f'iteration {iteration:8d}/' in log.read_text(errors='replace')
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real text, flags of small models, and fault-free reference runs shared by the tests."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# The fork server inherits this environment; it must be set before it starts.
+os.environ.update(OMP_NUM_THREADS='1', TORCHDYNAMO_DISABLE='1')
+ROOT = Path(__file__).resolve().parents[2]
+os.environ['PYTHONPATH'] = f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
+
+from tests.distributed.cluster import Cluster  # noqa: E402
+
+CPU = """--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
+ --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion
+ --no-bias-gelu-fusion --no-bias-dropout-fusion""".split()
+MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 32
+ --max-position-embeddings 32 --position-embedding-type rope --normalization RMSNorm --swiglu
+ --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32
+ --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2
+ --moe-router-load-balancing-type aux_loss""".split()
+# The clip is far below the gradient norm, so it acts in every step; the rate warms up and decays.
+TRAINING = """--micro-batch-size 1 --global-batch-size 8 --lr 2e-3 --min-lr 1e-4
+ --lr-decay-style cosine --lr-warmup-iters 3 --lr-decay-iters 40 --weight-decay 0.1
+ --clip-grad 0.5 --seed 1234 --num-workers 0 --eval-interval 1000 --eval-iters 0 --log-interval 1
+ --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 257""".split()
+
+
+@pytest.fixture(scope='session')
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags for a dataset of real text (the standard library's sources)."""
+    from tools import prepare_data
+
+    folder = tmp_path_factory.mktemp('text')
+    prefix = folder / 'stdlib'
+    assert prepare_data.main(['--output-prefix', str(prefix), '--limit-mb', '1']) == 0
+    return ['--data-path', str(prefix), '--data-cache-path', str(folder / 'cache')]
+
+
+@pytest.fixture
+def cluster(
+    text: list[str], tmp_path: Path
+) -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters with given extra flags; their host memory is removed afterwards."""
+    made: list[Cluster] = []
+
+    def make(*flags: str, sparse: bool = True, ranks: int = 4, nodes: int = 2) -> Cluster:
+        directory = tmp_path / f'run{len(made)}'
+        new = Cluster([], directory, ranks=ranks, nodes=nodes)
+        digest = ['--sparse-ckpt-digest', str(directory / 'digest.json')]
+        new.flags = [*CPU, *MODEL, *TRAINING, *text, *flags, *digest]
+        if sparse:
+            new.flags += new.sparse_flags()
+        made.append(new)
+        return new
+
+    yield make
+    for one in made:
+        one.remove()
+
+
+@pytest.fixture(scope='session')
+def references() -> dict[tuple[str, ...], dict]:
+    """Digests of fault-free runs of plain Megatron, by flags."""
+    return {}
+
+
+@pytest.fixture
+def reference(
+    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
+) -> Callable[..., dict]:
+    """The digest file of a fault-free run of plain Megatron with given flags."""
+
+    def digest(*flags: str, ranks: int = 4) -> dict:
+        if flags not in references:
+            plain = cluster(*flags, sparse=False, ranks=ranks)
+            plain.finish()
+            references[flags] = read_digest(plain)
+        return references[flags]
+
+    return digest
+
+
+def read_digest(finished: Cluster) -> dict:
+    """What the run wrote at its end."""
+    return json.loads((finished.directory / 'digest.json').read_text())
+
+
+def differences(left: dict, right: dict) -> list[str]:
+    """Names of everything that differs between two digests, with its rank."""
+    found = []
+    for rank, entries in left['ranks'].items():
+        other = right['ranks'][rank]
+        assert entries.keys() == other.keys()
+        found += [f'rank {rank}: {name}' for name in entries if entries[name] != other[name]]
+    assert left['iteration'] == right['iteration']
+    return found

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole job is SIGKILLed and started again; at the end every bit equals the fault-free run."""
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+from tests.distributed.cluster import Cluster
+from tests.distributed.conftest import differences, read_digest
+
+BF16 = '--bf16 --use-distributed-optimizer'
+PP_EP = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'
+UNTIED = '--untie-embeddings-and-output-weights'
+ITERATIONS = '--train-iters 12'
+BASE = f'{BF16} {PP_EP} {UNTIED} {ITERATIONS}'.split()
+
+# Each line: precision and optimizer, layout, features; window; where it dies.
+SETUPS = {
+    'bf16-distributed-pp2-ep2': (f'{BF16} {PP_EP} {UNTIED}', 3, '1:8:forward'),
+    'window-1': (f'{BF16} {PP_EP} {UNTIED}', 1, '2:8:backward'),
+    'window-5': (f'{BF16} {PP_EP} {UNTIED}', 5, '3:11:optimizer'),
+    'bf16-plain-dp2-pp2': (f'--bf16 --pipeline-model-parallel-size 2 {UNTIED}', 3, '0:9:step'),
+    'fp32-dp2-pp2-tied': ('--pipeline-model-parallel-size 2', 3, '1:8:forward'),
+    'distributed-dp2-pp2-tied': (f'{BF16} --pipeline-model-parallel-size 2', 3, '2:9:after-step'),
+    'dropout-recompute': (
+        f'{BF16} {PP_EP} {UNTIED} --hidden-dropout 0.1 --attention-dropout 0.1 '
+        '--recompute-granularity full --recompute-method uniform --recompute-num-layers 1',
+        3,
+        '3:8:backward',
+    ),
+    'router-bias': (
+        f'{BF16} {PP_EP} {UNTIED} --moe-router-enable-expert-bias '
+        '--moe-router-score-function sigmoid --moe-router-bias-update-rate 1e-2',
+        3,
+        '1:9:capture',
+    ),
+    'tp2-sequence-parallel': (
+        f'{BF16} --tensor-model-parallel-size 2 --sequence-parallel '
+        f'--pipeline-model-parallel-size 2 {UNTIED}',
+        3,
+        '2:8:forward',
+    ),
+    'virtual-pipeline-2': (
+        f'{BF16} {PP_EP} {UNTIED} --num-layers-per-virtual-pipeline-stage 1',
+        3,
+        '0:8:optimizer',
+    ),
+    'overlapped-communication-ep2-edp2': (
+        f'{BF16} --expert-model-parallel-size 2 {UNTIED} --overlap-grad-reduce '
+        '--overlap-param-gather',
+        3,
+        '1:8:step',
+    ),
+    'fp16-dynamic-scale-per-token-loss': (
+        f'--fp16 --initial-loss-scale 1048576 --hysteresis 1 --use-distributed-optimizer {PP_EP} '
+        f'{UNTIED} --calculate-per-token-loss',
+        3,
+        '1:9:forward',
+    ),
+    'dense-layers-shared-experts-etp': (
+        f'{BF16} {PP_EP} {UNTIED} --moe-layer-freq [0,1,1,1] '
+        '--moe-shared-expert-intermediate-size 32',
+        3,
+        '0:8:seal',
+    ),
+}
+
+
+def _flags(setup: str) -> list[str]:
+    return f'{setup} {ITERATIONS}'.split()
+
+
+@pytest.mark.parametrize('name', SETUPS)
+def test_recovered_run_has_the_bits_of_a_fault_free_run(
+    name: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    setup, window, fail_at = SETUPS[name]
+    flags = _flags(setup)
+    job = cluster(*flags, '--sparse-ckpt-window', str(window))
+    codes = job.run(fail_at=fail_at)
+    assert -9 in codes
+    job.finish()
+    assert differences(reference(*flags), read_digest(job)) == []
+    (recovered,) = job.events('recovered')
+    assert recovered['replayed'] >= window - 1
+    assert not job.memory.exists(), 'host memory is given back at a clean exit'
+
+
+def test_training_with_sparse_checkpointing_has_the_bits_of_plain_megatron(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '3')
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    assert len(job.events('window_persisted')) >= 3
+
+
+def test_lost_node_is_recovered_from_replicas(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '3')
+    job.run(fail_at='0:9:forward')
+    assert list(job.node_memory(1).rglob('window-*.window'))
+    shutil.rmtree(job.node_memory(1))
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    assert len(job.events('recovered', rank=3)) == 1
+
+
+def test_death_during_recovery_and_again_right_after_it(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '5')
+    job.run(fail_at='1:11:backward')
+    assert -9 in job.run(fail_at='2:8:load')
+    assert -9 in job.run(fail_at='3:9:convert')
+    assert -9 in job.run(fail_at='0:11:forward')
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+
+
+def test_death_before_the_first_window_starts_over(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '5')
+    assert -9 in job.run(fail_at='1:3:forward')
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    assert job.events('recovered') == []
+
+
+@pytest.mark.parametrize('delay_s', [0.05, 0.21])
+def test_everything_killed_at_an_arbitrary_moment(
+    delay_s: float, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '3')
+    job.run(kill_after_iteration=7, kill_delay_s=delay_s)
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+
+
+MUTATIONS = {
+    'moments_not_restored': BASE,
+    'step_not_restored': BASE,
+    'norm_not_replayed': BASE,
+    'frozen_weights_from_wrong_slot': BASE,
+    'scheduler_not_restored': BASE,
+    'rng_not_restored': _flags(SETUPS['dropout-recompute'][0]),
+    'router_bias_not_restored': _flags(SETUPS['router-bias'][0]),
+}
+
+
+@pytest.mark.parametrize('mutation', MUTATIONS)
+def test_leaving_out_a_step_of_recovery_is_noticed(
+    mutation: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = MUTATIONS[mutation]
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    job.run(fail_at='1:8:forward')
+    job.finish(mutation=mutation)
+    assert job.events('recovered')
+    assert differences(reference(*flags), read_digest(job)) != []
