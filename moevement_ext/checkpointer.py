@@ -157,6 +157,10 @@ class SparseCheckpointer:
         self.statistics.exposed_s += self._copier.wait()
         self.statistics.iterations += 1
 
+    def copy_bytes_per_s(self) -> float:
+        """Measured rate of the copies to host memory."""
+        return self._copier.bytes_per_s()
+
     def replicated(self, start: int, plan: str) -> None:
         """All peers hold this window. Called by the replicator's thread."""
         self._windows.announce(start, plan)

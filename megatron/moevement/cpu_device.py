@@ -10,7 +10,8 @@ Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
 import contextlib
 import functools
 import os
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -121,10 +122,10 @@ def _redirect_devices() -> None:
     def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
 
-    torch.Tensor.to = to  # type: ignore[method-assign]
+    torch.Tensor.to = to  # type: ignore[method-assign, assignment]
     torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
     torch.Tensor.cuda = stay  # type: ignore[method-assign]
-    torch.nn.Module.to = module_to_cpu  # type: ignore[method-assign]
+    torch.nn.Module.to = module_to_cpu  # type: ignore[method-assign, assignment]
     torch.nn.Module.cuda = stay  # type: ignore[method-assign]
 
 
@@ -211,10 +212,10 @@ def _mend_norm_with_sequence_parallel() -> None:
         finally:
             config.sequence_parallel = parallel
         for parameter in norm.parameters():
-            parameter.sequence_parallel = parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = parallel
         return norm
 
-    torch_norm.WrappedTorchNorm.__new__ = marked  # type: ignore[method-assign, assignment]
+    torch_norm.WrappedTorchNorm.__new__ = marked
 
 
 def _mend_adam_state_of_distributed_optimizer() -> None:

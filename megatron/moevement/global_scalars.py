@@ -59,6 +59,10 @@ class ScalarRecorder:
         upstream.get_grad_norm_fp32 = grad_norm
         upstream.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = check_overflow
 
+    def peek(self) -> GlobalScalars:
+        """The scalars that the next `take` will return, which leaves them to it."""
+        return GlobalScalars(list(self._recorded.grad_norms), list(self._recorded.overflows))
+
     def take(self) -> GlobalScalars:
         """The scalars recorded since the last call."""
         recorded, self._recorded = self._recorded, GlobalScalars()

@@ -12,6 +12,8 @@ Checked against megatron-core 0.19.2.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
@@ -77,7 +79,7 @@ def tied_operators(model: Sequence[torch.nn.Module], operators: dict[str, Operat
     return [name for name in ('embedding', 'head') if name in operators]
 
 
-def router_modules(model: Sequence[torch.nn.Module]) -> Iterator[tuple[int, torch.nn.Module]]:
+def router_modules(model: Sequence[torch.nn.Module]) -> Iterator[tuple[int, Any]]:
     """(global layer number, router module) of every Mixture-of-Experts layer of this rank."""
     for chunk in model:
         for module in _unwrap(chunk).modules():

@@ -231,8 +231,8 @@ def complete_restore(
 def _gather_replicated(states: Sequence[ParameterState]) -> None:
     for dense in (True, False):  # the same order on every rank
         members = [s for s in states if getattr(s.parameter, 'allreduce', True) is dense]
-        if members:
-            group = members[0].group
+        group = members[0].group if members else None
+        if group is not None:
             for source in range(group.size()):
                 _broadcast_share(members, group, source)
 

@@ -19,7 +19,8 @@ def check_installation() -> None:
     Raises:
         InstallationError: naming what was found and how to mend it.
     """
-    if sys.version_info < (3, 12):
+    # A checkout on PYTHONPATH was never installed, so nothing has checked Python before.
+    if sys.version_info < (3, 12):  # noqa: UP036
         raise InstallationError(f'Python >= 3.12 is needed, this is {sys.version.split()[0]}.')
     _check_namespace()
     _check_version()

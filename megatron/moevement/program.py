@@ -14,11 +14,11 @@ from megatron.moevement.session import Session
 from moevement_ext.rendezvous import launcher_store, meet
 
 
-def run_with_sparse_checkpointing(train: Callable[[], Any], args: Any) -> None:
+def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
     """Call `train`; without `--sparse-ckpt` nothing stands around it.
 
     Args:
-        train: upstream's `pretrain`, ready to be called.
+        train: upstream's `pretrain`, ready to be called; takes `store`.
         args: upstream's parsed arguments.
     """
     if args.sparse_ckpt_digest is not None:

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the engine together for one rank: host memory, replication, persistence and capture."""
 
+import logging
 import secrets
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,15 +13,20 @@ import torch
 from megatron.moevement.conversion import Conversion
 from megatron.moevement.exchange import all_agree, exchange
 from megatron.moevement.planning import Planner
+from megatron.moevement.popularity import TokenCounter
 from megatron.moevement.training_state import TrainingState
-from moevement_ext.checkpointer import Identity, SparseCheckpointer
-from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.checkpointer import Identity, ScheduledPlan, SparseCheckpointer
+from moevement_ext.config import AUTO, SparseCheckpointConfig
 from moevement_ext.host_memory import HostMemory
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.slot import WindowName
 from moevement_ext.observe.events import EventLog
+from moevement_ext.plan.replanning import PlanParameters, Replanner, WindowLoad, decide
+from moevement_ext.plan.window import InfeasiblePlan, hideable_budget
 from moevement_ext.replicate.client import Replicator
 from moevement_ext.replicate.persistence import PersistenceBoard
+
+logger = logging.getLogger(__name__)
 
 UNLIMITED = 1 << 62
 
@@ -56,24 +65,34 @@ class Protection:
         self._planner = planner
         self._training = training
         self._events = events
+        self._counter = TokenCounter(training.model, training.device)
+        self._tokens: dict[str, int] = {}
+        self._seconds: list[float] = []
+        self._windows_seen = 0
+        self._slot = 0
+        self._began = 0.0
         capacity = planner.capacity(config.longest_window, context_bytes)
         self.memory = _reserved(config, run_id, rank_identity, capacity)
         self.memory.connect(exchange)
 
     def start(self, iteration: int, conversion: Conversion | None) -> None:
         """Begin to capture with the state after `iteration`. Collective (it names the store)."""
-        window = self._config.longest_window
-        schedule = self._planner.schedule(iteration, window, UNLIMITED, popularity={})
+        present = PlanParameters(0, iteration, self._config.longest_window, {})
+        store = _own_store()
         self._replicator = Replicator(
             self._identity.rank, self.memory.peers(), self._replicated, self._degraded
         )
-        self._board = PersistenceBoard(_own_store(), self._args.world_size, self._persisted)
+        self._board = PersistenceBoard(store, self._args.world_size, self._persisted)
+        self._replanner = Replanner(
+            store.clone(), self._identity.rank, self._args.world_size, present,
+            self._decide, self._adopt,
+        )  # fmt: skip
         self.checkpointer = SparseCheckpointer(
             self._identity,
             self._training.slices,
             self.memory.windows,
             self._replicator,
-            schedule,
+            self._schedule(present),
             self._training.device,
             self._events,
             self._config.max_wait,
@@ -81,6 +100,33 @@ class Protection:
         )
         if conversion is not None:
             self._replicate_again(conversion)
+
+    def begin(self, iteration: int, state: bytes) -> None:
+        """The state after `iteration` may be captured. Training thread."""
+        self.checkpointer.begin(iteration, state)
+        schedule = self.checkpointer.schedule
+        self._slot = (iteration - schedule.origin) % schedule.plan.window
+        self._counter.counting = self._slot == 0 and iteration >= schedule.origin
+        self._began = time.perf_counter()
+
+    def end(self, iteration: int) -> None:
+        """The iteration that led to state `iteration` is over. Training thread."""
+        schedule = self.checkpointer.schedule
+        self._seconds.append(time.perf_counter() - self._began)
+        if self._counter.counting:
+            self._tokens = self._counter.take()
+            self._counter.counting = False
+        if self._slot == schedule.plan.window - 1:
+            load = WindowLoad(
+                iteration - schedule.plan.window,
+                self._tokens,
+                statistics.median(self._seconds),
+                self.checkpointer.copy_bytes_per_s(),
+            )
+            self._seconds.clear()
+            self._windows_seen += 1
+            if self._windows_seen > 1:  # the first has warm-up in it
+                self._replanner.observe(load)
 
     def drain(self) -> None:
         """Return when everything captured is sealed; training is over."""
@@ -90,6 +136,7 @@ class Protection:
         """Clean exit: stop all threads, delete windows and replicas."""
         if hasattr(self, 'checkpointer'):
             self.checkpointer.stop()
+            self._replanner.stop()
             self._replicator.stop()
             self._board.stop()
         self.memory.close(remove=True)
@@ -101,6 +148,51 @@ class Protection:
         self._replicator.persisted(*name)
         for slot in conversion.file.slots():
             self._replicator.submit(conversion.file, slot)
+
+    def _schedule(self, parameters: PlanParameters) -> ScheduledPlan:
+        return self._planner.schedule(
+            parameters.origin, parameters.window, UNLIMITED, parameters.shares
+        )
+
+    def _decide(
+        self, present: PlanParameters, loads: Sequence[WindowLoad]
+    ) -> PlanParameters | None:
+        """On rank 0's replanner thread."""
+        return decide(
+            present,
+            loads,
+            best_window=self._best_window if self._config.window == AUTO else None,
+            change=self._config.reorder_change,
+            fraction=self._config.reorder_fraction,
+        )
+
+    def _best_window(
+        self, shares: Mapping[str, float], iteration_s: float, bytes_per_s: float
+    ) -> int:
+        """The fewest slots that hide behind an iteration, at most `--sparse-ckpt-max-window`."""
+        budget = hideable_budget(bytes_per_s, iteration_s)
+        longest = self._config.longest_window
+        try:
+            window = self._planner.schedule(0, None, budget, shares).plan.window
+        except InfeasiblePlan as error:
+            logger.warning('no window hides completely: %s', error)
+            return longest
+        if window > longest:
+            logger.warning(
+                'hiding every slot needs %d iterations per window; --sparse-ckpt-max-window allows '
+                '%d, so iterations will be longer',
+                window,
+                longest,
+            )
+        return min(window, longest)
+
+    def _adopt(self, parameters: PlanParameters) -> None:
+        """On the replanner's thread."""
+        self.checkpointer.schedule_next(self._schedule(parameters))
+        self._events.emit(
+            'replanned', origin=parameters.origin, window=parameters.window,
+            version=parameters.version,
+        )  # fmt: skip
 
     def _replicated(self, start: int, plan: str) -> None:
         self.checkpointer.replicated(start, plan)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron.moevement import identity, iteration_state, recovery, report, upstream
@@ -191,8 +192,9 @@ class Session:
             return step(iteration=iteration)
         scalars = self._recorder.take()
         state = self._state(iteration, scalars)
-        self._protection.checkpointer.begin(iteration, iteration_state.encode(state))
+        self._protection.begin(iteration, iteration_state.encode(state))
         result = step(iteration=iteration)
+        self._protection.end(iteration + 1)
         self._commit(iteration + 1, skipped=bool(result[1]))
         return result
 
@@ -227,13 +229,14 @@ class Session:
         """Iteration `iteration` is committed on this rank."""
         assert self._protection is not None
         group = self._training.optimizer.param_groups[0]
+        scalars = self._recorder.peek()  # the state of the next iteration takes them
         self._protection.memory.ledger.append(
             LedgerEntry(
                 iteration=iteration,
-                grad_norm=None,
+                grad_norms=scalars.grad_norms,
+                overflows=scalars.overflows,
                 skipped=skipped,
-                loss_scale=None,
-                num_microbatches=0,
+                num_microbatches=get_num_microbatches(),
                 consumed_samples=self._args.consumed_train_samples,
                 scheduler_steps=self._training.scheduler.num_steps,
                 learning_rate=group['lr'],

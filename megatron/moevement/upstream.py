@@ -84,7 +84,7 @@ def dense_checkpoint_iteration(args: Any) -> int:
 def load_dense_checkpoint(
     args: Any, model: Any, optimizer: Any, scheduler: Any, context: Any
 ) -> None:
-    """What upstream's set-up does for `--load`, after a recovery from memory turned out impossible."""
+    """What upstream's set-up does for `--load`, after a recovery from memory proved impossible."""
     args.iteration, args.num_floating_point_operations_so_far = training.load_checkpoint(
         model, optimizer, scheduler, checkpointing_context=context
     )

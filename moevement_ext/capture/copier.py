@@ -30,11 +30,14 @@ class Copier:
         self._copying = ThreadPoolExecutor(1, thread_name_prefix='sparse-ckpt-copy')
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix='sparse-ckpt-seal')
         self._issued: Future[None] | None = None
+        self._copied_bytes = 0
+        self._copy_s = 0.0
         self._cuda = device.type == 'cuda'
         if self._cuda:
             self._stream = torch.cuda.Stream(device)
             self._ready = torch.cuda.Event()
-            self._copied = torch.cuda.Event()
+            self._began = torch.cuda.Event(enable_timing=True)
+            self._copied = torch.cuda.Event(enable_timing=True)
 
     def start(
         self, volatile: Sequence[Copy], stable: Sequence[Copy], seal: Callable[[], None]
@@ -67,6 +70,10 @@ class Copier:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
         return time.perf_counter() - began
 
+    def bytes_per_s(self) -> float:
+        """Measured rate of all copies so far; infinite before the first."""
+        return self._copied_bytes / self._copy_s if self._copy_s else float('inf')
+
     def drain(self) -> None:
         """Return when everything started is copied and sealed."""
         self.wait()
@@ -83,19 +90,26 @@ class Copier:
             if self._cuda:
                 self._copy_on_stream(copies)
             else:
-                for copy in copies:
-                    copy.target.copy_(copy.source)
-                    faults.point('capture')
+                self._copy_on_thread(copies)
+            self._copied_bytes += sum(copy.target.numel() * copy.target.itemsize for copy in copies)
         except Exception as error:  # a failed capture must not fail training (invariant I6)
             self._on_error(error)
             return
         self._sealing.submit(self._seal, seal)
+
+    def _copy_on_thread(self, copies: Sequence[Copy]) -> None:
+        began = time.perf_counter()
+        for copy in copies:
+            copy.target.copy_(copy.source)
+            faults.point('capture')
+        self._copy_s += time.perf_counter() - began
 
     def _copy_on_stream(self, copies: Sequence[Copy]) -> None:
         # The sources outlive the copies (parameters and optimizer state), so the allocator needs
         # no record_stream.
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._ready)
+            self._began.record()
             for copy in copies:
                 copy.target.copy_(copy.source, non_blocking=True)
             self._copied.record()
@@ -104,6 +118,7 @@ class Copier:
         try:
             if self._cuda:
                 self._copied.synchronize()
+                self._copy_s += self._began.elapsed_time(self._copied) / 1000
             seal()
         except Exception as error:
             self._on_error(error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Window files as tensors; with CUDA their pages are registered once, so copies are asynchronous."""
+"""Window files as tensors; with CUDA their pages are pinned once, so copies are asynchronous."""
 
 import weakref
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Global scalars of committed iterations, needed to replay them with the same bits.
 
-Grad norm, overflow, loss scale and token counts are reduced across pipeline stages, so a stage that
-replays alone cannot compute them again; every rank keeps them in a small mapped ring that survives
+Gradient norms and overflow flags are reduced across pipeline stages, so a stage that replays alone
+cannot compute them again; every rank keeps them in a small mapped ring that survives
 the process. Layout: a preamble, then ``capacity_records`` regions of ``RECORD_BYTES``; iteration t
 is in region t modulo capacity. Each region has its own checksum, so an append that was cut off by a
 kill loses that one entry and no other.
@@ -22,7 +22,7 @@ from moevement_ext.memory.budget import preallocate
 
 logger = logging.getLogger(__name__)
 
-RECORD_BYTES = 128
+RECORD_BYTES = 256
 PREAMBLE_BYTES = 64
 
 _MAGIC = b'MoEvLed\0'
@@ -35,13 +35,14 @@ class LedgerEntry(msgspec.Struct, frozen=True, array_like=True):
     """What iteration ``iteration`` needs to be replayed; floats keep their exact bits."""
 
     iteration: int
-    grad_norm: float | None
-    """Global gradient norm before clipping; None if not computed."""
+    grad_norms: list[float]
+    """Gradient norms before clipping, in the order in which the optimizers computed them."""
+    overflows: list[bool]
+    """Overflow flags, in the order in which the optimizers reduced them."""
     skipped: bool
     """The update was skipped (overflow); a replay skips it too."""
-    loss_scale: float | None
-    """Scale in force during the iteration; None without loss scaling."""
     num_microbatches: int
+    """Micro-batches of each data-parallel rank."""
     consumed_samples: int
     """Samples consumed up to and with this iteration."""
     scheduler_steps: int
@@ -83,6 +84,9 @@ class Ledger:
         """Add one committed iteration; some microseconds, no system call.
 
         An iteration entered again (after a rollback) replaces the earlier entry.
+
+        Raises:
+            ValueError: more norms and flags than a record holds (16 of each always fit).
         """
         scratch = self._scratch
         self._encoder.encode_into(entry, scratch, _PREFIX.size)

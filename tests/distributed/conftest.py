@@ -99,3 +99,19 @@ def differences(left: dict, right: dict) -> list[str]:
         found += [f'rank {rank}: {name}' for name in entries if entries[name] != other[name]]
     assert left['iteration'] == right['iteration']
     return found
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A real tmpfs of 1 MiB; skipped where mounting is not allowed."""
+    import subprocess
+
+    mount = tmp_path / 'tmpfs'
+    mount.mkdir()
+    made = subprocess.run(
+        ['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', str(mount)], capture_output=True
+    )
+    if made.returncode != 0:
+        pytest.skip(f'no tmpfs can be mounted here: {made.stderr.decode().strip()}')
+    yield mount
+    subprocess.run(['umount', str(mount)], check=True)

@@ -24,12 +24,12 @@ def shm() -> Iterator[Path]:
         yield path
 
 
-def entry(iteration: int, grad_norm: float | None = 1.5, skipped: bool = False) -> LedgerEntry:
+def entry(iteration: int, grad_norm: float = 1.5, skipped: bool = False) -> LedgerEntry:
     return LedgerEntry(
         iteration=iteration,
-        grad_norm=grad_norm,
+        grad_norms=[grad_norm, grad_norm / 2],
+        overflows=[skipped, False],
         skipped=skipped,
-        loss_scale=None,
         num_microbatches=8,
         consumed_samples=iteration * 64,
         scheduler_steps=iteration * 64,
@@ -130,19 +130,38 @@ _INTEGERS = st.integers(0, 2**63)
     integers=st.tuples(_INTEGERS, _INTEGERS, _INTEGERS),
 )
 def test_floats_keep_their_bits(floats: tuple[float, ...], integers: tuple[int, int, int]) -> None:
-    written = LedgerEntry(2**60, floats[0], True, floats[1], *integers, floats[2], floats[3])
+    norms, flags = [floats[0], floats[1]], [True, False]
+    written = LedgerEntry(2**60, norms, flags, True, *integers, floats[2], floats[3])
     with tmpfs_directory() as shm:
         Ledger(shm / 'ledger', 3).append(written)
         read = Ledger(shm / 'ledger', 3).newest()
     assert read is not None
+    assert read.overflows == flags
     for before, after in zip(
-        msgspec.structs.astuple(written), msgspec.structs.astuple(read), strict=True
+        [*msgspec.structs.astuple(written), *written.grad_norms],
+        [*msgspec.structs.astuple(read), *read.grad_norms],
+        strict=True,
     ):
         assert type(before) is type(after)
         if isinstance(before, float):
             assert struct.pack('<d', before) == struct.pack('<d', after) or math.isnan(before)
-        else:
+        elif before is not written.grad_norms:  # compared bit by bit above
             assert before == after
+
+
+def test_sixteen_optimizers_fit_and_too_many_are_refused(shm: Path) -> None:
+    ledger = Ledger(shm / 'ledger', 2)
+    largest = msgspec.structs.replace(
+        entry(2**62), consumed_samples=2**63, scheduler_steps=2**63, num_microbatches=2**32
+    )
+    fitting = msgspec.structs.replace(largest, grad_norms=[0.1] * 16, overflows=[True] * 16)
+    ledger.append(fitting)
+    assert ledger.newest() == fitting
+    with pytest.raises(ValueError, match='does not fit'):
+        ledger.append(msgspec.structs.replace(largest, grad_norms=[0.1] * 40))
+    assert ledger.newest() == fitting
+    ledger.append(entry(1))
+    assert ledger.newest() == entry(1)
 
 
 _VICTIM = """

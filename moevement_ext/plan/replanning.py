@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Re-plans windows during the run: by measured times at first, by popularity later.
+
+Every rank publishes what it saw in a window to the launcher's store; rank 0 decides; everybody
+takes the new plan over at the same, later window boundary. No training communicator is used, and
+ranks that learn of a plan too late only lose that window, because windows carry the plan's digest.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+from torch.distributed import Store
+
+from moevement_ext.plan.ordering import changed_enough
+
+logger = logging.getLogger(__name__)
+
+# A plan decided in window k is in the store well before window k + 2 ends on any rank.
+_WINDOWS_AHEAD = 3
+
+
+class WindowLoad(msgspec.Struct, frozen=True):
+    """What one rank saw in the window that began at `start`."""
+
+    start: int
+    tokens: dict[str, int]
+    """Tokens routed to each expert operator in the window's first iteration."""
+    iteration_s: float
+    copy_bytes_per_s: float
+
+
+class PlanParameters(msgspec.Struct, frozen=True):
+    """All that a rank needs, besides the sizes known to all, to compute the plan."""
+
+    version: int
+    origin: int
+    window: int
+    shares: dict[str, float]
+    """Share of the tokens of its layer, by expert operator."""
+
+
+def shares_of(loads: Sequence[WindowLoad]) -> dict[str, float]:
+    """Each expert's share of the tokens of its layer, summed over ranks."""
+    tokens: dict[str, int] = {}
+    for load in loads:
+        for name, count in load.tokens.items():
+            tokens[name] = tokens.get(name, 0) + count
+    layers: dict[str, int] = {}
+    for name, count in tokens.items():
+        layers[_layer(name)] = layers.get(_layer(name), 0) + count
+    return {name: count / max(layers[_layer(name)], 1) for name, count in sorted(tokens.items())}
+
+
+def decide(
+    present: PlanParameters,
+    loads: Sequence[WindowLoad],
+    *,
+    best_window: Callable[[Mapping[str, float], float, float], int] | None,
+    change: float,
+    fraction: float,
+) -> PlanParameters | None:
+    """The next plan, or None to keep the present one. A pure function of its arguments.
+
+    Args:
+        present: the plan in force in the observed window.
+        loads: what every rank saw in that window.
+        best_window: W for given shares, iteration seconds and bytes per second; None: W is fixed.
+        change: relative change of a share that counts.
+        fraction: of the experts that must have changed.
+    """
+    shares = shares_of(loads)
+    reorder = bool(shares) and _moved(present.shares, shares, change, fraction)
+    window = present.window
+    if best_window is not None:
+        slowest_copy = min(load.copy_bytes_per_s for load in loads)
+        iteration_s = float(np.median([load.iteration_s for load in loads]))
+        window = best_window(shares if reorder else present.shares, iteration_s, slowest_copy)
+    if not reorder and window == present.window:
+        return None
+    return PlanParameters(
+        version=present.version + 1,
+        origin=loads[0].start + _WINDOWS_AHEAD * present.window,
+        window=window,
+        shares=shares if reorder else present.shares,
+    )
+
+
+class Replanner:
+    """Follows the load of the windows on a thread of its own.
+
+    Args:
+        store: reachable by all ranks; used by this object's thread only.
+        rank: of this process; rank 0 decides.
+        world_size: number of ranks that publish.
+        present: the plan to begin with.
+        decide: `decide` with the settings of the run.
+        adopt: called on the replanner's thread with each new plan.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        present: PlanParameters,
+        decide: Callable[[PlanParameters, Sequence[WindowLoad]], PlanParameters | None],
+        adopt: Callable[[PlanParameters], None],
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._present = present
+        self._decide = decide
+        self._adopt = adopt
+        self._changed = threading.Condition()
+        self._observed: WindowLoad | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name='sparse-ckpt-replan', daemon=True)
+        self._thread.start()
+
+    def observe(self, load: WindowLoad) -> None:
+        """Note the load of a window. Called by the training thread; never blocks."""
+        with self._changed:
+            self._observed = load
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+        with self._changed:
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._observed is None and not self._stopping.is_set():
+                    self._changed.wait()
+                if self._stopping.is_set():
+                    return
+                load, self._observed = self._observed, None
+            assert load is not None
+            try:
+                self._store.set(f'load/{self._rank}', msgspec.msgpack.encode(load))
+                if self._rank == 0 and load.start >= self._present.origin:
+                    self._lead(load.start)
+                self._follow()
+            except Exception:  # planning must not fail training; the present plan stays
+                logger.warning('cannot re-plan', exc_info=True)
+
+    def _lead(self, start: int) -> None:
+        """On rank 0: decide once every rank has published this window, unless it is overtaken."""
+        while not self._stopping.is_set() and self._observed is None:
+            loads = self._loads()
+            if len(loads) == self._world_size and all(load.start == start for load in loads):
+                chosen = self._decide(self._present, loads)
+                if chosen is not None:
+                    self._store.set('plan', msgspec.msgpack.encode(chosen))
+                return
+            self._stopping.wait(0.02)
+
+    def _loads(self) -> list[WindowLoad]:
+        keys = [f'load/{rank}' for rank in range(self._world_size)]
+        if not self._store.check(keys):
+            return []
+        values = self._store.multi_get(keys)
+        return [msgspec.msgpack.decode(value, type=WindowLoad) for value in values]
+
+    def _follow(self) -> None:
+        if not self._store.check(['plan']):
+            return
+        plan = msgspec.msgpack.decode(self._store.get('plan'), type=PlanParameters)
+        if plan.version > self._present.version:
+            self._present = plan
+            self._adopt(plan)
+
+
+def _layer(name: str) -> str:
+    return name.rpartition('.')[0]
+
+
+def _moved(
+    old: Mapping[str, float], new: Mapping[str, float], change: float, fraction: float
+) -> bool:
+    names = sorted(new)
+    before = np.array([old.get(name, 0.0) for name in names])
+    after = np.array([new[name] for name in names])
+    return changed_enough(before, after, change=change, fraction=fraction)

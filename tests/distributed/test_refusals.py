@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must not be loaded is refused by name, the next tier is used, and no bit is harmed."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.cluster import Cluster
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.test_whole_job_recovery import BASE, BF16, PP_EP, UNTIED
+
+Make = Callable[..., Cluster]
+DENSE = f'{BF16} {PP_EP} {UNTIED} --train-iters 12 --save-interval 5'.split()
+
+
+def _windows(job: Cluster, node: int, holder: int, owner: int) -> list[Path]:
+    """Committed windows in one place, newest first."""
+    found = (job.node_memory(node) / str(holder) / str(owner)).glob('window-*.window')
+    return sorted(found, key=lambda path: int(path.name.split('-')[1]), reverse=True)
+
+
+def _newest(job: Cluster, owner: int) -> list[Path]:
+    """All copies, on all nodes and holders, of the newest window of an owner."""
+    copies = [path for path in job.memory.rglob(f'{owner}/window-*.window')]
+    newest = max(int(path.name.split('-')[1]) for path in copies)
+    return [path for path in copies if int(path.name.split('-')[1]) == newest]
+
+
+def _flip_byte(path: Path, offset: int) -> None:
+    with open(path, 'r+b') as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0xFF]))
+
+
+def test_corrupt_byte_is_named_and_a_replica_used(cluster: Make, reference: Callable) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '3')
+    job.run(fail_at='1:9:forward')
+    own = _windows(job, node=0, holder=1, owner=1)[0]
+    _flip_byte(own, 70_000)
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    output = job.output(life=1)
+    assert 'refused' in output and own.name in output and 'checksum' in output
+    assert len(job.events('recovered', rank=1)) == 1
+
+
+def test_when_all_copies_are_corrupt_an_older_window_is_used(
+    cluster: Make, reference: Callable
+) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '2')
+    job.run(fail_at='1:10:forward')
+    damaged = _newest(job, owner=1)
+    for path in damaged:
+        _flip_byte(path, 70_000)
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    started = job.events('recovery_started')
+    assert started[-1]['start'] < int(damaged[0].name.split('-')[1])
+
+
+def test_truncated_windows_everywhere_fall_back_to_the_dense_checkpoint(
+    cluster: Make, reference: Callable, tmp_path: Path
+) -> None:
+    dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
+    job = cluster(*DENSE, *dense, '--sparse-ckpt-window', '3')
+    job.run(fail_at='1:9:forward')
+    for path in job.memory.rglob('2/window-*.window'):
+        with open(path, 'r+b') as file:
+            file.truncate(100_000)
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    (tier,) = job.events('next_tier')
+    assert 'dense checkpoint of iteration 5' in tier['tier']
+    assert 'successfully loaded checkpoint' in job.output(life=1)
+
+
+def test_newer_dense_checkpoint_is_preferred(
+    cluster: Make, reference: Callable, tmp_path: Path
+) -> None:
+    dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
+    job = cluster(*DENSE, *dense, '--sparse-ckpt-window', '6')
+    job.run(fail_at='1:11:forward')
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    (tier,) = job.events('next_tier')
+    assert 'iteration 10' in tier['tier'] and job.events('recovered') == []
+
+
+def test_newer_window_is_preferred_to_the_dense_checkpoint(
+    cluster: Make, reference: Callable, tmp_path: Path
+) -> None:
+    dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
+    job = cluster(*DENSE, *dense, '--sparse-ckpt-window', '3')
+    job.run(fail_at='1:9:forward')
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    assert len(job.events('recovered')) == 1
+
+
+@pytest.mark.parametrize(
+    'change', ['--seed 4321', '--expert-model-parallel-size 1'], ids=['run', 'topology']
+)
+def test_windows_of_another_run_or_layout_are_refused(cluster: Make, change: str) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '3')
+    job.run(fail_at='1:9:forward')
+    job.flags += change.split()
+    job.finish()
+    output = job.output(life=1)
+    assert 'refused' in output
+    assert ('topology' if 'parallel' in change else 'run') in output
+    assert job.events('recovered') == []
+
+
+def test_too_small_budget_is_refused_before_training(cluster: Make) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-host-memory-gb', '0.001')
+    assert all(code != 0 for code in job.run())
+    assert '--sparse-ckpt-host-memory-gb 0.001' in job.output(life=0)
+    assert ' iteration ' not in job.output(life=0)
+    assert not list(job.memory.rglob('*.window'))
+
+
+def test_full_memory_directory_trains_on_unprotected_and_says_so(
+    cluster: Make, reference: Callable, small_tmpfs: Path
+) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '3')
+    job.flags += ['--sparse-ckpt-dir', str(small_tmpfs)]
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    assert 'TRAINING IS UNPROTECTED' in job.output(life=0)
+    assert job.events('protection_reduced')
+
+
+def test_full_memory_directory_stops_a_strict_run(cluster: Make, small_tmpfs: Path) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-strict')
+    job.flags += ['--sparse-ckpt-dir', str(small_tmpfs)]
+    assert all(code != 0 for code in job.run())
+    assert 'mount a larger tmpfs' in job.output(life=0)
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        ('--sparse-ckpt-window 0', '--sparse-ckpt-window 0 must be at least 1'),
+        ('--sparse-ckpt-replicas -1', '--sparse-ckpt-replicas -1 must be at least 0'),
+        ('--sparse-ckpt-dir here', '--sparse-ckpt-dir'),
+        ('--optimizer sgd', '--optimizer sgd: use --optimizer adam'),
+        ('--sparse-ckpt-topology /nowhere.json', '--sparse-ckpt-topology /nowhere.json'),
+    ],
+)
+def test_wrong_flags_are_named(cluster: Make, flags: str, message: str) -> None:
+    job = cluster(*BASE, ranks=1, nodes=1)
+    job.flags += ['--pipeline-model-parallel-size', '1', '--expert-model-parallel-size', '1']
+    job.flags += flags.split()
+    assert job.run() != [0]
+    assert message in job.output(life=0)
+
+
+def test_second_live_job_with_the_same_run_id_is_refused(cluster: Make) -> None:
+    from moevement_ext.memory.store import NodeStore
+
+    job = cluster(*BASE)
+    live = NodeStore(job.memory.parent, job.name, 'node0')
+    live.lock(0)
+    try:
+        assert all(code != 0 for code in job.run())
+        assert '--sparse-ckpt-run-id' in job.output(life=0)
+    finally:
+        live.close()
+        shutil.rmtree(job.memory, ignore_errors=True)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows re-planned during the run: by popularity, and by measured times with `auto`."""
+
+from collections.abc import Callable
+
+from tests.distributed.cluster import Cluster
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.test_whole_job_recovery import BF16, PP_EP, UNTIED
+
+FLAGS = f'{BF16} {PP_EP} {UNTIED} --train-iters 20'.split()
+# Any change of any expert's share re-plans.
+RESTLESS = '--sparse-ckpt-reorder-change 0 --sparse-ckpt-reorder-fraction 0.01'.split()
+
+
+def test_recovery_from_a_window_replanned_by_popularity(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = cluster(*FLAGS, *RESTLESS, '--sparse-ckpt-window', '2')
+    assert -9 in job.run(fail_at='1:18:backward')
+    plans = {event['plan'] for event in job.events('window_persisted')}
+    assert len(plans) >= 2, 'a window of a second plan is persisted before the failure'
+    assert len({event['origin'] for event in job.events('replanned', rank=3)}) >= 1
+    job.finish()
+    assert differences(reference(*FLAGS), read_digest(job)) == []
+    assert len(job.events('recovered')) == 1
+
+
+def test_auto_window_is_measured_and_shorter_than_the_longest(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = cluster(*FLAGS, '--sparse-ckpt-max-window', '4')
+    job.finish()
+    assert differences(reference(*FLAGS), read_digest(job)) == []
+    replanned = job.events('replanned')
+    assert replanned and replanned[0]['window'] < 4
+    persisted = [event['start'] for event in job.events('window_persisted')]
+    assert any(start >= replanned[0]['origin'] for start in persisted)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+
+from moevement_ext.capture.copier import Copier
+from moevement_ext.capture.layout import Copy
+
+DEADLINE_S = 30.0
+"""How long a test waits for something that comes at once."""
+
+
+class Gated(list[Copy]):
+    """Copies that wait, on the copying thread, until the gate is opened."""
+
+    def __init__(self, *copies: Copy) -> None:
+        super().__init__(copies)
+        self.gate = threading.Event()
+
+    def __iter__(self) -> Iterator[Copy]:
+        assert self.gate.wait(DEADLINE_S)
+        return super().__iter__()
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.errors: queue.Queue[Exception] = queue.Queue()
+        self.sealed: queue.Queue[str] = queue.Queue()
+        self.copier = Copier(torch.device('cpu'), self.errors.put)
+
+    def capture(self, *copies: Copy, name: str = '') -> None:
+        self.copier.start([], copies, lambda: self.sealed.put(name))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.copier.stop()
+
+
+def copy_of(value: float, count: int = 1000) -> Copy:
+    return Copy(torch.zeros(count), torch.full((count,), value))
+
+
+def test_wait_returns_only_after_the_copies(rig: Rig) -> None:
+    copy = copy_of(5)
+    stable = Gated(copy)
+    rig.copier.start([], stable, lambda: None)
+    waiter = threading.Thread(target=rig.copier.wait)
+    waiter.start()
+    waiter.join(0.2)  # a broken wait has returned long before
+    assert waiter.is_alive()
+    assert not copy.target.any()
+    stable.gate.set()
+    waiter.join(DEADLINE_S)
+    assert torch.equal(copy.target, copy.source)
+
+
+def test_volatile_slices_are_copied_before_start_returns(rig: Rig) -> None:
+    volatile, stable = copy_of(3), Gated(copy_of(4))
+    rig.copier.start([volatile], stable, lambda: None)
+    volatile.source.fill_(-1)  # as forward does, while the other copies are still to come
+    assert (volatile.target == 3).all()
+    stable.gate.set()
+    rig.copier.wait()
+
+
+def test_sealing_comes_after_the_copies_and_delays_no_wait(rig: Rig) -> None:
+    copy, gate = copy_of(5), threading.Event()
+    seen = []
+
+    def seal() -> None:
+        assert gate.wait(DEADLINE_S)
+        seen.append(copy.target.clone())
+
+    rig.copier.start([], [copy], seal)
+    rig.copier.wait()
+    assert not seen
+    gate.set()
+    rig.copier.drain()
+    assert torch.equal(seen[0], copy.source)
+
+
+def test_wait_without_a_capture_costs_nothing(rig: Rig) -> None:
+    assert rig.copier.wait() == 0
+    rig.capture(copy_of(1))
+    assert rig.copier.wait() >= 0
+    assert rig.copier.wait() == 0
+
+
+def test_failed_copy_is_reported_not_sealed_and_training_goes_on(rig: Rig) -> None:
+    rig.capture(Copy(torch.zeros(3), torch.zeros(4)), name='broken')
+    rig.copier.wait()
+    assert isinstance(rig.errors.get(timeout=DEADLINE_S), RuntimeError)
+    rig.capture(copy_of(1), name='next')
+    rig.copier.wait()
+    assert rig.sealed.get(timeout=DEADLINE_S) == 'next'
+    assert rig.errors.empty()
+
+
+def test_failed_seal_is_reported_and_the_next_one_comes(rig: Rig) -> None:
+    def fail() -> None:
+        raise OSError('tmpfs is gone')
+
+    rig.copier.start([], [copy_of(1)], fail)
+    rig.copier.wait()
+    rig.capture(copy_of(1), name='next')
+    rig.copier.drain()
+    assert str(rig.errors.get(timeout=DEADLINE_S)) == 'tmpfs is gone'
+    assert rig.sealed.get(timeout=DEADLINE_S) == 'next'
+
+
+def test_drain_and_stop_finish_what_was_started(rig: Rig) -> None:
+    for name in ('a', 'b', 'c'):
+        rig.capture(copy_of(1), name=name)
+    rig.copier.drain()
+    assert [rig.sealed.get_nowait() for _ in range(3)] == ['a', 'b', 'c']
+    rig.capture(copy_of(1), name='d')
+    rig.copier.stop()
+    assert rig.sealed.get_nowait() == 'd'
+
+
+def test_nothing_is_allocated_and_nothing_is_kept(rig: Rig) -> None:
+    copy = copy_of(1, count=2**21)  # 8 MiB
+    place, threads = copy.target.data_ptr(), threading.active_count()
+    process = psutil.Process()
+    for iteration in range(100):
+        if iteration == 5:
+            before, threads = process.memory_info().rss, threading.active_count()
+        copies = Gated(copy)
+        copies.gate.set()
+        rig.copier.start([], copies, lambda: None)
+        rig.copier.wait()
+        copy.source.fill_(iteration)
+    rig.copier.drain()
+    assert copy.target.data_ptr() == place
+    assert process.memory_info().rss - before < copy.source.nbytes
+    assert threading.active_count() == threads
+    kept = weakref.ref(copies)
+    del copies
+    assert kept() is None

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice, operator_bytes
+from moevement_ext.memory.slot import ALIGNMENT
+from moevement_ext.plan.window import WindowPlan, balanced
+
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
+
+
+def tensor_slice(
+    operator: str,
+    part: str,
+    count: int,
+    dtype: torch.dtype = torch.float32,
+    volatile: bool = False,
+    value: float = 0,
+) -> TensorSlice:
+    source = torch.full((count,), value, dtype=dtype)
+    return TensorSlice(operator, f'{operator}.weight', part, 0, count, source, volatile)
+
+
+def operator(name: str, count: int) -> OperatorSlices:
+    master = tensor_slice(name, 'master', count, value=1)
+    return OperatorSlices(
+        full=(master, tensor_slice(name, 'exp_avg', count, value=2)),
+        light=(tensor_slice(name, 'weight', count, torch.bfloat16, value=3),),
+    )
+
+
+OPERATORS = {f'expert{index}': operator(f'expert{index}', 10 + index) for index in range(4)}
+PLAN = WindowPlan((('expert0',), ('expert1', 'expert2'), ('expert3',)))
+
+
+def test_a_slot_has_its_group_in_full_and_the_later_groups_light() -> None:
+    layouts = [SlotLayout(PLAN, slot, OPERATORS) for slot in range(3)]
+    assert [layout.full for layout in layouts] == [*PLAN.slots]
+    assert [set(layout.light) for layout in layouts] == [
+        {'expert1', 'expert2', 'expert3'},
+        {'expert3'},
+        set(),
+    ]
+    parts = [(record.operator, record.part) for record in layouts[1].records]
+    assert parts == [
+        ('expert1', 'master'),
+        ('expert1', 'exp_avg'),
+        ('expert2', 'master'),
+        ('expert2', 'exp_avg'),
+        ('expert3', 'weight'),
+    ]
+
+
+def test_operators_of_other_ranks_take_no_space_but_are_named() -> None:
+    layout = SlotLayout(PLAN, 0, {'expert2': OPERATORS['expert2']})
+    assert layout.full == ('expert0',)
+    assert layout.light == ('expert1', 'expert2', 'expert3')
+    assert [record.operator for record in layout.records] == ['expert2']
+    assert layout.payload_bytes == OPERATORS['expert2'].light_bytes
+
+
+SIZES = st.tuples(st.integers(0, 200), st.sampled_from(DTYPES), st.booleans())
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(SIZES, max_size=12))
+def test_places_are_aligned_disjoint_and_inside(
+    sizes: list[tuple[int, torch.dtype, bool]],
+) -> None:
+    slices = tuple(
+        tensor_slice('a', f'part{index}', *size) for index, size in enumerate(sizes)
+    )
+    layout = SlotLayout(WindowPlan((('a',),)), 0, {'a': OperatorSlices(slices, ())})
+    end = 0
+    for record, item in zip(layout.records, slices, strict=True):
+        assert record.offset % ALIGNMENT == 0
+        assert record.offset >= end
+        assert record.nbytes == item.source.numel() * item.source.element_size()
+        assert getattr(torch, record.dtype) is item.source.dtype
+        end = record.offset + record.nbytes
+    assert end <= layout.payload_bytes == OperatorSlices(slices, ()).full_bytes
+
+
+def test_copies_put_every_tensor_where_its_record_says() -> None:
+    slices = (
+        tensor_slice('a', 'master', 5, value=7),
+        tensor_slice('a', 'empty', 0),
+        tensor_slice('a', 'buffer', 3, torch.int64, volatile=True, value=9),
+    )
+    layout = SlotLayout(WindowPlan((('a',),)), 0, {'a': OperatorSlices(slices, ())})
+    payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
+    volatile = layout.copies(payload, volatile=True)
+    stable = layout.copies(payload, volatile=False)
+    assert [copy.source for copy in volatile] == [slices[2].source]
+    assert [copy.source for copy in stable] == [slices[0].source]
+    for copy in (*volatile, *stable):
+        copy.target.copy_(copy.source)
+    for record, item in zip(layout.records, slices, strict=True):
+        stored = payload[record.offset : record.offset + record.nbytes]
+        assert torch.equal(stored.view(item.source.dtype), item.source)
+
+
+@pytest.mark.parametrize('window', [1, 2, 3, 4])
+def test_slots_are_exactly_as_large_as_planned(window: int) -> None:
+    """The planner's bytes and the layout's are the same numbers, on every rank of the group."""
+    ranks = [OPERATORS, {'expert1': operator('expert1', 999)}]
+    sizes = [
+        {name: (slices.full_bytes, slices.light_bytes) for name, slices in rank.items()}
+        for rank in ranks
+    ]
+    planned = operator_bytes([*OPERATORS], sizes)
+    plan = balanced(planned, window)
+    for slot, expected in enumerate(plan.slot_bytes(planned)):
+        assert expected == tuple(SlotLayout(plan, slot, rank).payload_bytes for rank in ranks)
+
+
+def test_sizes_are_in_the_order_of_the_names() -> None:
+    assert [item.name for item in operator_bytes(['b', 'a'], [{'a': (4, 2)}])] == ['b', 'a']
+    first, second = operator_bytes(['b', 'a'], [{'a': (4, 2)}, {'b': (6, 3)}])
+    assert (first.full, first.light) == ((0, 6), (0, 3))
+    assert (second.full, second.light) == ((4, 0), (2, 0))
