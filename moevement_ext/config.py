@@ -55,7 +55,7 @@ class SparseCheckpointConfig:
         _at_least('--sparse-ckpt-replicas', self.replicas, 0)
         _at_least('--sparse-ckpt-max-wait', self.max_wait, 0)
         _at_least('--sparse-ckpt-reorder-change', self.reorder_change, 0)
-        if self.host_memory_gb is not None and self.host_memory_gb <= 0:
+        if self.host_memory_gb is not None and not self.host_memory_gb > 0:
             raise ConfigurationError(
                 f'--sparse-ckpt-host-memory-gb {self.host_memory_gb:g} must be above 0.'
             )
@@ -80,5 +80,5 @@ def node_name() -> str:
 
 
 def _at_least(flag: str, value: float, least: float) -> None:
-    if value < least:
+    if not value >= least:  # nan is refused too
         raise ConfigurationError(f'{flag} {value:g} must be at least {least:g}.')

@@ -42,20 +42,20 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """
     life = secrets.token_hex(8)
     deadline = time.monotonic() + timeout.total_seconds()
-    epoch = -1
     while True:
-        present = store.add('epoch', 0)
-        if present != epoch:
-            epoch = present
-            if _join(store, epoch, rank, life) != life:  # a predecessor of this rank is in it
-                _open_next(store, epoch)
-                continue
-        missing = [
-            other for other in range(world_size) if not store.check([f'join/{epoch}/{other}'])
-        ]
-        if not missing:
-            return PrefixStore(f'epoch/{epoch}', store)
+        epoch = store.add('epoch', 0)
+        places = [f'join/{epoch}/{other}' for other in range(world_size)]
+        answers = [f'here/{epoch}/{other}' for other in range(world_size)]
+        # Asked again every time: an epoch with a predecessor of this rank never counts as met.
+        if store.compare_set(places[rank], '', life).decode() != life:
+            _open_next(store, epoch)
+        elif store.check(places):
+            # A place may be that of a rank that died waiting; only the living answer.
+            store.set(answers[rank], life)
+            if store.check(answers):
+                return PrefixStore(f'epoch/{epoch}', store)
         if time.monotonic() > deadline:
+            missing = [other for other, place in enumerate(places) if not store.check([place])]
             raise SparseCheckpointError(
                 f'Ranks {missing[:8]} did not start within {timeout.total_seconds():g} s. '
                 'See the log of their node; --distributed-timeout-minutes sets the time.'
@@ -63,12 +63,6 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
         time.sleep(_POLL_SECONDS)
 
 
-def _join(store: Store, epoch: int, rank: int, life: str) -> str:
-    """Enter the epoch; returns the life that holds this rank's place in it."""
-    return store.compare_set(f'join/{epoch}/{rank}', '', life).decode()
-
-
 def _open_next(store: Store, epoch: int) -> None:
-    """Move on from `epoch`, once, whoever asks first."""
-    if store.add(f'left/{epoch}', 1) == 1:
-        store.add('epoch', 1)
+    """Move on from `epoch`, once, whoever asks first; one step, which a kill cannot cut in two."""
+    store.compare_set('epoch', str(epoch), str(epoch + 1))

@@ -19,8 +19,6 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-EXAMPLES = 3
-
 
 class DigestFileError(Exception):
     """A file that is no digest file; the message names it and says what is wrong."""
@@ -96,9 +94,8 @@ def difference_table(found: Sequence[Difference], first: StateDigest, second: St
         groups.setdefault((rank, kind), []).append(name)
     for (rank, kind), names in groups.items():
         total = _entries_of(kind, first.ranks.get(rank, {}), second.ranks.get(rank, {}))
-        more = ', ...' if len(names) > EXAMPLES else ''
-        shown = ', '.join(names[:EXAMPLES]) + more
-        table.add_row(rank, kind, str(len(names)), str(total or len(names)), shown)
+        example = names[0].removeprefix(f'{kind}/')
+        table.add_row(rank, kind, str(len(names)), str(total or len(names)), example)
     return table
 
 

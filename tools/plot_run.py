@@ -185,7 +185,7 @@ def _mark_end(axes: Any, lives: Sequence[Sequence[Iteration]], color: str) -> No
     last = lives[-1][-1]
     axes.annotate(
         f'iteration {last.number}\nloss {last.loss:.6f}', (last.time - _origin(lives), last.loss),
-        xytext=(0, 12), textcoords='offset points', color=color, ha='center', va='bottom',
+        xytext=(0, 28), textcoords='offset points', color=color, ha='right', va='bottom',
     )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer

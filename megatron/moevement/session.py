@@ -229,6 +229,9 @@ class Session:
         """Iteration `iteration` is committed on this rank."""
         assert self._protection is not None
         group = self._training.optimizer.param_groups[0]
+        num_microbatches = get_num_microbatches()
+        # Upstream counts the samples of an iteration after `train_step` has returned.
+        samples = self._args.data_parallel_size * self._args.micro_batch_size * num_microbatches
         scalars = self._recorder.peek()  # the state of the next iteration takes them
         self._protection.memory.ledger.append(
             LedgerEntry(
@@ -236,8 +239,8 @@ class Session:
                 grad_norms=scalars.grad_norms,
                 overflows=scalars.overflows,
                 skipped=skipped,
-                num_microbatches=get_num_microbatches(),
-                consumed_samples=self._args.consumed_train_samples,
+                num_microbatches=num_microbatches,
+                consumed_samples=self._args.consumed_train_samples + samples,
                 scheduler_steps=self._training.scheduler.num_steps,
                 learning_rate=group['lr'],
                 weight_decay=group['weight_decay'],

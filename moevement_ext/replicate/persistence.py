@@ -37,6 +37,7 @@ class PersistenceBoard:
         self._on_persisted = on_persisted
         self._changed = threading.Condition()
         self._reported: list[WindowName] = []
+        self._counted: list[WindowName] = []  # not yet persisted
         self._awaited: WindowName | None = None
         self._newest: WindowName | None = None
         self._stopping = False
@@ -73,11 +74,11 @@ class PersistenceBoard:
             time.sleep(_POLL_SECONDS)
 
     def _count(self, window: WindowName) -> None:
-        key = f'complete/{window.start}/{window.plan}'
         self._awaited = window
-        if self._store.add(key, 1) == self._world_size:
+        self._counted.append(window)
+        if self._store.add(_key(window), 1) == self._world_size:
             self._store.set(_NEWEST, f'{window.start}/{window.plan}')
-            self._store.delete_key(key)  # everybody has counted; keep the store small
+            self._store.delete_key(_key(window))  # everybody has counted; keep the store small
 
     def _look(self) -> None:
         if not self._store.check([_NEWEST]):
@@ -86,6 +87,18 @@ class PersistenceBoard:
         window = WindowName(int(start), plan)
         if window != self._newest:
             self._newest = window
+            self._forget_until(window)
             self._on_persisted(window)
         if self._awaited is not None and window.start >= self._awaited.start:
             self._awaited = None
+
+    def _forget_until(self, persisted: WindowName) -> None:
+        """Remove the counts of older windows, which some rank skipped and nobody will complete."""
+        for window in self._counted:
+            if window.start < persisted.start:
+                self._store.delete_key(_key(window))
+        self._counted = [window for window in self._counted if window.start > persisted.start]
+
+
+def _key(window: WindowName) -> str:
+    return f'complete/{window.start}/{window.plan}'

@@ -7,6 +7,7 @@ variable every call is one comparison.
 """
 
 import os
+import re
 import signal
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ PHASES = (
     'forward', 'backward', 'optimizer', 'step', 'after-step',
     'capture', 'seal', 'replicate', 'load', 'convert',
 )  # fmt: skip
+
+_FAULT = re.compile(rf'(\d+):(\d+):({"|".join(PHASES)})(?::(\d+))?')
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,15 @@ def arm(rank: int) -> None:
     """
     life = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
     for text in filter(None, os.environ.get('MOEVEMENT_FAIL_AT', '').split(',')):
-        fields = text.split(':')
-        if len(fields) not in (3, 4) or fields[2] not in PHASES:
+        match = _FAULT.fullmatch(text)
+        if match is None:
             raise ValueError(
                 f'MOEVEMENT_FAIL_AT={text!r}: expected <rank>:<iteration>:<phase>[:<life>] '
                 f'with a phase of {", ".join(PHASES)}'
             )
-        if int(fields[0]) == rank and (fields[3] if len(fields) == 4 else '0') == life:
-            _armed.append(Fault(int(fields[1]), fields[2]))
+        victim, iteration, phase, life_of_victim = match.groups('0')
+        if int(victim) == rank and life_of_victim == life:
+            _armed.append(Fault(int(iteration), phase))
 
 
 def at_iteration(iteration: int) -> None:

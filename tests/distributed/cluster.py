@@ -105,7 +105,7 @@ class Cluster:
         for rank in range(self.ranks):
             env = self._environment(rank, port, fail_at)
             arguments = (self.flags, env, str(self.log(rank)), mutation)
-            workers.append(_CONTEXT.Process(target=_worker, args=arguments, daemon=True))
+            workers.append(_CONTEXT.Process(target=_worker, args=arguments))
         for worker in workers:
             worker.start()
         try:

@@ -69,9 +69,7 @@ SIZES = st.tuples(st.integers(0, 200), st.sampled_from(DTYPES), st.booleans())
 def test_places_are_aligned_disjoint_and_inside(
     sizes: list[tuple[int, torch.dtype, bool]],
 ) -> None:
-    slices = tuple(
-        tensor_slice('a', f'part{index}', *size) for index, size in enumerate(sizes)
-    )
+    slices = tuple(tensor_slice('a', f'part{index}', *size) for index, size in enumerate(sizes))
     layout = SlotLayout(WindowPlan((('a',),)), 0, {'a': OperatorSlices(slices, ())})
     end = 0
     for record, item in zip(layout.records, slices, strict=True):

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+import queue
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from moevement_ext.memory.slot import WindowName
+from moevement_ext.replicate.persistence import PersistenceBoard
+
+WORLD = 3
+DEADLINE_S = 20.0
+"""How long a test waits for something that comes at once."""
+TIMEOUT = timedelta(seconds=DEADLINE_S)
+
+
+class Job:
+    """The boards of all ranks, each with its own connection to a real store."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        self.persisted: list[queue.Queue[WindowName]] = [queue.Queue() for _ in range(WORLD)]
+        self.boards = [
+            PersistenceBoard(
+                TCPStore('127.0.0.1', self.store.port, is_master=False, timeout=TIMEOUT),
+                WORLD,
+                heard.put,
+            )
+            for heard in self.persisted
+        ]
+
+    def report(self, window: WindowName, *ranks: int) -> None:
+        for rank in ranks:
+            self.boards[rank].report(window)
+
+    def next_persisted(self) -> list[WindowName]:
+        return [heard.get(timeout=DEADLINE_S) for heard in self.persisted]
+
+    def stop(self) -> None:
+        for board in self.boards:
+            board.stop()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.stop()
+
+
+def window(start: int, plan: str = 'a') -> WindowName:
+    return WindowName(start, plan)
+
+
+def test_persisted_on_every_rank_once_all_have_reported(job: Job) -> None:
+    job.report(window(0), 0, 1, 2)
+    assert job.next_persisted() == [window(0)] * WORLD
+    job.report(window(4), 2, 0, 1)
+    assert job.next_persisted() == [window(4)] * WORLD
+
+
+def test_one_missing_rank_holds_a_window_back_but_not_the_next(job: Job) -> None:
+    """Rank 2 skipped window 0; had the two reports counted, it would be heard of first."""
+    job.report(window(0), 0, 1)
+    job.report(window(4), 0, 1, 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+    assert all(heard.empty() for heard in job.persisted)
+
+
+def test_windows_of_different_plans_do_not_count_together(job: Job) -> None:
+    job.report(window(4, 'a'), 0, 1)
+    job.report(window(4, 'b'), 2)
+    job.report(window(8), 0, 1, 2)
+    assert job.next_persisted() == [window(8)] * WORLD
+
+
+def test_a_rank_that_reports_nothing_now_still_hears_when_it_does(job: Job) -> None:
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    job.report(window(4), 0, 1)
+    job.report(window(4), 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+
+
+def test_keys_do_not_grow(job: Job) -> None:
+    """Not with complete windows, and not with windows that a rank skipped."""
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    keys = job.store.num_keys()
+    for start in range(4, 84, 8):
+        job.report(window(start), start // 8 % WORLD)
+        job.report(window(start + 4), 0, 1, 2)
+        assert job.next_persisted() == [window(start + 4)] * WORLD
+    assert job.store.num_keys() == keys
+
+
+def test_a_failing_callback_does_not_end_the_board() -> None:
+    heard: queue.Queue[WindowName] = queue.Queue()
+
+    def fail_once(persisted: WindowName) -> None:
+        heard.put(persisted)
+        if persisted.start == 0:
+            raise RuntimeError('callback')
+
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    board = PersistenceBoard(store, 1, fail_once)
+    for start in (0, 4):
+        board.report(window(start))
+        assert heard.get(timeout=DEADLINE_S) == window(start)
+    board.stop()

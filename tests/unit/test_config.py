@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+import socket
+from typing import Any
+
+import pytest
+
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, node_name
+
+NAN = float('nan')
+
+
+@pytest.mark.parametrize(
+    ('field', 'value', 'rule'),
+    [
+        ('window', 'long', 'a whole number or "auto"'),
+        ('window', 0, 'at least 1'),
+        ('max_window', 0, 'at least 1'),
+        ('replicas', -1, 'at least 0'),
+        ('max_wait', -0.5, 'at least 0'),
+        ('max_wait', NAN, 'at least 0'),
+        ('reorder_change', -1, 'at least 0'),
+        ('host_memory_gb', 0, 'above 0'),
+        ('host_memory_gb', NAN, 'above 0'),
+        ('reorder_fraction', 0, r'in \(0, 1\]'),
+        ('reorder_fraction', 1.5, r'in \(0, 1\]'),
+        ('reorder_fraction', NAN, r'in \(0, 1\]'),
+        ('dir', 'relative/path', 'an absolute path'),
+    ],
+)
+def test_a_broken_rule_names_flag_value_and_rule(field: str, value: Any, rule: str) -> None:
+    flag = '--sparse-ckpt-' + field.replace('_', '-')
+    shown = f'{value:g}' if isinstance(value, int | float) else repr(value)
+    with pytest.raises(ConfigurationError, match=f'{flag} {shown} must be {rule}'):
+        SparseCheckpointConfig(**{field: value})
+
+
+def test_limits_themselves_are_allowed() -> None:
+    SparseCheckpointConfig(
+        window=1, max_window=1, replicas=0, max_wait=0, reorder_change=0, reorder_fraction=1
+    )
+
+
+def test_memory_is_reserved_for_the_longest_window() -> None:
+    assert SparseCheckpointConfig(max_window=6).longest_window == 6
+    assert SparseCheckpointConfig(window=3, max_window=6).longest_window == 3
+
+
+def test_node_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('MOEVEMENT_NODE', 'node-b')
+    assert node_name() == 'node-b'
+    monkeypatch.setenv('MOEVEMENT_NODE', '')
+    assert node_name() == socket.gethostname()

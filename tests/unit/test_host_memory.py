@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.host_memory import HostMemory, Member, failure_domains, held_windows
+from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.refused import RefusedWindow
+from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.recover.agreement import Candidate, HeldWindow
+from tests.unit.memory.samples import (
+    PLAN,
+    RUN,
+    TOPOLOGY,
+    WINDOW,
+    capacity,
+    digest,
+    tmpfs_directory,
+    write_window,
+)
+
+NODES = ('node-a', 'node-b')
+CANDIDATE = Candidate(0, WINDOW, PLAN)
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+class Job:
+    """Two ranks on two emulated nodes that hold each other's replicas."""
+
+    def __init__(self, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = SparseCheckpointConfig(dir=str(shm), replicas=1)
+        members = [msgspec.msgpack.encode(Member(node, capacity())) for node in NODES]
+        self.ranks: list[HostMemory] = []
+        for rank, node in enumerate(NODES):
+            monkeypatch.setenv('MOEVEMENT_NODE', node)
+            memory = HostMemory(config, 'run1', RUN, rank, capacity(), lambda own: members)
+            self.ranks.append(memory)
+        addresses: list[bytes] = []
+        for memory in self.ranks:
+            memory.connect(lambda own: [addresses.append(own) or own] * 2)
+        for memory in self.ranks:
+            memory.connect(lambda own: addresses)
+
+    def commit(self, rank: int, start: int = 0) -> WindowFile:
+        file = self.ranks[rank].windows.begin(start, PLAN)
+        assert file is not None
+        write_window(file, rank)
+        self.ranks[rank].windows.commit(file)
+        return file
+
+    def inventories(self) -> list[list[HeldWindow]]:
+        return [held_windows(memory.store, RUN, TOPOLOGY) for memory in self.ranks]
+
+    def stop(self) -> None:
+        for memory in self.ranks:
+            memory.close(remove=False)
+
+
+@pytest.fixture
+def job(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    job = Job(shm, monkeypatch)
+    yield job
+    job.stop()
+
+
+def test_each_holds_the_replicas_of_the_other(job: Job) -> None:
+    assert [memory.holders for memory in job.ranks] == [[(1,), (0,)]] * 2
+    assert [[*memory.peers()] for memory in job.ranks] == [[1], [0]]
+    assert all(memory.plan.by_kind()['replicas'] == 3 * capacity() for memory in job.ranks)
+
+
+def test_own_window_is_taken_without_a_transfer(job: Job) -> None:
+    file = job.commit(0)
+    assert job.ranks[0].obtain(CANDIDATE, []) is file
+
+
+def test_lost_window_is_fetched_from_its_holder(job: Job) -> None:
+    file = job.commit(0)
+    expected = digest(file.path)
+    job.ranks[0].peers()[1].put_window(0, file)
+    job.ranks[0].forget(CANDIDATE)
+    inventories = job.inventories()
+    assert inventories == [[], [HeldWindow(CANDIDATE, 0)]]
+    fetched = job.ranks[0].obtain(CANDIDATE, inventories)
+    assert digest(fetched.path) == expected
+    assert job.ranks[0].windows.file(0, PLAN) is fetched
+
+
+def test_what_nobody_can_deliver_is_refused_with_every_reason(job: Job) -> None:
+    with pytest.raises(RefusedWindow, match='window 0: no holder'):
+        job.ranks[0].obtain(CANDIDATE, [[], []])
+    claimed = [[HeldWindow(CANDIDATE, 0)]] * 2
+    with pytest.raises(RefusedWindow, match='window 0: rank 0: .*; rank 1: '):
+        job.ranks[0].obtain(CANDIDATE, claimed)
+    assert job.commit(0).name == (0, PLAN)  # the failed attempts left their file free
+
+
+def test_inventory_leaves_out_what_is_foreign_or_damaged(job: Job) -> None:
+    job.commit(0)
+    damaged = job.commit(0, start=3)
+    damaged.array[:8] = 0
+    store = job.ranks[0].store
+    assert held_windows(store, RUN, TOPOLOGY) == [HeldWindow(CANDIDATE, 0)]
+    assert held_windows(store, 'other-run', TOPOLOGY) == []
+    assert held_windows(store, RUN, 'other-topology') == []
+
+
+def test_clean_exit_leaves_nothing(job: Job, shm: Path) -> None:
+    job.commit(0)
+    for memory in job.ranks:
+        memory.close(remove=True)
+    assert not (shm / 'run1').exists()
+    job.ranks.clear()
+
+
+def test_over_budget_is_refused_before_anything_is_reserved(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
+    config = SparseCheckpointConfig(dir=str(shm), host_memory_gb=0.0001)
+    members = [msgspec.msgpack.encode(Member('node-a', capacity()))]
+    with pytest.raises(HostMemoryError, match='--sparse-ckpt-host-memory-gb'):
+        HostMemory(config, 'run1', RUN, 0, capacity(), lambda own: members)
+    assert not [*shm.rglob('*.window')]
+
+
+# Failure domains
+
+
+def test_a_node_is_its_own_domain_without_a_file() -> None:
+    assert failure_domains(['a', 'a', 'b'], None) == ['a', 'a', 'b']
+
+
+def test_domains_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / 'topology.json'
+    path.write_text(json.dumps({'a': 'rack1', 'b': 'rack1', 'c': 'rack2', 'spare': 'rack3'}))
+    assert failure_domains(['a', 'b', 'c', 'a'], str(path)) == ['rack1', 'rack1', 'rack2', 'rack1']
+
+
+@pytest.mark.parametrize('content', [None, '', '{', '[]', '7', '"a"'])
+def test_unreadable_file_is_named_with_what_it_should_be(
+    tmp_path: Path, content: str | None
+) -> None:
+    path = tmp_path / 'topology.json'
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigurationError, match=f'--sparse-ckpt-topology {path}: expected a JSON'):
+        failure_domains(['a'], str(path))
+
+
+def test_nodes_the_file_leaves_out_are_named(tmp_path: Path) -> None:
+    path = tmp_path / 'topology.json'
+    path.write_text('{"a": "rack1"}')
+    with pytest.raises(ConfigurationError, match=r"does not name the nodes \['b', 'c'\]"):
+        failure_domains(['a', 'c', 'b'], str(path))

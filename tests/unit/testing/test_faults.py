@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.testing import faults
+
+REPOSITORY = Path(__file__).parents[3]
+
+_WORKER = """
+from moevement_ext.testing import faults
+faults.arm(1)
+print('armed' if faults.armed() else 'not armed', flush=True)
+for iteration in (2, 3, 4):
+    faults.at_iteration(iteration)
+    for phase in ('forward', 'backward'):
+        faults.point(phase)
+        print(iteration, phase, flush=True)
+"""
+
+
+def work(fail_at: str | None, life: int = 0) -> tuple[list[str], int]:
+    """What a worker of rank 1 says, and its exit status."""
+    environment = {**os.environ, 'TORCHELASTIC_RESTART_COUNT': str(life)}
+    environment.pop('MOEVEMENT_FAIL_AT', None)
+    if fail_at is not None:
+        environment['MOEVEMENT_FAIL_AT'] = fail_at
+    done = subprocess.run(
+        [sys.executable, '-c', _WORKER],
+        env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return done.stdout.splitlines(), done.returncode
+
+
+ALL = ['2 forward', '2 backward', '3 forward', '3 backward', '4 forward', '4 backward']
+
+
+@pytest.mark.parametrize(
+    ('fail_at', 'life'),
+    [('1:3:backward', 0), ('0:2:forward,1:3:backward:0', 0), ('1:3:backward:2,1:2:forward', 2)],
+)
+def test_killed_at_the_point(fail_at: str, life: int) -> None:
+    said, status = work(fail_at, life)
+    assert status == -signal.SIGKILL
+    assert said == ['armed', *ALL[:3]]
+
+
+@pytest.mark.parametrize(
+    ('fail_at', 'life'),
+    [(None, 0), ('', 0), ('0:3:forward', 0), ('1:3:forward', 1), ('1:3:forward:1', 0)],
+)
+def test_another_rank_or_life_is_left_alone(fail_at: str | None, life: int) -> None:
+    assert work(fail_at, life) == (['not armed', *ALL], 0)
+
+
+def test_an_iteration_or_phase_that_does_not_come_kills_nobody() -> None:
+    assert work('1:9:forward,1:3:optimizer') == (['armed', *ALL], 0)
+
+
+@pytest.mark.parametrize(
+    'text',
+    ['1', '1:3', '1:3:nowhere', '1:3:forward:0:0', 'x:3:forward', '1:y:forward', '1:3:forward:z',
+     '-1:3:forward', '0:1:forward,1'],
+)  # fmt: skip
+def test_malformed_variable_is_named_with_what_it_should_be(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('MOEVEMENT_FAIL_AT', text)
+    with pytest.raises(ValueError, match=r"MOEVEMENT_FAIL_AT='.*expected <rank>:<iteration>:"):
+        faults.arm(99)
