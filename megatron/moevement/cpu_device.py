@@ -53,6 +53,9 @@ def mend_upstream() -> None:
     dispatcher.maybe_move_tensor_to_cpu = _keep_on_cpu
     rng._get_cuda_rng_state = _get_rng_state
     rng._set_cuda_rng_state = _set_rng_state
+    training.build_train_valid_test_data_iterators = _keeping_rng(
+        training.build_train_valid_test_data_iterators
+    )
     _mend_norm_with_sequence_parallel()
     _mend_adam_state_of_distributed_optimizer()
 
@@ -199,6 +202,19 @@ def _redirect_streams() -> None:
     cuda.is_current_stream_capturing = lambda: False
 
 
+def _keeping_rng(build: Callable[..., Any]) -> Callable[..., Any]:
+    """A data loader draws its seed from the CPU's generator, which here is the model's as well."""
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        state = torch.get_rng_state()
+        try:
+            return build(*args, **kwargs)
+        finally:
+            torch.set_rng_state(state)
+
+    return keeping
+
+
 def _mend_norm_with_sequence_parallel() -> None:
     """Upstream's torch norm refuses sequence parallelism; mark its weights instead."""
     import megatron.core.transformer.torch_norm as torch_norm
@@ -232,9 +248,10 @@ def _mend_adam_state_of_distributed_optimizer() -> None:
         return describe(self, *args, **kwargs)
 
     def load_with_own_steps(self: Any, state_dict: Any) -> None:
+        step = float(state_dict['optimizer']['param_groups'][0]['step'])
         load(self, state_dict)
         for state in self.optimizer.state.values():
-            state['step'] = state['step'].clone()
+            state['step'] = torch.tensor(step)
 
     DistributedOptimizer.sharded_state_dict = describe_allocated
     DistributedOptimizer.load_state_dict = load_with_own_steps

@@ -23,9 +23,14 @@ def _windows(job: Cluster, node: int, holder: int, owner: int) -> list[Path]:
 
 def _newest(job: Cluster, owner: int) -> list[Path]:
     """All copies, on all nodes and holders, of the newest window of an owner."""
-    copies = [path for path in job.memory.rglob(f'{owner}/window-*.window')]
+    copies = list(job.memory.rglob(f'{owner}/window-*.window'))
     newest = max(int(path.name.split('-')[1]) for path in copies)
     return [path for path in copies if int(path.name.split('-')[1]) == newest]
+
+
+def _besides_expert_rng(found: list[str]) -> list[str]:
+    """Upstream's dense checkpoint keeps the expert RNG of one expert-parallel rank only."""
+    return [name for name in found if not name.endswith('rng/expert-parallel-rng')]
 
 
 def _flip_byte(path: Path, offset: int) -> None:
@@ -72,7 +77,7 @@ def test_truncated_windows_everywhere_fall_back_to_the_dense_checkpoint(
         with open(path, 'r+b') as file:
             file.truncate(100_000)
     job.finish()
-    assert differences(reference(*BASE), read_digest(job)) == []
+    assert _besides_expert_rng(differences(reference(*BASE), read_digest(job))) == []
     (tier,) = job.events('next_tier')
     assert 'dense checkpoint of iteration 5' in tier['tier']
     assert 'successfully loaded checkpoint' in job.output(life=1)
@@ -85,7 +90,7 @@ def test_newer_dense_checkpoint_is_preferred(
     job = cluster(*DENSE, *dense, '--sparse-ckpt-window', '6')
     job.run(fail_at='1:11:forward')
     job.finish()
-    assert differences(reference(*BASE), read_digest(job)) == []
+    assert _besides_expert_rng(differences(reference(*BASE), read_digest(job))) == []
     (tier,) = job.events('next_tier')
     assert 'iteration 10' in tier['tier'] and job.events('recovered') == []
 
