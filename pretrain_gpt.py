@@ -16,8 +16,9 @@ preflight.check_installation()
 if cpu_device.needed():
     cpu_device.install()
 
+from collections.abc import Iterator  # noqa: E402
 from functools import partial  # noqa: E402
-from typing import Any, Iterator  # noqa: E402
+from typing import Any
 
 import torch  # noqa: E402
 from megatron.core import mpu  # noqa: E402
@@ -157,9 +158,7 @@ def _dataset_config(args: Any) -> GPTDatasetConfig:
 
 
 def _built_on_this_rank(vp_stage: int | None) -> bool:
-    return (
-        is_first_or_last_pipeline_stage(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
-    )
+    return is_first_or_last_pipeline_stage(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
@@ -181,9 +180,7 @@ def main() -> None:
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     args = parse_and_validate_args(extra_args_provider=add_arguments)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    train = partial(
-        pretrain, config, datasets_provider, ModelType.encoder_or_decoder, forward_step
-    )
+    train = partial(pretrain, config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
     run_with_sparse_checkpointing(train, args)
 
 

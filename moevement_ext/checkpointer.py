@@ -67,6 +67,23 @@ class Identity:
     rank: int
 
 
+@dataclass(eq=False)
+class _Writing:
+    """A window being written: begun by the training thread, sealed slot by slot on another."""
+
+    file: WindowFile
+    name: WindowName
+    window: int
+    started: int = 0
+    unsealed: int = 0
+    given_up: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """All slots were started; the last ones may still be on their way."""
+        return self.started == self.window
+
+
 class SparseCheckpointer:
     """Sparse checkpointing of one rank.
 
@@ -108,8 +125,11 @@ class SparseCheckpointer:
         self._max_wait_s = max_wait_s
         self._report = report
         self._freed = threading.Event()
-        self._copier = Copier(device, self._failed)
-        self._window: WindowFile | None = None
+        self._copier = Copier(device)
+        self._lock = threading.Lock()
+        self._window: _Writing | None = None
+        self._given_up: list[_Writing] = []
+        self._stalled = False
         self._next: ScheduledPlan | None = None
         self._adopt(schedule)
 
@@ -120,7 +140,8 @@ class SparseCheckpointer:
 
     def schedule_next(self, schedule: ScheduledPlan) -> None:
         """Change to another plan at its origin. Called on any thread."""
-        self._next = schedule
+        with self._lock:
+            self._next = schedule
 
     def begin(self, iteration: int, state: bytes) -> None:
         """Start capturing the state after `iteration`, which the next iteration will read.
@@ -133,24 +154,21 @@ class SparseCheckpointer:
         """
         faults.at_iteration(iteration + 1)
         self._events.iteration = iteration
-        upcoming = self._next
-        if upcoming is not None and iteration >= upcoming.origin:
-            self._abandon()
-            self._adopt(upcoming)
-            self._next = None
+        self._change_plan(iteration)
+        self._release_given_up()
         offset = iteration - self._schedule.origin
         slot = offset % self._schedule.plan.window
         if offset < 0:
             return
         if slot == 0:
-            held = self._windows.file(iteration, self._schedule.digest) is not None
-            self._window = None if held else self._open(iteration)
-        if self._window is None:
+            self._window = self._open(iteration)
+        window = self._window
+        if window is None or window.given_up:
             return
         try:
-            self._capture(self._window, slot, iteration, state)
+            self._capture(window, slot, iteration, state)
         except Exception as error:
-            self._failed(error)
+            self._failed(window, error)
 
     def before_update(self) -> None:
         """Wait until the optimizer may write. Called by the training thread."""
@@ -191,46 +209,72 @@ class SparseCheckpointer:
     def _adopt(self, schedule: ScheduledPlan) -> None:
         self._schedule = schedule
         self._layouts = [
-            SlotLayout(schedule.plan, slot, self._operators)
-            for slot in range(schedule.plan.window)
+            SlotLayout(schedule.plan, slot, self._operators) for slot in range(schedule.plan.window)
         ]
 
-    def _abandon(self) -> None:
-        """Give up the window being written; nobody relies on it."""
-        if self._window is not None and self._window.name is not None:
-            self._copier.drain()
-            name = self._window.name
-            if all(name != (ref.start, ref.plan) for ref in self._windows.committed()):
-                self._replicator.abandon(*name)
-                self._windows.abandon(self._window)
-        self._window = None
+    def _change_plan(self, iteration: int) -> None:
+        with self._lock:
+            due = self._next is not None and iteration >= self._next.origin
+            upcoming, self._next = (self._next, None) if due else (None, self._next)
+        if upcoming is not None:
+            if self._window is not None and not self._window.complete:
+                self._give_up(self._window)
+            self._window = None
+            self._adopt(upcoming)
 
-    def _open(self, iteration: int) -> WindowFile | None:
-        """A file for the window that begins now, waiting for one at most `max_wait_s`."""
+    def _give_up(self, window: '_Writing') -> None:
+        """Drop a window that nobody relies on; its file is reused once its seals have run."""
+        with self._lock:
+            if not window.given_up:
+                window.given_up = True
+                self._given_up.append(window)
+
+    def _release_given_up(self) -> None:
+        with self._lock:
+            idle = [window for window in self._given_up if window.unsealed == 0]
+            self._given_up = [window for window in self._given_up if window.unsealed]
+        for window in idle:
+            self._replicator.abandon(*window.name)
+            try:
+                self._windows.abandon(window.file)
+            except Exception as error:
+                self.degraded(f'{window.file.path} cannot be reused: {error}')
+
+    def _open(self, iteration: int) -> '_Writing | None':
+        """A file for the window that begins now, waiting for one at most `max_wait_s`.
+
+        After one wait in vain there are no more, until a window is persisted again.
+        """
+        digest = self._schedule.digest
+        if self._windows.file(iteration, digest) is not None:
+            return None  # the window just recovered from; it is protected already
         began = time.perf_counter()
+        patience_s = 0.0 if self._stalled and not self._freed.is_set() else self._max_wait_s
         try:
-            while True:
-                self._freed.clear()
-                window = self._windows.begin(iteration, self._schedule.digest)
-                remaining = self._max_wait_s - (time.perf_counter() - began)
-                if window is not None or remaining <= 0:
+            self._freed.clear()
+            file = self._windows.begin(iteration, digest)
+            while file is None:
+                remaining = patience_s - (time.perf_counter() - began)
+                if remaining <= 0 or not self._freed.wait(remaining):
                     break
-                self._freed.wait(remaining)
+                self._freed.clear()
+                file = self._windows.begin(iteration, digest)
         except Exception as error:
-            self._failed(error)
+            self.degraded(f'window {iteration} cannot be opened: {error}')
             return None
         self.statistics.exposed_s += time.perf_counter() - began
-        if window is None:
+        self._stalled = file is None
+        if file is None:
             self.statistics.skipped_windows += 1
             self.degraded(
-                f'window {iteration} is skipped: earlier windows are not persisted on every rank '
-                f'after {self._max_wait_s:g} s'
+                f'window {iteration} is skipped: earlier windows are not persisted on every rank'
             )
-        return window
+            return None
+        return _Writing(file, WindowName(iteration, digest), self._schedule.plan.window)
 
-    def _capture(self, window: WindowFile, slot: int, iteration: int, state: bytes) -> None:
+    def _capture(self, window: '_Writing', slot: int, iteration: int, state: bytes) -> None:
         layout = self._layouts[slot]
-        payload = payload_tensor(window, window.reserve_slot(slot, layout.payload_bytes))
+        payload = payload_tensor(window.file, window.file.reserve_slot(slot, layout.payload_bytes))
         context = SlotContext(list(layout.full), list(layout.light), state)
         header = SlotHeader(
             version=FORMAT_VERSION,
@@ -247,23 +291,37 @@ class SparseCheckpointer:
             context=msgspec.msgpack.encode(context),
         )
         self.statistics.slot_bytes = layout.payload_bytes
+        with self._lock:
+            window.unsealed += 1
+            window.started += 1
         self._copier.start(
             layout.copies(payload, volatile=True),
             layout.copies(payload, volatile=False),
-            lambda: self._seal(window, header),
+            seal=lambda: self._seal(window, header),
+            on_error=lambda error: self._ended(window, error),
         )
 
-    def _seal(self, window: WindowFile, header: SlotHeader) -> None:
+    def _seal(self, window: '_Writing', header: SlotHeader) -> None:
+        """On the sealing thread, when all copies of a slot have arrived."""
         faults.point('seal')
-        window.seal_slot(header)
-        if header.slot == header.window - 1:
-            self._windows.commit(window)
-            self.statistics.committed = header.start
-            self._events.emit('window_committed', start=header.start, plan=header.plan)
-        faults.point('replicate')
-        self._replicator.submit(window, header.slot)
+        if not window.given_up:
+            window.file.seal_slot(header)
+            if header.slot == header.window - 1:
+                self._windows.commit(window.file)
+                self.statistics.committed = header.start
+                self._events.emit('window_committed', start=header.start, plan=header.plan)
+            faults.point('replicate')
+            self._replicator.submit(window.file, header.slot)
+        self._ended(window)
 
-    def _failed(self, error: Exception) -> None:
+    def _ended(self, window: '_Writing', error: Exception | None = None) -> None:
+        """A slot is sealed, or failed. Called on the worker threads."""
+        if error is not None:
+            self._failed(window, error)
+        with self._lock:
+            window.unsealed -= 1
+
+    def _failed(self, window: '_Writing', error: Exception) -> None:
         """A capture failed: drop its window, keep the persisted one, train on."""
-        self._window = None
-        self.degraded(f'{type(error).__name__}: {error}')
+        self._give_up(window)
+        self.degraded(f'window {window.name.start}: {type(error).__name__}: {error}')

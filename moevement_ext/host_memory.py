@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, node_name
-from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
+from moevement_ext.memory.budget import HostMemoryError, HostMemoryPlan, RankMemory
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.store import NodeStore, OwnerWindows
@@ -74,6 +74,14 @@ class HostMemory:
         self.holders = place_replicas(self.domains, config.replicas)
         self.plan = self._plan()
         self.plan.check(config.host_memory_gb, self.store.path)
+        try:
+            self._reserve(capacity_bytes)
+        except HostMemoryError:
+            self.give_up()
+            raise
+
+    def _reserve(self, capacity_bytes: int) -> None:
+        rank = self.rank
         self.windows = OwnerWindows(self.store, rank, rank, capacity_bytes, GENERATIONS)
         self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS)
         hosted = {
@@ -81,7 +89,7 @@ class HostMemory:
             for owner, peers in enumerate(self.holders)
             if rank in peers
         }
-        self.server = ReplicaServer(self.store, rank, hosted, token)
+        self.server = ReplicaServer(self.store, rank, hosted, self._token)
 
     def connect(self, exchange: Exchange) -> None:
         """Tell the others where this rank's server listens. Collective."""
@@ -115,7 +123,7 @@ class HostMemory:
         for holder in holders(candidate, self.rank, inventories):
             try:
                 return self._fetch(candidate, holder)
-            except (PeerLost, PeerRefused, RefusedWindow) as error:
+            except (PeerLost, PeerRefused, RefusedWindow, HostMemoryError) as error:
                 logger.warning('window %d from rank %d: %s', candidate.start, holder, error)
                 reasons.append(f'rank {holder}: {error}')
         raise RefusedWindow(f'window {candidate.start}: ' + ('; '.join(reasons) or 'no holder'))
@@ -123,6 +131,15 @@ class HostMemory:
     def forget(self, candidate: Candidate) -> None:
         """Drop this rank's own copy of a window that was refused, so that it can be fetched."""
         self.windows.discard(candidate.start, candidate.plan)
+
+    def give_up(self) -> None:
+        """Free what was reserved, but no window that a predecessor may still be recovered from."""
+        if hasattr(self, 'server'):
+            self.server.stop()
+        if any(window.holder == self.rank for window in self.store.scan()):
+            self.store.close()
+        else:
+            self.store.remove_rank(self.rank)
 
     def close(self, remove: bool) -> None:
         """Stop serving; with `remove` (a clean exit) delete what this rank keeps."""

@@ -220,7 +220,7 @@ def _reserved(
         assert memory is not None
         return memory
     if memory is not None:
-        memory.close(remove=True)
+        memory.give_up()
     raise problem or HostMemoryError('another rank cannot reserve its host memory')
 
 

@@ -18,7 +18,6 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron.moevement import identity, iteration_state, recovery, report, upstream
 from megatron.moevement.conversion import Conversion
-from megatron.moevement.exchange import all_agree
 from megatron.moevement.global_scalars import GlobalScalars, ScalarRecorder
 from megatron.moevement.iteration_state import IterationState
 from megatron.moevement.planning import Planner
@@ -108,25 +107,16 @@ class Session:
 
     def _protect(self) -> None:
         """Reserve host memory and connect to the peers; without it training is unprotected."""
-        problem: Exception | None = None
         try:
             self._protection = Protection(
                 self._args, self._config, self._run_id, self._identity, self._planner,
                 self._training, self._events, context_bytes=self._context_bytes(),
             )  # fmt: skip
-        except HostMemoryError as error:
-            problem = error
-        if all_agree(problem is None):
-            return
-        if self._config.strict or self._config.host_memory_gb is not None:
-            raise problem or HostMemoryError('another rank cannot reserve its host memory')
-        if self._protection is not None:
-            self._protection.close()
-            self._protection = None
-        self._events.emit('protection_reduced', reason=str(problem or 'another rank'))
-        logger.warning(
-            'sparse checkpointing: TRAINING IS UNPROTECTED: %s', problem or 'another rank failed'
-        )
+        except HostMemoryError as error:  # on all ranks or on none
+            if self._config.strict or self._config.host_memory_gb is not None:
+                raise
+            self._events.emit('protection_reduced', reason=str(error))
+            logger.warning('sparse checkpointing: TRAINING IS UNPROTECTED: %s', error)
 
     def _obtain(self, predecessor: recovery.Predecessor) -> bool:
         """Fetch and verify the window to convert; go to where its replay starts."""

@@ -21,12 +21,10 @@ class Copier:
 
     Args:
         device: where the state lives.
-        on_error: called on a worker thread with what went wrong; training goes on.
     """
 
-    def __init__(self, device: torch.device, on_error: Callable[[Exception], None]) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._on_error = on_error
         self._copying = ThreadPoolExecutor(1, thread_name_prefix='sparse-ckpt-copy')
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix='sparse-ckpt-seal')
         self._issued: Future[None] | None = None
@@ -40,7 +38,11 @@ class Copier:
             self._copied = torch.cuda.Event(enable_timing=True)
 
     def start(
-        self, volatile: Sequence[Copy], stable: Sequence[Copy], seal: Callable[[], None]
+        self,
+        volatile: Sequence[Copy],
+        stable: Sequence[Copy],
+        seal: Callable[[], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
         """Begin one capture.
 
@@ -48,12 +50,13 @@ class Copier:
             volatile: copied, or queued on the present stream, before this call returns.
             stable: copied in the background; must not be written before `wait` has returned.
             seal: called on the sealing thread when all copies have arrived.
+            on_error: called on a worker thread, once, if copying or sealing fails.
         """
         for copy in volatile:
             copy.target.copy_(copy.source, non_blocking=self._cuda)
         if self._cuda:
             self._ready.record()
-        self._issued = self._copying.submit(self._copy, stable, seal)
+        self._issued = self._copying.submit(self._copy, stable, seal, on_error)
 
     def wait(self) -> float:
         """Return once the sources may be written (in stream order with CUDA).
@@ -85,7 +88,12 @@ class Copier:
         self._copying.shutdown()
         self._sealing.shutdown()
 
-    def _copy(self, copies: Sequence[Copy], seal: Callable[[], None]) -> None:
+    def _copy(
+        self,
+        copies: Sequence[Copy],
+        seal: Callable[[], None],
+        on_error: Callable[[Exception], None],
+    ) -> None:
         try:
             if self._cuda:
                 self._copy_on_stream(copies)
@@ -93,9 +101,9 @@ class Copier:
                 self._copy_on_thread(copies)
             self._copied_bytes += sum(copy.target.numel() * copy.target.itemsize for copy in copies)
         except Exception as error:  # a failed capture must not fail training (invariant I6)
-            self._on_error(error)
+            on_error(error)
             return
-        self._sealing.submit(self._seal, seal)
+        self._sealing.submit(self._seal, seal, on_error)
 
     def _copy_on_thread(self, copies: Sequence[Copy]) -> None:
         began = time.perf_counter()
@@ -114,11 +122,11 @@ class Copier:
                 copy.target.copy_(copy.source, non_blocking=True)
             self._copied.record()
 
-    def _seal(self, seal: Callable[[], None]) -> None:
+    def _seal(self, seal: Callable[[], None], on_error: Callable[[Exception], None]) -> None:
         try:
             if self._cuda:
                 self._copied.synchronize()
                 self._copy_s += self._began.elapsed_time(self._copied) / 1000
             seal()
         except Exception as error:
-            self._on_error(error)
+            on_error(error)

@@ -144,7 +144,7 @@ class Replanner:
                 load, self._observed = self._observed, None
             assert load is not None
             try:
-                self._store.set(f'load/{self._rank}', msgspec.msgpack.encode(load))
+                self._store.set(f'load/{self._rank}', msgspec.json.encode(load).decode())
                 if self._rank == 0 and load.start >= self._present.origin:
                     self._lead(load.start)
                 self._follow()
@@ -158,7 +158,7 @@ class Replanner:
             if len(loads) == self._world_size and all(load.start == start for load in loads):
                 chosen = self._decide(self._present, loads)
                 if chosen is not None:
-                    self._store.set('plan', msgspec.msgpack.encode(chosen))
+                    self._store.set('plan', msgspec.json.encode(chosen).decode())
                 return
             self._stopping.wait(0.02)
 
@@ -167,12 +167,12 @@ class Replanner:
         if not self._store.check(keys):
             return []
         values = self._store.multi_get(keys)
-        return [msgspec.msgpack.decode(value, type=WindowLoad) for value in values]
+        return [msgspec.json.decode(value, type=WindowLoad) for value in values]
 
     def _follow(self) -> None:
         if not self._store.check(['plan']):
             return
-        plan = msgspec.msgpack.decode(self._store.get('plan'), type=PlanParameters)
+        plan = msgspec.json.decode(self._store.get('plan'), type=PlanParameters)
         if plan.version > self._present.version:
             self._present = plan
             self._adopt(plan)

@@ -42,9 +42,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture
-def cluster(
-    text: list[str], tmp_path: Path
-) -> Iterator[Callable[..., Cluster]]:
+def cluster(text: list[str], tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     """Makes clusters with given extra flags; their host memory is removed afterwards."""
     made: list[Cluster] = []
 
