@@ -10,47 +10,47 @@ import time
 
 _PROGRAM_START = time.time()
 
-from megatron.moevement import cpu_device, preflight  # noqa: E402
+from megatron.moevement import cpu_device, preflight
 
 preflight.check_installation()
 if cpu_device.needed():
     cpu_device.install()
 
-from collections.abc import Iterator  # noqa: E402
-from functools import partial  # noqa: E402
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-import torch  # noqa: E402
-from megatron.core import mpu  # noqa: E402
-from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E402
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import (
     BlendedMegatronDatasetBuilder,
 )
-from megatron.core.datasets.gpt_dataset import (  # noqa: E402
+from megatron.core.datasets.gpt_dataset import (
     GPTDataset,
     GPTDatasetConfig,
     MockGPTDataset,
 )
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
-from megatron.core.utils import (  # noqa: E402
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import (
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, pretrain, set_startup_timestamps  # noqa: E402
-from megatron.training.argument_utils import (  # noqa: E402
+from megatron.training import get_args, get_timers, pretrain, set_startup_timestamps
+from megatron.training.argument_utils import (
     gpt_config_from_args,
     pretrain_cfg_container_from_args,
 )
-from megatron.training.arguments import parse_and_validate_args  # noqa: E402
-from megatron.training.utils import (  # noqa: E402
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
 )
 
-from megatron.moevement.arguments import add_arguments  # noqa: E402
-from megatron.moevement.program import run_with_sparse_checkpointing  # noqa: E402
+from megatron.moevement.arguments import add_arguments
+from megatron.moevement.program import run_with_sparse_checkpointing
 
 if cpu_device.needed():
     cpu_device.mend_upstream()

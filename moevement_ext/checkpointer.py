@@ -296,7 +296,7 @@ class SparseCheckpointer:
             window.started += 1
         self._copier.start(
             layout.copies(payload, volatile=True),
-            layout.copies(payload, volatile=False),
+            lambda: layout.copies(payload, volatile=False),
             seal=lambda: self._seal(window, header),
             on_error=lambda error: self._ended(window, error),
         )

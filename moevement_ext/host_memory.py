@@ -91,6 +91,10 @@ class HostMemory:
         }
         self.server = ReplicaServer(self.store, rank, hosted, self._token)
 
+    def first_on_node(self) -> bool:
+        """True on one rank of each node, the one that speaks for it."""
+        return self.rank == min(self.plan.ranks)
+
     def connect(self, exchange: Exchange) -> None:
         """Tell the others where this rank's server listens. Collective."""
         address = msgspec.msgpack.encode((local_host(), self.server.address[1]))

@@ -9,6 +9,7 @@ from megatron.training.global_vars import get_tensorboard_writer
 
 from megatron.moevement.iteration_state import IterationState
 from moevement_ext.checkpointer import CaptureStatistics, SparseCheckpointer
+from moevement_ext.host_memory import HostMemory
 
 
 def log_interval(args: Any, iteration: int, checkpointer: SparseCheckpointer) -> None:
@@ -42,6 +43,15 @@ def _line(
         'failures': statistics.failures,
     }
     return ' sparse ckpt | ' + ' | '.join(f'{key}: {value}' for key, value in fields.items()) + ' |'
+
+
+def memory_line(memory: HostMemory) -> str:
+    """What a node keeps in host memory, before the first iteration."""
+    replicas = min(len(holders) for holders in memory.holders)
+    return (
+        f' sparse ckpt | node: {memory.members[memory.rank].node} | {memory.plan.describe()} | '
+        f'directory: {memory.store.path} | replicas: {replicas} |'
+    )
 
 
 def conversion_line(first: IterationState, last: IterationState) -> str:

@@ -117,6 +117,9 @@ class Session:
                 raise
             self._events.emit('protection_reduced', reason=str(error))
             logger.warning('sparse checkpointing: TRAINING IS UNPROTECTED: %s', error)
+            return
+        if self._protection.memory.first_on_node():
+            print(report.memory_line(self._protection.memory), flush=True)
 
     def _obtain(self, predecessor: recovery.Predecessor) -> bool:
         """Fetch and verify the window to convert; go to where its replay starts."""

@@ -40,7 +40,7 @@ class Copier:
     def start(
         self,
         volatile: Sequence[Copy],
-        stable: Sequence[Copy],
+        stable: Callable[[], Sequence[Copy]],
         seal: Callable[[], None],
         on_error: Callable[[Exception], None],
     ) -> None:
@@ -48,7 +48,8 @@ class Copier:
 
         Args:
             volatile: copied, or queued on the present stream, before this call returns.
-            stable: copied in the background; must not be written before `wait` has returned.
+            stable: gives, on the copying thread, what is copied in the background; the sources must
+                not be written before `wait` has returned.
             seal: called on the sealing thread when all copies have arrived.
             on_error: called on a worker thread, once, if copying or sealing fails.
         """
@@ -90,11 +91,12 @@ class Copier:
 
     def _copy(
         self,
-        copies: Sequence[Copy],
+        stable: Callable[[], Sequence[Copy]],
         seal: Callable[[], None],
         on_error: Callable[[Exception], None],
     ) -> None:
         try:
+            copies = stable()
             if self._cuda:
                 self._copy_on_stream(copies)
             else:

@@ -34,6 +34,17 @@ def norm_not_replayed() -> None:
     global_scalars.ScalarRecorder.replaying = computed
 
 
+def overflow_not_replayed() -> None:
+    """A replay takes every step, also those that were skipped."""
+    original = global_scalars.ScalarRecorder.replaying
+
+    def never(self, scalars):
+        norms = scalars.grad_norms or [1.0] * 8
+        return original(self, global_scalars.GlobalScalars(norms, [False] * 8))
+
+    global_scalars.ScalarRecorder.replaying = never
+
+
 def frozen_weights_from_wrong_slot() -> None:
     """Frozen operators keep the compute weights of slot 0 through the whole conversion."""
     original = slices.SlotLoader.restore
@@ -50,13 +61,6 @@ def frozen_weights_from_wrong_slot() -> None:
 
     slices.SlotLoader.restore = stale
     slices.SlotLoader.load = load_and_note
-
-
-def frozen_operators_updated() -> None:
-    """Frozen operators take part in the update of a replay with their junk gradients."""
-    from megatron.moevement import frozen
-
-    frozen.FrozenOperators.freeze = lambda self, names: None
 
 
 def scheduler_not_restored() -> None:

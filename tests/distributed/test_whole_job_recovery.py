@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole job is SIGKILLed and started again; at the end every bit equals the fault-free run."""
 
+import re
 import shutil
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ BASE = f'{BF16} {PP_EP} {UNTIED} {ITERATIONS}'.split()
 # Each line: precision and optimizer, layout, features; window; where it dies.
 SETUPS = {
     'bf16-distributed-pp2-ep2': (f'{BF16} {PP_EP} {UNTIED}', 3, '1:8:forward'),
-    'window-1': (f'{BF16} {PP_EP} {UNTIED}', 1, '2:8:backward'),
+    'window-1': (f'{BF16} {PP_EP} {UNTIED}', 1, '2:8:replicate'),
     'window-5': (f'{BF16} {PP_EP} {UNTIED}', 5, '3:11:optimizer'),
     'bf16-plain-dp2-pp2': (f'--bf16 --pipeline-model-parallel-size 2 {UNTIED}', 3, '0:9:step'),
     'fp32-dp2-pp2-tied': ('--pipeline-model-parallel-size 2', 3, '1:8:forward'),
@@ -52,10 +53,11 @@ SETUPS = {
         3,
         '1:8:step',
     ),
+    # The scale grows every second step, so iterations 5 and 7, both replayed, overflow and skip.
     'fp16-dynamic-scale-per-token-loss': (
-        f'--fp16 --initial-loss-scale 1048576 --hysteresis 1 --use-distributed-optimizer {PP_EP} '
-        f'{UNTIED} --calculate-per-token-loss',
-        3,
+        '--fp16 --initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 1 '
+        f'--use-distributed-optimizer {PP_EP} {UNTIED} --calculate-per-token-loss',
+        4,
         '1:9:forward',
     ),
     'dense-layers-shared-experts-etp': (
@@ -140,7 +142,21 @@ def test_everything_killed_at_an_arbitrary_moment(
     assert differences(reference(*BASE), read_digest(job)) == []
 
 
+def test_skipped_steps_are_replayed_as_skips(cluster: Callable[..., Cluster]) -> None:
+    setup, window, fail_at = SETUPS['fp16-dynamic-scale-per-token-loss']
+    job = cluster(*_flags(setup), '--sparse-ckpt-window', str(window))
+    job.run(fail_at=fail_at)
+    skipped = [
+        int(found[1])
+        for found in re.finditer(
+            r'iteration +(\d+)/.*skipped iterations: +[1-9]', job.output(life=0)
+        )
+    ]
+    assert {5, 7} <= set(skipped) and not {6, 8} & set(skipped)
+
+
 MUTATIONS = {
+    'overflow_not_replayed': _flags(SETUPS['fp16-dynamic-scale-per-token-loss'][0]),
     'moments_not_restored': BASE,
     'step_not_restored': BASE,
     'norm_not_replayed': BASE,
@@ -156,8 +172,8 @@ def test_leaving_out_a_step_of_recovery_is_noticed(
     mutation: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = MUTATIONS[mutation]
-    job = cluster(*flags, '--sparse-ckpt-window', '3')
-    job.run(fail_at='1:8:forward')
+    job = cluster(*flags, '--sparse-ckpt-window', '4')
+    job.run(fail_at='1:9:forward')
     job.finish(mutation=mutation)
     assert job.events('recovered')
     assert differences(reference(*flags), read_digest(job)) != []

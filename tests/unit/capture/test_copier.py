@@ -34,7 +34,7 @@ class Rig:
         self.copier = Copier(torch.device('cpu'))
 
     def capture(self, *copies: Copy, name: str = '') -> None:
-        self.copier.start([], copies, lambda: self.sealed.put(name), self.errors.put)
+        self.copier.start([], lambda: copies, lambda: self.sealed.put(name), self.errors.put)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def copy_of(value: float, count: int = 1000) -> Copy:
 def test_wait_returns_only_after_the_copies(rig: Rig) -> None:
     copy = copy_of(5)
     stable = Gated(copy)
-    rig.copier.start([], stable, lambda: None, rig.errors.put)
+    rig.copier.start([], lambda: stable, lambda: None, rig.errors.put)
     waiter = threading.Thread(target=rig.copier.wait)
     waiter.start()
     waiter.join(0.2)  # a broken wait has returned long before
@@ -64,7 +64,7 @@ def test_wait_returns_only_after_the_copies(rig: Rig) -> None:
 
 def test_volatile_slices_are_copied_before_start_returns(rig: Rig) -> None:
     volatile, stable = copy_of(3), Gated(copy_of(4))
-    rig.copier.start([volatile], stable, lambda: None, rig.errors.put)
+    rig.copier.start([volatile], lambda: stable, lambda: None, rig.errors.put)
     volatile.source.fill_(-1)  # as forward does, while the other copies are still to come
     assert (volatile.target == 3).all()
     stable.gate.set()
@@ -79,7 +79,7 @@ def test_sealing_comes_after_the_copies_and_delays_no_wait(rig: Rig) -> None:
         assert gate.wait(DEADLINE_S)
         seen.append(copy.target.clone())
 
-    rig.copier.start([], [copy], seal, rig.errors.put)
+    rig.copier.start([], lambda: [copy], seal, rig.errors.put)
     rig.copier.wait()
     assert not seen
     gate.set()
@@ -108,7 +108,7 @@ def test_failed_seal_is_reported_and_the_next_one_comes(rig: Rig) -> None:
     def fail() -> None:
         raise OSError('tmpfs is gone')
 
-    rig.copier.start([], [copy_of(1)], fail, rig.errors.put)
+    rig.copier.start([], lambda: [copy_of(1)], fail, rig.errors.put)
     rig.copier.wait()
     rig.capture(copy_of(1), name='next')
     rig.copier.drain()
@@ -135,7 +135,7 @@ def test_nothing_is_allocated_and_nothing_is_kept(rig: Rig) -> None:
             before, threads = process.memory_info().rss, threading.active_count()
         copies = Gated(copy)
         copies.gate.set()
-        rig.copier.start([], copies, lambda: None, rig.errors.put)
+        rig.copier.start([], lambda: copies, lambda: None, rig.errors.put)
         rig.copier.wait()
         copy.source.fill_(iteration)
     rig.copier.drain()

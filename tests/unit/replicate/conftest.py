@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.memory.store import NodeStore, OwnerWindows
+from moevement_ext.replicate.client import ReplicaClient
+from moevement_ext.replicate.server import ReplicaServer
+from tests.unit.memory.samples import RUN, capacity, tmpfs_directory
+from tests.unit.replicate.peers import DEADLINE_S, OWNER, serving
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def server(shm: Path) -> Iterator[ReplicaServer]:
+    with serving(shm) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: ReplicaServer) -> Iterator[ReplicaClient]:
+    client = ReplicaClient(server.address, RUN, timeout_s=DEADLINE_S)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def own(shm: Path) -> Iterator[OwnerWindows]:
+    store = NodeStore(shm, 'run1', 'node0')
+    yield OwnerWindows(store, OWNER, OWNER, capacity())
+    store.close()

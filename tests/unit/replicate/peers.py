@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real holders of replicas and real connections to them, shared by the tests of replication."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moevement_ext.memory.store import NodeStore, OwnerWindows
+from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.transport import PROTOCOL_VERSION, Ack, Connection, Hello, Refused
+from tests.unit.memory.samples import PLAN, RUN, capacity, write_window
+
+OWNER, HOLDER = 0, 1
+DEADLINE_S = 20.0
+"""How long a test waits for something that comes at once."""
+
+
+@contextmanager
+def serving(
+    shm: Path, rank: int = HOLDER, port: int = 0, generations: int = 3
+) -> Iterator[ReplicaServer]:
+    """A holder of replicas of OWNER, on a node of its own."""
+    store = NodeStore(shm, 'run1', f'node{rank}')
+    server = ReplicaServer(
+        store, rank, {OWNER: capacity()}, RUN, '127.0.0.1', port, generations, timeout_s=DEADLINE_S
+    )
+    try:
+        yield server
+    finally:
+        server.stop()
+        store.close()
+
+
+def commit(windows: OwnerWindows, start: int, plan: str = PLAN) -> WindowFile:
+    file = windows.begin(start, plan)
+    assert file is not None
+    write_window(file, windows.owner)
+    windows.commit(file)
+    return file
+
+
+def replica_starts(server: ReplicaServer) -> list[int]:
+    return [ref.start for ref in server.replicas(OWNER).committed()]
+
+
+def own_file(windows: OwnerWindows, start: int) -> WindowFile:
+    file = windows.file(start, PLAN)
+    assert file is not None
+    return file
+
+
+def free_port() -> int:
+    with socket.create_server(('127.0.0.1', 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def silent_peer(greets: bool) -> Iterator[tuple[str, int]]:
+    """A peer that accepts connections and then hangs."""
+    listener = socket.create_server(('127.0.0.1', 0))
+    kept = []
+
+    def accept() -> None:
+        try:
+            while True:
+                connection = Connection(listener.accept()[0])
+                kept.append(connection)
+                if greets:
+                    connection.receive_request()
+                    connection.send(Ack())
+        except OSError:
+            return
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    try:
+        yield listener.getsockname()
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+        for connection in kept:
+            connection.close()
+
+
+def connected(server: ReplicaServer, token: str = RUN) -> Connection:
+    connection = Connection(socket.create_connection(server.address))
+    connection.set_deadline(DEADLINE_S)
+    connection.send(Hello(PROTOCOL_VERSION, token))
+    reply = connection.receive_reply()
+    if isinstance(reply, Refused):
+        raise PermissionError(reply.reason)
+    return connection
+
+
+def wait_for[Value](probe: Callable[[], Value]) -> Value:
+    """Return the first true value of ``probe``."""
+    give_up = time.monotonic() + DEADLINE_S
+    while time.monotonic() < give_up:
+        value = probe()
+        if value:
+            return value
+        threading.Event().wait(0.005)
+    raise TimeoutError('nothing came')

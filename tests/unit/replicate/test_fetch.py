@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+import socket
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.refused import CorruptWindow
+from moevement_ext.memory.store import NodeStore, OwnerWindows
+from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.replicate.client import PeerRefused, ReplicaClient
+from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.transport import (
+    Ack,
+    Connection,
+    FetchWindow,
+    Hello,
+    Refused,
+    RemoteWindow,
+    SlotHead,
+    WindowHead,
+)
+from tests.unit.memory.samples import (
+    PLAN,
+    RUN,
+    TOPOLOGY,
+    WINDOW,
+    capacity,
+    digest,
+    make_file,
+    make_header,
+)
+from tests.unit.replicate.peers import DEADLINE_S, HOLDER, OWNER, commit, connected, serving
+
+
+def test_restarted_owner_gets_its_window_back(
+    shm: Path, own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
+) -> None:
+    file = commit(own, 0)
+    client.put_window(OWNER, file)
+    before = digest(file.path)
+    replacement = OwnerWindows(NodeStore(shm, 'run1', 'node9'), OWNER, OWNER, capacity())
+    into = replacement.begin(0, PLAN)
+    assert into is not None
+    headers = client.fetch_window(OWNER, 0, PLAN, into)
+    assert [header.slot for header in headers] == list(range(WINDOW))
+    replacement.commit(into)
+    assert digest(replacement.committed()[0].path) == before
+    assert into.verify(RUN, TOPOLOGY)
+
+
+def test_any_window_on_the_node_is_served(shm: Path, client: ReplicaClient) -> None:
+    neighbour = NodeStore(shm, 'run1', f'node{HOLDER}')
+    commit(OwnerWindows(neighbour, 6, 6, capacity()), 3)
+    assert client.list_windows() == [RemoteWindow(6, 3, PLAN)]
+    into = WindowFile.create(shm / 'into', capacity())
+    into.begin(3, PLAN)
+    assert len(client.fetch_window(6, 3, PLAN, into)) == WINDOW
+    neighbour.close()
+
+
+def test_damaged_copy_is_refused_and_another_copy_served(shm: Path, client: ReplicaClient) -> None:
+    neighbour = NodeStore(shm, 'run1', f'node{HOLDER}')
+    copies = [commit(OwnerWindows(neighbour, holder, 6, capacity()), 3) for holder in (6, 7)]
+    into = WindowFile.create(shm / 'into', capacity())
+    copies[0].payload(0)[0] ^= 1
+    assert len(client.fetch_window(6, 3, PLAN, into)) == WINDOW
+    copies[1].payload(1)[0] ^= 1
+    with pytest.raises(PeerRefused, match='slot 0: checksum.*slot 1: checksum'):
+        client.fetch_window(6, 3, PLAN, into)
+    with pytest.raises(PeerRefused, match='not on this node'):
+        client.fetch_window(6, 30, PLAN, into)
+    neighbour.close()
+
+
+def test_window_too_large_for_the_local_file(
+    own: OwnerWindows, shm: Path, client: ReplicaClient
+) -> None:
+    client.put_window(OWNER, commit(own, 0))
+    small = WindowFile.create(shm / 'small', capacity(1))
+    with pytest.raises(HostMemoryError):
+        client.fetch_window(OWNER, 0, PLAN, small)
+    assert client.list_windows() == [RemoteWindow(OWNER, 0, PLAN)], 'the client is still of use'
+
+
+def test_fetch_while_the_source_recycles(
+    own: OwnerWindows, shm: Path, server: ReplicaServer, client: ReplicaClient
+) -> None:
+    """Readers take no lock: what arrives is whole, or it is refused, but never a mixture."""
+    feeder = ReplicaClient(server.address, RUN, DEADLINE_S)
+    feeder.put_window(OWNER, commit(own, 0))
+    own.persisted(0, PLAN)
+    done = threading.Event()
+
+    def feed() -> None:
+        for start in range(3, 300, 3):
+            feeder.put_window(OWNER, commit(own, start), own.newest_persisted)
+            own.persisted(start, PLAN)
+        done.set()
+
+    feeding = threading.Thread(target=feed)
+    feeding.start()
+    into = WindowFile.create(shm / 'into', capacity())
+    whole = 0
+    while not done.is_set():
+        for window in client.list_windows():
+            try:
+                client.fetch_window(window.owner, window.start, window.plan, into)
+            except (PeerRefused, CorruptWindow):
+                continue
+            into.verify(RUN, TOPOLOGY, OWNER, window.start, PLAN)
+            whole += 1
+    feeding.join()
+    feeder.close()
+    assert whole > 0
+
+
+def test_damage_on_the_way_is_noticed_by_the_receiver(shm: Path) -> None:
+    source = make_file(shm / 'w')
+    listener = socket.create_server(('127.0.0.1', 0))
+
+    def send_damaged() -> None:
+        connection = Connection(listener.accept()[0])
+        assert isinstance(connection.receive_request(), Hello)
+        connection.send(Ack())
+        assert isinstance(connection.receive_request(), FetchWindow)
+        connection.send(WindowHead(WINDOW, source.capacity))
+        for slot in source.slots():
+            payload, frame = map(bytearray, source.slot_blob(slot))
+            payload[0] ^= slot == 1
+            connection.send(SlotHead(slot, len(payload), len(frame)))
+            connection.send_bytes(bytes(payload + frame))
+        connection.send(Ack())
+        connection.close()
+
+    sender = threading.Thread(target=send_damaged)
+    sender.start()
+    into = WindowFile.create(shm / 'into', capacity())
+    client = ReplicaClient(listener.getsockname(), RUN, DEADLINE_S)
+    with pytest.raises(CorruptWindow, match='into: slot 1: .*operator expert-0'):
+        client.fetch_window(OWNER, 0, PLAN, into)
+    sender.join()
+    listener.close()
+    client.close()
+
+
+def test_sender_says_when_its_window_was_recycled_meanwhile(shm: Path) -> None:
+    """The payload is larger than what the kernel buffers, so the sender waits for the receiver."""
+    large = 64 * 2**20
+    with serving(shm) as server:
+        neighbour = NodeStore(shm, 'run1', f'node{HOLDER}')
+        windows = OwnerWindows(neighbour, 6, 6, large + 2 * capacity())
+        file = windows.begin(0, PLAN)
+        assert file is not None
+        header = msgspec.structs.replace(
+            make_header(0, owner=6, window=1), payload_bytes=large, records=[]
+        )
+        file.reserve_slot(0, large)
+        file.seal_slot(header)
+        windows.commit(file)
+        connection = connected(server)
+        connection.send(FetchWindow(6, 0, PLAN))
+        assert isinstance(connection.receive_reply(), WindowHead)
+        windows.discard_after(-1)
+        slot = connection.receive_reply()
+        assert isinstance(slot, SlotHead)
+        connection.receive_into(memoryview(bytearray(slot.payload_bytes + slot.frame_bytes)))
+        reply = connection.receive_reply()
+        assert isinstance(reply, Refused) and 'recycled while it was sent' in reply.reason
+        connection.close()
+        neighbour.close()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.memory.store import OwnerWindows
+from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.replicate.client import PeerLost, ReplicaClient
+from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.transport import Proceed, PutSlot, RemoteWindow
+from tests.unit.memory.samples import PLAN, RUN, capacity, digest, make_file
+from tests.unit.replicate.peers import DEADLINE_S, OWNER, commit, connected, free_port, silent_peer
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+_HOLDER_PROGRAM = """
+import pathlib, sys
+from moevement_ext.memory.store import NodeStore
+from moevement_ext.replicate.server import ReplicaServer
+from tests.unit.memory.samples import RUN, capacity
+store = NodeStore(pathlib.Path(sys.argv[1]), 'run1', 'node1')
+server = ReplicaServer(store, 1, {0: capacity()}, RUN, '127.0.0.1', int(sys.argv[2]))
+print(server.address[1], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_unreachable_peer_is_named() -> None:
+    port = free_port()
+    client = ReplicaClient(('127.0.0.1', port), RUN, timeout_s=DEADLINE_S)
+    with pytest.raises(PeerLost, match=f'127.0.0.1:{port}'):
+        client.list_windows()
+
+
+@pytest.mark.parametrize('greets', [False, True])
+def test_every_wait_has_a_deadline(shm: Path, greets: bool) -> None:
+    file = make_file(shm / 'w')
+    into = WindowFile.create(shm / 'into', capacity())
+    calls: list[Callable[[ReplicaClient], object]] = [
+        lambda client: client.list_windows(),
+        lambda client: client.put_slot(OWNER, file, 0),
+        lambda client: client.fetch_window(OWNER, 0, PLAN, into),
+        lambda client: client.commit(OWNER, 0, PLAN),
+    ]
+    with silent_peer(greets) as address:
+        for call in calls:
+            began = time.monotonic()
+            with pytest.raises(PeerLost, match=str(address[1])):
+                call(ReplicaClient(address, RUN, timeout_s=0.1))
+            assert time.monotonic() - began < 5
+
+
+def start_holder(shm: Path, port: int = 0) -> 'tuple[subprocess.Popen[str], int]':
+    process = subprocess.Popen(
+        [sys.executable, '-c', _HOLDER_PROGRAM, str(shm), str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def test_replicas_survive_the_death_of_the_holder(shm: Path, own: OwnerWindows) -> None:
+    """The holder is killed; its successor serves what was committed and takes the rest again."""
+    process, port = start_holder(shm)
+    client = ReplicaClient(('127.0.0.1', port), RUN, timeout_s=DEADLINE_S)
+    with process:
+        client.put_window(OWNER, commit(own, 0))
+        unfinished = commit(own, 3)
+        client.put_slot(OWNER, unfinished, 0)
+        process.kill()
+    with pytest.raises(PeerLost):
+        client.list_windows()
+    process, _ = start_holder(shm, port)
+    with process:
+        assert client.list_windows() == [RemoteWindow(OWNER, 0, PLAN)]
+        client.put_window(OWNER, unfinished)
+        assert len(client.list_windows()) == 2
+        process.kill()
+    client.close()
+
+
+def test_transfer_cut_off_is_taken_up_by_the_next_connection(
+    own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
+) -> None:
+    """The first connection hangs in the middle of a payload; the second one gets the slot."""
+    file = commit(own, 0)
+    blob = file.slot_blob(0)
+    hanging = connected(server)
+    checksum = struct.unpack_from('<Q', blob.frame)[0]
+    sizes = len(blob.payload), len(blob.frame)
+    hanging.send(PutSlot(OWNER, 0, PLAN, 0, *sizes, checksum, None))
+    assert isinstance(hanging.receive_reply(), Proceed)
+    hanging.send_bytes(bytes(100))
+    client.put_window(OWNER, file)
+    assert digest(server.replicas(OWNER).committed()[0].path) == digest(file.path)
+    with pytest.raises(OSError):
+        hanging.receive_reply()
+    hanging.close()

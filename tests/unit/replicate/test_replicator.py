@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+import queue
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moevement_ext.memory.store import OwnerWindows
+from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.replicate.client import ReplicaClient, Replicator
+from tests.unit.memory.samples import PLAN, RUN, WINDOW, digest, write_slot
+from tests.unit.replicate.peers import (
+    DEADLINE_S,
+    OWNER,
+    commit,
+    free_port,
+    own_file,
+    replica_starts,
+    serving,
+    silent_peer,
+    wait_for,
+)
+
+
+class Events:
+    """Collects the callbacks of a replicator."""
+
+    def __init__(self) -> None:
+        self.replicated: queue.Queue[tuple[int, str]] = queue.Queue()
+        self.degraded: queue.Queue[str] = queue.Queue()
+
+    def next_replicated(self) -> tuple[int, str]:
+        return self.replicated.get(timeout=DEADLINE_S)
+
+    def next_degraded(self) -> str:
+        return self.degraded.get(timeout=DEADLINE_S)
+
+
+@contextmanager
+def replicating(
+    events: Events, *addresses: tuple[str, int], timeout_s: float = DEADLINE_S
+) -> Iterator[Replicator]:
+    clients = {
+        rank: ReplicaClient(address, RUN, timeout_s) for rank, address in enumerate(addresses, 1)
+    }
+    replicator = Replicator(
+        OWNER,
+        clients,
+        lambda start, plan: events.replicated.put((start, plan)),
+        events.degraded.put,
+    )
+    try:
+        yield replicator
+    finally:
+        replicator.stop()
+
+
+def submit_all(replicator: Replicator, file: WindowFile) -> None:
+    for slot in file.slots():
+        replicator.submit(file, slot)
+
+
+def test_slots_are_sent_as_they_are_sealed(shm: Path, own: OwnerWindows) -> None:
+    events = Events()
+    with (
+        serving(shm, 1) as first,
+        serving(shm, 2) as second,
+        replicating(events, first.address, second.address) as replicator,
+    ):
+        for start in range(0, 15, 3):
+            file = own.begin(start, PLAN)
+            assert file is not None
+            for slot in range(WINDOW):
+                write_slot(file, slot)
+                replicator.submit(file, slot)
+            own.commit(file)
+            assert events.next_replicated() == (start, PLAN)
+            assert replica_starts(first)[0] == replica_starts(second)[0] == start
+            own.announce(start, PLAN)
+            own.persisted(start, PLAN)
+            replicator.persisted(start, PLAN)
+        assert events.degraded.empty()
+        newest = own.committed()[0].path
+        assert digest(first.replicas(OWNER).committed()[0].path) == digest(newest)
+
+
+def test_lost_peer_is_reported_and_caught_up_when_it_is_back(shm: Path, own: OwnerWindows) -> None:
+    events = Events()
+    port = free_port()
+    with (
+        serving(shm, 1) as alive,
+        replicating(events, alive.address, ('127.0.0.1', port)) as replicator,
+    ):
+        submit_all(replicator, commit(own, 0))
+        assert f'replica on rank 2: peer 127.0.0.1:{port} is lost' in events.next_degraded()
+        assert events.replicated.empty()
+        with serving(shm, 2, port) as back:
+            assert events.next_replicated() == (0, PLAN)
+            assert replica_starts(alive) == replica_starts(back) == [0]
+
+
+def test_peer_that_lost_its_slots_gets_them_again(shm: Path, own: OwnerWindows) -> None:
+    """A holder restarts in the middle of a window: what it had received is gone with it."""
+    events = Events()
+    file = own.begin(0, PLAN)
+    assert file is not None
+    port = free_port()
+    with replicating(events, ('127.0.0.1', port)) as replicator:
+        with serving(shm, 1, port) as before:
+            write_slot(file, 0)
+            replicator.submit(file, 0)
+            [received] = wait_for(lambda: list(before.replicas(OWNER).path.glob('writing-*')))
+            wait_for(lambda: WindowFile.open(received).slots())
+        with serving(shm, 1, port) as after:
+            for slot in (1, 2):
+                write_slot(file, slot)
+                replicator.submit(file, slot)
+            assert events.next_replicated() == (0, PLAN)
+            assert replica_starts(after) == [0]
+
+
+def test_submit_never_blocks_on_a_silent_peer(shm: Path, own: OwnerWindows) -> None:
+    events = Events()
+    with silent_peer(greets=True) as address, replicating(events, address, timeout_s=0.3) as sender:
+        began = time.monotonic()
+        for start in (0, 3, 6):
+            submit_all(sender, commit(own, start))
+        assert time.monotonic() - began < 0.3
+        reports = {events.next_degraded() for _ in range(2)}
+        assert any('window 0 was given up' in report for report in reports)
+        assert any('is lost' in report for report in reports)
+
+
+def test_recycled_source_is_not_sent_as_the_old_window(shm: Path, own: OwnerWindows) -> None:
+    events = Events()
+    port = free_port()
+    with replicating(events, ('127.0.0.1', port)) as replicator:
+        file = commit(own, 0)
+        submit_all(replicator, file)
+        assert 'is lost' in events.next_degraded()
+        own.announce(0, PLAN)
+        own.persisted(3, PLAN)
+        taken = [commit(own, start) for start in (3, 6, 9)]
+        assert file in taken
+        with serving(shm, 1, port) as server:
+            wait_for(lambda: 'was recycled' in events.next_degraded())
+            assert replica_starts(server) == []
+            submit_all(replicator, own_file(own, 9))
+            assert events.next_replicated() == (9, PLAN)
+
+
+def test_new_peers_take_over(shm: Path, own: OwnerWindows) -> None:
+    events = Events()
+    with replicating(events, ('127.0.0.1', free_port())) as replicator:
+        file = commit(own, 0)
+        submit_all(replicator, file)
+        assert 'is lost' in events.next_degraded()
+        with serving(shm, 1) as server:
+            replicator.set_peers({1: ReplicaClient(server.address, RUN, DEADLINE_S)})
+            assert events.next_replicated() == (0, PLAN)
+
+
+def test_rollback_reaches_the_peers_first(shm: Path, own: OwnerWindows) -> None:
+    events = Events()
+    with serving(shm, 1) as server, replicating(events, server.address) as replicator:
+        for start in (0, 3):
+            submit_all(replicator, commit(own, start))
+            assert events.next_replicated() == (start, PLAN)
+        replicator.discard_after(0)
+        own.discard_after(0)
+        submit_all(replicator, commit(own, 3, 'plan2'))
+        assert events.next_replicated() == (3, 'plan2')
+        assert [ref[:2] for ref in server.replicas(OWNER).committed()] == [(3, 'plan2'), (0, PLAN)]
+
+
+def test_failing_callback_does_not_end_replication(shm: Path, own: OwnerWindows) -> None:
+    done: queue.Queue[int] = queue.Queue()
+
+    def fail_once(start: int, plan: str) -> None:
+        done.put(start)
+        if start == 0:
+            raise RuntimeError('callback')
+
+    with serving(shm, 1) as server:
+        clients = {1: ReplicaClient(server.address, RUN, DEADLINE_S)}
+        replicator = Replicator(OWNER, clients, fail_once, lambda reason: None)
+        for start in (0, 3):
+            submit_all(replicator, commit(own, start))
+            assert done.get(timeout=DEADLINE_S) == start
+        replicator.stop()
