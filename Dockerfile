@@ -7,8 +7,8 @@
 # --ipc=host (or a large --shm-size): the windows live in /dev/shm, at least one copy of the
 # training state of every rank on the node.
 #
-# The base brings PyTorch, Transformer Engine and Apex built for each other. 26.05 holds
-# PyTorch 2.12; images before 26.02 hold a PyTorch too old for this package and pip refuses them.
+# The base brings PyTorch, Transformer Engine and Apex built for each other. It must hold
+# PyTorch >= 2.11 and Python >= 3.12; pip refuses an older one below.
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.05-py3
 FROM ${BASE_IMAGE}
 

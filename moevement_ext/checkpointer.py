@@ -16,7 +16,7 @@ import torch
 
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout
-from moevement_ext.capture.pinning import payload_tensor
+from moevement_ext.capture.pinning import payload_tensor, pin
 from moevement_ext.memory.slot import FORMAT_VERSION, SlotHeader, WindowName
 from moevement_ext.memory.store import OwnerWindows
 from moevement_ext.memory.window_file import WindowFile
@@ -125,6 +125,8 @@ class SparseCheckpointer:
         self._max_wait_s = max_wait_s
         self._report = report
         self._freed = threading.Event()
+        for file in windows.files():  # takes a while for large files, so not during training
+            pin(file)
         self._copier = Copier(device)
         self._lock = threading.Lock()
         self._window: _Writing | None = None

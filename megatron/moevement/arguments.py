@@ -124,6 +124,8 @@ def _refuse_unsupported(args: Any) -> None:
         (args.optimizer_cpu_offload, '--optimizer-cpu-offload', 'leave it out'),
         (args.fp8_param_gather, '--fp8-param-gather', 'leave it out'),
         (args.fp4_param_gather, '--fp4-param-gather', 'leave it out'),
+        (args.fp8 is not None, f'--fp8-format {args.fp8}', 'its scaling state is not captured yet'),
+        (args.fp4 is not None, f'--fp4-format {args.fp4}', 'its scaling state is not captured yet'),
         (args.cuda_graph_impl != 'none', f'--cuda-graph-impl {args.cuda_graph_impl}', 'use none'),
         (
             args.overlap_param_gather_with_optimizer_step,

@@ -12,10 +12,19 @@ from moevement_ext.memory.window_file import WindowFile
 _registered: 'weakref.WeakSet[WindowFile]' = weakref.WeakSet()
 
 
-def payload_tensor(file: WindowFile, view: np.ndarray) -> torch.Tensor:
-    """A flat uint8 tensor over `view`, a part of `file`; the file is pinned on first use."""
+def pin(file: WindowFile) -> None:
+    """Register the pages of `file` with CUDA, once; without CUDA nothing happens.
+
+    Raises:
+        SparseCheckpointError: the pages cannot be locked.
+    """
     if torch.cuda.is_available() and file not in _registered:
         _register(file)
+
+
+def payload_tensor(file: WindowFile, view: np.ndarray) -> torch.Tensor:
+    """A flat uint8 tensor over `view`, a part of `file`, which is pinned if it was not yet."""
+    pin(file)
     return torch.from_numpy(view)
 
 

@@ -311,6 +311,11 @@ class OwnerWindows:
                 return None
             return generation.file
 
+    def files(self) -> list[WindowFile]:
+        """Return the mapped files of all generations, e.g. to pin them before iteration 1."""
+        with self._lock:
+            return [generation.file for generation in self._generations]
+
     def _find(self, name: WindowName) -> _Generation | None:
         """Return the generation that holds, or is being written for, this window."""
         for generation in self._generations:

@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,9 +38,8 @@ def _worker(argv: list[str], env: dict[str, str], log: str, mutation: str | None
     import pretrain_gpt
 
     if mutation is not None:
-        from tests.distributed import mutations
-
-        getattr(mutations, mutation)()
+        module, _, function = mutation.rpartition(':')
+        getattr(import_module(f'tests.distributed.{module or "mutations"}'), function)()
     pretrain_gpt.main()
 
 
@@ -94,7 +94,8 @@ class Cluster:
             fail_at: `MOEVEMENT_FAIL_AT`, with this life's number where none is given.
             kill_after_iteration: SIGKILL everything once the log shows this iteration, after
                 `kill_delay_s` more seconds.
-            mutation: name of a function in `mutations` to break the product with.
+            mutation: name of a function in `mutations` to break the product with, or
+                `module:function` of another module here, called in each worker before `main`.
 
         Returns:
             Exit codes by rank.

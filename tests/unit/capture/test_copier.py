@@ -135,7 +135,7 @@ def test_nothing_is_allocated_and_nothing_is_kept(rig: Rig) -> None:
             before, threads = process.memory_info().rss, threading.active_count()
         copies = Gated(copy)
         copies.gate.set()
-        rig.copier.start([], lambda: copies, lambda: None, rig.errors.put)
+        rig.copier.start([], lambda copies=copies: copies, lambda: None, rig.errors.put)
         rig.copier.wait()
         copy.source.fill_(iteration)
     rig.copier.drain()
