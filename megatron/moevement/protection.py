@@ -100,6 +100,9 @@ class Protection:
         )
         if conversion is not None:
             self._replicate_again(conversion)
+        else:  # what is still there belongs to a past that is not continued
+            self.memory.windows.discard_after(-1)
+            self._replicator.discard_after(-1)
 
     def begin(self, iteration: int, state: bytes) -> None:
         """The state after `iteration` may be captured. Training thread."""

@@ -98,22 +98,26 @@ class Session:
             self._args.load = load
         self._training = TrainingState(model, optimizer, scheduler)
         self._planner = Planner(self._training)
-        self._protect()
+        self._protect(required=bool(predecessor.candidates))
         if predecessor.candidates and not self._obtain(predecessor) and load is not None:
             upstream.load_dense_checkpoint(
                 self._args, model, optimizer, scheduler, kwargs.get('checkpointing_context')
             )
         return model, optimizer, scheduler
 
-    def _protect(self) -> None:
-        """Reserve host memory and connect to the peers; without it training is unprotected."""
+    def _protect(self, required: bool) -> None:
+        """Reserve host memory and connect to the peers; without it training is unprotected.
+
+        Args:
+            required: there are windows to recover from; going on without them would lose progress.
+        """
         try:
             self._protection = Protection(
                 self._args, self._config, self._run_id, self._identity, self._planner,
                 self._training, self._events, context_bytes=self._context_bytes(),
             )  # fmt: skip
         except HostMemoryError as error:  # on all ranks or on none
-            if self._config.strict or self._config.host_memory_gb is not None:
+            if required or self._config.strict or self._config.host_memory_gb is not None:
                 raise
             self._events.emit('protection_reduced', reason=str(error))
             logger.warning('sparse checkpointing: TRAINING IS UNPROTECTED: %s', error)
@@ -123,9 +127,7 @@ class Session:
 
     def _obtain(self, predecessor: recovery.Predecessor) -> bool:
         """Fetch and verify the window to convert; go to where its replay starts."""
-        if self._protection is None:
-            recovery.next_tier('host memory could not be set up', self._args, self._events)
-            return False
+        assert self._protection is not None  # it was required
         began = time.perf_counter()
         self._conversion = recovery.obtain(
             self._protection.memory, predecessor, self._identity, self._args, self._events

@@ -3,7 +3,9 @@
 
 import json
 import os
+import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -101,15 +103,28 @@ def differences(left: dict, right: dict) -> list[str]:
 
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A real tmpfs of 1 MiB; skipped where mounting is not allowed."""
-    import subprocess
+    """A tmpfs that windows do not fit in."""
+    with mounted_tmpfs(tmp_path / 'small', '1m') as path:
+        yield path
 
-    mount = tmp_path / 'tmpfs'
-    mount.mkdir()
+
+@pytest.fixture
+def limited_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs that windows fit in, and that a test can fill."""
+    with mounted_tmpfs(tmp_path / 'limited', '64m') as path:
+        yield path
+
+
+@contextmanager
+def mounted_tmpfs(path: Path, size: str) -> Iterator[Path]:
+    """A real tmpfs of its own; the test is skipped where mounting is not allowed."""
+    path.mkdir()
     made = subprocess.run(
-        ['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', str(mount)], capture_output=True
+        ['mount', '-t', 'tmpfs', '-o', f'size={size}', 'tmpfs', str(path)], capture_output=True
     )
     if made.returncode != 0:
         pytest.skip(f'no tmpfs can be mounted here: {made.stderr.decode().strip()}')
-    yield mount
-    subprocess.run(['umount', str(mount)], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(['umount', '--lazy', str(path)], check=True)

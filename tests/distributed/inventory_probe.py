@@ -18,7 +18,9 @@ Range = tuple[int, int]
 
 def write_inventory() -> None:
     """Write down everything after set-up, and leave."""
-    probes.after_set_up(lambda session, training: probes.report('inventory', _look(session, training)))
+    probes.after_set_up(
+        lambda session, training: probes.report('inventory', _look(session, training))
+    )
 
 
 def _look(session: Any, training: TrainingState) -> dict[str, Any]:

@@ -118,6 +118,9 @@ def test_windows_of_another_run_or_layout_are_refused(cluster: Make, change: str
     assert 'refused' in output
     assert ('topology' if 'parallel' in change else 'run') in output
     assert job.events('recovered') == []
+    process = job.events('worker_started')[-1]['pid']
+    persisted = {e['start'] for e in job.events('window_persisted') if e['pid'] == process}
+    assert {0, 3, 6} <= persisted, 'the refused windows do not stand in the way of new ones'
 
 
 def test_too_small_budget_is_refused_before_training(cluster: Make) -> None:
@@ -137,6 +140,30 @@ def test_full_memory_directory_trains_on_unprotected_and_says_so(
     assert differences(reference(*BASE), read_digest(job)) == []
     assert 'TRAINING IS UNPROTECTED' in job.output(life=0)
     assert job.events('protection_reduced')
+
+
+def test_memory_that_is_full_at_a_restart_loses_no_progress(
+    cluster: Make, reference: Callable, limited_tmpfs: Path
+) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '3')
+    job.flags += ['--sparse-ckpt-dir', str(limited_tmpfs)]
+    job.run(fail_at='1:9:forward')
+    # Somebody else takes what is free, and one rank's spare files are gone.
+    for spare in (limited_tmpfs / job.name / 'node0' / '0' / '0').glob('free-*'):
+        spare.unlink()
+    for writing in (limited_tmpfs / job.name / 'node0' / '0' / '0').glob('writing-*'):
+        writing.unlink()
+    hog = limited_tmpfs / 'hog'
+    with open(hog, 'wb') as file, pytest.raises(OSError, match='No space'):
+        while True:
+            file.write(bytes(1 << 16))
+            file.flush()
+    assert all(code != 0 for code in job.run())
+    assert 'mount a larger tmpfs' in job.output(life=1)
+    hog.unlink()
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    assert len(job.events('recovered')) == 1
 
 
 def test_full_memory_directory_stops_a_strict_run(cluster: Make, small_tmpfs: Path) -> None:

@@ -46,14 +46,22 @@ class Job:
         folder: for the logs, made anew by the caller.
         flags: of `pretrain_gpt.py`.
         max_restarts: how often each agent may start its workers again.
+        workers_per_node: ranks on each of the emulated nodes.
     """
 
-    def __init__(self, folder: Path, flags: Sequence[str], max_restarts: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        flags: Sequence[str],
+        max_restarts: int,
+        workers_per_node: int = WORKERS_PER_NODE,
+    ) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
         port = _free_port()
         self._logs = [folder / f'{node}.log' for node in NODES]
         launch = ['--master-port', str(port), '--max-restarts', str(max_restarts)]
+        launch += ['--nproc-per-node', str(workers_per_node)]
         self._agents = [self._start_agent(node, launch, flags) for node, _ in enumerate(NODES)]
 
     def __enter__(self) -> Self:
@@ -88,14 +96,18 @@ class Job:
                 raise DemoError(f'the job failed on {node} (exit status {code})', self.tail())
         return None in codes
 
-    def kill_workers(self) -> int:
-        """SIGKILL every worker of the job; returns how many when all are gone. The agents stay."""
-        workers = [
+    def workers(self) -> list[psutil.Process]:
+        """The worker processes that run now."""
+        return [
             process
             for agent in self._agents
             for process in psutil.Process(agent.pid).children()
             if _PROGRAM in _command_line(process)
         ]
+
+    def kill_workers(self) -> int:
+        """SIGKILL every worker of the job; returns how many when all are gone. The agents stay."""
+        workers = self.workers()
         _kill(workers)
         psutil.wait_procs(workers, timeout=_GRACE_SECONDS)
         return len(workers)
@@ -107,7 +119,6 @@ class Job:
             sys.executable, '-m', 'torch.distributed.run',
             '--nnodes', str(len(NODES)),
             '--node-rank', str(number),
-            '--nproc-per-node', str(WORKERS_PER_NODE),
             '--rdzv-backend', 'static',
             '--master-addr', '127.0.0.1',
             *launch,

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen operators cost no weight gradient in a replay, and pass on the same input gradients."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.distributed import probes
+from tests.distributed.cluster import Cluster
+
+WINDOW = 4
+MICRO_BATCHES = 4
+LAYOUT = (
+    '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
+    '--untie-embeddings-and-output-weights --train-iters 10'
+).split()
+
+
+def replayed_iterations(cluster: Callable[..., Cluster], probe: str) -> list[dict[str, Any]]:
+    """Counts of every iteration that two ranks replay after the job was killed."""
+    job = cluster(*LAYOUT, '--sparse-ckpt-window', str(WINDOW), '--global-batch-size', '4', ranks=2)
+    assert -9 in job.run(fail_at='0:9:forward')
+    job.finish(mutation=f'gradient_probe:{probe}')
+    ranks = probes.read(job.directory, 'replayed', job.ranks)
+    assert [len(rank) for rank in ranks] == [WINDOW - 1] * job.ranks
+    return [iteration for rank in ranks for iteration in rank]
+
+
+def by_operator(iteration: dict[str, Any], counts: str) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for name, count in iteration[counts].items():
+        total[iteration['operators'][name]] += count
+    return total
+
+
+def test_no_weight_gradient_is_computed_for_frozen_operators(
+    cluster: Callable[..., Cluster],
+) -> None:
+    kinds = set()
+    for iteration in replayed_iterations(cluster, 'count_weight_gradients'):
+        frozen = set(iteration['frozen']) & set(iteration['operators'].values())
+        assert frozen, 'something is frozen in every replayed iteration'
+        calls, products = by_operator(iteration, 'calls'), by_operator(iteration, 'products')
+        once = {name for name in calls if products[name] == calls[name]}
+        twice = {name for name in calls if products[name] == 2 * calls[name]}
+        assert once | twice == calls.keys()
+        assert once == frozen & calls.keys()
+        assert all(count == MICRO_BATCHES for count in iteration['calls'].values())
+        kinds |= {name.rstrip('0123456789').split('.')[-1] for name in once}
+    assert {'expert', 'router', 'rest', 'head'} <= kinds
+
+
+def test_gradients_are_accumulated_for_active_operators_only(
+    cluster: Callable[..., Cluster],
+) -> None:
+    for iteration in replayed_iterations(cluster, 'count_weight_gradients'):
+        active = {
+            name
+            for name, operator in iteration['operators'].items()
+            if operator not in iteration['frozen']
+        }
+        assert iteration['accumulated'] == dict.fromkeys(active, MICRO_BATCHES)
+
+
+def test_counts_notice_that_nothing_is_frozen(cluster: Callable[..., Cluster]) -> None:
+    for iteration in replayed_iterations(cluster, 'count_weight_gradients_without_freezing'):
+        calls, products = iteration['calls'], iteration['products']
+        assert products == {name: 2 * count for name, count in calls.items()}
+        assert iteration['accumulated'] == dict.fromkeys(iteration['operators'], MICRO_BATCHES)
+
+
+@pytest.mark.parametrize(
+    'flags',
+    [
+        '',
+        '--bf16 --untie-embeddings-and-output-weights',
+        '--bf16 --use-distributed-optimizer --moe-shared-expert-intermediate-size 32',
+    ],
+    ids=['fp32-tied', 'bf16', 'bf16-distributed-tied-shared-expert'],
+)
+def test_input_gradients_have_the_same_bits(flags: str, cluster: Callable[..., Cluster]) -> None:
+    """Between all layers (where stages are cut) and at the embedding, whatever is frozen."""
+    job = cluster(*flags.split(), '--train-iters', '1', ranks=1, nodes=1)
+    job.finish(mutation='gradient_probe:compare_input_gradients')
+    (digests,) = probes.read(job.directory, 'gradients', 1)
+    active, other = digests.pop('none'), digests.pop('other data')
+    assert len(set(active)) == 5
+    assert not set(active) & set(other), 'the digests tell gradients apart'
+    assert digests == dict.fromkeys(digests, active)

@@ -1,0 +1,319 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Measures recovery after all workers were killed, against Megatron's own checkpoints.
+
+    python -m tools.bench_recovery --json recovery.json
+
+Two jobs are killed after the same iteration and restarted by torchrun: one recovers from windows
+in host memory, the other loads its last torch_dist checkpoint and computes again what came after.
+Measured is the time from the kill to the first iteration that neither had done before. Both must
+end in the same bits.
+
+Exit status: 0 done, 1 the final states differ, 2 a run failed or did not recover.
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tools.bench import model
+from tools.bench.figures import Spread, write_json
+from tools.bench.hardware import Hardware
+from tools.bench.jobs import follow, memory_directory, print_failure
+from tools.compare_digests import DigestFileError, read_digest
+from tools.demo import evidence
+from tools.demo.failure import DemoError
+from tools.demo.job import NODES, Job
+from tools.plot_run import Iteration, RunLog
+
+_POLL_S = 0.02
+_ITERATIONS_AFTER = 3
+SPARSE, DENSE = 'sparse', 'torch-dist'
+TITLES = {SPARSE: 'sparse checkpointing', DENSE: 'last torch_dist checkpoint'}
+
+
+class Recovery(msgspec.Struct, frozen=True):
+    """One job that was killed and came back."""
+
+    seconds: float
+    """From the kill to the first new iteration."""
+    phases: dict[str, float]
+    """Seconds, in order; they add up to `seconds`."""
+    recomputed: int
+    """Iterations that were computed a second time."""
+    died_after: int
+    """The last iteration logged before the kill."""
+    digest: str
+
+
+class Method(msgspec.Struct, frozen=True):
+    """One way to recover, over all rounds."""
+
+    title: str
+    seconds: Spread
+    phases: dict[str, float]
+    """Medians."""
+    recomputed: int
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Everything that was found."""
+
+    hardware: Hardware
+    ranks: int
+    kill_after: int
+    dense_interval: int
+    window: str
+    identical: bool
+    methods: dict[str, Method]
+    ratio: Spread
+    """Seconds of the dense recovery over those of the sparse one, per round."""
+    rounds: list[dict[str, Recovery]]
+
+
+class Strike:
+    """Kills all workers when the job has logged an iteration."""
+
+    def __init__(self, job: Job, after: int) -> None:
+        self._job = job
+        self._after = after
+        self.killed_at: float | None = None
+
+    def __call__(self, log: RunLog) -> None:
+        """Look at the log; called again and again."""
+        if self.killed_at is None and log.iterations and log.iterations[-1].number >= self._after:
+            self.killed_at = time.time()
+            self._job.kill_workers()
+
+
+class Bench(NamedTuple):
+    """What is to be run."""
+
+    data: Path
+    output: Path
+    ranks: int
+    kill_after: int
+    dense_interval: int
+    window: str
+
+    def run(self, method: str, round_number: int) -> Recovery:
+        """Run, kill, and follow to the end.
+
+        Raises:
+            DemoError: the job failed, or did not recover in the way that is measured.
+        """
+        folder = self.output / f'{round_number}-{method}'
+        digest, events = folder / 'digest.json', folder / 'events'
+        with (
+            memory_directory() as memory,
+            tempfile.TemporaryDirectory(prefix='checkpoints-', dir=self.output) as checkpoints,
+        ):
+            iterations = self.kill_after + _ITERATIONS_AFTER
+            flags = model.training_flags(self.data, self.ranks, iterations, digest)
+            if method == SPARSE:
+                flags += model.sparse_flags(memory, self.window, events)
+            else:
+                flags += model.dense_flags(Path(checkpoints), self.dense_interval, False)
+            workers = self.ranks // len(NODES)
+            with Job(folder, flags, max_restarts=1, workers_per_node=workers) as job:
+                strike = Strike(job, self.kill_after)
+                log = follow(job, strike, _POLL_S)
+        if strike.killed_at is None or len(log.lives) != 2:
+            raise DemoError(f'{method}: killed once, but the log has {len(log.lives)} lives')
+        state = read_digest(digest).digest
+        if method == DENSE:
+            return dense_recovery(log, strike.killed_at, state)
+        found = evidence.read_events(events)
+        return sparse_recovery(log, strike.killed_at, found, self.ranks, state)
+
+
+def first_new_iteration(log: RunLog) -> Iteration:
+    """The first iteration beyond those that the first life had logged.
+
+    Raises:
+        DemoError: there is none.
+    """
+    died_after = log.lives[0][-1].number
+    for iteration in log.lives[1]:
+        if iteration.number > died_after:
+            return iteration
+    raise DemoError(f'the job never got beyond iteration {died_after}, where it was killed')
+
+
+def dense_recovery(log: RunLog, killed_at: float, digest: str) -> Recovery:
+    """Phases out of the log: the restart with the load, recomputation, the first new iteration."""
+    first, new = log.lives[1][0], first_new_iteration(log)
+    died_after = log.lives[0][-1].number
+    training_at = first.time - first.elapsed_ms / 1000
+    caught_up_at = max(
+        [item.time for item in log.lives[1] if item.number <= died_after], default=training_at
+    )
+    phases = {
+        'process start, load': training_at - killed_at,
+        'recompute': caught_up_at - training_at,
+        'new iteration': new.time - caught_up_at,
+    }
+    recomputed = died_after - first.number + 1
+    return Recovery(new.time - killed_at, phases, recomputed, died_after, digest)
+
+
+def sparse_recovery(
+    log: RunLog, killed_at: float, events: Sequence[dict[str, Any]], ranks: int, digest: str
+) -> Recovery:
+    """Phases out of the events of the slowest rank.
+
+    Raises:
+        DemoError: a rank did not recover from host memory.
+    """
+    back = evidence.recovery(events, killed_at, ranks)
+    started_at = max(event['time'] for event in events if event['event'] == 'worker_started')
+    new = first_new_iteration(log)
+    steps = {name: value for name, value in back.phases.items() if name != 'restart'}
+    start = started_at - killed_at
+    phases = {
+        'process start': start,
+        'set-up': back.seconds - start - sum(steps.values()),
+        **{name.replace('_', ' '): value for name, value in steps.items()},
+        'new iteration': new.time - killed_at - back.seconds,
+    }
+    died_after = log.lives[0][-1].number
+    return Recovery(new.time - killed_at, phases, back.replayed, died_after, digest)
+
+
+def summarize(bench: Bench, hardware: Hardware, rounds: list[dict[str, Recovery]]) -> Report:
+    """Medians over the rounds; ratios within each."""
+    return Report(
+        hardware=hardware,
+        ranks=bench.ranks,
+        kill_after=bench.kill_after,
+        dense_interval=bench.dense_interval,
+        window=bench.window,
+        identical=len({found.digest for runs in rounds for found in runs.values()}) == 1,
+        methods={name: _method(name, [runs[name] for runs in rounds]) for name in TITLES},
+        ratio=Spread.of([runs[DENSE].seconds / runs[SPARSE].seconds for runs in rounds]),
+        rounds=rounds,
+    )
+
+
+def _method(name: str, runs: Sequence[Recovery]) -> Method:
+    return Method(
+        title=TITLES[name],
+        seconds=Spread.of([run.seconds for run in runs]),
+        phases={
+            phase: statistics.median(run.phases[phase] for run in runs) for phase in runs[0].phases
+        },
+        recomputed=statistics.median_high(run.recomputed for run in runs),
+    )
+
+
+def print_report(report: Report, console: Console) -> None:
+    """For people."""
+    table = Table(title=report.hardware.line(), title_justify='left')
+    for column in ('', 'seconds to a new iteration', 'iterations recomputed'):
+        table.add_column(column, justify='right' if column else 'left')
+    table.add_column('phases (s)')
+    for method in report.methods.values():
+        phases = ', '.join(f'{name} {value:.2f}' for name, value in method.phases.items())
+        table.add_row(method.title, method.seconds.text(1), str(method.recomputed), phases)
+    console.print(table)
+    console.print(
+        f'{report.ranks} ranks on {len(NODES)} emulated nodes, all killed after iteration '
+        f'{report.kill_after}; window {report.window}, torch_dist every {report.dense_interval} '
+        f'iterations. torch_dist takes {report.ratio.text()} times as long.',
+        highlight=False,
+        soft_wrap=True,
+    )
+    verdict = 'equal, bit for bit' if report.identical else '[bold red]DIFFERENT[/]'
+    console.print(f'Final states of all runs: {verdict}.', highlight=False)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags, checked; exits with a message if they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog='bench_recovery',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('--rounds', type=int, default=2, help='turns of both (default: 2)')
+    parser.add_argument('--ranks', type=int, choices=model.RANKS, default=2)
+    parser.add_argument(
+        '--dense-interval', type=int, default=10,
+        help='iterations between torch_dist checkpoints (default: 10)',
+    )  # fmt: skip
+    parser.add_argument(
+        '--kill-after', type=int,
+        help='iteration after which to kill (default: half way between the second checkpoint and '
+        'the third)',
+    )  # fmt: skip
+    parser.add_argument('--window', default='auto', help='of sparse checkpointing (default: auto)')
+    parser.add_argument('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='write everything here')
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f'--rounds {args.rounds}: must be at least 1')
+    if args.dense_interval < 1:
+        parser.error(f'--dense-interval {args.dense_interval}: must be at least 1')
+    if args.kill_after is None:
+        args.kill_after = 2 * args.dense_interval + args.dense_interval // 2
+    if args.kill_after <= args.dense_interval:
+        parser.error(
+            f'--kill-after {args.kill_after}: must be above --dense-interval '
+            f'{args.dense_interval}, so that there is a checkpoint to load'
+        )
+    if args.window != 'auto' and not args.window.isdecimal():
+        parser.error(f'--window {args.window}: must be a whole number or auto')
+    return args
+
+
+def measure(args: argparse.Namespace, console: Console) -> Report:
+    """All rounds.
+
+    Raises:
+        DemoError: a run failed.
+    """
+    hardware = Hardware.here(gpu=False)
+    output = args.output.resolve() / 'recovery'
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    data = model.prepare_data(args.output.resolve() / 'data')
+    bench = Bench(data, output, args.ranks, args.kill_after, args.dense_interval, args.window)
+    rounds: list[dict[str, Recovery]] = []
+    for number in range(1, args.rounds + 1):
+        rounds.append({})
+        for name, title in TITLES.items():
+            found = bench.run(name, number)
+            rounds[-1][name] = found
+            console.print(f'round {number}: {found.seconds:5.1f} s  {title}', highlight=False)
+    return summarize(bench, hardware, rounds)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    args = parse_arguments(argv)
+    console = Console()
+    try:
+        report = measure(args, console)
+    except DemoError as error:
+        print_failure(console, 'bench_recovery', error)
+        return 2
+    except DigestFileError as error:
+        console.print(f'bench_recovery: {error}', style='bold red', markup=False)
+        return 2
+    print_report(report, console)
+    if args.json:
+        write_json(args.json, report)
+    return 0 if report.identical else 1
+
+
+if __name__ == '__main__':
+    sys.exit(main())
