@@ -47,6 +47,7 @@ class CaptureStatistics:
     """What the log line and the metrics report; written by the training and sealing threads."""
 
     exposed_s: float = 0.0
+    """Seconds the training thread spent on sparse checkpointing, waits included."""
     iterations: int = 0
     slot_bytes: int = 0
     copy_bytes: int = 0
@@ -264,7 +265,6 @@ class SparseCheckpointer:
         except Exception as error:
             self.degraded(f'window {iteration} cannot be opened: {error}')
             return None
-        self.statistics.exposed_s += time.perf_counter() - began
         self._stalled = file is None
         if file is None:
             self.statistics.skipped_windows += 1

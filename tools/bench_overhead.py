@@ -30,7 +30,7 @@ from tools.bench.hardware import Hardware
 from tools.bench.jobs import (
     CpuClock,
     captured,
-    follow,
+    logs,
     memory_directory,
     print_failure,
     wall_seconds,
@@ -45,9 +45,9 @@ SYNC, ASYNC = 'torch-dist-sync', 'torch-dist-async'
 TITLES = {
     PLAIN: 'plain Megatron',
     SPARSE: 'sparse checkpointing',
-    DENSE_IN_MEMORY: 'dense in host memory, each iteration (window 1)',
-    SYNC: 'torch_dist to disk, each iteration',
-    ASYNC: 'torch_dist to disk, each iteration, asynchronous',
+    DENSE_IN_MEMORY: 'dense in host memory each time (window 1)',
+    SYNC: 'torch_dist each time',
+    ASYNC: 'torch_dist each time, asynchronous',
 }
 
 
@@ -133,7 +133,9 @@ class Bench(NamedTuple):
             flags += self._protection(variant, memory, Path(checkpoints), folder / 'events')
             with Job(folder, flags, max_restarts=0, workers_per_node=self._workers) as job:
                 clock = CpuClock(job)
-                log = follow(job, clock.sample, _POLL_S)
+                for log in logs(job, _POLL_S):
+                    clock.sample(log)
+                log = job.read_log()
                 text = job.log.read_text('utf-8', errors='replace')
         if len(log.iterations) != self.iterations:
             raise DemoError(f'{variant}: {len(log.iterations)} of {self.iterations} iterations')
@@ -156,9 +158,7 @@ class Bench(NamedTuple):
     def _workers(self) -> int:
         return self.ranks // len(NODES)
 
-    def _protection(
-        self, variant: str, memory: Path, checkpoints: Path, events: Path
-    ) -> list[str]:
+    def _protection(self, variant: str, memory: Path, checkpoints: Path, events: Path) -> list[str]:
         match variant:
             case 'sparse':
                 return model.sparse_flags(memory, self.window, events)
@@ -210,7 +210,8 @@ def _slot_bytes(runs: dict[str, Run]) -> SlotBytes:
 
 def print_report(report: Report, console: Console) -> None:
     """For people."""
-    table = Table(title=report.hardware.line(), title_justify='left')
+    console.print(report.hardware.line(), highlight=False, soft_wrap=True)
+    table = Table()
     for column in ('', 'iteration (ms)', 'ratio', 'CPU s / rank', 'CPU ratio', 'exposed (ms)'):
         table.add_column(column, justify='right' if column else 'left')
     for name, variant in report.variants.items():
@@ -247,7 +248,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--rounds', type=int, default=3, help='turns of all variants (default: 3)')
-    parser.add_argument('--iterations', type=int, default=14, help='per run (default: 14)')
+    parser.add_argument('--iterations', type=int, default=12, help='per run (default: 12)')
     parser.add_argument('--warm-up', type=int, default=4, help='to drop of each run (default: 4)')
     parser.add_argument('--ranks', type=int, choices=model.RANKS, default=2)
     parser.add_argument('--window', default='auto', help='of sparse checkpointing (default: auto)')

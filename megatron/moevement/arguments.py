@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import re
 from typing import Any
 
 from moevement_ext.config import AUTO, ConfigurationError, SparseCheckpointConfig
@@ -101,7 +102,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar='FILE',
         help='Write SHA-256 digests of the final training state; works without --sparse-ckpt too.',
     )
+    _mend_help(parser)
     return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape upstream's bare percent signs (megatron-core 0.19.2), on which `--help` fails."""
+    for action in parser._actions:
+        action.help = action.help and re.sub(r'(?<!%)%(?![%(])', '%%', action.help)
 
 
 def config_from_args(args: argparse.Namespace) -> SparseCheckpointConfig:

@@ -5,7 +5,8 @@ import logging
 import secrets
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class Protection:
         self._seconds: list[float] = []
         self._windows_seen = 0
         self._slot = 0
-        self._began = 0.0
+        self._step_began = 0.0
         capacity = planner.capacity(config.longest_window, context_bytes)
         self.memory = _reserved(config, run_id, rank_identity, capacity)
         self.memory.connect(exchange)
@@ -104,18 +105,27 @@ class Protection:
             self.memory.windows.discard_after(-1)
             self._replicator.discard_after(-1)
 
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Counts the time within as time that sparse checkpointing takes from training."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.checkpointer.statistics.exposed_s += time.perf_counter() - began
+
     def begin(self, iteration: int, state: bytes) -> None:
         """The state after `iteration` may be captured. Training thread."""
         self.checkpointer.begin(iteration, state)
         schedule = self.checkpointer.schedule
         self._slot = (iteration - schedule.origin) % schedule.plan.window
         self._counter.counting = self._slot == 0 and iteration >= schedule.origin
-        self._began = time.perf_counter()
+        self._step_began = time.perf_counter()
 
     def end(self, iteration: int) -> None:
         """The iteration that led to state `iteration` is over. Training thread."""
         schedule = self.checkpointer.schedule
-        self._seconds.append(time.perf_counter() - self._began)
+        self._seconds.append(time.perf_counter() - self._step_began)
         if self._counter.counting:
             self._tokens = self._counter.take()
             self._counter.counting = False

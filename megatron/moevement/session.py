@@ -185,12 +185,13 @@ class Session:
             self._conversion = None
         if self._protection is None:
             return step(iteration=iteration)
-        scalars = self._recorder.take()
-        state = self._state(iteration, scalars)
-        self._protection.begin(iteration, iteration_state.encode(state))
+        with self._protection.exposed():
+            state = self._state(iteration, self._recorder.take())
+            self._protection.begin(iteration, iteration_state.encode(state))
         result = step(iteration=iteration)
-        self._protection.end(iteration + 1)
-        self._commit(iteration + 1, skipped=bool(result[1]))
+        with self._protection.exposed():
+            self._protection.end(iteration + 1)
+            self._commit(iteration + 1, skipped=bool(result[1]))
         return result
 
     def _convert(self, conversion: Conversion, step: Callable[..., Any]) -> None:

@@ -37,3 +37,5 @@ def _register(file: WindowFile) -> None:
             'Raise the limit on locked memory (ulimit -l unlimited).'
         )
     _registered.add(file)
+    # Another file may be mapped to the same pages once this one is gone.
+    weakref.finalize(file, torch.cuda.cudart().cudaHostUnregister, pointer).atexit = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks inside a worker: each function is called before `main` and writes JSON beside the digest."""
+"""Tools of the probes that look inside a worker: what they find goes beside the digest."""
 
 import json
 import os

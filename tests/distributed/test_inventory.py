@@ -135,7 +135,7 @@ def check_captured_ranges(ranks: list[Inventory]) -> None:
 
 def check_optimizer_memory(ranks: list[Inventory], distributed: bool) -> None:
     """No byte of any optimizer tensor is left out; replicated ones are shared out."""
-    shares = defaultdict(list)
+    shares: dict[tuple[int, str], list[Any]] = defaultdict(list)
     sizes = {}
     for number, rank in enumerate(ranks):
         place = rank['place']

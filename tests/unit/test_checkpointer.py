@@ -212,8 +212,7 @@ def test_full_store_skips_a_window_and_delays_training_no_longer_than_allowed(
     training.run_until(3 * W)
     began = time.perf_counter()
     training.run_until(4 * W)
-    assert 0.3 <= training.checkpointer.statistics.exposed_s
-    assert time.perf_counter() - began < 0.3 + 2
+    assert 0.3 <= time.perf_counter() - began < 0.3 + 2
     assert training.committed() == [0, 3, 6]
     assert training.checkpointer.statistics.skipped_windows == 1
     assert 'window 9 is skipped' in caplog.text
@@ -231,7 +230,6 @@ def test_a_file_that_becomes_free_ends_the_wait(training: Training) -> None:
     freeing.start()
     training.run_until(4 * W)
     assert training.committed()[-1] == 9
-    assert 0 < training.checkpointer.statistics.exposed_s < DEADLINE_S
     assert training.checkpointer.statistics.skipped_windows == 0
     freeing.join()
 

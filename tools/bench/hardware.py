@@ -39,7 +39,7 @@ class Hardware(msgspec.Struct, frozen=True):
             memory_gib=round(psutil.virtual_memory().total / _GIB, 1),
             gpu=torch.cuda.get_device_name() if gpu else None,
             load_average=round(os.getloadavg()[0], 2),
-            torch=torch.__version__,
+            torch=str(torch.__version__),
             megatron_core=_version('megatron-core'),
         )
 

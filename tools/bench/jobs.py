@@ -5,7 +5,7 @@ import contextlib
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,8 +51,8 @@ def wall_seconds(iterations: list[Iteration], warm_up: int) -> list[float]:
     return [after - before for before, after in zip(times, times[1:], strict=False)][warm_up - 1 :]
 
 
-def follow(job: Job, look: Callable[[RunLog], None], poll_s: float) -> RunLog:
-    """Wait for the end of a job; `look` sees its log again and again.
+def logs(job: Job, poll_s: float) -> Iterator[RunLog]:
+    """What a job has logged so far, again and again while it runs.
 
     Raises:
         DemoError: the job failed or stands still.
@@ -64,9 +64,8 @@ def follow(job: Job, look: Callable[[RunLog], None], poll_s: float) -> RunLog:
             lines, changed = len(log.iterations), time.monotonic()
         elif time.monotonic() - changed > STALLED_S:
             raise DemoError(f'no iteration in {STALLED_S} s', job.tail())
-        look(log)
+        yield log
         time.sleep(poll_s)
-    return job.read_log()
 
 
 class CpuClock:

@@ -24,8 +24,8 @@ _CPU = (
     '--no-bias-gelu-fusion --no-bias-dropout-fusion'
 )
 _MODEL = (
-    '--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 '
-    '--max-position-embeddings 64 --position-embedding-type rope --normalization RMSNorm --swiglu '
+    '--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 '
+    '--max-position-embeddings 128 --position-embedding-type rope --normalization RMSNorm --swiglu '
     '--disable-bias-linear --untie-embeddings-and-output-weights --num-experts 8 '
     '--moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-aux-loss-coeff 1e-2 '
     '--moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type alltoall'

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says: its log lines and upstream's, TensorBoard, events, checkpoints, evaluation."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
+
+from tests.distributed.cluster import Cluster
+from tests.distributed.conftest import differences, read_digest
+
+RANKS = 2
+ITERATIONS = 12
+LOG_INTERVAL = 2
+FLAGS = (
+    '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
+    f'--untie-embeddings-and-output-weights --train-iters {ITERATIONS} '
+    f'--log-interval {LOG_INTERVAL} --eval-interval 4 --eval-iters 2 --global-batch-size 4'
+).split()
+WINDOW = ['--sparse-ckpt-window', '3']
+OURS = re.compile(
+    r' sparse ckpt \| window: 3 \| slot bytes: \d+ \| exposed \(ms\): \d+\.\d'
+    r' \| persisted: (none|\d+) \| skipped windows: 0 \| failures: 0 \|'
+)
+RECOVERY_PHASES = ('find', 'obtain', 'load', 'convert', 'catch_up')
+
+
+def saving(directory: Path) -> list[str]:
+    return [
+        *('--tensorboard-dir', str(directory / 'tensorboard')),
+        *('--save', str(directory / 'dense'), '--save-interval', str(ITERATIONS)),
+    ]
+
+
+def test_upstream_says_and_saves_what_it_does_without_us(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    plain = cluster(*FLAGS, *saving(tmp_path / 'plain'), sparse=False, ranks=RANKS)
+    plain.finish()
+    job = cluster(*FLAGS, *saving(tmp_path / 'sparse'), *WINDOW, ranks=RANKS)
+    job.finish()
+    assert upstream_lines(job, life=0) == upstream_lines(plain, life=0)
+    check_our_lines(job)
+    check_scalars(tmp_path / 'plain' / 'tensorboard', tmp_path / 'sparse' / 'tensorboard')
+    dense = files(tmp_path / 'sparse' / 'dense')
+    assert dense == files(tmp_path / 'plain' / 'dense')
+    assert any(name.endswith('.distcp') for name in dense)
+
+
+def check_our_lines(job: Cluster) -> None:
+    """One line after each of upstream's but that of the first iteration, on the last rank only."""
+    last = job.log(RANKS - 1).with_name(f'life0-rank{RANKS - 1}.log').read_text().splitlines()
+    ours = [line for line in last if line.startswith(' sparse ckpt | window:')]
+    assert len(ours) == ITERATIONS // LOG_INTERVAL
+    assert all(OURS.fullmatch(line) for line in ours), ours
+    assert [OURS.fullmatch(line)[1] for line in ours][-1] != 'none'  # type: ignore[index]
+    assert job.output(0).count(' sparse ckpt | window:') == len(ours)
+    order = re.findall(r'^ \[.*\] (iteration) |^ sparse ckpt \| (window):', '\n'.join(last), re.M)
+    assert [''.join(kind) for kind in order] == ['iteration', *['iteration', 'window'] * len(ours)]
+
+
+def check_scalars(plain: Path, sparse: Path) -> None:
+    theirs, all_scalars = scalars(plain), scalars(sparse)
+    ours = {tag: v for tag, v in all_scalars.items() if tag.startswith('sparse-ckpt/')}
+    names = ('window', 'slot-bytes', 'exposed-ms', 'skipped-windows', 'failures', 'persisted')
+    assert ours.keys() == {f'sparse-ckpt/{name}' for name in names}
+    logged = list(range(LOG_INTERVAL, ITERATIONS + 1, LOG_INTERVAL))
+    assert ours['sparse-ckpt/window'] == [(step, 3.0) for step in logged]
+    assert [step for step, _ in ours['sparse-ckpt/exposed-ms']] == logged
+    assert all(value > 0 for _, value in ours['sparse-ckpt/slot-bytes'])
+    assert theirs.keys() == all_scalars.keys() - ours.keys()
+    assert all_scalars['lm loss'] == theirs['lm loss'] != []
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator = EventAccumulator(str(directory))
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()['scalars']
+    }
+
+
+def files(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob('*')}
+
+
+def upstream_lines(job: Cluster, life: int) -> list[str]:
+    """Upstream's iteration and validation lines, without clock times and durations."""
+    lines = [
+        line
+        for line in job.output(life).splitlines()
+        if re.search(r'\] iteration +\d+/|validation loss at', line)
+    ]
+    assert lines
+    return [re.sub(r'^ \[.*?\]|elapsed time per iteration \(ms\): [\d.]+', '', x) for x in lines]
+
+
+def validation_losses(job: Cluster, life: int) -> dict[str, str]:
+    """By iteration, as upstream prints them."""
+    found = re.findall(r'validation loss at (iteration \d+) \|(.*)', job.output(life))
+    return dict(found)
+
+
+@pytest.fixture
+def fault_free(cluster: Callable[..., Cluster]) -> Cluster:
+    job = cluster(*FLAGS, sparse=False, ranks=RANKS)
+    job.finish()
+    return job
+
+
+def test_recovered_run_reports_and_evaluates_like_the_fault_free_one(
+    cluster: Callable[..., Cluster], fault_free: Cluster
+) -> None:
+    job = cluster(*FLAGS, *WINDOW, ranks=RANKS)
+    assert -9 in job.run(fail_at='1:10:backward')
+    job.finish()
+    assert differences(read_digest(fault_free), read_digest(job)) == []
+    expected = validation_losses(fault_free, 0)
+    assert expected.keys() == {'iteration 4', 'iteration 8', 'iteration 12'}
+    before, after = validation_losses(job, 0), validation_losses(job, 1)
+    assert before == {key: expected[key] for key in ('iteration 4', 'iteration 8')}
+    assert after and after.items() <= expected.items()
+    lines = upstream_lines(fault_free, 0)
+    assert [line for line in upstream_lines(job, 1) if line in lines]
+    for rank in range(RANKS):
+        check_events(job.events(rank=rank), rank)
+
+
+def check_events(events: list[dict], rank: int) -> None:
+    for event in events:
+        assert isinstance(event['time'], float)
+        assert event['rank'] == rank
+        assert 0 <= event['iteration'] <= ITERATIONS
+    assert [event['time'] for event in events] == sorted(event['time'] for event in events)
+    first, second = (event['pid'] for event in events if event['event'] == 'worker_started')
+    assert {event['pid'] for event in events} == {first, second}
+    before = [event['event'] for event in events if event['pid'] == first]
+    assert before[0] == 'worker_started' and 'window_persisted' in before
+    assert not {'failure_detected', 'recovered', 'finished'} & set(before)
+    check_recovery([event for event in events if event['pid'] == second])
+
+
+def check_recovery(events: list[dict]) -> None:
+    """The events of the second life, in the order in which a recovery goes."""
+    names = ['worker_started', 'failure_detected', 'recovery_started', 'recovered', 'finished']
+    assert [event['event'] for event in events if event['event'] in names] == names
+    by_name = {event['event']: event for event in events}
+    detected, started = by_name['failure_detected'], by_name['recovery_started']
+    recovered = by_name['recovered']
+    assert detected['committed'] >= 8 and detected['windows'] >= 1
+    assert started['dense_at'] == started['start'] + 2
+    newest = max(detected['committed'], started['dense_at'])
+    assert recovered['replayed'] == newest - started['start']
+    assert tuple(recovered['seconds']) == RECOVERY_PHASES
+    assert all(seconds >= 0 for seconds in recovered['seconds'].values())
+    assert recovered['seconds']['convert'] > 0

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real launcher: torchrun restarts dead workers, which recover; and what it launches."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.config import SparseCheckpointConfig
+from tests.distributed.cluster import Cluster, _free_port
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.torchrun import agent
+
+FLAGS = (
+    '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
+    '--expert-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 12'
+).split()
+START_S = 150.0
+"""Four processes import torch and Megatron, twice, on perhaps two cores."""
+
+
+def test_one_agent_restarts_all_workers(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = prepared(cluster)
+    launch = ['--standalone', '--nproc-per-node', '4', '--max-restarts', '2']
+    log = job.directory / 'agent.log'
+    with agent(launch, job.flags, log, MOEVEMENT_FAIL_AT='1:8:backward') as process:
+        assert process.wait(START_S) == 0, log.read_text()[-5000:]
+    check_recovered(job, reference(*FLAGS))
+
+
+def test_two_agents_restart_their_own_workers(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """One agent per emulated node, static rendezvous; all workers are killed from outside."""
+    job = prepared(cluster)
+    logs = [job.directory / f'agent{node}.log' for node in range(2)]
+    launch = (
+        f'--nnodes 2 --nproc-per-node 2 --max-restarts 2 --rdzv-backend static '
+        f'--master-addr 127.0.0.1 --master-port {_free_port()} --node-rank'
+    ).split()
+    with ExitStack() as stack:
+        agents = [
+            stack.enter_context(
+                agent([*launch, str(node)], job.flags, logs[node], MOEVEMENT_NODE=f'node{node}')
+            )
+            for node in range(2)
+        ]
+        wait_until(lambda: all(job.events('window_persisted', rank) for rank in range(4)), logs)
+        for rank in range(4):
+            os.kill(job.events('worker_started', rank)[0]['pid'], signal.SIGKILL)
+        for process in agents:
+            assert process.wait(START_S) == 0, tails(logs)
+    check_recovered(job, reference(*FLAGS))
+
+
+def prepared(cluster: Callable[..., Cluster]) -> Cluster:
+    job = cluster(*FLAGS, '--sparse-ckpt-window', '2')
+    job.directory.mkdir(parents=True)
+    return job
+
+
+def check_recovered(job: Cluster, fault_free: dict) -> None:
+    assert differences(fault_free, read_digest(job)) == []
+    for rank in range(job.ranks):
+        first, second = job.events('worker_started', rank)
+        assert first['pid'] != second['pid']
+        assert len(job.events('recovered', rank)) == 1
+    assert not job.memory.exists()
+
+
+def wait_until(condition: Callable[[], bool], logs: list[Path]) -> None:
+    deadline = time.monotonic() + START_S
+    while not condition():
+        assert time.monotonic() < deadline, tails(logs)
+        time.sleep(0.02)
+
+
+def tails(logs: list[Path]) -> str:
+    return '\n'.join(log.read_text()[-4000:] for log in logs)
+
+
+# What is launched
+
+
+def test_help_shows_the_flags_in_a_group(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(sparse=False, ranks=1)
+    job.flags = ['--help']
+    job.finish()
+    _, _, group = job.output(0).partition('\nsparse checkpointing:\n')
+    shown = set(re.findall(r'^  (--[\w-]+)', group.partition('\n\n')[0], re.MULTILINE))
+    settings = {
+        f'--sparse-ckpt-{name.replace("_", "-")}'
+        for name in SparseCheckpointConfig.__dataclass_fields__
+    }
+    assert shown == settings | {'--sparse-ckpt', '--sparse-ckpt-digest', '--sparse-ckpt-run-id'}
+
+
+@pytest.mark.parametrize(
+    ('sparse', 'expected'),
+    [
+        (False, set()),
+        (
+            True,
+            {
+                'megatron.training.training.setup_model_and_optimizer',
+                'megatron.training.training.train',
+                'megatron.training.training.train_step',
+                'megatron.training.training.training_log',
+                'megatron.core.optimizer.optimizer.get_grad_norm_fp32',
+                'MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan',
+            },
+        ),
+    ],
+)
+def test_upstream_is_left_alone_without_the_flag(
+    sparse: bool, expected: set[str], cluster: Callable[..., Cluster]
+) -> None:
+    job = cluster('--bf16', '--train-iters', '1', sparse=sparse, ranks=1)
+    where = job.flags.index('--sparse-ckpt-digest')
+    del job.flags[where : where + 2]
+    job.finish(mutation='launch_probe:print_replaced_functions')
+    (found,) = re.findall(r'^replaced: (.*)$', job.output(0), re.MULTILINE)
+    assert set(json.loads(found)) == expected
