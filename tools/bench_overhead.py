@@ -30,6 +30,7 @@ from tools.bench.hardware import Hardware
 from tools.bench.jobs import (
     CpuClock,
     captured,
+    exit_on_sigterm,
     logs,
     memory_directory,
     print_failure,
@@ -309,4 +310,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
+    exit_on_sigterm()
     sys.exit(main())

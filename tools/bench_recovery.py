@@ -32,7 +32,7 @@ from rich.table import Table
 from tools.bench import model
 from tools.bench.figures import Spread, write_json
 from tools.bench.hardware import Hardware
-from tools.bench.jobs import logs, memory_directory, print_failure
+from tools.bench.jobs import exit_on_sigterm, logs, memory_directory, print_failure
 from tools.compare_digests import DigestFileError, StateDigest, differences, read_digest
 from tools.demo import evidence
 from tools.demo.failure import DemoError
@@ -359,4 +359,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
+    exit_on_sigterm()
     sys.exit(main())

@@ -2,7 +2,8 @@
 """Frozen operators: forward and input gradient, but no weight gradient and no update.
 
 A weight without `requires_grad` takes upstream's frozen path (`LinearWithFrozenWeight`), so the
-weight gradient is never computed. Its parameters get no `.grad`, so Adam leaves them alone.
+weight gradient is never computed; the router's own gating function gets such a path here. The
+parameters get no `.grad`, so Adam leaves them alone.
 
 Checked against megatron-core 0.19.2.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer.moe import moe_utils, router
 from megatron.core.utils import get_model_config
 
 from megatron.moevement.operators import Operator
@@ -48,6 +50,7 @@ class FrozenOperators:
         with ExitStack() as stack:
             stack.enter_context(_reduced_after_backward(self._model))
             stack.enter_context(_gradient_through_embedding(self._model))
+            stack.enter_context(_gating_without_weight_gradient())
             for inner in chained(self._optimizer):
                 stack.enter_context(self._without_frozen_gradients(inner))
             try:
@@ -120,3 +123,35 @@ def _gradient_through_embedding(model: Sequence[Any]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class FrozenGating(moe_utils.RouterGatingLinearFunction):
+    """Upstream's gating with a backward that leaves out the gradient of weight and bias."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tokens, weight, _ = ctx.saved_tensors
+        dtype = ctx.router_dtype
+        flat = grad_output.view(-1, grad_output.shape[-1])
+        gemm = moe_utils.te_general_gemm
+        if gemm is not None and dtype != torch.float64:  # the product that the active path uses
+            gradient = gemm(weight.to(dtype), flat, dtype, layout='NN', grad=True)[0]
+        else:
+            gradient = torch.mm(flat, weight.to(dtype))
+        return gradient.to(ctx.input_dtype).view(tokens.shape), None, None, None
+
+
+@contextmanager
+def _gating_without_weight_gradient() -> Iterator[None]:
+    active_gating = router.router_gating_linear
+
+    def gating(tokens: Any, weight: torch.Tensor, bias: Any, dtype: torch.dtype) -> torch.Tensor:
+        if weight.requires_grad:
+            return active_gating(tokens, weight, bias, dtype)
+        return FrozenGating.apply(tokens, weight, bias, dtype)
+
+    router.router_gating_linear = gating
+    try:
+        yield
+    finally:
+        router.router_gating_linear = active_gating

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.moevement import iteration_state
 from megatron.moevement.conversion import Conversion
-from megatron.moevement.frozen import FrozenOperators
+from megatron.moevement.frozen import FrozenGating, FrozenOperators
 from megatron.moevement.training_state import TrainingState
 from tests.distributed import probes
 
@@ -25,6 +25,7 @@ _LINEAR = (
     layers.LinearWithGradAccumulationAndAsyncCommunication,
     layers.LinearWithFrozenWeight,
     moe_utils.RouterGatingLinearFunction,
+    FrozenGating,
 )
 
 

@@ -3,6 +3,8 @@
 
 import contextlib
 import re
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -120,6 +122,11 @@ def memory_directory() -> Iterator[Path]:
         prefix='moevement-bench-', dir=shm, ignore_cleanup_errors=True
     ) as directory:
         yield Path(directory)
+
+
+def exit_on_sigterm() -> None:
+    """End by an exception, so that jobs are stopped and memory is freed. Main thread only."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
 
 
 def print_failure(console: Console, tool: str, error: DemoError) -> None:

@@ -106,9 +106,12 @@ class Job:
         ]
 
     def kill_workers(self) -> int:
-        """SIGKILL every worker of the job; returns how many when all are gone. The agents stay."""
+        """SIGKILL every worker of the job; returns how many when all are gone. The agents stay.
+
+        So do not what workers started (upstream's checkpoint writers), as when a node fails.
+        """
         workers = self.workers()
-        _kill(workers)
+        _kill(_with_children(workers))
         psutil.wait_procs(workers, timeout=_GRACE_SECONDS)
         return len(workers)
 
