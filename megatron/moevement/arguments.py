@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-run-id',
         default=None,
         help='Names the run. A job launched again with the same id recovers from its windows. '
-        'Default: the job id of Slurm or torchrun, else a digest of the training flags.',
+        "Default: Slurm's job id, else a digest of the training flags.",
     )
     group.add_argument(
         '--sparse-ckpt-host-memory-gb',

@@ -30,6 +30,7 @@ from moevement_ext.replicate.persistence import PersistenceBoard
 logger = logging.getLogger(__name__)
 
 UNLIMITED = 1 << 62
+_FIRST_WINDOW = 2  # of `auto`, until times are measured: the first window is persisted soon
 
 
 class Protection:
@@ -78,7 +79,10 @@ class Protection:
 
     def start(self, iteration: int, conversion: Conversion | None) -> None:
         """Begin to capture with the state after `iteration`. Collective (it names the store)."""
-        present = PlanParameters(0, iteration, self._config.longest_window, {})
+        window = self._config.longest_window
+        if self._config.window == AUTO:
+            window = min(window, _FIRST_WINDOW)
+        present = PlanParameters(0, iteration, window, {})
         store = _own_store()
         self._replicator = Replicator(
             self._identity.rank, self.memory.peers(), self._replicated, self._degraded

@@ -33,9 +33,7 @@ class Copier:
         self._cuda = device.type == 'cuda'
         if self._cuda:
             self._stream = torch.cuda.Stream(device)
-            self._ready = torch.cuda.Event()
-            self._began = torch.cuda.Event(enable_timing=True)
-            self._copied = torch.cuda.Event(enable_timing=True)
+            self._copied = torch.cuda.Event()
 
     def start(
         self,
@@ -55,9 +53,8 @@ class Copier:
         """
         for copy in volatile:
             copy.target.copy_(copy.source, non_blocking=self._cuda)
-        if self._cuda:
-            self._ready.record()
-        self._issued = self._copying.submit(self._copy, stable, seal, on_error)
+        ready = torch.cuda.current_stream(self._device).record_event() if self._cuda else None
+        self._issued = self._copying.submit(self._copy, ready, stable, seal, on_error)
 
     def wait(self) -> float:
         """Return once the sources may be written (in stream order with CUDA).
@@ -91,44 +88,61 @@ class Copier:
 
     def _copy(
         self,
+        ready: torch.cuda.Event | None,
         stable: Callable[[], Sequence[Copy]],
         seal: Callable[[], None],
         on_error: Callable[[Exception], None],
     ) -> None:
         try:
             copies = stable()
-            if self._cuda:
-                self._copy_on_stream(copies)
+            if ready is not None:
+                arrive = self._copy_on_stream(copies, ready)
             else:
-                self._copy_on_thread(copies)
+                arrive = self._copy_on_thread(copies)
             self._copied_bytes += sum(copy.target.numel() * copy.target.itemsize for copy in copies)
         except Exception as error:  # a failed capture must not fail training (invariant I6)
             on_error(error)
             return
-        self._sealing.submit(self._seal, seal, on_error)
+        self._sealing.submit(self._seal, arrive, seal, on_error)
 
-    def _copy_on_thread(self, copies: Sequence[Copy]) -> None:
+    def _copy_on_thread(self, copies: Sequence[Copy]) -> Callable[[], None]:
         began = time.perf_counter()
         for copy in copies:
             copy.target.copy_(copy.source)
             faults.point('capture')
         self._copy_s += time.perf_counter() - began
+        return lambda: None
 
-    def _copy_on_stream(self, copies: Sequence[Copy]) -> None:
+    def _copy_on_stream(
+        self, copies: Sequence[Copy], ready: torch.cuda.Event
+    ) -> Callable[[], None]:
+        """Issue the copies; returns what waits for them to arrive, on the sealing thread."""
+        began = torch.cuda.Event(enable_timing=True)
+        copied = torch.cuda.Event(enable_timing=True)
         # The sources outlive the copies (parameters and optimizer state), so the allocator needs
         # no record_stream.
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._ready)
-            self._began.record()
+            self._stream.wait_event(ready)
+            began.record()
             for copy in copies:
                 copy.target.copy_(copy.source, non_blocking=True)
-            self._copied.record()
+            copied.record()
+        self._copied = copied
 
-    def _seal(self, seal: Callable[[], None], on_error: Callable[[Exception], None]) -> None:
+        def arrive() -> None:
+            copied.synchronize()
+            self._copy_s += began.elapsed_time(copied) / 1000
+
+        return arrive
+
+    def _seal(
+        self,
+        arrive: Callable[[], None],
+        seal: Callable[[], None],
+        on_error: Callable[[Exception], None],
+    ) -> None:
         try:
-            if self._cuda:
-                self._copied.synchronize()
-                self._copy_s += self._began.elapsed_time(self._copied) / 1000
+            arrive()
             seal()
         except Exception as error:
             on_error(error)

@@ -25,13 +25,13 @@ def test_recovery_from_a_window_replanned_by_popularity(
     assert len(job.events('recovered')) == 1
 
 
-def test_auto_window_is_measured_and_shorter_than_the_longest(
+def test_auto_window_is_measured(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = cluster(*FLAGS, '--sparse-ckpt-max-window', '4')
     job.finish()
     assert differences(reference(*FLAGS), read_digest(job)) == []
     replanned = job.events('replanned')
-    assert replanned and replanned[0]['window'] < 4
+    assert replanned and replanned[0]['window'] == 1, 'copies of a tiny model hide at once'
     persisted = [event['start'] for event in job.events('window_persisted')]
     assert any(start >= replanned[0]['origin'] for start in persisted)

@@ -164,7 +164,6 @@ def test_sealing_comes_after_the_bytes_have_arrived(rig: Rig) -> None:
     assert 0 < rig.copier.bytes_per_s() < float('inf')
 
 
-@pytest.mark.xfail(strict=True, reason='events are shared by captures, so a late seal waits')
 def test_a_late_seal_does_not_wait_for_a_later_capture(rig: Rig) -> None:
     """Checksums may take longer than an iteration; each capture has its own times."""
     copies, gate = [rig.copy(value) for value in range(3)], threading.Event()
