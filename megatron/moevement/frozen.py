@@ -130,11 +130,12 @@ class FrozenGating(moe_utils.RouterGatingLinearFunction):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of the tokens, shape [..., hidden], by the product of the active path."""
         tokens, weight, _ = ctx.saved_tensors
         dtype = ctx.router_dtype
         flat = grad_output.view(-1, grad_output.shape[-1])
         gemm = moe_utils.te_general_gemm
-        if gemm is not None and dtype != torch.float64:  # the product that the active path uses
+        if gemm is not None and dtype != torch.float64:
             gradient = gemm(weight.to(dtype), flat, dtype, layout='NN', grad=True)[0]
         else:
             gradient = torch.mm(flat, weight.to(dtype))
