@@ -74,7 +74,8 @@ def decide(
     shares = shares_of(loads)
     reorder = bool(shares) and _moved(present.shares, shares, change, fraction)
     window = present.window
-    if best_window is not None:
+    settled = present.version > 0 and not reorder  # measured once; noise must not change W
+    if best_window is not None and not settled:
         slowest_copy = min(load.copy_bytes_per_s for load in loads)
         iteration_s = float(np.median([load.iteration_s for load in loads]))
         window = best_window(shares if reorder else present.shares, iteration_s, slowest_copy)

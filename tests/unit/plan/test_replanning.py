@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When windows are re-planned, and that all ranks take the same plan over."""
+
+import queue
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from torch.distributed import TCPStore
+
+from moevement_ext.plan.replanning import (
+    PlanParameters,
+    Replanner,
+    WindowLoad,
+    decide,
+    shares_of,
+)
+
+DEADLINE_S = 20.0
+BALANCED = {f'layer1.expert{expert}': 25 for expert in range(4)}
+
+
+def load(start: int, tokens: dict[str, int], iteration_s: float = 1.0) -> WindowLoad:
+    return WindowLoad(start, tokens, iteration_s, copy_bytes_per_s=1e9)
+
+
+fixed = partial(decide, best_window=None, change=0.10, fraction=0.25)
+
+
+def test_shares_are_of_the_layer_and_summed_over_ranks() -> None:
+    one = load(0, {'layer1.expert0': 1, 'layer1.expert1': 3, 'layer2.expert0': 5})
+    two = load(0, {'layer1.expert0': 5, 'layer1.expert1': 3, 'layer2.expert1': 15})
+    assert shares_of([one, two]) == {
+        'layer1.expert0': 0.5,
+        'layer1.expert1': 0.5,
+        'layer2.expert0': 0.25,
+        'layer2.expert1': 0.75,
+    }
+
+
+@pytest.mark.parametrize(
+    ('tokens', 'replanned'),
+    [
+        ([25, 25, 25, 25], False),
+        ([27, 23, 25, 25], False),  # two experts changed by 8 %
+        ([29, 25, 23, 23], True),  # one of four changed by more than 10 %
+    ],
+)
+def test_replanned_when_enough_experts_changed_enough(tokens: list[int], replanned: bool) -> None:
+    present = PlanParameters(1, 0, 3, shares_of([load(0, BALANCED)]))
+    seen = load(6, dict(zip(BALANCED, tokens, strict=True)))
+    chosen = fixed(present, [seen])
+    assert (chosen is not None) is replanned
+    if chosen is not None:
+        assert chosen.version == 2 and chosen.window == 3
+        assert chosen.origin > seen.start and (chosen.origin - seen.start) % present.window == 0
+        assert chosen.shares == shares_of([seen])
+
+
+def test_dense_models_are_not_replanned_by_popularity() -> None:
+    assert fixed(PlanParameters(0, 0, 3, {}), [load(0, {})]) is None
+
+
+def test_auto_window_is_chosen_for_the_median_iteration_and_the_slowest_copy() -> None:
+    asked = []
+
+    def best(shares: dict, iteration_s: float, bytes_per_s: float) -> int:
+        asked.append((iteration_s, bytes_per_s))
+        return 5
+
+    loads = [WindowLoad(4, BALANCED, seconds, rate) for seconds, rate in
+             ((1.0, 3e9), (9.0, 1e9), (2.0, 2e9))]  # fmt: skip
+    present = PlanParameters(0, 0, 2, shares_of(loads))
+    chosen = decide(present, loads, best_window=best, change=0.1, fraction=0.25)
+    assert asked == [(2.0, 1e9)]
+    assert chosen == PlanParameters(1, 10, 5, present.shares)
+
+
+def test_auto_window_stays_once_it_is_measured() -> None:
+    loads = [load(4, BALANCED)]
+    present = PlanParameters(1, 0, 2, shares_of(loads))
+    assert decide(present, loads, best_window=lambda *_: 5, change=0.1, fraction=0.25) is None
+
+
+def test_all_ranks_adopt_the_same_plans_in_order() -> None:
+    master = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
+    adopted: list[queue.Queue[PlanParameters]] = [queue.Queue() for _ in range(3)]
+
+    def start(rank: int) -> Replanner:
+        store = TCPStore('127.0.0.1', master.port, is_master=False)
+        return Replanner(store, rank, 3, PlanParameters(0, 0, 2, {}), fixed, adopted[rank].put)
+
+    replanners = [start(rank) for rank in range(3)]
+    try:
+        first = _observe_until_adopted(replanners, adopted, 0, dict(BALANCED))
+        shifted = {**BALANCED, 'layer1.expert0': 100}
+        second = _observe_until_adopted(replanners, adopted, first[0].origin, shifted)
+    finally:
+        for replanner in replanners:
+            replanner.stop()
+    assert first == [first[0]] * 3 and second == [second[0]] * 3
+    assert (first[0].version, second[0].version) == (1, 2)
+    assert second[0].shares['layer1.expert0'] == 100 / 175
+
+
+def _observe_until_adopted(
+    replanners: Sequence[Replanner],
+    adopted: Sequence['queue.Queue[PlanParameters]'],
+    start: int,
+    tokens: dict[str, int],
+) -> list[PlanParameters]:
+    """Publish the same load window after window, as training does, until all have a new plan."""
+    found: list[PlanParameters | None] = [None] * len(replanners)
+    for turn in range(20):
+        for replanner in replanners:
+            replanner.observe(load(start + 2 * turn, tokens))
+        for rank in range(len(replanners)):
+            if found[rank] is None:
+                try:
+                    found[rank] = adopted[rank].get(timeout=0.3)
+                except queue.Empty:
+                    continue
+        if all(plan is not None for plan in found):
+            return [plan for plan in found if plan is not None]
+    raise AssertionError(f'not adopted by all: {found}')
