@@ -266,12 +266,15 @@ def test_interrupted_run_leaves_no_dataset(tmp_path: Path, out: Path, sent: int)
     (tmp_path / 'a.txt').write_bytes(b'first document')
     command = [sys.executable, prepare_data.__file__, '--output-prefix', str(out)]
     tool = subprocess.Popen(
-        [*command, '--input', str(tmp_path / 'a.txt'), str(pipe)], stderr=subprocess.PIPE
+        [*command, '--input', str(tmp_path / 'a.txt'), str(pipe)],
+        stderr=subprocess.PIPE,
+        # A job in the background of a shell ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with open(pipe, 'wb'):
         assert list(out.parent.glob('.prepare_data-*/new.bin'))
         tool.send_signal(sent)
-        tool.communicate()
+        tool.communicate(timeout=60)
     expected = {signal.SIGTERM: 128 + sent, signal.SIGINT: 130, signal.SIGKILL: -sent}
     assert tool.returncode == expected[signal.Signals(sent)]
     assert not list(out.parent.glob('data.*'))
