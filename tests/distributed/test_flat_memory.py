@@ -21,7 +21,7 @@ FLAGS = (
 ).split()
 WINDOW = ['--sparse-ckpt-window', '3']
 SAMPLE_S = 0.05
-RSS_GROWTH_BYTES = 6 << 20
+RSS_GROWTH_BYTES = 8 << 20
 """More than plain Megatron, whose heap grows too; half of the slots captured between the looks."""
 
 
