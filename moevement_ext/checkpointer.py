@@ -133,6 +133,7 @@ class SparseCheckpointer:
         self._window: _Writing | None = None
         self._given_up: list[_Writing] = []
         self._stalled = False
+        self._captured = -1
         self._next: ScheduledPlan | None = None
         self._adopt(schedule)
 
@@ -157,6 +158,9 @@ class SparseCheckpointer:
         """
         faults.at_iteration(iteration + 1)
         self._events.iteration = iteration
+        if iteration <= self._captured:
+            return  # the iteration is run again after a failure; its start is captured already
+        self._captured = iteration
         self._change_plan(iteration)
         self._release_given_up()
         offset = iteration - self._schedule.origin
@@ -172,6 +176,21 @@ class SparseCheckpointer:
             self._capture(window, slot, iteration, state)
         except Exception as error:
             self._failed(window, error)
+
+    def stop_capturing(self) -> None:
+        """Let captures under way arrive and give up the window they belong to.
+
+        Called by the training thread before older state is loaded over what they read.
+        """
+        self._copier.drain()
+        if self._window is not None and not self._window.complete:
+            self._give_up(self._window)
+        self._window = None
+        self._release_given_up()
+
+    def roll_back(self, start: int) -> None:
+        """Capture again from the window after the one that began at `start`. Training thread."""
+        self._captured = start
 
     def before_update(self) -> None:
         """Wait until the optimizer may write. Called by the training thread."""

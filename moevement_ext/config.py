@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from moevement_ext.errors import SparseCheckpointError
 
 AUTO = 'auto'
+LOCALIZED = 'localized'
+WHOLE_JOB = 'whole-job'
 
 
 class ConfigurationError(SparseCheckpointError):
@@ -38,6 +40,10 @@ class SparseCheckpointConfig:
     """Re-plan when at least this fraction of experts changed popularity."""
     reorder_change: float = 0.10
     """Relative change of an expert's share of tokens that counts as changed."""
+    recovery: str = LOCALIZED
+    """'localized': only the stages that lost a worker go back; 'whole-job': all workers restart."""
+    hang_timeout: float = 60.0
+    """Seconds without a sign of life after which a worker counts as hung."""
     strict: bool = False
     """Fail instead of training on with reduced protection when memory cannot be set up."""
     events: str | None = None
@@ -55,6 +61,11 @@ class SparseCheckpointConfig:
         _at_least('--sparse-ckpt-replicas', self.replicas, 0)
         _at_least('--sparse-ckpt-max-wait', self.max_wait, 0)
         _at_least('--sparse-ckpt-reorder-change', self.reorder_change, 0)
+        _at_least('--sparse-ckpt-hang-timeout', self.hang_timeout, 2)
+        if self.recovery not in (LOCALIZED, WHOLE_JOB):
+            raise ConfigurationError(
+                f'--sparse-ckpt-recovery {self.recovery!r} must be {LOCALIZED} or {WHOLE_JOB}.'
+            )
         if self.host_memory_gb is not None and not self.host_memory_gb > 0:
             raise ConfigurationError(
                 f'--sparse-ckpt-host-memory-gb {self.host_memory_gb:g} must be above 0.'

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, node_name
 from moevement_ext.memory.budget import HostMemoryError, HostMemoryPlan, RankMemory
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.store import NodeStore, OwnerWindows
+from moevement_ext.memory.upstream_log import UpstreamLog
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.recover.agreement import Candidate, HeldWindow, holders
 from moevement_ext.replicate.address import local_host
@@ -38,6 +40,7 @@ class Member(msgspec.Struct, frozen=True):
 
     node: str
     capacity_bytes: int
+    log_bytes: int
 
 
 class HostMemory:
@@ -49,6 +52,9 @@ class HostMemory:
         token: run identity; peers of another run are refused.
         rank: global rank.
         capacity_bytes: size of one window file of this rank.
+        log_bytes: size of the upstream log of this rank; 0: it keeps none.
+        device: where the tensors of the log come from.
+        on_degraded: called with a reason when the log cannot keep all it should.
         exchange: collective over all ranks.
 
     Raises:
@@ -64,32 +70,44 @@ class HostMemory:
         token: str,
         rank: int,
         capacity_bytes: int,
+        log_bytes: int,
+        device: torch.device,
+        on_degraded: Callable[[str], None],
         exchange: Exchange,
     ) -> None:
         self.rank = rank
         self.store = NodeStore(Path(config.dir), run_id, node_name())
         self._token = token
-        self.members = _exchange_members(Member(node_name(), capacity_bytes), exchange)
+        own = Member(node_name(), capacity_bytes, log_bytes)
+        self.members = _exchange_members(own, exchange)
         self.domains = failure_domains([member.node for member in self.members], config.topology)
         self.holders = place_replicas(self.domains, config.replicas)
         self.plan = self._plan()
         self.plan.check(config.host_memory_gb, self.store.path)
         try:
-            self._reserve(capacity_bytes)
+            self._reserve(own, device, config.max_wait, on_degraded)
         except HostMemoryError:
             self.give_up()
             raise
 
-    def _reserve(self, capacity_bytes: int) -> None:
+    def _reserve(
+        self, own: Member, device: torch.device, max_wait: float, on_degraded: Callable[[str], None]
+    ) -> None:
         rank = self.rank
-        self.windows = OwnerWindows(self.store, rank, rank, capacity_bytes, GENERATIONS)
+        self.windows = OwnerWindows(self.store, rank, rank, own.capacity_bytes, GENERATIONS)
         self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS)
         hosted = {
             owner: self.members[owner].capacity_bytes
             for owner, peers in enumerate(self.holders)
             if rank in peers
         }
+        self.log: UpstreamLog | None = None
+        if own.log_bytes:
+            path = self.store.holder_path(rank) / 'upstream-log'
+            self.log = UpstreamLog(path, own.log_bytes, device, max_wait, on_degraded)
         self.server = ReplicaServer(self.store, rank, hosted, self._token)
+        if self.log is not None:
+            self.server.serve_log(self.log)
 
     def first_on_node(self) -> bool:
         """True on one rank of each node, the one that speaks for it."""
@@ -148,6 +166,8 @@ class HostMemory:
     def close(self, remove: bool) -> None:
         """Stop serving; with `remove` (a clean exit) delete what this rank keeps."""
         self.server.stop()
+        if self.log is not None:
+            self.log.close()
         self.ledger.close()
         if remove:
             self.store.remove_rank(self.rank)
@@ -184,6 +204,7 @@ class HostMemory:
                 own_windows=GENERATIONS * member.capacity_bytes,
                 replicas=GENERATIONS * hosted,
                 ledger=Ledger.bytes_needed(LEDGER_RECORDS),
+                log_ring=member.log_bytes,
             )
         return HostMemoryPlan(ranks)
 

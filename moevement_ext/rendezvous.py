@@ -1,22 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of one life of the job meet under a fresh name in the launcher's store.
+"""All ranks of a job meet, again after every failure, in a store that outlives them.
 
-With static rendezvous the launcher's store outlives its workers and keeps what dead ones wrote;
-process groups built on the same names would wait for ranks that are gone. An *epoch* is a set of
-processes, one per rank, that agree on a prefix nobody used before. A rank that finds its own
-predecessor in the present epoch opens the next one, and everybody follows.
+The launcher's store keeps what dead workers wrote. An *epoch* is a set of processes, one per rank,
+that met under a number nobody used before; process groups are built under its name. Epochs end when
+somebody breaks them: a rank that lost a peer, the launcher that saw a worker die, a rank whose
+neighbour no longer beats, or a new process that finds its own predecessor in the epoch. To break an
+epoch is the agreed verdict that a failure happened: everybody then joins the next one with a report
+of what it still has, and a rank that does not join is gone.
+
+Keys: `epoch` (the present number), `broken/<e>` (why it ended), `join/<e>/<rank>` (life, report),
+`joined/<e>` and `alive/<e>` (counts), `full/<e>` and `met/<e>` (all have come; all have answered).
 """
 
 import os
 import secrets
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
 
-_POLL_SECONDS = 0.02
+_FIRST_POLL_SECONDS = 0.005
+_LAST_POLL_SECONDS = 0.1
+_SEPARATOR = b'/'
+
+
+class EpochBroken(SparseCheckpointError):
+    """A failure was announced; everybody moves on to the next epoch."""
+
+
+class FencedOut(SparseCheckpointError):
+    """Another process took the place of this rank while it was away; it must not go on."""
+
+
+class Meeting(NamedTuple):
+    """All ranks of one epoch."""
+
+    epoch: int
+    store: Store
+    """For keys of this epoch only."""
+    reports: list[bytes]
+    """What each rank brought, by rank."""
 
 
 def launcher_store(timeout: timedelta) -> Store | None:
@@ -28,41 +55,149 @@ def launcher_store(timeout: timedelta) -> Store | None:
     )
 
 
-def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Wait for all ranks and return the store of their epoch.
+def present_epoch(store: Store) -> int:
+    """Number of the epoch that is open or in which the job runs."""
+    return store.add('epoch', 0)
+
+
+def break_epoch(store: Store, epoch: int, reason: str) -> None:
+    """End `epoch`, once, whoever asks first; a kill between the two steps does no harm."""
+    store.compare_set(_broken(epoch), '', reason or 'unknown')
+    store.compare_set('epoch', str(epoch), str(epoch + 1))
+
+
+def announce_failure(store: Store, rank: int, reason: str) -> None:
+    """The launcher saw the worker of `rank` die: end the epoch it took part in.
+
+    If the others have already moved on without it, nothing is left to do.
+    """
+    epoch = present_epoch(store)
+    if store.check([_place(epoch, rank)]):
+        break_epoch(store, epoch, reason)
+
+
+def why_broken(store: Store, epoch: int) -> str | None:
+    """The reason an epoch was ended with, None while it lasts."""
+    return store.get(_broken(epoch)).decode() if store.check([_broken(epoch)]) else None
+
+
+class Rendezvous:
+    """One process of the job, in the store where it meets the others.
 
     Args:
-        store: outlives the workers.
+        store: outlives the workers; used by one thread at a time.
         rank: of this process.
         world_size: number of processes that must come.
-        timeout: how long to wait for the last one.
-
-    Raises:
-        SparseCheckpointError: some ranks did not come in time; names them.
     """
-    life = secrets.token_hex(8)
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        epoch = store.add('epoch', 0)
-        places = [f'join/{epoch}/{other}' for other in range(world_size)]
-        answers = [f'here/{epoch}/{other}' for other in range(world_size)]
-        # Asked again every time: an epoch with a predecessor of this rank never counts as met.
-        if store.compare_set(places[rank], '', life).decode() != life:
-            _open_next(store, epoch)
-        elif store.check(places):
-            # A place may be that of a rank that died waiting; only the living answer.
-            store.set(answers[rank], life)
-            if store.check(answers):
-                return PrefixStore(f'epoch/{epoch}', store)
-        if time.monotonic() > deadline:
-            missing = [other for other, place in enumerate(places) if not store.check([place])]
-            raise SparseCheckpointError(
-                f'Ranks {missing[:8]} did not start within {timeout.total_seconds():g} s. '
-                'See the log of their node; --distributed-timeout-minutes sets the time.'
-            )
-        time.sleep(_POLL_SECONDS)
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.life = secrets.token_hex(8)
+
+    def predecessor_took_part(self) -> bool:
+        """True if an earlier process of this rank is in the present epoch, which then is broken."""
+        epoch = present_epoch(self.store)
+        place = _place(epoch, self.rank)
+        if not self.store.check([place]) or self._is_mine(self.store.get(place)):
+            return False
+        break_epoch(self.store, epoch, f'rank {self.rank} was started again')
+        return True
+
+    def meet(
+        self, report: Callable[[], bytes], timeout: timedelta, after: int | None = None
+    ) -> Meeting:
+        """Join the present epoch, or the first one that lasts, and wait for all ranks.
+
+        Args:
+            report: asked for anew in each epoch that is tried.
+            timeout: how long to wait for the last rank.
+            after: number of the epoch that this process comes from, which must be over.
+
+        Raises:
+            FencedOut: this process was in an earlier epoch and has been replaced since.
+            SparseCheckpointError: some ranks did not come in time; names them.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            epoch = present_epoch(self.store)
+            if after is not None and epoch <= after:
+                break_epoch(self.store, after, f'rank {self.rank} left')
+                continue
+            if not self._join(epoch, report(), survivor=after is not None):
+                break_epoch(self.store, epoch, f'rank {self.rank} was started again')
+                continue
+            if self._wait_for_all(epoch, deadline):
+                return self._meeting(epoch)
+
+    def barrier(self, meeting: Meeting, name: str, timeout: timedelta) -> None:
+        """Wait until all ranks of the epoch have come here.
+
+        Raises:
+            EpochBroken: a failure was announced meanwhile.
+            SparseCheckpointError: some ranks did not come in time.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        self._count(meeting.epoch, name, f'{name}-all')
+        if not self._poll(meeting.epoch, f'{name}-all/{meeting.epoch}', deadline):
+            raise EpochBroken(why_broken(self.store, meeting.epoch) or 'unknown')
+
+    def _join(self, epoch: int, report: bytes, survivor: bool) -> bool:
+        """Take this rank's place; False if a dead predecessor has it."""
+        place = _place(epoch, self.rank)
+        mine = self.life.encode() + _SEPARATOR + report
+        found = self.store.compare_set(place, '', mine)  # type: ignore[arg-type]
+        if found == mine:
+            self._count(epoch, 'joined', 'full')
+            return True
+        if survivor and not self._is_mine(found):
+            raise FencedOut(f'rank {self.rank} was replaced by another process; this one ends')
+        return False
+
+    def _wait_for_all(self, epoch: int, deadline: float) -> bool:
+        """False if the epoch was broken before everybody was there and alive."""
+        if not self._poll(epoch, f'full/{epoch}', deadline):
+            return False
+        self._count(epoch, 'alive', 'met')  # a place may be that of a rank that died waiting
+        return self._poll(epoch, f'met/{epoch}', deadline)
+
+    def _count(self, epoch: int, name: str, complete: str) -> None:
+        if self.store.add(f'{name}/{epoch}', 1) == self.world_size:
+            self.store.set(f'{complete}/{epoch}', '1')
+
+    def _poll(self, epoch: int, key: str, deadline: float) -> bool:
+        """Wait for `key`; False if the epoch is over."""
+        delay = _FIRST_POLL_SECONDS
+        while not self.store.check([key]):
+            if present_epoch(self.store) != epoch or self.store.check([_broken(epoch)]):
+                return False
+            if time.monotonic() > deadline:
+                raise SparseCheckpointError(self._missing(epoch))
+            time.sleep(delay)
+            delay = min(2 * delay, _LAST_POLL_SECONDS)
+        return True
+
+    def _missing(self, epoch: int) -> str:
+        absent = [r for r in range(self.world_size) if not self.store.check([_place(epoch, r)])]
+        return (
+            f'Ranks {absent[:8] or "that had joined"} did not come in time. See the log of their '
+            'node; --distributed-timeout-minutes sets the time.'
+        )
+
+    def _meeting(self, epoch: int) -> Meeting:
+        places = [_place(epoch, rank) for rank in range(self.world_size)]
+        found = self.store.multi_get(places)
+        reports = [bytes(item).partition(_SEPARATOR)[2] for item in found]
+        return Meeting(epoch, PrefixStore(f'epoch/{epoch}', self.store), reports)
+
+    def _is_mine(self, place: bytes) -> bool:
+        return bytes(place).partition(_SEPARATOR)[0] == self.life.encode()
 
 
-def _open_next(store: Store, epoch: int) -> None:
-    """Move on from `epoch`, once, whoever asks first; one step, which a kill cannot cut in two."""
-    store.compare_set('epoch', str(epoch), str(epoch + 1))
+def _place(epoch: int, rank: int) -> str:
+    return f'join/{epoch}/{rank}'
+
+
+def _broken(epoch: int) -> str:
+    return f'broken/{epoch}'

@@ -6,7 +6,13 @@ import dataclasses
 import re
 from typing import Any
 
-from moevement_ext.config import AUTO, ConfigurationError, SparseCheckpointConfig
+from moevement_ext.config import (
+    AUTO,
+    LOCALIZED,
+    WHOLE_JOB,
+    ConfigurationError,
+    SparseCheckpointConfig,
+)
 
 _DEFAULTS = SparseCheckpointConfig()
 
@@ -86,6 +92,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help='Relative change of the share of tokens that counts as a changed popularity.',
     )
     group.add_argument(
+        '--sparse-ckpt-recovery',
+        choices=(LOCALIZED, WHOLE_JOB),
+        default=_DEFAULTS.recovery,
+        help='localized: only the pipeline stages that lost a worker go back, the others keep '
+        'their state (needs torchrun with static rendezvous, or scripts/local_cluster.py); '
+        'whole-job: all workers are started again.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-hang-timeout',
+        type=float,
+        default=_DEFAULTS.hang_timeout,
+        help='Seconds without a sign of life after which a worker counts as hung.',
+    )
+    group.add_argument(
         '--sparse-ckpt-strict',
         action='store_true',
         help='Stop when windows or replicas cannot be set up, instead of training unprotected.',
@@ -148,3 +168,19 @@ def _refuse_unsupported(args: Any) -> None:
     for broken, flag, remedy in rules:
         if broken:
             raise ConfigurationError(f'--sparse-ckpt does not support {flag}: {remedy}.')
+
+
+def not_localized(args: Any) -> str | None:
+    """Why localized recovery is not possible with these flags, None if it is."""
+    rules = [
+        (args.dataloader_type == 'external', 'an external data loader cannot be moved back'),
+        (args.full_validation, '--full-validation'),
+        (args.multiple_validation_sets, '--multiple-validation-sets'),
+        (args.phase_transition_iterations, '--phase-transition-iterations'),
+        (args.num_distributed_optimizer_instances > 1, 'several distributed optimizer instances'),
+        (args.async_save, '--async-save keeps process groups of its own'),
+        (bool(args.mtp_num_layers), '--mtp-num-layers'),
+        (args.variable_seq_lengths, '--variable-seq-lengths'),
+        (args.log_straggler, '--log-straggler'),
+    ]
+    return next((reason for broken, reason in rules if broken), None)

@@ -3,10 +3,12 @@
 
 The gradient norm and the overflow flag need the gradients of *all* operators of *all* stages. In a
 conversion some operators are frozen, so these scalars cannot be computed again and come from the
-record of the committed iteration.
+record of the committed iteration. The number of tokens that per-token loss divides by comes from
+the last stage; a stage that replays alone gets it from the record, too.
 
 Replaces, in `megatron.core.optimizer.optimizer`: `get_grad_norm_fp32` and
-`MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan`.
+`MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan`; stands around the model
+configuration's `finalize_model_grads_func`.
 Checked against megatron-core 0.19.2.
 """
 
@@ -16,8 +18,10 @@ from typing import Any
 
 import megatron.core.optimizer.optimizer as upstream
 import msgspec
+import torch
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.testing import faults
 
 
 class GlobalScalars(msgspec.Struct):
@@ -25,6 +29,8 @@ class GlobalScalars(msgspec.Struct):
 
     grad_norms: list[float] = []
     overflows: list[bool] = []
+    num_tokens: int = 0
+    """Tokens of the global batch; 0 if the loss is not normalised by them."""
 
 
 class ScalarRecorder:
@@ -36,6 +42,7 @@ class ScalarRecorder:
             upstream.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
         )
         self._recorded = GlobalScalars()
+        self._num_tokens: torch.Tensor | None = None
         self._replayed: GlobalScalars | None = None
 
     def install(self) -> None:
@@ -59,23 +66,62 @@ class ScalarRecorder:
         upstream.get_grad_norm_fp32 = grad_norm
         upstream.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = check_overflow
 
+    def stand_around(self, config: Any) -> None:
+        """Record and replay what `config.finalize_model_grads_func` divides by; once is enough."""
+        finalize = config.finalize_model_grads_func
+        if getattr(finalize, 'recorder', None) is self:
+            return
+
+        def finalize_recorded(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
+            faults.point('reduce')
+            if num_tokens is None:
+                return finalize(model, num_tokens, *args, **kwargs)
+            if self._replayed is None:
+                result = finalize(model, num_tokens, *args, **kwargs)
+                self._num_tokens = num_tokens  # read when the step has waited for the device
+                return result
+            result = finalize(model, None, *args, **kwargs)
+            total = torch.full_like(num_tokens, self._replayed.num_tokens)
+            for chunk in model:
+                chunk.scale_gradients(1.0 / torch.clamp(total, min=1))
+            return result
+
+        finalize_recorded.recorder = self  # type: ignore[attr-defined]
+        config.finalize_model_grads_func = finalize_recorded
+
     def peek(self) -> GlobalScalars:
         """The scalars that the next `take` will return, which leaves them to it."""
-        return GlobalScalars(list(self._recorded.grad_norms), list(self._recorded.overflows))
+        if self._num_tokens is not None:
+            self._recorded.num_tokens = int(self._num_tokens.item())
+            self._num_tokens = None
+        return _copy(self._recorded)
+
+    def put_back(self, scalars: GlobalScalars) -> None:
+        """Forget what an iteration that was cut off has recorded; the next `take` gives these."""
+        self._recorded = _copy(scalars)
+        self._num_tokens = None
 
     def take(self) -> GlobalScalars:
         """The scalars recorded since the last call."""
-        recorded, self._recorded = self._recorded, GlobalScalars()
+        recorded, self._recorded = self.peek(), GlobalScalars()
         return recorded
 
     @contextmanager
     def replaying(self, scalars: GlobalScalars) -> Iterator[None]:
-        """Within the context, upstream gets the recorded scalars instead of computing them."""
-        self._replayed = GlobalScalars(list(scalars.grad_norms), list(scalars.overflows))
+        """Within the context, upstream gets the recorded scalars instead of computing them.
+
+        What is replayed counts as recorded again, for the ledger of a stage that catches up.
+        """
+        self._replayed = _copy(scalars)
+        self.put_back(scalars)
         try:
             yield
         finally:
             self._replayed = None
+
+
+def _copy(scalars: GlobalScalars) -> GlobalScalars:
+    return GlobalScalars(list(scalars.grad_norms), list(scalars.overflows), scalars.num_tokens)
 
 
 def _next(values: list[Any], what: str) -> Any:

@@ -108,6 +108,14 @@ def restore_counters(state: IterationState, args: Any) -> None:
     get_rerun_state_machine().current_iteration = state.iteration
 
 
+def move_to(iteration: int, consumed_train_samples: int, args: Any) -> None:
+    """Count on: `iteration` iterations are committed, which consumed so many samples."""
+    args.iteration = args.curr_iteration = iteration
+    args.consumed_train_samples = consumed_train_samples
+    update_num_microbatches(consumed_train_samples, consistency_check=False)
+    get_rerun_state_machine().current_iteration = iteration
+
+
 def capture_rng() -> RngState:
     """The state of every generator of this process."""
     version, internal, gauss = random.getstate()

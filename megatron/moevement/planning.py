@@ -8,7 +8,7 @@ import msgspec
 import xxhash
 from megatron.core import parallel_state
 
-from megatron.moevement.exchange import exchange
+from megatron.moevement.exchange import Exchange
 from megatron.moevement.training_state import TrainingState
 from moevement_ext.capture.layout import operator_bytes
 from moevement_ext.checkpointer import ScheduledPlan
@@ -34,7 +34,7 @@ class RankOperators(msgspec.Struct, frozen=True):
 class Planner:
     """Plans the windows of all stages; every rank computes the same. Collective construction."""
 
-    def __init__(self, training: TrainingState) -> None:
+    def __init__(self, training: TrainingState, exchange: Exchange) -> None:
         slices = training.slices
         own = RankOperators(
             stage=parallel_state.get_pipeline_model_parallel_rank(),
@@ -42,10 +42,20 @@ class Planner:
             kinds={name: operator.kind for name, operator in training.operators.items()},
             tied=training.tied,
         )
-        encoded = exchange(msgspec.msgpack.encode(own))
+        encoded = exchange('operators', msgspec.msgpack.encode(own))
         self._ranks = [msgspec.msgpack.decode(item, type=RankOperators) for item in encoded]
         self._own = own
         self._training = training
+
+    @property
+    def stage_of(self) -> list[int]:
+        """Pipeline stage by rank."""
+        return [rank.stage for rank in self._ranks]
+
+    @property
+    def tied(self) -> bool:
+        """First and last stage share the embedding's weights."""
+        return any(rank.tied for rank in self._ranks)
 
     def stages(self, popularity: Mapping[str, float]) -> list[list[OperatorBytes]]:
         """Operators of every stage in capture order, with their bytes on each of its ranks."""

@@ -2,25 +2,27 @@
 """Puts the engine together for one rank: host memory, replication, persistence and capture."""
 
 import logging
-import secrets
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatron.moevement.conversion import Conversion
-from megatron.moevement.exchange import all_agree, exchange
+from megatron.moevement.exchange import Exchange
+from megatron.moevement.p2p import logged_bytes_per_iteration
 from megatron.moevement.planning import Planner
 from megatron.moevement.popularity import TokenCounter
 from megatron.moevement.training_state import TrainingState
 from moevement_ext.checkpointer import Identity, ScheduledPlan, SparseCheckpointer
 from moevement_ext.config import AUTO, SparseCheckpointConfig
-from moevement_ext.host_memory import HostMemory
+from moevement_ext.host_memory import GENERATIONS, HostMemory
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.slot import WindowName
+from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.observe.events import EventLog
 from moevement_ext.plan.replanning import PlanParameters, Replanner, WindowLoad, decide
 from moevement_ext.plan.window import InfeasiblePlan, hideable_budget
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 UNLIMITED = 1 << 62
 _FIRST_WINDOW = 2  # of `auto`, until times are measured: the first window is persisted soon
+_LATE_ITERATIONS = 4  # that persisting a window may lag behind, for the log to reach back
 
 
 class Protection:
@@ -45,6 +48,8 @@ class Protection:
         training: what is captured.
         events: event log of the rank.
         context_bytes: upper bound of the small state that travels with a slot.
+        exchange: with all ranks, or with what they left for a process that joins them.
+        localized: keep a log of what this stage sends.
 
     Raises:
         HostMemoryError: this or another rank cannot reserve its host memory.
@@ -60,6 +65,8 @@ class Protection:
         training: TrainingState,
         events: EventLog,
         context_bytes: int,
+        exchange: Exchange,
+        localized: bool,
     ) -> None:
         self._args = args
         self._config = config
@@ -74,24 +81,40 @@ class Protection:
         self._slot = 0
         self._step_began = 0.0
         capacity = planner.capacity(config.longest_window, context_bytes)
-        self.memory = _reserved(config, run_id, rank_identity, capacity)
-        self.memory.connect(exchange)
+        # A window may become persisted only when its successor is nearly complete.
+        self.log_iterations = 2 * config.longest_window + _LATE_ITERATIONS
+        per_iteration = logged_bytes_per_iteration(args, len(training.model)) if localized else 0
+        self.memory = self._reserve(run_id, capacity, self.log_iterations * per_iteration, exchange)
+        self.memory.connect(partial(exchange, 'addresses'))
 
-    def start(self, iteration: int, conversion: Conversion | None) -> None:
-        """Begin to capture with the state after `iteration`. Collective (it names the store)."""
+    @property
+    def present(self) -> PlanParameters:
+        """The plan in force."""
+        schedule = self.checkpointer.schedule
+        return self._parameters[schedule.origin, schedule.digest]
+
+    def first_plan(self, iteration: int) -> PlanParameters:
+        """What a job begins with at `iteration`."""
         window = self._config.longest_window
         if self._config.window == AUTO:
             window = min(window, _FIRST_WINDOW)
-        present = PlanParameters(0, iteration, window, {})
-        store = _own_store()
+        return PlanParameters(0, iteration, window, {})
+
+    def start(self, present: PlanParameters, store: torch.distributed.Store) -> None:
+        """Begin to capture.
+
+        Args:
+            present: the plan to capture by.
+            store: for this life of the job, the same on all ranks; a connection of its own.
+        """
+        self._parameters: dict[tuple[int, str], PlanParameters] = {}
         self._replicator = Replicator(
-            self._identity.rank, self.memory.peers(), self._replicated, self._degraded
+            self._identity.rank,
+            self.memory.peers(),
+            self._replicated,
+            self._degraded,
+            max_windows=GENERATIONS,
         )
-        self._board = PersistenceBoard(store, self._args.world_size, self._persisted)
-        self._replanner = Replanner(
-            store.clone(), self._identity.rank, self._args.world_size, present,
-            self._decide, self._adopt,
-        )  # fmt: skip
         self.checkpointer = SparseCheckpointer(
             self._identity,
             self._training.slices,
@@ -101,13 +124,42 @@ class Protection:
             self._training.device,
             self._events,
             self._config.max_wait,
-            self._board.report,
+            self._report,
         )
-        if conversion is not None:
-            self._replicate_again(conversion)
-        else:  # what is still there belongs to a past that is not continued
-            self.memory.windows.discard_after(-1)
-            self._replicator.discard_after(-1)
+        world_size = self._args.world_size
+        self._board = PersistenceBoard(store, self._identity.rank, world_size, self._persisted)
+        self._replanner = Replanner(
+            store.clone(), self._identity.rank, world_size, present, self._decide, self._adopt
+        )
+
+    def forget_the_past(self) -> None:
+        """What is still there belongs to a past that is not continued."""
+        self.memory.windows.discard_after(-1)
+        self._replicator.discard_after(-1)
+
+    def stop_capturing(self) -> None:
+        """Nothing reads the state of this rank any more, so that it can be loaded anew."""
+        self.checkpointer.stop_capturing()
+
+    def roll_back(self, conversion: Conversion) -> None:
+        """Go on from this window, which is protected already; later ones are captured again."""
+        name = conversion.window
+        self.memory.windows.persisted(*name)
+        self.memory.windows.discard_after(name.start)
+        self.checkpointer.roll_back(name.start)
+        self.replicate_again(conversion)
+        if self.memory.log is not None:
+            self.memory.log.rewind(name.start)
+
+    def replace_peers(self, newcomers: Collection[int]) -> None:
+        """Offer everything again if a holder of this rank's replicas is a new process."""
+        if not set(newcomers) & set(self.memory.holders[self._identity.rank]):
+            return
+        self._replicator.set_peers(self.memory.peers())
+        for window in reversed(self.memory.windows.committed()):
+            file = self.memory.windows.file(window.start, window.plan)
+            if file is not None:
+                self._submit(file)
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
@@ -158,18 +210,46 @@ class Protection:
             self._board.stop()
         self.memory.close(remove=True)
 
-    def _replicate_again(self, conversion: Conversion) -> None:
+    def replicate_again(self, conversion: Conversion) -> None:
         """Replicas of the window just recovered from may be gone with a node: offer them again."""
         name = conversion.window
         self._replicator.discard_after(name.start)
         self._replicator.persisted(*name)
-        for slot in conversion.file.slots():
-            self._replicator.submit(conversion.file, slot)
+        self._submit(conversion.file)
+
+    def _reserve(
+        self, run_id: str, capacity: int, log_bytes: int, exchange: Exchange
+    ) -> HostMemory:
+        """Host memory of this rank; if any rank fails, all do."""
+        memory: HostMemory | None = None
+        problem: HostMemoryError | None = None
+        try:
+            memory = HostMemory(
+                self._config, run_id, self._identity.run, self._identity.rank, capacity,
+                log_bytes, self._training.device, self._degraded, partial(exchange, 'members'),
+            )  # fmt: skip
+        except HostMemoryError as error:
+            problem = error
+        if exchange.all_agree('reserved', memory is not None):
+            assert memory is not None
+            return memory
+        if memory is not None:
+            memory.give_up()
+        raise problem or HostMemoryError('another rank cannot reserve its host memory')
+
+    def _submit(self, file: WindowFile) -> None:
+        for slot in file.slots():
+            self._replicator.submit(file, slot)
 
     def _schedule(self, parameters: PlanParameters) -> ScheduledPlan:
-        return self._planner.schedule(
+        schedule = self._planner.schedule(
             parameters.origin, parameters.window, UNLIMITED, parameters.shares
         )
+        self._parameters[schedule.origin, schedule.digest] = parameters
+        return schedule
+
+    def _report(self, window: WindowName) -> None:
+        self._board.report(window)
 
     def _decide(
         self, present: PlanParameters, loads: Sequence[WindowLoad]
@@ -216,33 +296,8 @@ class Protection:
 
     def _persisted(self, window: WindowName) -> None:
         self.checkpointer.persisted(window)
+        if self.memory.log is not None:
+            self.memory.log.drop_until(window.start)
 
     def _degraded(self, reason: str) -> None:
         self.checkpointer.degraded(reason)
-
-
-def _reserved(
-    config: SparseCheckpointConfig, run_id: str, rank_identity: Identity, capacity: int
-) -> HostMemory:
-    """Host memory of this rank; if any rank fails, all do."""
-    memory: HostMemory | None = None
-    problem: HostMemoryError | None = None
-    try:
-        memory = HostMemory(
-            config, run_id, rank_identity.run, rank_identity.rank, capacity, exchange
-        )
-    except HostMemoryError as error:
-        problem = error
-    if all_agree(memory is not None):
-        assert memory is not None
-        return memory
-    if memory is not None:
-        memory.give_up()
-    raise problem or HostMemoryError('another rank cannot reserve its host memory')
-
-
-def _own_store() -> torch.distributed.Store:
-    """The launcher's store under a name of this life of the job, by a connection of its own."""
-    default = torch.distributed.distributed_c10d._get_default_store()
-    life = exchange(secrets.token_hex(8).encode())[0].decode()
-    return torch.distributed.PrefixStore(f'sparse-ckpt/{life}', default.clone())

@@ -15,7 +15,7 @@ import msgspec
 
 from megatron.moevement import upstream
 from megatron.moevement.conversion import Conversion
-from megatron.moevement.exchange import all_agree, exchange
+from megatron.moevement.exchange import Exchange
 from moevement_ext.checkpointer import Identity
 from moevement_ext.host_memory import HostMemory, held_windows
 from moevement_ext.memory.ledger import Ledger
@@ -51,14 +51,17 @@ class Phases:
     catch_up: float = 0.0
 
 
-def find(store: NodeStore, identity: Identity, args: Any, events: EventLog) -> Predecessor:
+def find(
+    store: NodeStore, identity: Identity, args: Any, events: EventLog, exchange: Exchange
+) -> Predecessor:
     """Look for windows of a predecessor on all nodes. Collective."""
     held = held_windows(store, identity.run, identity.topology)
     inventories = [
         msgspec.msgpack.decode(item, type=list[HeldWindow])
-        for item in exchange(msgspec.msgpack.encode(held))
+        for item in exchange('windows', msgspec.msgpack.encode(held))
     ]
-    committed = max(int(item) for item in exchange(str(_committed(store, identity)).encode()))
+    own = str(newest_committed(store, identity)).encode()
+    committed = max(int(item) for item in exchange('committed', own))
     everything = {part for inventory in inventories for part in inventory}
     complete = candidates(everything, args.world_size)
     dense = upstream.dense_checkpoint_iteration(args)
@@ -76,7 +79,12 @@ def find(store: NodeStore, identity: Identity, args: Any, events: EventLog) -> P
 
 
 def obtain(
-    memory: HostMemory, predecessor: Predecessor, identity: Identity, args: Any, events: EventLog
+    memory: HostMemory,
+    predecessor: Predecessor,
+    identity: Identity,
+    args: Any,
+    events: EventLog,
+    exchange: Exchange,
 ) -> Conversion | None:
     """The newest window that every rank holds, or fetched, whole and undamaged. Collective.
 
@@ -84,8 +92,8 @@ def obtain(
         Its conversion, or None: go on with the next tier.
     """
     for candidate in predecessor.candidates:
-        verified = _verified(memory, candidate, predecessor.inventories, identity)
-        if all_agree(verified is not None):
+        verified = verified_window(memory, candidate, predecessor.inventories, identity)
+        if exchange.all_agree(f'verified/{candidate.start}', verified is not None):
             assert verified is not None
             memory.windows.persisted(candidate.start, candidate.plan)
             memory.windows.discard_after(candidate.start)
@@ -104,13 +112,13 @@ def next_tier(reason: str, args: Any, events: EventLog) -> None:
         logger.warning('sparse checkpointing: recovering from %s: %s', tier, reason)
 
 
-def _committed(store: NodeStore, identity: Identity) -> int:
+def newest_committed(store: NodeStore, identity: Identity) -> int:
     """Newest iteration in the ledger of this rank's predecessor, -1 if there is none."""
     entry = Ledger.read_newest(store.ledger_path(identity.rank))
     return entry.iteration if entry is not None else -1
 
 
-def _verified(
+def verified_window(
     memory: HostMemory,
     candidate: Candidate,
     inventories: Sequence[Sequence[HeldWindow]],

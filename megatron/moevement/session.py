@@ -1,25 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse checkpointing of one training job, seen from one rank.
 
-Stands around four functions of upstream's trainer (see `upstream.py`): set-up finds the windows of
-a predecessor and prepares host memory, `train` and `train_step` convert, capture and commit,
-`training_log` reports.
+Stands around upstream's trainer (see `upstream.py`): set-up finds the windows of a predecessor and
+prepares host memory, `train` and `train_step` convert, capture, commit, and bring this rank through
+failures of others (see `local_recovery`), `training_log` reports.
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.utils import get_model_config
 
-from megatron.moevement import identity, iteration_state, recovery, report, upstream
+from megatron.moevement import (
+    identity,
+    iteration_state,
+    post_step,
+    recovery,
+    report,
+    upstream,
+)
 from megatron.moevement.conversion import Conversion
+from megatron.moevement.data_position import DataPosition
+from megatron.moevement.exchange import Exchange
 from megatron.moevement.global_scalars import GlobalScalars, ScalarRecorder
 from megatron.moevement.iteration_state import IterationState
+from megatron.moevement.local_recovery import LocalRecovery, handovers
+from megatron.moevement.membership import Membership
+from megatron.moevement.p2p import BoundaryCommunicator
 from megatron.moevement.planning import Planner
 from megatron.moevement.protection import Protection
 from megatron.moevement.training_state import TrainingState, armed_forward
@@ -41,9 +58,12 @@ class Session:
     Args:
         args: upstream's parsed arguments.
         config: the `--sparse-ckpt-*` flags.
+        membership: this process among the others; None where a failure restarts the whole job.
     """
 
-    def __init__(self, args: Any, config: SparseCheckpointConfig) -> None:
+    def __init__(
+        self, args: Any, config: SparseCheckpointConfig, membership: Membership | None
+    ) -> None:
         self._args = args
         self._config = config
         self._run_id = identity.run_name(args, config)
@@ -52,6 +72,14 @@ class Session:
         )
         self._events = EventLog(config.events, args.rank)
         self._recorder = ScalarRecorder()
+        self._membership = membership
+        self._joining = membership is not None and membership.joining
+        self._exchange = Exchange(membership.archive if membership else None, self._joining)
+        self._data = DataPosition()
+        self._local: LocalRecovery | None = None
+        self._alone = ExitStack()
+        self._running: int | None = None
+        self._logged_losses: dict[str, Any] = {}
         self._protection: Protection | None = None
         self._conversion: Conversion | None = None
         self._phases = recovery.Phases()
@@ -67,7 +95,10 @@ class Session:
         """
         upstream.check()
         self._recorder.install()
+        self._data.install()
         faults.arm(self._args.rank)
+        if self._joining:
+            self._alone.enter_context(upstream.without_connections(self._args))
         upstream.wrap('setup_model_and_optimizer', self._set_up)
         upstream.wrap('train', self._train)
         upstream.wrap('train_step', self._train_step)
@@ -79,31 +110,40 @@ class Session:
         self._events.emit('finished')
         if self._protection is not None:
             self._protection.close()
+        if self._membership is not None:
+            self._membership.close()
         self._events.close()
 
     # Set-up
 
     def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Build model and optimizer; recover from host memory where that is the best tier."""
-        began = time.perf_counter()
-        store = NodeStore(Path(self._config.dir), self._run_id, node_name())
-        predecessor = recovery.find(store, self._identity, self._args, self._events)
-        self._phases.find = time.perf_counter() - began
+        predecessor = self._find()
         load = self._args.load
-        if predecessor.candidates:
+        if predecessor.candidates or self._joining:
             self._args.load = None  # host memory is newer; the disk stays the next tier
         try:
             model, optimizer, scheduler = original(*args, **kwargs)
         finally:
             self._args.load = load
         self._training = TrainingState(model, optimizer, scheduler)
-        self._planner = Planner(self._training)
-        self._protect(required=bool(predecessor.candidates))
+        self._planner = Planner(self._training, self._exchange)
+        self._protect(required=self._joining or bool(predecessor.candidates))
         if predecessor.candidates and not self._obtain(predecessor) and load is not None:
             upstream.load_dense_checkpoint(
                 self._args, model, optimizer, scheduler, kwargs.get('checkpointing_context')
             )
         return model, optimizer, scheduler
+
+    def _find(self) -> recovery.Predecessor:
+        """What an earlier life of the whole job left; a joining process takes part in this one."""
+        if self._joining:
+            return recovery.Predecessor([], [], -1)
+        began = time.perf_counter()
+        store = NodeStore(Path(self._config.dir), self._run_id, node_name())
+        found = recovery.find(store, self._identity, self._args, self._events, self._exchange)
+        self._phases.find = time.perf_counter() - began
+        return found
 
     def _protect(self, required: bool) -> None:
         """Reserve host memory and connect to the peers; without it training is unprotected.
@@ -115,6 +155,7 @@ class Session:
             self._protection = Protection(
                 self._args, self._config, self._run_id, self._identity, self._planner,
                 self._training, self._events, context_bytes=self._context_bytes(),
+                exchange=self._exchange, localized=self._membership is not None,
             )  # fmt: skip
         except HostMemoryError as error:  # on all ranks or on none
             if required or self._config.strict or self._config.host_memory_gb is not None:
@@ -130,8 +171,9 @@ class Session:
         assert self._protection is not None  # it was required
         began = time.perf_counter()
         self._conversion = recovery.obtain(
-            self._protection.memory, predecessor, self._identity, self._args, self._events
-        )
+            self._protection.memory, predecessor, self._identity, self._args, self._events,
+            self._exchange,
+        )  # fmt: skip
         self._phases.obtain = time.perf_counter() - began
         if self._conversion is None:
             return False
@@ -157,17 +199,62 @@ class Session:
         self, original: Callable[..., Any], forward_step: Any, model: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Upstream's loop, started where the window becomes dense."""
-        if self._conversion is not None:
-            iteration_state.restore_counters(self._conversion.last, self._args)
-        if self._protection is not None:
-            self._protection.start(self._args.iteration, self._conversion)
-            self._training.before_update(self._protection.checkpointer.before_update)
+        self._alone.close()
         if faults.armed():
             forward_step = armed_forward(forward_step)
-        result = original(forward_step, model, *args, **kwargs)
-        if self._protection is not None:
-            self._protection.drain()
+        run = partial(original, forward_step, model, *args, **kwargs)
+        if self._protection is None:
+            return run()
+        self._start(self._protection)
+        self._training.around_update(
+            self._protection.checkpointer.before_update, self._updating, self._stepped
+        )
+        if self._membership is None:
+            result = run()
+        else:
+            result = self._train_among(self._membership, run, forward_step, model, *args)
+        self._protection.drain()
         return result
+
+    def _start(self, protection: Protection) -> None:
+        """Begin to capture, with the plan of the job this process joins or with a first one."""
+        store = own_store(self._membership, self._exchange)
+        if self._membership is not None and self._joining:
+            protection.start(handovers(self._membership.reports)[0].plan, store)
+            return
+        if self._conversion is not None:
+            iteration_state.restore_counters(self._conversion.last, self._args)
+        protection.start(protection.first_plan(self._args.iteration), store)
+        if self._conversion is not None:
+            protection.replicate_again(self._conversion)
+        else:
+            protection.forget_the_past()
+
+    def _train_among(
+        self, membership: Membership, run: Callable[[], Any], forward_step: Any, model: Any,
+        optimizer: Any, scheduler: Any, train_iterator: Any, valid_iterator: Any, process: Any,
+        config: Any, context: Any, non_loss_data: Any, *_: Any,
+    ) -> Any:  # fmt: skip
+        """Upstream's loop, entered again after failures of other ranks."""
+        assert self._protection is not None
+        self._communicator = BoundaryCommunicator(
+            parallel_state.get_pipeline_model_parallel_group(), config, self._protection.memory.log
+        )
+        self._groups = upstream.groups()
+        self._local = LocalRecovery(
+            self._args, membership, self._identity, self._training, self._planner,
+            self._protection, self._recorder, self._data, self._communicator, self._events,
+        )  # fmt: skip
+        evaluate = post_step.evaluation(
+            self._args, forward_step, model, valid_iterator, process, config, non_loss_data,
+            optimizer,
+        )  # fmt: skip
+        save = post_step.dense_checkpoint(
+            self._args, model, optimizer, scheduler, context, train_iterator
+        )
+        self._local.post_step.know(evaluate, save)
+        self._local.post_step.install()
+        return self._local.train(run, train_iterator, valid_iterator)
 
     def _train_step(
         self,
@@ -178,32 +265,61 @@ class Session:
         iteration: int,
         **kwargs: Any,
     ) -> Any:
-        """One iteration: capture its starting point, run it, note what it committed."""
-        step = partial(original, forward_step, data_iterator, *args, **kwargs)
+        """One iteration, after what a failure has left to do."""
+        self._recorder.stand_around(get_model_config(self._training.model[0]))
+        if self._local is not None:
+            kwargs |= {'p2p_communicator': self._communicator, 'pg_collection': self._groups}
+        step = partial(self._step, partial(original, forward_step, data_iterator, *args, **kwargs))
         if self._conversion is not None:
             self._convert(self._conversion, step)
             self._conversion = None
+        if self._local is not None and self._local.pending():
+            self._local.carry_out(partial(self._iterate, step), step)
+        return self._iterate(step, iteration)
+
+    def _step(self, original: Callable[..., Any], iteration: int) -> Any:
+        """Upstream's `train_step` of the iteration after `iteration`."""
+        if self._local is not None:
+            self._communicator.at_iteration(iteration + 1)
+        return original(iteration=iteration)
+
+    def _iterate(self, step: Callable[[int], Any], iteration: int) -> Any:
+        """One iteration: capture its starting point, run it, note what it committed."""
         if self._protection is None:
-            return step(iteration=iteration)
+            return step(iteration)
         with self._protection.exposed():
             state = self._state(iteration, self._recorder.take())
+            if self._local is not None:
+                self._local.begin(state)
             self._protection.begin(iteration, iteration_state.encode(state))
-        result = step(iteration=iteration)
+        self._running = iteration
+        try:
+            result = step(iteration)
+        finally:
+            self._running = None
         with self._protection.exposed():
             self._protection.end(iteration + 1)
-            self._commit(iteration + 1, skipped=bool(result[1]))
         return result
+
+    def _updating(self) -> None:
+        """The optimizer begins to write."""
+        if self._local is not None and self._running is not None:
+            self._local.updating()
+
+    def _stepped(self, successful: bool) -> None:
+        """The optimizer is done; in a conversion nothing is committed by that."""
+        if self._running is not None:
+            self._commit(self._running + 1, skipped=not successful)
 
     def _convert(self, conversion: Conversion, step: Callable[..., Any]) -> None:
         conversion.run(
             self._training.loader,
             self._training.frozen,
             self._recorder,
-            restore=self._restore,
-            replay=lambda iteration: step(iteration=iteration),
+            restore=lambda state: self._training.restore(state, self._args),
+            replay=step,
         )
         get_moe_metrics_tracker().clear()  # the log shows trained iterations only
-        self._recorder.take()
         self._phases.load, self._phases.convert = conversion.load_s, conversion.replay_s
         self._caught_up_from = time.perf_counter()
         if self._args.rank == self._args.world_size - 1:
@@ -217,32 +333,37 @@ class Session:
             self._args, iteration, training.optimizer, training.scheduler, scalars
         )
 
-    def _restore(self, state: IterationState) -> None:
-        training = self._training
-        iteration_state.restore(state, self._args, training.optimizer, training.scheduler)
-
     def _commit(self, iteration: int, skipped: bool) -> None:
-        """Iteration `iteration` is committed on this rank."""
+        """Iteration `iteration` is committed on this rank: its update is written.
+
+        Upstream moves the scheduler and counts the samples only later, when its own reductions of
+        what to log are through; a failure in those must not undo the iteration.
+        """
         assert self._protection is not None
-        group = self._training.optimizer.param_groups[0]
+        training = self._training
         num_microbatches = get_num_microbatches()
-        # Upstream counts the samples of an iteration after `train_step` has returned.
         samples = self._args.data_parallel_size * self._args.micro_batch_size * num_microbatches
-        scalars = self._recorder.peek()  # the state of the next iteration takes them
+        state = self._state(iteration, self._recorder.peek())
+        state.consumed_train_samples += samples
+        state.scheduler_steps += 0 if skipped else samples
+        group = training.optimizer.param_groups[0]
         self._protection.memory.ledger.append(
             LedgerEntry(
                 iteration=iteration,
-                grad_norms=scalars.grad_norms,
-                overflows=scalars.overflows,
+                grad_norms=state.scalars.grad_norms,
+                overflows=state.scalars.overflows,
                 skipped=skipped,
                 num_microbatches=num_microbatches,
-                consumed_samples=self._args.consumed_train_samples + samples,
-                scheduler_steps=self._training.scheduler.num_steps,
+                consumed_samples=state.consumed_train_samples,
+                scheduler_steps=state.scheduler_steps,
                 learning_rate=group['lr'],
                 weight_decay=group['weight_decay'],
+                num_tokens=state.scalars.num_tokens,
             )
         )
         self._events.iteration = iteration
+        if self._local is not None:
+            self._local.stepped(state)
         if iteration == self._catch_up_to:
             self._recovered()
 
@@ -266,7 +387,20 @@ class Session:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if total_loss_dict is not self._logged_losses:
+            # Upstream's loop was entered again within a log interval: go on with its sums.
+            total_loss_dict.update(self._logged_losses)
+            self._logged_losses = total_loss_dict
         result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         if self._protection is not None and iteration % self._args.log_interval == 0:
             report.log_interval(self._args, iteration, self._protection.checkpointer)
         return result
+
+
+def own_store(membership: Membership | None, exchange: Exchange) -> torch.distributed.Store:
+    """The launcher's store under a name of this life of the job, by a connection of its own."""
+    if membership is not None:
+        return membership.archive
+    default = torch.distributed.distributed_c10d._get_default_store()
+    life = exchange('life', secrets.token_hex(8).encode())[0].decode()
+    return torch.distributed.PrefixStore(f'sparse-ckpt/{life}', default.clone())

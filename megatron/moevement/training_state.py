@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron.moevement import iteration_state
 from megatron.moevement.frozen import FrozenOperators
+from megatron.moevement.iteration_state import IterationState
 from megatron.moevement.operators import (
     check_complete,
     operator_inventory,
@@ -52,32 +54,55 @@ class TrainingState:
         self.frozen = FrozenOperators(self.operators, states, model, optimizer)
         self.device = next(iter(names)).device
 
-    def before_update(self, wait: Callable[[], None]) -> None:
-        """Have `wait` called before each optimizer step, the first that writes what is captured."""
+    def around_update(
+        self,
+        wait: Callable[[], None],
+        writing: Callable[[], None],
+        written: Callable[[bool], None],
+    ) -> None:
+        """Stand around the optimizer step.
+
+        Args:
+            wait: called before each step, the first thing that writes what is captured.
+            writing: called right before an optimizer writes; the gradients are complete then.
+            written: called when all have, with False for a step that was skipped.
+        """
         step = self.optimizer.step
 
         def waiting_step(*args: Any, **kwargs: Any) -> Any:
             faults.point('optimizer')
             wait()
             result = step(*args, **kwargs)
+            written(bool(result[0]))
             faults.point('after-step')
             return result
 
         self.optimizer.step = waiting_step
-        if faults.armed():
-            self._arm_torn_step()
+        for inner in chained(self.optimizer):
+            self._announce_writing(inner, writing)
 
-    def _arm_torn_step(self) -> None:
-        """Let fault injection strike when the first of several optimizers has stepped."""
-        first = next(chained(self.optimizer))
-        step = first.step_with_ready_grads
+    def restore(self, state: IterationState, args: Any) -> None:
+        """Put the small state where the iteration after `state` starts."""
+        iteration_state.restore(state, args, self.optimizer, self.scheduler)
 
-        def torn_step() -> bool:
+    def gather_parameters(self) -> None:
+        """Finish a gather of parameters that a failure may have cut off. Collective."""
+        for chunk in self.model:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    @staticmethod
+    def _announce_writing(inner: Any, writing: Callable[[], None]) -> None:
+        step = inner.step_with_ready_grads
+
+        def announced_step() -> bool:
+            faults.point('norm')
+            writing()
             result = step()
-            faults.point('step')
+            faults.point('step')  # the first of several optimizers has stepped
             return result
 
-        first.step_with_ready_grads = torn_step
+        inner.step_with_ready_grads = announced_step
 
 
 def armed_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +110,7 @@ def armed_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
 
     def struck(*args: Any, **kwargs: Any) -> Any:
         output, loss = forward_step(*args, **kwargs)
-        faults.point('forward')
+        faults.point('forward' if torch.is_grad_enabled() else 'evaluate')
         if torch.is_tensor(output) and output.requires_grad:
             output.register_hook(lambda gradient: faults.point('backward'))
         return output, loss

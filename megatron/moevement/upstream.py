@@ -10,10 +10,13 @@ Checked against megatron-core 0.19.2.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import megatron.training.training as training
+import torch
+from megatron.core.pipeline_parallel import schedules
 
 from megatron.moevement.preflight import InstallationError
 
@@ -37,6 +40,17 @@ _EXPECTED = {
         'max_attention_logit', 'pg_collection', 'is_first_iteration',
         'seqlen_squared_sum_in_batch', 'total_real_tokens_in_batch',
     ),
+    'evaluate_and_print_results': (
+        'prefix', 'forward_step_func', 'data_iterator', 'model', 'iteration',
+        'process_non_loss_data_func', 'config', 'verbose', 'write_to_tensorboard',
+        'non_loss_data_func', 'pg_collection', 'p2p_communicator',
+    ),
+    'save_checkpoint_and_time': (
+        'iteration', 'model', 'optimizer', 'opt_param_scheduler',
+        'num_floating_point_operations_so_far', 'checkpointing_context', 'non_persistent_ckpt',
+        'train_data_iterator',
+    ),
+    'build_pretraining_data_loader': ('dataset', 'consumed_samples'),
 }  # fmt: skip
 
 
@@ -65,6 +79,33 @@ def wrap(name: str, wrapper: Callable[..., Any]) -> None:
         return wrapper(original, *args, **kwargs)
 
     setattr(training, name, wrapped)
+
+
+def groups() -> Any:
+    """The process groups that upstream's schedules use when they are given none."""
+    return schedules._build_default_pg_collection()
+
+
+@contextmanager
+def without_connections(args: Any) -> Iterator[None]:
+    """Within the context, set-up makes process groups that talk to nobody.
+
+    For a process that joins a running job: the others do not take part in its set-up. The groups
+    are connected later, in place.
+    """
+    new_group = torch.distributed.new_group
+
+    def new_fake_group(*given: Any, **kwargs: Any) -> Any:
+        kwargs['backend'] = 'fake'
+        return new_group(*given, **kwargs)
+
+    args.fake_process_group = True
+    torch.distributed.new_group = new_fake_group
+    try:
+        yield
+    finally:
+        args.fake_process_group = False
+        torch.distributed.new_group = new_group
 
 
 def dense_checkpoint_iteration(args: Any) -> int:

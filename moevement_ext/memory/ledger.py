@@ -48,6 +48,8 @@ class LedgerEntry(msgspec.Struct, frozen=True, array_like=True):
     scheduler_steps: int
     learning_rate: float
     weight_decay: float
+    num_tokens: int = 0
+    """Tokens of the global batch that gradients were divided by; 0 where they were not."""
 
 
 class Ledger:

@@ -9,6 +9,7 @@ ranks that learn of a plan too late only lose that window, because windows carry
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -136,6 +137,7 @@ class Replanner:
         self._thread.join()
 
     def _run(self) -> None:
+        self._attempt(self._follow)  # a rank that joins a running job learns of the next plan
         while True:
             with self._changed:
                 while self._observed is None and not self._stopping.is_set():
@@ -144,13 +146,19 @@ class Replanner:
                     return
                 load, self._observed = self._observed, None
             assert load is not None
-            try:
-                self._store.set(f'load/{self._rank}', msgspec.json.encode(load).decode())
-                if self._rank == 0 and load.start >= self._present.origin:
-                    self._lead(load.start)
-                self._follow()
-            except Exception:  # planning must not fail training; the present plan stays
-                logger.warning('cannot re-plan', exc_info=True)
+            self._attempt(partial(self._publish, load))
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception:  # planning must not fail training; the present plan stays
+            logger.warning('cannot re-plan', exc_info=True)
+
+    def _publish(self, load: WindowLoad) -> None:
+        self._store.set(f'load/{self._rank}', msgspec.json.encode(load).decode())
+        if self._rank == 0 and load.start >= self._present.origin:
+            self._lead(load.start)
+        self._follow()
 
     def _lead(self, start: int) -> None:
         """On rank 0: decide once every rank has published this window, unless it is overtaken."""

@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
+import xxhash
+
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.memory.log_record import CorruptLog, LoggedTensor, LogKey
 from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.slot import SlotHeader, WindowName, frame_checksum
 from moevement_ext.memory.window_file import WindowFile
@@ -25,9 +28,12 @@ from moevement_ext.replicate.transport import (
     CommitWindow,
     Connection,
     DiscardAfter,
+    FetchLog,
     FetchWindow,
     Hello,
     ListWindows,
+    LogHead,
+    NotYet,
     Persisted,
     Proceed,
     ProtocolError,
@@ -156,6 +162,35 @@ class ReplicaClient:
                 )
             _expect(connection, Ack)
         return into.verify(None, None, owner, start, plan)
+
+    def fetch_log(self, key: LogKey) -> tuple[LoggedTensor, bytearray] | None:
+        """Receive and verify one record of the peer's upstream log.
+
+        Returns:
+            None: it is not there yet, after the peer has waited for it for a moment; ask again.
+
+        Raises:
+            CorruptLog: what arrived is not what was logged.
+        """
+        with self._exchange() as connection:
+            connection.send(FetchLog(key))
+            reply = _reply(connection)
+            if isinstance(reply, NotYet):
+                return None
+            tensor = _require(reply, LogHead).tensor
+            connection.set_deadline(self._timeout_s, tensor.nbytes)
+            data = bytearray(tensor.nbytes)
+            connection.receive_into(memoryview(data))
+        host, port = self.address
+        if xxhash.xxh3_64_intdigest(data) != tensor.checksum:
+            raise CorruptLog(f'{key}, from peer {host}:{port}, is damaged: checksum mismatch')
+        return tensor, data
+
+    def interrupt(self) -> None:
+        """Let an exchange in progress end with ``PeerLost``; from any thread."""
+        connection = self._connection
+        if connection is not None:
+            connection.shutdown()
 
     def close(self) -> None:
         """Close the connection; the next call opens another."""

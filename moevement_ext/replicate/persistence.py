@@ -25,14 +25,21 @@ class PersistenceBoard:
 
     Args:
         store: reachable by all ranks; used by this object's thread only.
+        rank: of this process; a window counts once for it, also if it is reported again by the
+            process that takes its place.
         world_size: number of ranks that must report a window.
         on_persisted: called on the board's thread with each window that became persisted.
     """
 
     def __init__(
-        self, store: Store, world_size: int, on_persisted: Callable[[WindowName], None]
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        on_persisted: Callable[[WindowName], None],
     ) -> None:
         self._store = store
+        self._rank = rank
         self._world_size = world_size
         self._on_persisted = on_persisted
         self._changed = threading.Condition()
@@ -74,8 +81,12 @@ class PersistenceBoard:
             time.sleep(_POLL_SECONDS)
 
     def _count(self, window: WindowName) -> None:
+        if self._newest is not None and window.start <= self._newest.start:
+            return
         self._awaited = window
         self._counted.append(window)
+        if self._store.add(self._mark(window), 1) > 1:
+            return
         if self._store.add(_key(window), 1) == self._world_size:
             self._store.set(_NEWEST, f'{window.start}/{window.plan}')
             self._store.delete_key(_key(window))  # everybody has counted; keep the store small
@@ -95,9 +106,14 @@ class PersistenceBoard:
     def _forget_until(self, persisted: WindowName) -> None:
         """Remove the counts of older windows, which some rank skipped and nobody will complete."""
         for window in self._counted:
+            if window.start <= persisted.start:
+                self._store.delete_key(self._mark(window))
             if window.start < persisted.start:
                 self._store.delete_key(_key(window))
         self._counted = [window for window in self._counted if window.start > persisted.start]
+
+    def _mark(self, window: WindowName) -> str:
+        return f'{_key(window)}/{self._rank}'
 
 
 def _key(window: WindowName) -> str:

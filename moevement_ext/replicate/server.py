@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds replicas of other owners' windows and serves every window on its node (paper sec. 3.3).
+"""Holds replicas of other owners' windows, serves every window on its node (paper sec. 3.3) and the
+upstream log of its rank.
 
 One thread accepts, one thread per connection works. Nothing here ever raises into training: what
 goes wrong is answered with ``Refused`` or ends the connection.
@@ -12,9 +13,10 @@ import socketserver
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.log_record import LogGap
 from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.slot import WindowName, frame_checksum
 from moevement_ext.memory.store import NodeStore, OwnerWindows
@@ -25,9 +27,12 @@ from moevement_ext.replicate.transport import (
     CommitWindow,
     Connection,
     DiscardAfter,
+    FetchLog,
     FetchWindow,
     Hello,
     ListWindows,
+    LogHead,
+    NotYet,
     Persisted,
     Proceed,
     ProtocolError,
@@ -41,14 +46,19 @@ from moevement_ext.replicate.transport import (
     WindowList,
 )
 
+if TYPE_CHECKING:  # a holder of replicas alone needs no torch
+    from moevement_ext.memory.upstream_log import UpstreamLog
+
 logger = logging.getLogger(__name__)
 
-_REFUSALS = (RefusedWindow, HostMemoryError, ValueError)
+_REFUSALS = (RefusedWindow, HostMemoryError, LogGap, ValueError)
 _POLL_SECONDS = 0.1  # longest delay of stop()
+_LOG_WAIT_SECONDS = 0.5
+"""A record that is not in the log yet is waited for so long before the client must ask again."""
 
 
 class ReplicaServer:
-    """Receives replicas for ``rank`` to hold, and serves the windows found on its node.
+    """Receives replicas for ``rank`` to hold; serves the windows on its node and the rank's log.
 
     Args:
         store: store of this node.
@@ -82,6 +92,7 @@ class ReplicaServer:
             owner: _Inbox(OwnerWindows(store, rank, owner, capacity, generations))
             for owner, capacity in capacities.items()
         }
+        self._log: UpstreamLog | None = None
         self._connections: dict[Connection, threading.Thread] = {}
         self._lock = threading.Lock()
         self._listener = _Listener((host, port), self)
@@ -102,6 +113,10 @@ class ReplicaServer:
     def replicas(self, owner: int) -> OwnerWindows:
         """Return the replica windows held for ``owner``."""
         return self._inboxes[owner].windows
+
+    def serve_log(self, log: 'UpstreamLog | None') -> None:
+        """Serve this log from now on; None: refuse to."""
+        self._log = log
 
     def stop(self) -> None:
         """Stop listening and close all connections; files stay."""
@@ -153,6 +168,9 @@ class ReplicaServer:
                 case FetchWindow():
                     self._send_window(connection, request)
                     return
+                case FetchLog():
+                    self._send_record(connection, request)
+                    return
                 case ListWindows():
                     reply: Reply = self._list()
                 case PutSlot() | CommitWindow() | Persisted() | DiscardAfter():
@@ -162,6 +180,18 @@ class ReplicaServer:
         except _REFUSALS as refusal:
             reply = Refused(f'{type(refusal).__name__}: {refusal}')
         connection.send(reply)
+
+    def _send_record(self, connection: Connection, request: FetchLog) -> None:
+        if self._log is None:
+            raise ValueError('no upstream log is kept here')
+        found = self._log.read(request.key, _LOG_WAIT_SECONDS)
+        if found is None:
+            connection.send(NotYet())
+            return
+        tensor, data = found
+        connection.set_deadline(self._timeout_s, tensor.nbytes)
+        connection.send(LogHead(tensor))
+        connection.send_bytes(data)
 
     def _inbox(self, owner: int) -> '_Inbox':
         if owner not in self._inboxes:

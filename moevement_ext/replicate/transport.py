@@ -11,6 +11,7 @@ A connection begins with ``Hello``; then, from the client's side:
     CommitWindow | Persisted | DiscardAfter -> Ack | Refused
     ListWindows -> WindowList
     FetchWindow -> Refused | WindowHead, then per slot SlotHead, payload, frame -> Ack | Refused
+    FetchLog -> Refused | NotYet | LogHead, then the bytes
 """
 
 import socket
@@ -20,9 +21,10 @@ from typing import Annotated
 
 import msgspec
 
+from moevement_ext.memory.log_record import LoggedTensor, LogKey
 from moevement_ext.memory.slot import Count, WindowName
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_FRAME_BYTES = 64 * 2**20
 MIN_BYTES_PER_SECOND = 10 * 2**20
@@ -90,6 +92,12 @@ class FetchWindow(msgspec.Struct, frozen=True, tag=True):
     plan: str
 
 
+class FetchLog(msgspec.Struct, frozen=True, tag=True):
+    """Send one record of the upstream log of the peer."""
+
+    key: LogKey
+
+
 class Ack(msgspec.Struct, frozen=True, tag=True):
     """Done."""
 
@@ -133,8 +141,20 @@ class SlotHead(msgspec.Struct, frozen=True, tag=True):
     frame_bytes: FrameBytes
 
 
-Request = Hello | PutSlot | CommitWindow | Persisted | DiscardAfter | ListWindows | FetchWindow
-Reply = Ack | Proceed | Refused | WindowList | WindowHead | SlotHead
+class LogHead(msgspec.Struct, frozen=True, tag=True):
+    """The record that follows."""
+
+    tensor: LoggedTensor
+
+
+class NotYet(msgspec.Struct, frozen=True, tag=True):
+    """The record is not there but may still come: ask again."""
+
+
+Request = (
+    Hello | PutSlot | CommitWindow | Persisted | DiscardAfter | ListWindows | FetchWindow | FetchLog
+)
+Reply = Ack | Proceed | Refused | WindowList | WindowHead | SlotHead | LogHead | NotYet
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

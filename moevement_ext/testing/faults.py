@@ -12,8 +12,9 @@ import signal
 from dataclasses import dataclass
 
 PHASES = (
-    'forward', 'backward', 'optimizer', 'step', 'after-step',
-    'capture', 'seal', 'replicate', 'load', 'convert',
+    'forward', 'backward', 'p2p', 'reduce', 'optimizer', 'norm', 'step', 'after-step',
+    'capture', 'seal', 'replicate', 'evaluate', 'save',
+    'detect', 'regroup', 'fetch', 'load', 'convert', 'catch-up',
 )  # fmt: skip
 
 _FAULT = re.compile(rf'(\d+):(\d+):({"|".join(PHASES)})(?::(\d+))?')

@@ -15,9 +15,14 @@ import socket
 import sys
 import time
 import uuid
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from moevement_ext.rendezvous import announce_failure
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,6 +123,84 @@ class Cluster:
                 worker.join()
         self.lives += 1
         return [worker.exitcode for worker in workers]
+
+    def survive(
+        self,
+        *,
+        fail_at: str = '',
+        strike: Callable[[list], None] | None = None,
+        wipe: Collection[int] = (),
+        mutation: str | None = None,
+        announce: bool = True,
+        timeout_s: float = 240.0,
+    ) -> dict[int, int]:
+        """Run to the end under a launcher that starts again only the workers that died.
+
+        Args:
+            fail_at: `MOEVEMENT_FAIL_AT`.
+            strike: called again and again with the workers, to kill or stop some.
+            wipe: nodes whose memory is deleted when one of their workers dies.
+            mutation: as for `run`, in all workers.
+            announce: the launcher tells the others of a death; else they notice themselves.
+
+        Returns:
+            How often each rank was started again, of those that were.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        starts = dict.fromkeys(range(self.ranks), 0)
+
+        def start(rank: int) -> multiprocessing.Process:
+            env = self._environment(rank, store.port, fail_at) | {
+                'TORCHELASTIC_USE_AGENT_STORE': 'True',
+                'TORCHELASTIC_RESTART_COUNT': str(starts[rank]),
+            }
+            worker = _CONTEXT.Process(
+                target=_worker, args=(self.flags, env, str(self.log(rank)), mutation)
+            )
+            worker.start()
+            return worker
+
+        workers = [start(rank) for rank in range(self.ranks)]
+        deadline = time.monotonic() + timeout_s
+        try:
+            while any(worker.exitcode != 0 for worker in workers):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f'job did not end in {timeout_s:g} s\n{self.tail()}')
+                if sum(starts.values()) > 40:
+                    raise RuntimeError(f'workers die again and again: {starts}\n{self.tail()}')
+                for rank, worker in enumerate(workers):
+                    if worker.exitcode not in (None, 0):
+                        starts[rank] += 1
+                        node = rank * self.nodes // self.ranks
+                        if node in wipe:
+                            shutil.rmtree(self.node_memory(node), ignore_errors=True)
+                        if announce:
+                            announce_failure(store, rank, f'rank {rank}: {worker.exitcode}')
+                        workers[rank] = start(rank)
+                self._evict(store, workers)
+                if strike is not None:
+                    strike(workers)
+                multiprocessing.connection.wait(
+                    [worker.sentinel for worker in workers if worker.exitcode is None], 0.02
+                )
+        finally:
+            for worker in workers:
+                worker.kill()
+            for worker in workers:
+                worker.join()
+        self.lives += 1
+        return {rank: count for rank, count in starts.items() if count}
+
+    @staticmethod
+    def _evict(store: TCPStore, workers: list) -> None:
+        """Kill workers that the others found hung, as a launcher does."""
+        for rank, worker in enumerate(workers):
+            key = f'evict/{rank}'
+            if store.check([key]):
+                if int(store.get(key)) == worker.pid:
+                    worker.kill()
+                store.delete_key(key)
 
     def finish(self, **kwargs: object) -> None:
         """Run to the end; raises with the logs if a rank fails."""

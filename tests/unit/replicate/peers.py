@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from moevement_ext.memory.store import NodeStore, OwnerWindows
+from moevement_ext.memory.upstream_log import UpstreamLog
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.replicate.server import ReplicaServer
 from moevement_ext.replicate.transport import PROTOCOL_VERSION, Ack, Connection, Hello, Refused
@@ -33,6 +36,20 @@ def serving(
     finally:
         server.stop()
         store.close()
+
+
+@contextmanager
+def logging(path: Path) -> Iterator[UpstreamLog]:
+    """A log large enough for all that a test sends."""
+
+    def fail(reason: str) -> None:
+        raise AssertionError(reason)
+
+    log = UpstreamLog(path, 2**16, torch.device('cpu'), DEADLINE_S, fail)
+    try:
+        yield log
+    finally:
+        log.close()
 
 
 def commit(windows: OwnerWindows, start: int, plan: str = PLAN) -> WindowFile:

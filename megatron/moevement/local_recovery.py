@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Localized recovery, seen from one rank: survivors keep their state, lost stages replay.
+
+After a failure all ranks meet (see `membership`), come to the same verdict, and enter upstream's
+loop at the newest committed iteration; new processes do so for the first time. In the first
+`train_step` the lost stages replay (see `stage_replay`), everybody reconnects, and training goes on
+(paper section 3.4).
+"""
+
+import enum
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import msgspec
+
+from megatron.moevement import iteration_state
+from megatron.moevement.broken_iteration import BrokenIteration
+from megatron.moevement.data_position import DataPosition
+from megatron.moevement.global_scalars import ScalarRecorder
+from megatron.moevement.iteration_state import IterationState
+from megatron.moevement.membership import Membership, lost_peer
+from megatron.moevement.p2p import BoundaryCommunicator
+from megatron.moevement.planning import Planner
+from megatron.moevement.post_step import PostStep, PostStepProgress
+from megatron.moevement.protection import Protection
+from megatron.moevement.stage_replay import StageReplay
+from megatron.moevement.training_state import TrainingState
+from moevement_ext.checkpointer import Identity
+from moevement_ext.config import node_name
+from moevement_ext.host_memory import held_windows
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.observe.events import EventLog
+from moevement_ext.plan.replanning import PlanParameters
+from moevement_ext.recover.agreement import Candidate
+from moevement_ext.recover.verdict import NOWHERE, Localized, Report, WholeJob, decide
+from moevement_ext.rendezvous import EpochBroken
+from moevement_ext.testing import faults
+
+logger = logging.getLogger(__name__)
+
+EXIT_WHOLE_JOB = 75
+"""Exit code of a worker that ends so that the launcher starts the whole job again."""
+
+
+class Handover(msgspec.Struct, frozen=True):
+    """What survivors tell a new process besides their report."""
+
+    plan: PlanParameters
+    """In force at the survivor's iteration."""
+    progress: PostStepProgress
+    """In what follows the newest committed iteration."""
+    runs: tuple[int, int, int]
+    """Upstream's `do_train`, `do_valid` and `do_test`."""
+
+
+class Position(enum.Enum):
+    """Where the training thread is, as far as this rank's state is concerned."""
+
+    BETWEEN = 'the state of an iteration is complete'
+    RUNNING = 'an iteration accumulates gradients; it can be run again'
+    UPDATING = 'parameters are being written'
+
+
+@dataclass
+class Phases:
+    """Seconds of each phase of a localized recovery on this rank."""
+
+    unblock: float = 0.0
+    respawn: float = 0.0
+    regroup: float = 0.0
+    fetch: float = 0.0
+    convert: float = 0.0
+    catch_up: float = 0.0
+
+
+class LocalRecovery:
+    """Brings this rank through failures of others, or into the place of a lost one.
+
+    Args:
+        args: upstream's arguments.
+        membership: this process among the others.
+        identity: of this rank in this run.
+        training: model and optimizer of this rank.
+        planner: knows the stages of all ranks.
+        protection: windows, ledger and log of this rank.
+        recorder: of the global scalars.
+        data: moves the data iterators.
+        communicator: of the pipeline.
+        events: event log of the rank.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        membership: Membership,
+        identity: Identity,
+        training: TrainingState,
+        planner: Planner,
+        protection: Protection,
+        recorder: ScalarRecorder,
+        data: DataPosition,
+        communicator: BoundaryCommunicator,
+        events: EventLog,
+    ) -> None:
+        self._args = args
+        self._membership = membership
+        self._identity = identity
+        self._training = training
+        self._planner = planner
+        self._protection = protection
+        self._recorder = recorder
+        self._data = data
+        self._events = events
+        self._broken = BrokenIteration(training.model, training.operators)
+        self._replay = StageReplay(
+            args, identity, training, protection, recorder, data, communicator
+        )
+        self._position = Position.UPDATING if membership.joining else Position.BETWEEN
+        self._state: IterationState | None = None
+        self._committed = NOWHERE
+        self._verdict: Localized | None = None
+        self._refused: list[Candidate] = []
+        self._phases = Phases()
+        self.post_step = PostStep(args)
+
+    # Notes of the training thread, in every iteration
+
+    def begin(self, state: IterationState) -> None:
+        """The iteration after `state` begins."""
+        if self._membership.broken:
+            raise EpochBroken('another rank is gone')
+        if self._position is not Position.UPDATING:
+            self._position = Position.RUNNING
+            self._state = state
+            self._broken.begin()
+
+    def updating(self) -> None:
+        """The optimizer begins to write."""
+        if self._position is Position.RUNNING:
+            self._position = Position.UPDATING
+            self._membership.not_updating.clear()
+
+    def stepped(self, state: IterationState) -> None:
+        """The optimizer has written; `state` is what the next iteration will start from."""
+        self._committed = max(self._committed, state.iteration)
+        self._state = state
+        if self._verdict is None:  # a stage that catches up is behind until it is all done
+            self._position = Position.BETWEEN
+            self._membership.not_updating.set()
+            self.post_step.begin(state.iteration)
+
+    # Around upstream's loop
+
+    def train(self, run: Callable[[], Any], train_iterator: Any, valid_iterator: Any) -> Any:
+        """Run upstream's loop, entering it again after each failure of other ranks.
+
+        Raises:
+            Exception: whatever is this rank's own fault.
+        """
+        self._iterators = train_iterator, valid_iterator
+        if self._membership.joining:
+            self._enter()
+        else:
+            self._watch()
+        while True:
+            try:
+                return run()
+            except Exception as error:
+                if not (lost_peer(error) or self._membership.broken):
+                    raise
+                self._leave(f'{type(error).__name__}: {error}')
+            self._meet()
+            self._enter()
+
+    def pending(self) -> bool:
+        """A failure is not yet dealt with: `carry_out` comes before the next iteration."""
+        return self._verdict is not None
+
+    def carry_out(self, iterate: Callable[[int], Any], replay: Callable[[int], Any]) -> None:
+        """Replay what was lost and reconnect. In the first `train_step` after entering the loop.
+
+        Args:
+            iterate: runs the iteration after the given one and commits it.
+            replay: runs it without capture or commit, for frozen operators.
+
+        Raises:
+            EpochBroken: another failure came first.
+        """
+        verdict = self._verdict
+        assert verdict is not None
+        self._watch()
+        began = time.perf_counter()
+        self._exchange_addresses(verdict)
+        self._phases.respawn += time.perf_counter() - began
+        if self._args.rank in verdict.ranks:
+            self._replay_stage(verdict, iterate, replay)
+        self._membership.barrier('replayed')
+        faults.point('regroup')
+        began = time.perf_counter()
+        self._membership.renew(None)
+        self._phases.regroup += time.perf_counter() - began
+        if self._args.rank not in verdict.ranks:
+            self._put_back()
+        self._resume(verdict)
+
+    # Failure
+
+    def _watch(self) -> None:
+        self._membership.watch(self._args.distributed_backend, self._replay.interrupt)
+
+    def _leave(self, reason: str) -> None:
+        began = time.perf_counter()
+        self._membership.not_updating.set()
+        faults.point('detect')
+        self._membership.leave(reason)
+        self._phases = Phases(unblock=time.perf_counter() - began)
+        self._events.emit('failure_detected', reason=self._membership.reason)
+        logger.warning('sparse checkpointing: recovering: %s', self._membership.reason)
+
+    def _meet(self) -> None:
+        began = time.perf_counter()
+        self._membership.meet(self._report)
+        self._phases.respawn = time.perf_counter() - began
+
+    def _report(self) -> Report:
+        clean = {
+            Position.UPDATING: NOWHERE,
+            Position.RUNNING: self._state.iteration if self._state else NOWHERE,
+            Position.BETWEEN: self._committed,
+        }[self._position]
+        memory = self._protection.memory
+        first_logged = memory.log.first_iteration if memory.log is not None else None
+        handover = Handover(
+            self._protection.present,
+            self.post_step.progress(),
+            (self._args.do_train, self._args.do_valid, self._args.do_test),
+        )
+        return Report(
+            survivor=True,
+            node=node_name(),
+            pid=os.getpid(),
+            windows=held_windows(memory.store, self._identity.run, self._identity.topology),
+            origin=self._membership.origin,
+            committed=self._committed,
+            clean_at=clean,
+            first_logged=NOWHERE if first_logged is None else first_logged,
+            refused=self._refused,
+            address=memory.addresses[self._args.rank],
+            ledger=self._entries(),
+            details=msgspec.msgpack.encode(handover),
+        )
+
+    def _entries(self) -> list[LedgerEntry]:
+        """The newest committed iterations, as many as a replay can need."""
+        ledger = self._protection.memory.ledger
+        oldest = max(self._committed - self._protection.log_iterations, 0)
+        found = [ledger.get(t) for t in range(oldest + 1, self._committed + 1)]
+        return [entry for entry in found if entry is not None]
+
+    def _enter(self) -> None:
+        """Decide, and have upstream's loop start at the newest committed iteration."""
+        reports = self._membership.reports
+        verdict = decide(
+            reports, self._planner.stage_of, self._planner.tied, self._args.train_iters
+        )
+        if isinstance(verdict, WholeJob):
+            self._give_up(verdict.reason)
+        self._verdict = verdict
+        if self._args.rank in verdict.ranks:
+            self._position = Position.UPDATING
+        self._committed = verdict.target
+        self._replay.learn(reports, self._planner.stage_of)
+        samples = self._replay.consumed_samples(verdict.target)
+        if self._position is not Position.UPDATING and self._state is not None:
+            samples = self._state.consumed_train_samples
+        iteration_state.move_to(verdict.target, samples, self._args)
+        if not self._membership.joining:
+            self._broken.let_go()
+        self._membership.silence()
+        self._membership.joining = False
+
+    def _give_up(self, reason: str) -> NoReturn:
+        """The next tier: all workers end, and the launcher starts the whole job again."""
+        self._events.emit('next_tier', reason=reason, tier='the whole job')
+        logger.warning('sparse checkpointing: the whole job starts again: %s', reason)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_WHOLE_JOB)
+
+    # Recovery
+
+    def _exchange_addresses(self, verdict: Localized) -> None:
+        """Wait until new processes are set up, and learn where they listen."""
+        store, memory = self._membership.store, self._protection.memory
+        rank = self._args.rank
+        if rank in verdict.newcomers:
+            encoded = msgspec.msgpack.encode(memory.addresses[rank])
+            store.set(f'address/{rank}', encoded)  # type: ignore[arg-type]
+        self._membership.barrier('ready')
+        for other, report in enumerate(self._membership.reports):
+            if report.address is not None:
+                memory.addresses[other] = report.address
+        for other in verdict.newcomers:
+            found = store.get(f'address/{other}')
+            memory.addresses[other] = msgspec.msgpack.decode(found, type=tuple[str, int])
+        self._protection.replace_peers(verdict.newcomers)
+
+    def _replay_stage(
+        self, verdict: Localized, iterate: Callable[[int], Any], replay: Callable[[int], Any]
+    ) -> None:
+        assert verdict.window is not None
+        self._events.emit(
+            'recovery_started', start=verdict.window.start, dense_at=verdict.window.dense_at
+        )
+        began = time.perf_counter()
+        self._membership.renew(verdict.ranks)
+        self._phases.regroup += time.perf_counter() - began
+        try:
+            self._replay.run(verdict, self._membership.reports, self._iterators[0], iterate, replay)
+        except self._replay.Refused as refusal:
+            self._refused.append(verdict.window)
+            raise EpochBroken(str(refusal)) from refusal
+        self._phases.fetch = self._replay.fetch_s
+        self._phases.convert = self._replay.convert_s
+        self._phases.catch_up = self._replay.catch_up_s
+        self._state = self._replay.state
+        self._position = Position.BETWEEN
+
+    def _put_back(self) -> None:
+        """This rank keeps its state; only what the broken iteration began is undone."""
+        state = self._state
+        if state is None:  # nothing has run yet
+            return
+        self._training.restore(state, self._args)
+        if self._position is Position.RUNNING:
+            self._broken.put_back()
+        self._recorder.put_back(state.scalars)
+        self._data.move_training(self._iterators[0], state.consumed_train_samples)
+        if self._protection.memory.log is not None:
+            self._protection.memory.log.rewind(state.iteration)
+
+    def _resume(self, verdict: Localized) -> None:
+        """Everybody is connected and at the same iteration."""
+        self._training.gather_parameters()
+        progress = [handover.progress for handover in handovers(self._membership.reports)]
+        self.post_step.catch_up(verdict.target, progress, self._iterators[1], self._data)
+        self._verdict = None
+        self._position = Position.BETWEEN
+        self._events.emit(
+            'recovered',
+            scope='localized',
+            target=verdict.target,
+            stages=sorted(verdict.stages),
+            newcomers=sorted(verdict.newcomers),
+            replayed=self._replay.replayed if self._args.rank in verdict.ranks else 0,
+            seconds={name: round(value, 3) for name, value in vars(self._phases).items()},
+        )
+
+
+def handovers(reports: Sequence[Report]) -> list[Handover]:
+    """What the survivors hand over."""
+    return [
+        msgspec.msgpack.decode(report.details, type=Handover)
+        for report in reports
+        if report.details
+    ]

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This process among all ranks of the job: the present epoch, how it ends, and the next one."""
+
+import os
+import threading
+from collections.abc import Callable, Collection
+from datetime import timedelta
+
+import msgspec
+from torch.distributed import DistError, PrefixStore, Store
+
+from moevement_ext.config import node_name
+from moevement_ext.detect.watch import EpochWatch
+from moevement_ext.host_memory import held_windows
+from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.store import NodeStore
+from moevement_ext.recover.verdict import NOWHERE, Report
+from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError
+from moevement_ext.rendezvous import EpochBroken, Meeting, Rendezvous, break_epoch
+
+_UPDATE_GRACE_SECONDS = 1.0
+
+
+class Membership:
+    """Meets the other ranks. Construction waits for all of them.
+
+    Args:
+        store: the launcher's store, which outlives the workers.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout: how long to wait for others.
+        hang_timeout_s: seconds without a sign of life after which a rank counts as hung.
+        report: what this process brings to the first meeting.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        hang_timeout_s: float,
+        report: Callable[[], Report],
+    ) -> None:
+        self._store = store
+        self._timeout = timeout
+        self._hang_timeout_s = hang_timeout_s
+        self._watch: EpochWatch | None = None
+        self._watch_stores = store.clone(), store.clone()
+        self._groups: ProcessGroups | None = None
+        self.not_updating = threading.Event()
+        """Clear while the optimizer writes: an update that all its ranks can finish is let to."""
+        self.not_updating.set()
+        self._rendezvous = Rendezvous(store, rank, world_size)
+        self._rendezvous.predecessor_took_part()
+        self._arrive(self._rendezvous.meet(_encoded(report), timeout))
+        self.origin = max(
+            [report.origin for report in self.reports if report.survivor] or [NOWHERE]
+        )
+        self.joining = self.origin != NOWHERE
+        if not self.joining:
+            self.origin = self._meeting.epoch
+
+    @property
+    def store(self) -> Store:
+        """For keys of the present epoch."""
+        return self._meeting.store
+
+    @property
+    def archive(self) -> Store:
+        """For keys of this life of the job, from the start of all its ranks to the next such."""
+        return PrefixStore(f'job/{self.origin}', self._store.clone())
+
+    @property
+    def broken(self) -> bool:
+        """A failure was announced in the present epoch."""
+        return self._watch is not None and self._watch.broken.is_set()
+
+    def watch(self, distributed_backend: str, wake: Callable[[], None]) -> None:
+        """Have waits of this process end when the epoch does. Called when process groups exist.
+
+        Args:
+            distributed_backend: upstream's `--distributed-backend`.
+            wake: called on the watching thread besides: ends waits that are not torch's.
+        """
+        if self._groups is None:
+            self._groups = ProcessGroups(distributed_backend)
+        groups = self._groups
+
+        def on_broken(reason: str) -> None:
+            self.not_updating.wait(_UPDATE_GRACE_SECONDS)
+            groups.unblock()
+            wake()
+
+        self._watch = EpochWatch(
+            self._watch_stores,
+            self._meeting.epoch,
+            self._rendezvous.rank,
+            [report.pid for report in self.reports],
+            self._hang_timeout_s,
+            on_broken,
+        )
+
+    def leave(self, reason: str) -> None:
+        """Announce a failure in the present epoch and unblock this process."""
+        break_epoch(self._store, self._meeting.epoch, reason)
+        if self._watch is not None:
+            self._watch.broken.wait(self._timeout.total_seconds())
+            reason = self._watch.reason or reason
+            self._watch.stop()
+        self.reason = reason
+
+    def meet(self, report: Callable[[], Report]) -> list[Report]:
+        """Join the epoch after the present one; returns what all ranks report, by rank.
+
+        Raises:
+            FencedOut: this process has been replaced.
+            SparseCheckpointError: somebody did not come in time.
+        """
+        before = self._meeting.epoch
+        self._arrive(self._rendezvous.meet(_encoded(report), self._timeout, after=before))
+        return self.reports
+
+    def barrier(self, name: str) -> None:
+        """Wait for all ranks of the epoch.
+
+        Raises:
+            EpochBroken: a failure was announced meanwhile.
+        """
+        self._rendezvous.barrier(self._meeting, name, self._timeout)
+
+    def renew(self, members: Collection[int] | None) -> None:
+        """Connect the process groups of `members` (None: all) anew, silence the others.
+
+        Raises:
+            EpochBroken: a failure was announced meanwhile.
+        """
+        assert self._groups is not None
+        self._raise_if_broken()
+        name = 'all' if members is None else 'some'
+        try:
+            self._groups.renew(PrefixStore(f'groups/{name}', self.store), members, self._timeout)
+        finally:
+            if self.broken:
+                self._groups.unblock()
+        self._raise_if_broken()
+
+    def silence(self) -> None:
+        """Let all collectives complete at once, without effect, until groups are connected."""
+        if self._groups is not None:  # those of a new process are silent from the start
+            self._groups.renew(self.store, (), self._timeout)
+
+    def close(self) -> None:
+        """The job is over."""
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _raise_if_broken(self) -> None:
+        if self._watch is not None and self._watch.broken.is_set():
+            raise EpochBroken(self._watch.reason or 'unknown')
+
+    def _arrive(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self.reports = [msgspec.msgpack.decode(item, type=Report) for item in meeting.reports]
+
+
+def newcomer_report(store: NodeStore, run: str, topology: str, rank: int) -> Report:
+    """What a new process has: what its node's memory kept."""
+    newest = Ledger.read_newest(store.ledger_path(rank))
+    return Report(
+        survivor=False,
+        node=node_name(),
+        pid=os.getpid(),
+        windows=held_windows(store, run, topology),
+        committed=newest.iteration if newest is not None else NOWHERE,
+    )
+
+
+def _encoded(report: Callable[[], Report]) -> Callable[[], bytes]:
+    return lambda: msgspec.msgpack.encode(report())
+
+
+def lost_peer(error: BaseException) -> bool:
+    """True if an exception says that another rank is gone, not that this one is at fault.
+
+    gloo names its transport in every message; NCCL and the stores have types of their own.
+    """
+    if isinstance(error, EpochBroken | RegroupError | DistError | ConnectionError):
+        return True
+    return isinstance(error, RuntimeError) and 'gloo' in str(error).lower()

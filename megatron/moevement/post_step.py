@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What upstream does after an iteration: evaluation and dense checkpoint, done again if cut off.
+
+A failure may strike when some ranks have finished these and others have not. All ranks then go on
+from the entry of the next iteration, where they do together what any of them had left undone.
+
+Stands around `evaluate_and_print_results` and `save_checkpoint_and_time`.
+Checked against megatron-core 0.19.2.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import megatron.training.training as training
+import msgspec
+
+from megatron.moevement import upstream
+from megatron.moevement.data_position import DataPosition
+from moevement_ext.testing import faults
+
+
+class PostStepProgress(msgspec.Struct, frozen=True):
+    """How far a rank has come."""
+
+    valid_before: int
+    """Validation samples consumed before the evaluation that may follow the iteration."""
+    valid_now: int
+    evaluated: bool
+    """That evaluation is over, or not due."""
+    saved: bool
+    """And so is the dense checkpoint."""
+
+
+class PostStep:
+    """Follows evaluation and dense checkpoint of the newest iteration. Training thread only.
+
+    Args:
+        args: upstream's arguments.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self._evaluate: Callable[[int], None] | None = None
+        self._save: Callable[[int], None] | None = None
+        self._valid_before: int = args.consumed_valid_samples
+        self._evaluated = True
+        self._saved = True
+
+    def install(self) -> None:
+        """Stand around upstream's functions."""
+        upstream.wrap('evaluate_and_print_results', self._evaluating)
+        upstream.wrap('save_checkpoint_and_time', self._saving)
+
+    def know(self, evaluate: Callable[[int], None], save: Callable[[int], None]) -> None:
+        """How to do again what upstream does after the given iteration."""
+        self._evaluate = evaluate
+        self._save = save
+
+    def begin(self, iteration: int) -> None:
+        """Iteration `iteration` is committed; what is due after it is not done."""
+        args = self._args
+        self._valid_before = args.consumed_valid_samples
+        self._evaluated = not (
+            args.eval_interval
+            and iteration % args.eval_interval == 0
+            and args.do_valid
+            and (args.start_eval_at_iter is None or iteration >= args.start_eval_at_iter)
+        )
+        self._saved = not (args.save and args.save_interval and iteration % args.save_interval == 0)
+
+    def catch_up(
+        self,
+        iteration: int,
+        survivors: Sequence[PostStepProgress],
+        valid_iterator: Any,
+        data: DataPosition,
+    ) -> None:
+        """Do what not all survivors had done after `iteration`. Collective."""
+        evaluated = all(survivor.evaluated for survivor in survivors)
+        saved = all(survivor.saved for survivor in survivors)
+        self._valid_before = max(survivor.valid_before for survivor in survivors)
+        self._args.consumed_valid_samples = (
+            max(survivor.valid_now for survivor in survivors) if evaluated else self._valid_before
+        )
+        data.move_validation(valid_iterator, self._args.consumed_valid_samples)
+        if not evaluated and self._evaluate is not None:
+            self._evaluate(iteration)
+        if not saved and self._save is not None:
+            self._save(iteration)
+        self._evaluated = self._saved = True
+
+    def progress(self) -> PostStepProgress:
+        """What others need to know after a failure."""
+        return PostStepProgress(
+            self._valid_before, self._args.consumed_valid_samples, self._evaluated, self._saved
+        )
+
+    def _evaluating(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        faults.point('evaluate')
+        result = original(*args, **kwargs)
+        self._evaluated = True
+        return result
+
+    def _saving(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        faults.point('save')
+        result = original(*args, **kwargs)
+        self._saved = True
+        return result
+
+
+def evaluation(
+    args: Any, forward_step: Any, model: Any, valid_iterator: Any, process: Any, config: Any,
+    non_loss_data: Any, optimizer: Any,
+) -> Callable[[int], None]:  # fmt: skip
+    """Upstream's evaluation after an iteration, as its loop calls it."""
+
+    def evaluate(iteration: int) -> None:
+        hooks = training.should_disable_forward_pre_hook(args)
+        if hooks and model[0].remove_forward_pre_hook_handles:
+            training.disable_forward_pre_hook(model, optimizer=optimizer)
+        else:
+            hooks = False
+        training.evaluate_and_print_results(
+            f'iteration {iteration}', forward_step, valid_iterator, model, iteration, process,
+            config, verbose=False, write_to_tensorboard=True, non_loss_data_func=non_loss_data,
+        )  # fmt: skip
+        if hooks:
+            training.enable_forward_pre_hook(model)
+
+    return evaluate
+
+
+def dense_checkpoint(
+    args: Any, model: Any, optimizer: Any, scheduler: Any, context: Any, train_iterator: Any
+) -> Callable[[int], None]:
+    """Upstream's dense checkpoint after an iteration, as its loop calls it."""
+
+    def save(iteration: int) -> None:
+        training.save_checkpoint_and_time(
+            iteration, model, optimizer, scheduler, args.num_floating_point_operations_so_far,
+            context, train_data_iterator=train_iterator,
+        )  # fmt: skip
+
+    return save

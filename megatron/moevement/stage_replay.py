@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays a lost pipeline stage from its window and its neighbours' logs (paper section 3.4).
+
+All ranks of the stage convert the window to a dense state and go on to the newest committed
+iteration. What the stage received then is fetched ahead from the logs of the stages before and
+after it; if such a stage replays as well, its log is filled while it is read. What the stage sends
+goes into its own log only, which is complete again afterwards.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from megatron.core import parallel_state
+
+from megatron.moevement import iteration_state, recovery
+from megatron.moevement.conversion import Conversion
+from megatron.moevement.data_position import DataPosition
+from megatron.moevement.global_scalars import GlobalScalars, ScalarRecorder
+from megatron.moevement.iteration_state import IterationState
+from megatron.moevement.p2p import BoundaryCommunicator, receives_per_iteration
+from megatron.moevement.protection import Protection
+from megatron.moevement.training_state import TrainingState
+from moevement_ext.checkpointer import Identity
+from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.upstream_log import Direction
+from moevement_ext.recover.verdict import Localized, Report
+from moevement_ext.replicate.log_reader import LogReader
+from moevement_ext.testing import faults
+
+
+class WindowRefused(SparseCheckpointError):
+    """This rank's part of the window cannot be had undamaged; another window is to be tried."""
+
+
+class StageReplay:
+    """Replays the stage of this rank. Training thread only, but for `interrupt`.
+
+    Args:
+        args: upstream's arguments.
+        identity: of this rank in this run.
+        training: model and optimizer.
+        protection: windows, ledger and log of this rank.
+        recorder: plays recorded scalars back.
+        data: moves the data iterators.
+        communicator: of the pipeline.
+    """
+
+    Refused = WindowRefused
+
+    def __init__(
+        self,
+        args: Any,
+        identity: Identity,
+        training: TrainingState,
+        protection: Protection,
+        recorder: ScalarRecorder,
+        data: DataPosition,
+        communicator: BoundaryCommunicator,
+    ) -> None:
+        self._args = args
+        self._identity = identity
+        self._training = training
+        self._protection = protection
+        self._recorder = recorder
+        self._data = data
+        self._communicator = communicator
+        self._readers: list[LogReader] = []
+        self.fetch_s = self.convert_s = self.catch_up_s = 0.0
+        self.replayed = 0
+        self.state: IterationState | None = None
+
+    def interrupt(self) -> None:
+        """Wake up a replay that waits for a neighbour. Called on the watching thread."""
+        for reader in list(self._readers):
+            reader.close()
+
+    def learn(self, reports: Sequence[Report], stage_of: Sequence[int]) -> None:
+        """Take over committed iterations this rank does not know from the others.
+
+        Ranks of the same stage come last: their records fit this rank's optimizers for certain.
+        """
+        own = stage_of[self._args.rank]
+        order = sorted(range(len(reports)), key=lambda rank: stage_of[rank] == own)
+        known = {entry.iteration: entry for rank in order for entry in reports[rank].ledger}
+        ledger = self._protection.memory.ledger
+        for iteration, entry in sorted(known.items()):
+            if ledger.get(iteration) is None:
+                ledger.append(entry)
+
+    def consumed_samples(self, iteration: int) -> int:
+        """Training samples consumed up to and with `iteration`."""
+        entry = self._protection.memory.ledger.get(iteration)
+        return entry.consumed_samples if entry is not None else self._args.consumed_train_samples
+
+    def run(
+        self,
+        verdict: Localized,
+        reports: Sequence[Report],
+        train_iterator: Any,
+        iterate: Callable[[int], Any],
+        replay: Callable[[int], Any],
+    ) -> None:
+        """Bring this rank to `verdict.target`. Collective over the replaying ranks.
+
+        Raises:
+            WindowRefused: the window is damaged wherever this rank's part is held.
+        """
+        assert verdict.window is not None
+        began = time.perf_counter()
+        faults.at_iteration(verdict.window.start + 1)
+        faults.point('fetch')
+        self._protection.stop_capturing()
+        verified = recovery.verified_window(
+            self._protection.memory,
+            verdict.window,
+            [report.windows for report in reports],
+            self._identity,
+        )
+        if verified is None:
+            raise WindowRefused(f'window {verdict.window.start} is damaged on every holder')
+        conversion = Conversion(*verified)
+        self._protection.roll_back(conversion)
+        first = conversion.first
+        iteration_state.restore_counters(first, self._args)
+        self._data.move_training(train_iterator, first.consumed_train_samples)
+        self.fetch_s = time.perf_counter() - began
+        with self._from_logs(first.iteration, verdict.target):
+            conversion.run(
+                self._training.loader,
+                self._training.frozen,
+                self._recorder,
+                restore=lambda state: self._training.restore(state, self._args),
+                replay=replay,
+            )
+            self.state = conversion.last
+            self.convert_s = time.perf_counter() - began - self.fetch_s
+            self._catch_up(conversion.last.iteration, verdict.target, iterate)
+        self.replayed = verdict.target - first.iteration
+        self.catch_up_s = time.perf_counter() - began - self.fetch_s - self.convert_s
+
+    def _catch_up(self, dense_at: int, target: int, iterate: Callable[[int], Any]) -> None:
+        """Train on from the dense state with what the committed iterations recorded."""
+        with self._training.frozen.replaying():  # nothing is frozen, but nothing overlaps either
+            for iteration in range(dense_at, target):
+                faults.at_iteration(iteration + 1)
+                faults.point('catch-up')
+                entry = self._entry(iteration + 1)
+                scalars = GlobalScalars(entry.grad_norms, entry.overflows, entry.num_tokens)
+                with self._recorder.replaying(scalars):
+                    iterate(iteration)
+                iteration_state.move_to(iteration + 1, entry.consumed_samples, self._args)
+
+    def _entry(self, iteration: int) -> LedgerEntry:
+        entry = self._protection.memory.ledger.get(iteration)
+        if entry is None:
+            raise SparseCheckpointError(
+                f'No rank has a record of iteration {iteration}; it cannot be replayed.'
+            )
+        return entry
+
+    @contextmanager
+    def _from_logs(self, start: int, target: int) -> Any:
+        """Receive what the neighbours sent in the iterations after `start`."""
+        received: dict[Direction, Any] = {}
+        neighbours = {
+            Direction.DOWN: self._communicator.prev_rank,
+            Direction.UP: self._communicator.next_rank,
+        }
+        with ExitStack() as stack:
+            for direction, neighbour in neighbours.items():
+                counts = [(t, self._receives(t)[direction]) for t in range(start + 1, target + 1)]
+                if any(count for _, count in counts):
+                    assert neighbour is not None
+                    client = self._protection.memory.client(neighbour)
+                    reader = LogReader(client, direction, counts)
+                    self._readers.append(reader)
+                    stack.callback(self._close, reader)
+                    received[direction] = reader
+            stack.enter_context(self._communicator.replaying(received))
+            yield
+
+    def _close(self, reader: LogReader) -> None:
+        self._readers.remove(reader)
+        reader.close()
+
+    def _receives(self, iteration: int) -> dict[Direction, int]:
+        return receives_per_iteration(
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            len(self._training.model),
+            self._entry(iteration).num_microbatches,
+        )

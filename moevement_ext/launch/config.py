@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to launch, on how many emulated nodes, and which failures to stage."""
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from moevement_ext.config import ConfigurationError
+
+
+class Action(enum.StrEnum):
+    """A failure that can be staged; the values are the launcher's flags."""
+
+    KILL = '--kill'
+    KILL_NODE = '--kill-node'
+    STOP = '--stop'
+
+
+class Strike(NamedTuple):
+    """One staged failure."""
+
+    action: Action
+    target: int
+    """A rank, or a node for `KILL_NODE`."""
+    iteration: int
+    """It strikes once the last rank has logged this iteration."""
+
+    def __str__(self) -> str:
+        return f'{self.action} {self.target}@{self.iteration}'
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """One job on emulated nodes; the flags of `scripts/local_cluster.py` fill it.
+
+    Raises:
+        ConfigurationError: a value breaks a rule; names the flag.
+    """
+
+    program: str
+    """Path of a Python program, as on the command line."""
+    flags: tuple[str, ...] = ()
+    """Of the program."""
+    nodes: int = 1
+    workers_per_node: int = 1
+    spares: int = 0
+    """Processes that have imported the program and wait for a worker to die."""
+    max_restarts: int = 100
+    """Of all workers together; the next death ends the job."""
+    log_dir: Path | None = None
+    """One file per rank is appended to; None: all output goes to stdout, with the rank."""
+    strikes: tuple[Strike, ...] = ()
+
+    def __post_init__(self) -> None:
+        _at_least('--nodes', self.nodes, 1)
+        _at_least('--workers-per-node', self.workers_per_node, 1)
+        _at_least('--spares', self.spares, 0)
+        _at_least('--max-restarts', self.max_restarts, 0)
+        if not Path(self.program).is_file():
+            raise ConfigurationError(f'{self.program}: no such program; give the path of a file.')
+        for strike in self.strikes:
+            self._check(strike)
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.nodes * self.workers_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The emulated node of a rank; ranks are dealt out as torchrun does, node by node."""
+        return rank // self.workers_per_node
+
+    def ranks_of(self, node: int) -> range:
+        """All ranks of an emulated node."""
+        return range(node * self.workers_per_node, (node + 1) * self.workers_per_node)
+
+    def log_of(self, rank: int) -> Path | None:
+        """File that all lives of a rank append to."""
+        return None if self.log_dir is None else self.log_dir / f'rank{rank}.log'
+
+    def _check(self, strike: Strike) -> None:
+        what, count = 'rank', self.world_size
+        if strike.action is Action.KILL_NODE:
+            what, count = 'node', self.nodes
+        if not 0 <= strike.target < count:
+            raise ConfigurationError(
+                f'{strike}: there is no {what} {strike.target}; --nodes {self.nodes} '
+                f'--workers-per-node {self.workers_per_node} has {what}s 0 to {count - 1}.'
+            )
+
+
+def _at_least(flag: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigurationError(f'{flag} {value} must be at least {least}.')

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines that workers print: passed on with a prefix, or read from their log."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+_CHUNK = 1 << 16
+
+
+class _Lines:
+    """Bytes as they come, cut into lines."""
+
+    def __init__(self) -> None:
+        self._rest = b''
+
+    def split(self, chunk: bytes) -> list[str]:
+        *whole, self._rest = (self._rest + chunk).split(b'\n')
+        return [line.decode(errors='replace') for line in whole]
+
+    def flush(self) -> list[str]:
+        return self.split(b'\n') if self._rest else []
+
+
+class Relay:
+    """Prints on stdout what comes out of a pipe, line by line, with a prefix.
+
+    Args:
+        fd: read end of the pipe; stays the caller's.
+        prefix: of each line.
+        on_line: called with each line, without the prefix.
+    """
+
+    def __init__(self, fd: int, prefix: str, on_line: Callable[[str], None]) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self._prefix = prefix
+        self._on_line = on_line
+        self._lines = _Lines()
+
+    def pump(self) -> bool:
+        """Pass on one chunk; False if there is nothing (more)."""
+        try:
+            chunk = os.read(self.fd, _CHUNK)
+        except BlockingIOError:
+            return False
+        self._print(self._lines.split(chunk))
+        return bool(chunk)
+
+    def finish(self) -> None:
+        """Pass on all that is left; the writer is gone."""
+        while self.pump():
+            pass
+        self._print(self._lines.flush())
+
+    def _print(self, lines: list[str]) -> None:
+        if lines:
+            sys.stdout.write(''.join(f'{self._prefix}{line}\n' for line in lines))
+            sys.stdout.flush()
+        for line in lines:
+            self._on_line(line)
+
+
+class LogTail:
+    """Reads what is appended to a log from now on.
+
+    Args:
+        path: need not exist yet; what it has already is passed over.
+        on_line: called with each line.
+    """
+
+    def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
+        self._path = path
+        self._on_line = on_line
+        self._lines = _Lines()
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def pump(self) -> None:
+        """Pass on what is new."""
+        if not self._path.exists():
+            return
+        with self._path.open('rb') as log:
+            log.seek(self._offset)
+            chunk = log.read()
+        self._offset += len(chunk)
+        for line in self._lines.split(chunk):
+            self._on_line(line)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After a failure: who is gone, which iteration counts, and which stages have to replay.
+
+A pure function of what all ranks reported when they met, so every rank comes to the same verdict
+without another exchange (paper section 3.4; DESIGN: the newest committed iteration wins).
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.recover.agreement import Candidate, HeldWindow, candidates
+
+NOWHERE = -1
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a rank tells the others when they meet."""
+
+    survivor: bool
+    """False: a new process, whose memory is empty."""
+    node: str
+    pid: int
+    windows: list[HeldWindow]
+    """Committed windows on its node, of whichever rank."""
+    origin: int = NOWHERE
+    """Epoch in which all ranks of this life of the job started together."""
+    committed: int = NOWHERE
+    """Newest iteration this rank knows to be committed."""
+    clean_at: int = NOWHERE
+    """Iteration whose whole state it has in memory; `NOWHERE`: none, or torn in an update."""
+    first_logged: int = NOWHERE
+    """Oldest iteration of which its log has everything; `NOWHERE`: it logs nothing."""
+    refused: list[Candidate] = []
+    """Windows that turned out to be damaged beyond repair."""
+    address: tuple[str, int] | None = None
+    """Where its replica server listens; None until it has one."""
+    ledger: list[LedgerEntry] = []
+    """Newest committed iterations, oldest first."""
+    details: bytes = b''
+    """Further state that a replacement takes over, opaque here."""
+
+
+class Localized(msgspec.Struct, frozen=True):
+    """Some stages replay, the others keep their state."""
+
+    target: int
+    """The newest committed iteration: everybody goes on from there."""
+    stages: frozenset[int]
+    """Stages that replay; empty if nobody lost anything."""
+    ranks: frozenset[int]
+    """All ranks of those stages."""
+    newcomers: frozenset[int]
+    """Ranks whose process is new."""
+    window: Candidate | None
+    """What the replay starts from; None if nothing is replayed."""
+
+
+class WholeJob(msgspec.Struct, frozen=True):
+    """Survivors cannot help, or none survived: everybody starts again."""
+
+    reason: str
+
+
+Verdict = Localized | WholeJob
+
+
+def decide(
+    reports: Sequence[Report], stage_of: Sequence[int], tied: bool, last_iteration: int
+) -> Verdict:
+    """What happens after the failure.
+
+    Args:
+        reports: by rank.
+        stage_of: pipeline stage by rank.
+        tied: first and last stage share embedding weights: they replay together.
+        last_iteration: at which training ends; a stage cannot come back after it.
+    """
+    survivors = [report for report in reports if report.survivor]
+    if not survivors:
+        return WholeJob('no worker survived')
+    target = max(report.committed for report in survivors)
+    behind = [rank for rank, report in enumerate(reports) if report.clean_at != target]
+    newcomers = frozenset(r for r, report in enumerate(reports) if not report.survivor)
+    stages = _with_tied({stage_of[rank] for rank in behind}, stage_of, tied)
+    ranks = frozenset(rank for rank, stage in enumerate(stage_of) if stage in stages)
+    if not stages:
+        return Localized(target, stages, ranks, newcomers, None)
+    if target >= last_iteration:
+        return WholeJob(f'iteration {target} was the last one')
+    window = _window(reports, target, ranks, stage_of)
+    if isinstance(window, str):
+        return WholeJob(window)
+    return Localized(target, stages, ranks, newcomers, window)
+
+
+def _with_tied(stages: set[int], stage_of: Sequence[int], tied: bool) -> frozenset[int]:
+    ends = {min(stage_of), max(stage_of)}
+    return frozenset(stages | ends if tied and stages & ends else stages)
+
+
+def _window(
+    reports: Sequence[Report], target: int, ranks: frozenset[int], stage_of: Sequence[int]
+) -> Candidate | str:
+    """The newest window that can be converted, or why there is none.
+
+    It must be complete on *all* ranks, also on those that do not replay: their logs and those that
+    the replay makes anew then reach back equally far, and the next failure finds what it needs.
+    """
+    held = {part for report in reports for part in report.windows}
+    refused = {candidate for report in reports for candidate in report.refused}
+    complete = [c for c in candidates(held, len(reports)) if c not in refused]
+    reachable = [c for c in complete if c.dense_at <= target]
+    if not reachable:
+        return 'no window is complete on all ranks'
+    stages = {stage_of[rank] for rank in ranks}
+    neighbours = {stage + step for stage in stages for step in (-1, 1)} - stages
+    if max(stage_of) > 0:  # the interleaved schedule also sends from the last stage to the first
+        neighbours |= {min(stage_of), max(stage_of)} - stages
+    logs = [
+        report.first_logged for rank, report in enumerate(reports) if stage_of[rank] in neighbours
+    ]
+    for candidate in reachable:
+        if candidate.start == target or all(
+            NOWHERE < first <= candidate.start + 1 for first in logs
+        ):
+            return candidate
+    return 'the logs of the neighbouring stages do not reach back to any window'

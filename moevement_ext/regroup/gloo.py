@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a gloo backend is connected, and how all that waits in it is made to raise."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroupGloo, Store
+
+NAME = 'gloo'
+PARTS: dict[str, tuple[str, ...]] = {
+    'distributed.ProcessGroupGloo': ('_set_default_timeout', 'options', 'recv')
+}
+"""Private parts of torch that this uses (see ``internals.check``)."""
+
+_AT_ONCE = timedelta(milliseconds=1)
+_LAST_TAG = 2**31 - 1
+"""Nobody sends with the highest tags."""
+
+
+class Gloo:
+    """Backends for tensors in host memory."""
+
+    def options(self, backend: ProcessGroupGloo) -> timedelta:
+        """What a successor of ``backend`` is to take over: the time allowed to an operation."""
+        return backend.options._timeout
+
+    def default_options(self, timeout: timedelta) -> timedelta:
+        """For the successor of a fake backend."""
+        return timeout
+
+    def connect(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        options: timedelta,
+        device: torch.device | None,
+        timeout: timedelta,
+    ) -> ProcessGroupGloo:
+        """A backend connected with all others that connect through ``store``.
+
+        Args:
+            rank: in the group.
+            size: of the group.
+            options: time allowed to an operation later.
+            device: not used by gloo.
+            timeout: for the others to come.
+
+        Raises:
+            RuntimeError: they did not come, or left.
+        """
+        backend = ProcessGroupGloo(store, rank, size, timeout=timeout)
+        backend._set_default_timeout(options)
+        return backend
+
+    def forget(self, store: Store, rank: int) -> None:
+        """Remove from the store what ``connect`` left there: the rank's address."""
+        for context in range(_contexts()):
+            store.delete_key(f'{context}/{rank}')
+
+    def close(self, backends: Sequence[ProcessGroupGloo]) -> None:
+        """Make every operation, pending or to come, raise. Any thread; about 1 ms each.
+
+        ``abort`` does nothing on gloo. But a receive that runs out of time makes gloo close all
+        connections of its context. One from a peer whose connection is closed fails without that,
+        so that all peers are tried; once closed, a try costs microseconds.
+        """
+        for backend in backends:
+            for peer in range(backend.size()):
+                if peer != backend.rank():
+                    _run_out_of_time(backend, peer)
+
+
+def _run_out_of_time(backend: Any, peer: int) -> None:
+    scratch = torch.empty(1, device='cpu')
+    # Tags are dealt out to the contexts in turn.
+    for tag in range(_LAST_TAG - _contexts(), _LAST_TAG):
+        with contextlib.suppress(RuntimeError):
+            backend.recv([scratch], peer, tag).wait(_AT_ONCE)
+
+
+def _contexts() -> int:
+    """Gloo has one for each network interface that it was told to use."""
+    return len(os.environ.get('GLOO_SOCKET_IFNAME', '').split(','))

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All process groups of this process: ended together after a fault, then connected anew in place.
+
+``ProcessGroup`` objects stay the same ones; the backend inside is replaced. So what modules,
+buckets, optimizers and schedules hold of them stays valid.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import xxhash
+from torch._C._distributed_c10d import Backend, ProcessGroup
+from torch.distributed import PrefixStore, Store, default_pg_timeout
+
+from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.regroup import gloo, internals
+
+FAKE = 'fake'
+_KINDS = {
+    'FakeProcessGroup': FAKE,
+    'ProcessGroupGloo': gloo.NAME,
+    'ProcessGroupNCCL': 'nccl',
+}
+"""torch's name of a backend, by its class."""
+
+
+class RegroupError(SparseCheckpointError):
+    """Groups could not be connected anew; all of them raise until ``renew`` succeeds."""
+
+
+class Kind(Protocol):
+    """Knows one kind of real backend: ``Gloo`` or ``Nccl``."""
+
+    def options(self, backend: Any) -> Any:
+        """What a successor is to take over."""
+
+    def default_options(self, timeout: timedelta) -> Any:
+        """For the successor of a fake backend."""
+
+    def connect(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        options: Any,
+        device: torch.device | None,
+        timeout: timedelta,
+    ) -> Backend:
+        """A backend connected with all that connect through ``store``."""
+
+    def forget(self, store: Store, rank: int) -> None:
+        """Remove what ``connect`` left in the store."""
+
+    def close(self, backends: Any) -> None:
+        """Make every operation, pending or to come, raise."""
+
+
+class _Group(NamedTuple):
+    """One process group."""
+
+    group: ProcessGroup
+    ranks: tuple[int, ...]
+    """Global ranks in the order of the group."""
+    occurrence: int
+    """Among the groups of the same ranks, in order of creation."""
+    devices: list[torch.device]
+    """That its backend serves."""
+    kind: str
+    """Of its real backend."""
+    options: Any
+    """Of its real backend."""
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks of the group, and of no other group."""
+        ranks = ','.join(map(str, self.ranks))
+        return f'{xxhash.xxh3_64_hexdigest(ranks.encode())}.{self.occurrence}'
+
+
+class ProcessGroups:
+    """All process groups this process is a member of, the world included.
+
+    Groups that are created later are taken up, and destroyed ones dropped, by either method.
+
+    Args:
+        backend: 'gloo' or 'nccl', the real backend of groups that were made fake. Groups that have
+            a real backend keep its kind.
+        timeout: of operations in groups that were made fake; the others keep theirs.
+
+    Raises:
+        UnsupportedTorchError: torch lacks a part that renewing needs.
+        SparseCheckpointError: a group has a backend that cannot be renewed; names it.
+    """
+
+    def __init__(self, backend: str, timeout: timedelta = default_pg_timeout) -> None:
+        internals.check(internals.PARTS)
+        self._releaser = internals.Releaser()
+        self._backend = backend
+        self._timeout = timeout
+        self._kinds = {backend: _kind(backend)}
+        self._rank = torch.distributed.get_rank()
+        self._lock = threading.Lock()
+        # Below: guarded by the lock.
+        self._groups: dict[ProcessGroup, _Group] = {}
+        self._open: list[tuple[str, Backend]] = []
+        self._unblocked = False
+        # Below: of the training thread.
+        self._addresses: list[tuple[Kind, Store, int]] = []
+        self._take_up()
+
+    def unblock(self) -> None:
+        """End everything that waits in a process group. Any thread; may be repeated.
+
+        On gloo every operation, pending or to come, raises (a receive from any source only when it
+        runs out of time). On NCCL waits return, see ``Nccl.close``. A ``renew`` that is under way
+        raises once the group it is at is connected or out of time.
+        """
+        with self._lock:
+            self._unblocked = True
+        self._close_open()
+        self._take_up()
+        self._close_open()
+
+    def renew(self, store: Store, members: Collection[int] | None, timeout: timedelta) -> None:
+        """Give every group a new backend. Training thread, when nothing is pending.
+
+        All ranks of ``members`` call this together. Groups whose ranks are all members get a real
+        backend; the other groups get a fake one, whose operations complete at once and leave
+        tensors as they are.
+
+        Args:
+            store: with a prefix that was never used before.
+            members: global ranks; None means all.
+            timeout: for all groups to be connected.
+
+        Raises:
+            RegroupError: a member did not come or left, or ``unblock`` was called meanwhile. All
+                groups raise until another call, with another prefix, succeeds.
+        """
+        self._take_up()
+        with self._lock:
+            self._unblocked = False
+            groups = sorted(
+                self._groups.values(), key=lambda group: (group.ranks, group.occurrence)
+            )
+        self._close_open()
+        self._forget_addresses()
+        internals.forget_coalesced()
+        stores = {group.group: PrefixStore(group.name, store) for group in groups}
+        inside = [group for group in groups if members is None or set(members) >= set(group.ranks)]
+        backends = self._connect(inside, stores, timeout)
+        with self._lock:
+            self._raise_if_unblocked()
+            for group in groups:
+                self._install(group, backends.get(group.group), stores[group.group])
+
+    def _connect(
+        self, groups: Iterable[_Group], stores: dict[ProcessGroup, PrefixStore], timeout: timedelta
+    ) -> dict[ProcessGroup, Backend]:
+        """All ranks connect groups in the same order, so that none waits for another in a ring."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        backends: dict[ProcessGroup, Backend] = {}
+        for group in groups:
+            left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+            try:
+                backend = self._connect_one(group, stores[group.group], left)
+            except RuntimeError as error:
+                self._close_open()
+                raise RegroupError(
+                    f'The process group of ranks {_shown(group.ranks)} could not be connected '
+                    f'within {timeout.total_seconds():g} s: {error}'
+                ) from error
+            backends[group.group] = backend
+            with self._lock:
+                self._open.append((group.kind, backend))
+                unblocked = self._unblocked
+            if unblocked:
+                self._close_open()
+                self._raise_if_unblocked()
+        return backends
+
+    def _connect_one(self, group: _Group, store: Store, timeout: timedelta) -> Backend:
+        kind, rank = self._kinds[group.kind], group.ranks.index(self._rank)
+        self._addresses.append((kind, store, rank))
+        return kind.connect(
+            store, rank, len(group.ranks), group.options, group.group.bound_device_id, timeout
+        )
+
+    def _install(self, group: _Group, backend: Backend | None, store: Store) -> None:
+        kind = group.kind
+        if backend is None:
+            kind = FAKE
+            backend = internals.fake_backend(group.ranks.index(self._rank), len(group.ranks))
+        internals.install(self._releaser, group.group, backend, kind, group.devices, store)
+
+    def _raise_if_unblocked(self) -> None:
+        if self._unblocked:
+            raise RegroupError('unblock() was called while the process groups were being connected')
+
+    def _close_open(self) -> None:
+        """Close what is open, once; what was connected first comes first, on every rank."""
+        with self._lock:
+            closing, self._open = self._open, []
+        for name, kind in list(self._kinds.items()):
+            kind.close([backend for other, backend in closing if other == name])
+
+    def _forget_addresses(self) -> None:
+        """Of the last renewal: its groups are connected by now, or given up."""
+        for kind, store, rank in self._addresses:
+            kind.forget(store, rank)
+        self._addresses.clear()
+
+    def _take_up(self) -> None:
+        """Know the groups that exist as of now, in order of creation."""
+        with self._lock:
+            groups: dict[ProcessGroup, _Group] = {}
+            seen: Counter[tuple[int, ...]] = Counter()
+            for group, ranks in internals.groups_in_order():
+                entry = self._groups.get(group) or self._describe(group, ranks)
+                groups[group] = entry._replace(occurrence=seen[ranks])
+                seen[ranks] += 1
+            self._groups = groups
+
+    def _describe(self, group: ProcessGroup, ranks: tuple[int, ...]) -> _Group:
+        self._releaser.check(group)
+        devices = sorted(group._device_types, key=str)
+        backends = [group._get_backend(device) for device in devices]
+        name, backend = self._kind_name(ranks, backends), backends[0]
+        if name != FAKE:
+            kind = self._kinds.setdefault(name, _kind(name))
+            self._open.append((name, backend))
+            return _Group(group, ranks, 0, devices, name, kind.options(backend))
+        if self._backend == 'nccl' and torch.device('cpu') in devices:
+            raise SparseCheckpointError(
+                f'The fake process group of ranks {_shown(ranks)} serves CPU tensors, NCCL cannot: '
+                "call stand_in_for('nccl') before torch.distributed.init_process_group."
+            )
+        options = self._kinds[self._backend].default_options(self._timeout)
+        return _Group(group, ranks, 0, devices, self._backend, options)
+
+    def _kind_name(self, ranks: tuple[int, ...], backends: list[Backend]) -> str:
+        classes = {type(backend).__name__ for backend in backends}
+        if len(classes) != 1 or not classes <= _KINDS.keys():
+            raise SparseCheckpointError(
+                f'The process group of ranks {_shown(ranks)} uses {" and ".join(sorted(classes))}; '
+                'only groups of one backend, gloo or NCCL, can be renewed after a fault. Choose '
+                'one of them and leave TORCH_DISTRIBUTED_DEBUG=DETAIL unset.'
+            )
+        return _KINDS[classes.pop()]
+
+
+def stand_in_for(backend: str) -> None:
+    """Fake process groups made from now on serve the devices that ``backend`` does.
+
+    To be called before ``init_process_group('fake')`` by a process that is to join others: torch
+    chooses the device of object collectives by the devices that a group serves.
+    """
+    # Importing this registers fake groups, for all devices.
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+    capability = torch.distributed.Backend.backend_capability
+    capability[FAKE] = list(capability[backend])
+
+
+def _kind(name: str) -> Kind:
+    if name == gloo.NAME:
+        internals.check(gloo.PARTS)
+        return gloo.Gloo()
+    if name == 'nccl':
+        # Not every build of torch has NCCL.
+        from moevement_ext.regroup import nccl
+
+        internals.check(nccl.PARTS)
+        return nccl.Nccl()
+    raise SparseCheckpointError(f'Backend {name}: only gloo and nccl groups can be renewed')
+
+
+def _shown(ranks: tuple[int, ...]) -> str:
+    """The first few."""
+    return ', '.join(map(str, ranks[:8])) + (', ...' if len(ranks) > 8 else '')

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what a neighbour has logged, ahead of the replay that needs it (paper sec. 3.4)."""
+
+import math
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.memory.log_record import CorruptLog, Direction, LoggedTensor, LogKey
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+
+MAX_BYTES_AHEAD = 256 * 2**20
+
+_JOIN_SECONDS = 5.0  # only a connection that is just being opened keeps the thread longer
+
+
+class ReaderClosed(SparseCheckpointError):
+    """The reader was closed while, or before, a tensor was taken from it."""
+
+
+class _Fetched(NamedTuple):
+    tensor: torch.Tensor
+    nbytes: int
+
+
+class LogReader:
+    """Fetches all records of one direction from one neighbour, in order, on a background thread.
+
+    The replaying thread calls ``take``; any thread may call ``close``.
+
+    Args:
+        client: the neighbour; it belongs to the reader from now on, and is closed with it.
+        direction: where the neighbour sent the tensors.
+        counts: iterations in ascending order, each with the number of its tensors.
+        max_bytes: nothing more is fetched while this much waits to be taken, so host memory holds
+            that and one record.
+    """
+
+    def __init__(
+        self,
+        client: ReplicaClient,
+        direction: Direction,
+        counts: Sequence[tuple[int, int]],
+        max_bytes: int = MAX_BYTES_AHEAD,
+    ) -> None:
+        self._client = client
+        self._direction = direction
+        self._max_bytes = max_bytes
+        keys = [LogKey(t, direction, sequence) for t, n in counts for sequence in range(n)]
+        self._to_take = deque(keys)
+        self._fetched: deque[_Fetched] = deque()
+        self._bytes_ahead = 0
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(
+            target=self._run, args=(keys,), name=f'log-reader-{direction}', daemon=True
+        )
+        self._thread.start()
+
+    def take(self, iteration: int, sequence: int, timeout_s: float | None = None) -> torch.Tensor:
+        """Return the next tensor, on the CPU, once it is here; the caller owns its memory.
+
+        Args:
+            timeout_s: None: wait until it comes, the neighbour fails or the reader is closed.
+
+        Raises:
+            ReaderClosed: also while waiting.
+            PeerLost, PeerRefused, CorruptLog: the neighbour cannot deliver it; the message names
+                it. All later takes raise the same.
+            TimeoutError: it has not come within ``timeout_s``; it may be taken again.
+            ValueError: it is not the next in order.
+        """
+        key = LogKey(iteration, self._direction, sequence)
+        with self._changed:
+            if not self._to_take or self._to_take[0] != key:
+                expected = self._to_take[0] if self._to_take else 'nothing more'
+                raise ValueError(f'{key} is taken out of order, expected was {expected}')
+            self._changed.wait_for(lambda: self._fetched or self._error, timeout_s)
+            if not self._fetched:
+                raise self._error or TimeoutError(
+                    f'{key} has not come from {self._neighbour} within {timeout_s:g} s'
+                )
+            tensor, nbytes = self._fetched.popleft()
+            self._to_take.popleft()
+            self._bytes_ahead -= nbytes
+            self._changed.notify_all()
+        return tensor
+
+    def close(self) -> None:
+        """End the thread and wake up whoever takes."""
+        with self._changed:
+            self._fetched.clear()
+            self._error = ReaderClosed(f'the reader of {self._neighbour} was closed')
+            self._changed.notify_all()
+        self._client.interrupt()
+        self._thread.join(_JOIN_SECONDS)
+
+    @property
+    def _neighbour(self) -> str:
+        host, port = self._client.address
+        return f'the log sent {self._direction} by {host}:{port}'
+
+    def _run(self, keys: Sequence[LogKey]) -> None:
+        try:
+            for key in keys:
+                if not self._fetch(key):
+                    break
+        except (PeerLost, PeerRefused, CorruptLog) as error:
+            self._fail(type(error)(f'{self._neighbour} cannot deliver {key}: {error}'))
+        except Exception as error:  # e.g. no memory: whoever takes must learn of it
+            self._fail(error)
+        finally:
+            self._client.close()
+
+    def _fetch(self, key: LogKey) -> bool:
+        """Fetch one record, however long it takes; False: the reader was closed."""
+        while self._may_go_on():
+            reply = self._client.fetch_log(key)  # the neighbour waits a moment for the record
+            if reply is not None:
+                self._hand_over(*reply)
+                return True
+        return False
+
+    def _may_go_on(self) -> bool:
+        """Wait until there is room for another record; False: the reader was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._bytes_ahead < self._max_bytes or self._error)
+            return self._error is None
+
+    def _hand_over(self, logged: LoggedTensor, data: bytearray) -> None:
+        tensor = _as_tensor(logged, data)
+        with self._changed:
+            if self._error is None:
+                self._fetched.append(_Fetched(tensor, len(data)))
+                self._bytes_ahead += len(data)
+                self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error  # what an interrupted exchange says is no news
+            self._changed.notify_all()
+
+
+def _as_tensor(logged: LoggedTensor, data: bytearray) -> torch.Tensor:
+    """Return the tensor over the memory of ``data``, without a copy."""
+    dtype = getattr(torch, logged.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptLog(f'unknown dtype {logged.dtype!r}')
+    if math.prod(logged.shape) * dtype.itemsize != len(data):
+        raise CorruptLog(f'{len(data)} bytes do not make {dtype} of shape {logged.shape}')
+    if not data:
+        return torch.empty(logged.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(logged.shape)

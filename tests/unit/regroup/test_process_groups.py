@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups of real processes: unblocked, and connected anew inside the same objects."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.unit.regroup import ranks
+from tests.unit.regroup.ranks import Failed, Job, Rank, cluster
+
+SECOND = 1.0
+"""All of unblocking takes a small part of it."""
+MIB = 1 << 20
+
+
+def error_of(rank: Rank) -> str:
+    with pytest.raises(Failed) as caught:
+        rank.result()
+    return str(caught.value)
+
+
+# ---- unblock
+
+
+def test_wait_for_a_live_peer_ends() -> None:
+    """The peer is well, but has left for recovery and never enters the operation."""
+    with cluster(2) as job:
+        for operation in ('recv', 'all_reduce', 'barrier', 'all_gather'):
+            assert job.ranks[0].call(ranks.unblocked_seconds, operation, 1) < SECOND
+            job.ranks[0].call(ranks.unblock)
+            assert job.ranks[0].call(ranks.errors_of_operations)
+            job.ranks[1].call(ranks.unblock)
+            job.renew()
+        job.all(ranks.collectives)
+
+
+def test_unblock_ends_groups_made_later() -> None:
+    with cluster(2) as job:
+        job.all(make_group)
+        assert job.ranks[0].call(ranks.unblocked_seconds, 'recv', 1) < SECOND
+        job.ranks[0].call(ranks.errors_of_operations)
+        job.renew()
+        job.all(ranks.all_reduce, 'later')
+
+
+def make_group(job: Job) -> None:
+    group = dist.new_group()
+    assert group is not None
+    job.groups['later'] = group
+
+
+# ---- renew
+
+
+def test_replacement_with_fake_groups_joins_survivors() -> None:
+    with cluster(3) as job:
+        for lost in (1, 0):
+            survivors = [rank for rank in range(3) if rank != lost]
+            for rank in survivors:
+                job.ranks[rank].start(ranks.all_reduce, 'world')
+            job.ranks[lost].kill()
+            for rank in survivors:
+                assert 'RuntimeError' in error_of(job.ranks[rank])
+            job.all(ranks.unblock, ranks=survivors)
+            job.all(ranks.errors_of_operations, ranks=survivors)
+            job.replace(lost)
+            job.renew()
+            job.all(ranks.collectives)
+            assert job.all(ranks.operation_timeouts) == [{ranks.OPERATION_TIMEOUT}] * 3
+        newcomer, survivor = job.all(ranks.backends, ranks=(1, 2))
+        assert newcomer['world'] == survivor['world']
+
+
+def test_groups_that_are_not_inside_become_fake() -> None:
+    with cluster(3) as job:
+        members = [0, 1]
+        job.renew(members)
+        for rank in members:
+            backends = job.ranks[rank].call(ranks.backends)
+            real = {name for name, (backend, *_) in backends.items() if backend == 'gloo'}
+            fake = {name: all for name, all in backends.items() if name not in real}
+            assert real == {'0,1', str(rank)}
+            assert set(fake.values()) == {('fake', 'cpu:fake,cuda:fake', 'FakeProcessGroup')}
+        # Nobody else takes part, nothing changes, nothing waits.
+        assert [job.ranks[rank].call(ranks.all_reduce, 'world') for rank in members] == [1, 2]
+        assert job.ranks[0].call(ranks.all_reduce, '0,2') == 1
+        assert job.all(ranks.all_reduce, '0,1', ranks=members) == [3, 3]
+        job.renew()
+        job.all(ranks.collectives)
+
+
+def test_member_that_does_not_come_is_an_error_in_time() -> None:
+    with cluster(3) as job:
+        prefix = job.fresh_prefix()
+        start = time.monotonic()
+        for rank in (0, 1):
+            job.ranks[rank].start(ranks.renew, prefix, None, 0.5)
+        for rank in (0, 1):
+            error = error_of(job.ranks[rank])
+            assert error.startswith('RegroupError: The process group of ranks 0, 1')
+        assert time.monotonic() - start < 10
+        job.all(ranks.errors_of_operations, ranks=(0, 1))
+        job.renew()
+        job.all(ranks.collectives)
+
+
+def test_unblock_during_renew_ends_it() -> None:
+    with cluster(2) as job:
+        prefix = job.fresh_prefix()
+        job.ranks[0].start(renew_and_unblock, prefix)
+        job.store.wait([f'{prefix}/unblocked'], ranks.DEADLINE)
+        # Only now does the other rank come; what it connected to is closed.
+        job.ranks[1].start(ranks.renew, prefix, None, 1.0)
+        assert 'unblock() was called' in error_of(job.ranks[0])
+        assert_no_use(job.ranks[1])
+        job.renew()
+        job.all(ranks.collectives)
+
+
+def renew_and_unblock(job: Job, prefix: str) -> None:
+    """Unblock from a thread as soon as renewing waits for the other rank."""
+    keys = job.store.num_keys()
+
+    def unblock() -> None:
+        while job.store.num_keys() == keys:
+            pass
+        job.process_groups.unblock()
+        job.store.set(f'{prefix}/unblocked', '')
+
+    thread = threading.Thread(target=unblock)
+    thread.start()
+    try:
+        ranks.renew(job, prefix)
+    finally:
+        thread.join()
+
+
+def assert_no_use(rank: Rank) -> None:
+    """Its renewal failed, or what it got raises."""
+    try:
+        rank.result()
+    except Failed as error:
+        assert 'RegroupError' in str(error)
+    else:
+        rank.call(ranks.errors_of_operations)
+
+
+def test_broken_off_coalescing_is_forgotten() -> None:
+    with cluster(2) as job:
+        job.all(break_off_coalescing)
+        job.renew()
+        assert job.all(coalesced_sums) == [[3, 30]] * 2
+
+
+def break_off_coalescing(job: Job) -> None:
+    try:
+        with dist._coalescing_manager():
+            dist.all_reduce(torch.zeros(1))
+            raise RuntimeError('fault')
+    except RuntimeError:
+        pass
+
+
+def coalesced_sums(job: Job) -> list[float]:
+    tensors = [torch.tensor([factor * (job.rank + 1.0)]) for factor in (1, 10)]
+    with dist._coalescing_manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    return [tensor.item() for tensor in tensors]
+
+
+def test_groups_can_be_made_after_a_renewal() -> None:
+    with cluster(2) as job:
+        job.renew()
+        job.all(make_group)
+        assert job.all(ranks.all_reduce, 'later') == [3, 3]
+        job.renew()
+        assert job.all(ranks.all_reduce, 'later') == [3, 3]
+
+
+def test_cycles_leak_nothing() -> None:
+    with cluster(2) as job:
+        before = job.all(ranks.cycles, 'warm-up', 10)
+        keys = job.store.num_keys()
+        after = job.all(ranks.cycles, 'cycle', 50)
+        for first, last in zip(before, after, strict=True):
+            assert last['file descriptors'] <= first['file descriptors']
+            assert last['threads'] <= first['threads']
+            assert last['memory'] - first['memory'] < 4 * MIB
+        assert job.store.num_keys() == keys
