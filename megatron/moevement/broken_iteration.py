@@ -76,7 +76,11 @@ class BrokenIteration:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             group.grad_reduce_handle = group.param_gather_handle = None
             group.param_gather_dispatched = False
+            # A new process learns in its first batch in which order gradients become ready, and
+            # until then reduces them in another order: all ranks do so together.
+            group.is_first_batch = True
             group.per_param_grad_ready_counts = {}
+            group.golden_per_param_grad_ready_counts = {}
             group.is_last_microbatch = True
             group.grad_reduce_finished = False
         if chunk.ddp_config.overlap_param_gather and not chunk.remove_forward_pre_hook_handles:

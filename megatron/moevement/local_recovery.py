@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from megatron.moevement import iteration_state
+from megatron.moevement import iteration_state, upstream
 from megatron.moevement.broken_iteration import BrokenIteration
 from megatron.moevement.data_position import DataPosition
 from megatron.moevement.global_scalars import ScalarRecorder
@@ -279,7 +279,9 @@ class LocalRecovery:
         if self._position is not Position.UPDATING and self._state is not None:
             samples = self._state.consumed_train_samples
         iteration_state.move_to(verdict.target, samples, self._args)
-        if not self._membership.joining:
+        if self._membership.joining:
+            upstream.fill_first_step_caches(self._training.optimizer)
+        else:
             self._broken.let_go()
         self._membership.silence()
         self._membership.joining = False

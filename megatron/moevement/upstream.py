@@ -16,6 +16,7 @@ from typing import Any
 
 import megatron.training.training as training
 import torch
+from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.moevement.preflight import InstallationError
@@ -106,6 +107,15 @@ def without_connections(args: Any) -> Iterator[None]:
     finally:
         args.fake_process_group = False
         torch.distributed.new_group = new_group
+
+
+def fill_first_step_caches(optimizer: Any) -> None:
+    """Ask now what optimizers find out together in their first step, and then remember.
+
+    The others have done so long ago: a process that joins them must not reduce this with them.
+    """
+    for group in SEPARATE_GRAD_NORM_GROUPS:
+        optimizer.has_grad_norm_group(group)
 
 
 def dense_checkpoint_iteration(args: Any) -> int:
