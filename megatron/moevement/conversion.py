@@ -80,6 +80,7 @@ class Conversion:
                     with recorder.replaying(self._states[slot + 1].scalars):
                         replay(state.iteration)
                     self.replay_s += time.perf_counter() - began
+        recorder.put_back(self.last.scalars)
 
     def load_slot(self, slot: int, loader: SlotLoader) -> None:
         """Put one slot's tensors into place."""

@@ -51,15 +51,16 @@ class ScalarRecorder:
 
         def grad_norm(*args: Any, **kwargs: Any) -> float:
             if recorder._replayed is not None:
-                return _next(recorder._replayed.grad_norms, 'gradient norm')
-            norm = recorder._grad_norm(*args, **kwargs)
+                norm = _next(recorder._replayed.grad_norms, 'gradient norm')
+            else:
+                norm = recorder._grad_norm(*args, **kwargs)
             recorder._recorded.grad_norms.append(norm)
             return norm
 
         def check_overflow(self: Any) -> bool:
             overflow = recorder._check_overflow(self)
             if recorder._replayed is not None:
-                return _next(recorder._replayed.overflows, 'overflow flag')
+                overflow = _next(recorder._replayed.overflows, 'overflow flag')
             recorder._recorded.overflows.append(overflow)
             return overflow
 
@@ -84,6 +85,7 @@ class ScalarRecorder:
             total = torch.full_like(num_tokens, self._replayed.num_tokens)
             for chunk in model:
                 chunk.scale_gradients(1.0 / torch.clamp(total, min=1))
+            self._num_tokens = total
             return result
 
         finalize_recorded.recorder = self  # type: ignore[attr-defined]
@@ -110,10 +112,9 @@ class ScalarRecorder:
     def replaying(self, scalars: GlobalScalars) -> Iterator[None]:
         """Within the context, upstream gets the recorded scalars instead of computing them.
 
-        What is replayed counts as recorded again, for the ledger of a stage that catches up.
+        What is replayed is recorded again, for the ledger of a stage that catches up.
         """
         self._replayed = _copy(scalars)
-        self.put_back(scalars)
         try:
             yield
         finally:

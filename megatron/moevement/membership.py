@@ -15,10 +15,13 @@ from moevement_ext.host_memory import held_windows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.store import NodeStore
 from moevement_ext.recover.verdict import NOWHERE, Report
+from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError
 from moevement_ext.rendezvous import EpochBroken, Meeting, Rendezvous, break_epoch
 
 _UPDATE_GRACE_SECONDS = 1.0
+_CONNECT_TIMEOUT = timedelta(seconds=60)
+"""For all ranks to connect when all have said that they are about to."""
 
 
 class Membership:
@@ -48,6 +51,7 @@ class Membership:
         self._watch: EpochWatch | None = None
         self._watch_stores = store.clone(), store.clone()
         self._groups: ProcessGroups | None = None
+        self._in_use: list[Store] = []
         self.not_updating = threading.Event()
         """Clear while the optimizer writes: an update that all its ranks can finish is let to."""
         self.not_updating.set()
@@ -138,8 +142,13 @@ class Membership:
         assert self._groups is not None
         self._raise_if_broken()
         name = 'all' if members is None else 'some'
+        timeout = min(self._timeout, _CONNECT_TIMEOUT)
+        store: Store = PrefixStore(f'groups/{name}', self.store)
+        if self._watch is not None:
+            store = InterruptibleStore(store, self._watch.broken, timeout)
+            self._in_use = [*self._in_use[-1:], store]  # the groups clean up in the one before
         try:
-            self._groups.renew(PrefixStore(f'groups/{name}', self.store), members, self._timeout)
+            self._groups.renew(store, members, timeout)
         finally:
             if self.broken:
                 self._groups.unblock()
