@@ -82,6 +82,7 @@ class HostMemory:
         self.members = _exchange_members(own, exchange)
         self.domains = failure_domains([member.node for member in self.members], config.topology)
         self.holders = place_replicas(self.domains, config.replicas)
+        self.members[rank] = own  # a replacement may run on another node; replicas stay placed
         self.plan = self._plan()
         self.plan.check(config.host_memory_gb, self.store.path)
         try:
@@ -118,6 +119,7 @@ class HostMemory:
         address = msgspec.msgpack.encode((local_host(), self.server.address[1]))
         decoded = (msgspec.msgpack.decode(item, type=tuple[str, int]) for item in exchange(address))
         self.addresses = list(decoded)
+        self.addresses[self.rank] = (local_host(), self.server.address[1])
 
     def client(self, rank: int) -> ReplicaClient:
         """A new client of another rank's server."""

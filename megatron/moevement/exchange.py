@@ -10,7 +10,8 @@ class Exchange:
     """Gives some bytes to all ranks and returns those of every rank, by rank.
 
     At the start of a job it is a collective of all ranks, and what was exchanged is kept in the
-    launcher's store. A process that replaces a lost one reads it there: the others are training.
+    launcher's store. A process that replaces a lost one reads it there, with what the lost one
+    gave: the others are training.
 
     Args:
         archive: outlives the workers; None where no process is ever replaced.
@@ -24,7 +25,8 @@ class Exchange:
     def __call__(self, name: str, own: bytes) -> list[bytes]:
         """Exchange under a name that is used once in the life of the job."""
         if self._joining:
-            return self._from_archive(name, own)
+            assert self._archive is not None  # else nobody could join
+            return msgspec.msgpack.decode(self._archive.get(_key(name)), type=list[bytes])
         everyone: list[bytes] = [b''] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, own)
         if self._archive is not None and torch.distributed.get_rank() == 0:
@@ -34,12 +36,6 @@ class Exchange:
     def all_agree(self, name: str, own: bool) -> bool:
         """True if it is true on every rank."""
         return all(answer == b'1' for answer in self(name, b'1' if own else b'0'))
-
-    def _from_archive(self, name: str, own: bytes) -> list[bytes]:
-        assert self._archive is not None  # else nobody could join
-        everyone = msgspec.msgpack.decode(self._archive.get(_key(name)), type=list[bytes])
-        everyone[torch.distributed.get_rank()] = own
-        return everyone
 
 
 def _key(name: str) -> str:

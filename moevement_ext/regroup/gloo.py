@@ -4,6 +4,7 @@
 import contextlib
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 """Private parts of torch that this uses (see ``internals.check``)."""
 
 _AT_ONCE = timedelta(milliseconds=1)
+_MAX_THREADS = 32
 _LAST_TAG = 2**31 - 1
 """Nobody sends with the highest tags."""
 
@@ -63,16 +65,24 @@ class Gloo:
             store.delete_key(f'{context}/{rank}')
 
     def close(self, backends: Sequence[ProcessGroupGloo]) -> None:
-        """Make every operation, pending or to come, raise. Any thread; about 1 ms each.
+        """Make every operation, pending or to come, raise. Any thread; a few ms.
 
         ``abort`` does nothing on gloo. But a receive that runs out of time makes gloo close all
-        connections of its context. One from a peer whose connection is closed fails without that,
-        so that all peers are tried; once closed, a try costs microseconds.
+        connections of its context.
         """
-        for backend in backends:
-            for peer in range(backend.size()):
-                if peer != backend.rank():
-                    _run_out_of_time(backend, peer)
+        backends = [backend for backend in backends if backend.size() > 1]
+        if backends:
+            # Each waits 1 ms, then for threads of its own; together that is faster by far.
+            with ThreadPoolExecutor(min(len(backends), _MAX_THREADS)) as pool:
+                list(pool.map(_close_one, backends))
+
+
+def _close_one(backend: ProcessGroupGloo) -> None:
+    # A receive from a peer whose connection is closed fails before it can run out of time, so that
+    # all peers are tried; once closed, a try costs microseconds.
+    for peer in range(backend.size()):
+        if peer != backend.rank():
+            _run_out_of_time(backend, peer)
 
 
 def _run_out_of_time(backend: Any, peer: int) -> None:

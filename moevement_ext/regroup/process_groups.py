@@ -200,7 +200,7 @@ class ProcessGroups:
         internals.install(self._releaser, group.group, backend, kind, group.devices, store)
 
     def _raise_if_unblocked(self) -> None:
-        if False:
+        if self._unblocked:
             raise RegroupError('unblock() was called while the process groups were being connected')
 
     def _close_open(self) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -128,7 +129,8 @@ class Cluster:
         self,
         *,
         fail_at: str = '',
-        strike: Callable[[list], None] | None = None,
+        strike: Callable[[list, Callable[[int], Any]], None] | None = None,
+        evict: bool = True,
         wipe: Collection[int] = (),
         mutation: str | None = None,
         announce: bool = True,
@@ -138,7 +140,9 @@ class Cluster:
 
         Args:
             fail_at: `MOEVEMENT_FAIL_AT`.
-            strike: called again and again with the workers, to kill or stop some.
+            strike: called again and again with the workers and a function that starts one of a
+                given rank, to kill or stop some.
+            evict: kill workers that the others find hung.
             wipe: nodes whose memory is deleted when one of their workers dies.
             mutation: as for `run`, in all workers.
             announce: the launcher tells the others of a death; else they notice themselves.
@@ -150,10 +154,12 @@ class Cluster:
         store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
         starts = dict.fromkeys(range(self.ranks), 0)
 
-        def start(rank: int) -> multiprocessing.Process:
-            env = self._environment(rank, store.port, fail_at) | {
+        def start(rank: int, **env: str) -> multiprocessing.Process:
+            env = {
+                **self._environment(rank, store.port, fail_at),
                 'TORCHELASTIC_USE_AGENT_STORE': 'True',
                 'TORCHELASTIC_RESTART_COUNT': str(starts[rank]),
+                **env,
             }
             worker = _CONTEXT.Process(
                 target=_worker, args=(self.flags, env, str(self.log(rank)), mutation)
@@ -172,15 +178,14 @@ class Cluster:
                 for rank, worker in enumerate(workers):
                     if worker.exitcode not in (None, 0):
                         starts[rank] += 1
-                        node = rank * self.nodes // self.ranks
-                        if node in wipe:
-                            shutil.rmtree(self.node_memory(node), ignore_errors=True)
+                        self._wipe(rank, wipe)
                         if announce:
                             announce_failure(store, rank, f'rank {rank}: {worker.exitcode}')
                         workers[rank] = start(rank)
-                self._evict(store, workers)
+                if evict:
+                    self._evict(store, workers)
                 if strike is not None:
-                    strike(workers)
+                    strike(workers, start)
                 multiprocessing.connection.wait(
                     [worker.sentinel for worker in workers if worker.exitcode is None], 0.02
                 )
@@ -191,6 +196,12 @@ class Cluster:
                 worker.join()
         self.lives += 1
         return {rank: count for rank, count in starts.items() if count}
+
+    def _wipe(self, rank: int, nodes: Collection[int]) -> None:
+        """Delete the memory of the node of `rank`, if it is one of `nodes`."""
+        node = rank * self.nodes // self.ranks
+        if node in nodes:
+            shutil.rmtree(self.node_memory(node), ignore_errors=True)
 
     @staticmethod
     def _evict(store: TCPStore, workers: list) -> None:

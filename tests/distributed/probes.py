@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.training import get_args
 
+import pretrain_gpt
 from megatron.moevement import session
 from megatron.moevement.training_state import TrainingState
 
@@ -44,3 +45,22 @@ def after_set_up(look: Callable[[Any, TrainingState], None]) -> None:
         leave()
 
     session.Session._set_up = looked_at  # type: ignore[method-assign]
+
+
+def count_forward_passes() -> None:
+    """Print, when training is over, how many micro-batches went forward through this stage."""
+    forward = pretrain_gpt.forward_step
+    train = session.Session._train
+    passes = [0]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        passes[0] += 1
+        return forward(*args, **kwargs)
+
+    def trained(*args: Any, **kwargs: Any) -> Any:
+        result = train(*args, **kwargs)
+        print(f'forward passes: {passes[0]}', flush=True)
+        return result
+
+    pretrain_gpt.forward_step = counted
+    session.Session._train = trained  # type: ignore[method-assign]

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers are SIGKILLed one by one; only their stage replays, and every bit is as if none died."""
 
+import os
+import re
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -12,13 +15,304 @@ BF16 = '--bf16 --use-distributed-optimizer'
 UNTIED = '--untie-embeddings-and-output-weights'
 ITERATIONS = '--train-iters 12'
 PP_EP = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'
-BASE = f'{BF16} {PP_EP} {UNTIED} {ITERATIONS}'.split()
+PP4 = f'{BF16} --pipeline-model-parallel-size 4 {UNTIED}'
+BASE = f'{BF16} {PP_EP} {UNTIED}'
+
+# Flags; window; where a worker dies.
+LAYOUTS = {
+    'pp2-ep2-first-stage': (BASE, 3, '1:8:forward'),
+    'pp2-ep2-last-stage-window-1': (BASE, 1, '2:8:forward'),
+    'pp2-ep2-window-5': (BASE, 5, '3:11:backward'),
+    'pp4-middle-stage': (PP4, 3, '1:9:forward'),
+    'pp4-tied-first-stage': (f'{BF16} --pipeline-model-parallel-size 4', 3, '0:9:backward'),
+    'pp3-six-layers': (
+        f'{BF16} --pipeline-model-parallel-size 3 --num-layers 6 {UNTIED}', 3, '1:9:backward',
+    ),
+    'pp2-dp2-distributed': (f'{BF16} --pipeline-model-parallel-size 2 {UNTIED}', 3, '3:9:reduce'),
+    'pp2-dp2-plain': (f'--bf16 --pipeline-model-parallel-size 2 {UNTIED}', 3, '1:9:backward'),
+    'pp2-dp2-fp32-tied': ('--pipeline-model-parallel-size 2', 3, '2:9:forward'),
+    'pp2-tp2-sequence-parallel': (
+        f'{BF16} --tensor-model-parallel-size 2 --sequence-parallel '
+        f'--pipeline-model-parallel-size 2 {UNTIED}', 3, '1:8:forward',
+    ),
+    'interleaved': (f'{BASE} --num-layers-per-virtual-pipeline-stage 1', 3, '0:8:forward'),
+    'interleaved-overlapped-warmup': (
+        f'{BASE} --num-layers-per-virtual-pipeline-stage 1 '
+        '--overlap-p2p-communication-warmup-flush', 3, '2:9:backward',
+    ),
+    'per-token-loss': (f'{BASE} --calculate-per-token-loss', 3, '0:9:backward'),
+    'router-bias': (
+        f'{BASE} --moe-router-enable-expert-bias --moe-router-score-function sigmoid '
+        '--moe-router-bias-update-rate 1e-2', 3, '1:9:backward',
+    ),
+    'fp16-skipped-steps': (
+        '--fp16 --initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 1 '
+        f'--use-distributed-optimizer {PP_EP} {UNTIED} --calculate-per-token-loss',
+        4, '1:9:forward',
+    ),
+    'overlapped-reductions': (
+        f'{BF16} --pipeline-model-parallel-size 2 {UNTIED} --overlap-grad-reduce '
+        '--overlap-param-gather', 3, '1:8:step',
+    ),
+    'one-stage-ep2': (f'{BF16} --expert-model-parallel-size 2 {UNTIED}', 3, '1:8:step'),
+}  # fmt: skip
+
+PHASES = {
+    'in p2p': '1:8:p2p',
+    'in gradient reduction': '2:9:reduce',
+    'between norm and step': '3:9:norm',
+    'in the middle of the step': '0:9:step',
+    'after the step': '1:8:after-step',
+    'while capturing': '1:8:capture',
+    'while replicating': '2:8:replicate',
+}
+
+# One worker, then more trouble: in PP 4 with windows of 3, seen from a kill in iteration 9 the
+# window of iterations 6 to 8 is loaded; from a kill in 8, that of 3 to 5, and 6 and 7 follow.
+MORE_FAILURES = {
+    'during detection': '1:9:forward,3:9:detect',
+    'during regrouping': '1:9:forward,2:9:regroup',
+    'replacement dies fetching': '1:9:forward,1:7:fetch:1',
+    'replacement dies loading': '1:9:forward,1:8:load:1',
+    'replacement dies converting': '1:9:forward,1:8:convert:1',
+    'replacement dies twice catching up': '1:8:forward,1:6:catch-up:1,1:7:catch-up:2',
+    'same rank right after recovery': '1:9:forward,1:9:forward:1',
+    'neighbour right after recovery': '1:9:forward,2:9:backward',
+    'two adjacent stages at once': '1:9:forward,2:9:forward',
+    'two separate stages at once': '0:9:forward,2:9:forward',
+}
 
 
-@pytest.mark.parametrize('fail_at', ['2:8:forward'])
-def test_lost_worker_is_replaced(
-    fail_at: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+def flags_of(setup: str) -> list[str]:
+    return f'{setup} {ITERATIONS}'.split()
+
+
+def victims(fail_at: str) -> dict[int, int]:
+    """How often each rank dies."""
+    found: dict[int, int] = {}
+    for fault in fail_at.split(','):
+        rank = int(fault.partition(':')[0])
+        found[rank] = found.get(rank, 0) + 1
+    return found
+
+
+def check_localized(job: Cluster) -> None:
+    """No survivor was started again, and nobody fell back to a lower tier."""
+    for rank in range(job.ranks):
+        assert job.events('next_tier', rank) == []
+        assert all(event['scope'] == 'localized' for event in job.events('recovered', rank))
+    assert not job.memory.exists(), 'host memory is given back at a clean exit'
+
+
+@pytest.mark.parametrize('name', LAYOUTS)
+def test_lost_stage_comes_back_with_the_bits_of_a_fault_free_run(
+    name: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    job = cluster(*BASE, '--sparse-ckpt-window', '3')
-    assert job.survive(fail_at=fail_at) == {int(fail_at[0]): 1}
-    assert differences(reference(*BASE), read_digest(job)) == []
+    setup, window, fail_at = LAYOUTS[name]
+    flags = flags_of(setup)
+    ranks = 3 if name.startswith('pp3') else 4
+    job = cluster(*flags, '--sparse-ckpt-window', str(window), ranks=ranks)
+    assert job.survive(fail_at=fail_at) == victims(fail_at)
+    assert differences(reference(*flags, ranks=ranks), read_digest(job)) == []
+    check_localized(job)
+
+
+@pytest.mark.parametrize('phase', PHASES)
+def test_death_in_any_phase_of_an_iteration(
+    phase: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    assert job.survive(fail_at=PHASES[phase]) == victims(PHASES[phase])
+    assert differences(reference(*flags), read_digest(job)) == []
+    check_localized(job)
+
+
+@pytest.mark.parametrize('trouble', MORE_FAILURES)
+def test_more_failures(
+    trouble: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(PP4)
+    job = cluster(*flags, '--sparse-ckpt-window', '3', nodes=4)
+    assert job.survive(fail_at=MORE_FAILURES[trouble]) == victims(MORE_FAILURES[trouble])
+    assert differences(reference(*flags), read_digest(job)) == []
+    check_localized(job)
+
+
+def test_data_parallel_peer_dies_in_the_next_iteration(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    assert job.survive(fail_at='1:8:forward,0:9:backward') == {0: 1, 1: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+    check_localized(job)
+
+
+def test_all_ranks_of_a_stage_and_the_memory_of_their_node_are_lost(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    lost = '2:8:forward,3:8:forward'
+    assert job.survive(fail_at=lost, wipe=[1]) == victims(lost)
+    assert differences(reference(*flags), read_digest(job)) == []
+    check_localized(job)
+
+
+def test_survivors_notice_by_themselves(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    assert job.survive(fail_at='2:8:backward', announce=False) == {2: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+    check_localized(job)
+
+
+def test_unaffected_stages_compute_nothing_again(cluster: Callable[..., Cluster]) -> None:
+    """Forward passes are counted: the cut-off iteration is the only one that is run twice."""
+    job = cluster(*flags_of(PP4), '--sparse-ckpt-window', '3', nodes=4)
+    job.survive(fail_at='1:9:forward', mutation='probes:count_forward_passes')
+    per_iteration = 8  # micro-batches
+    logs = [job.directory / f'life0-rank{rank}.log' for rank in range(4)]
+    counts = [
+        [int(found) for found in re.findall(r'^forward passes: (\d+)$', log.read_text(), re.M)]
+        for log in logs
+    ]
+    for rank in (0, 2, 3):
+        assert 12 * per_iteration <= counts[rank][0] <= 13 * per_iteration
+    # Iterations 7 and 8 once more, with the window of 6 to 8; then 9 to 12.
+    assert counts[1] == [6 * per_iteration]
+
+
+@pytest.mark.parametrize('phase', ['evaluate', 'save'])
+def test_death_in_evaluation_and_dense_checkpoint(
+    phase: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(f'{BASE} --eval-interval 4 --eval-iters 2')
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    job.flags += ['--save', str(job.directory / 'dense'), '--save-interval', '4']
+    assert job.survive(fail_at=f'1:8:{phase}') == {1: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+    check_localized(job)
+    saved = sorted(path.name for path in (job.directory / 'dense').glob('iter_*'))
+    assert saved == ['iter_0000004', 'iter_0000008', 'iter_0000012']
+    losses = re.findall(r'validation loss at iteration (\d+) ', job.output(0))
+    assert {'4', '8', '12'} <= set(losses)
+
+
+def test_stopped_worker_is_found_and_replaced(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '3')
+    stopped: list[int] = []
+
+    def stop(workers: list, start: Callable) -> None:
+        if not stopped and job.events('window_persisted', rank=2):
+            stopped.append(workers[2].pid)
+            os.kill(workers[2].pid, signal.SIGSTOP)
+
+    assert job.survive(strike=stop) == {2: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+    (failure,) = job.events('failure_detected', rank=0)
+    assert 'rank 2 has not been heard of for 3 s' in failure['reason']
+    check_localized(job)
+
+
+def test_stopped_worker_that_wakes_up_is_welcome(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """Nobody took its place, so nothing was lost and nobody replays."""
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '2')
+    stopped: list[int] = []
+
+    def stop_and_wake(workers: list, start: Callable) -> None:
+        if not stopped and job.events('window_persisted', rank=2):
+            stopped.append(workers[2].pid)
+            os.kill(workers[2].pid, signal.SIGSTOP)
+        elif len(stopped) == 1 and job.events('failure_detected', rank=0):
+            stopped.append(workers[2].pid)
+            os.kill(workers[2].pid, signal.SIGCONT)
+
+    assert job.survive(strike=stop_and_wake, evict=False) == {}
+    assert differences(reference(*flags), read_digest(job)) == []
+    for rank in range(4):
+        (recovered,) = job.events('recovered', rank)
+        assert recovered['stages'] == [] and recovered['replayed'] == 0
+
+
+def test_stopped_worker_that_was_replaced_is_fenced_out(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '2')
+    zombies: list = []
+
+    def replace(workers: list, start: Callable) -> None:
+        if not zombies and job.events('window_persisted', rank=2):
+            os.kill(workers[2].pid, signal.SIGSTOP)
+            zombies.append(workers[2])
+        elif zombies[:1] == workers[2:3] and job.events('failure_detected', rank=0):
+            workers[2] = start(2, MOEVEMENT_NODE='spare')
+        elif len(zombies) == 1 and job.events('recovered', rank=0):
+            zombies.append(zombies[0])
+            os.kill(zombies[0].pid, signal.SIGCONT)
+
+    assert job.survive(strike=replace, evict=False) == {}
+    zombies[0].join(30)
+    assert zombies[0].exitcode not in (None, 0)
+    assert differences(reference(*flags), read_digest(job)) == []
+    assert 'was replaced by another process' in job.output(0)
+
+
+@pytest.mark.parametrize(
+    ('fail_at', 'reason'),
+    [
+        ('1:2:forward', 'no window is complete on all ranks'),
+        ('1:12:after-step', 'iteration 12 was the last one'),
+    ],
+)
+def test_next_tier_is_taken_and_its_reason_named(
+    fail_at: str, reason: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    starts = job.survive(fail_at=fail_at)
+    assert set(starts) == {0, 1, 2, 3}
+    assert differences(reference(*flags), read_digest(job)) == []
+    for rank in (0, 2, 3):
+        (fallback,) = job.events('next_tier', rank)
+        assert (fallback['reason'], fallback['tier']) == (reason, 'the whole job')
+
+
+def test_whole_job_on_request(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', 'whole-job')
+    assert set(job.survive(fail_at='1:8:forward')) == {0, 1, 2, 3}
+    assert differences(reference(*flags), read_digest(job)) == []
+    assert job.memory is not None and not job.memory.exists()
+
+
+MUTATIONS = {
+    'data_not_moved_back': BASE,
+    'recorded_norm_of_catch_up_wrong': BASE,
+    'log_of_neighbour_changed': BASE,
+    'iteration_state_not_put_back': BASE,
+    'tokens_of_last_stage_not_replayed': LAYOUTS['per-token-loss'][0],
+}
+
+
+@pytest.mark.parametrize('mutation', MUTATIONS)
+def test_leaving_out_a_step_of_localized_recovery_is_noticed(
+    mutation: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(MUTATIONS[mutation])
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    job.survive(fail_at='1:8:backward', mutation=f'local_mutations:{mutation}')
+    assert job.events('recovered', rank=3)
+    assert differences(reference(*flags), read_digest(job)) != []

@@ -311,3 +311,91 @@ def test_a_failure_while_the_plan_changes_does_not_reach_training(training: Trai
     opening.start()
     training.run_until(2 * W)
     assert training.committed() == [3]
+
+
+# Failures of other ranks
+
+
+def test_an_iteration_that_begins_again_is_captured_once(training: Training) -> None:
+    """Others failed in iterations 2 and 4, which left nothing but junk in this rank's buffers."""
+    for broken in (1, W):
+        training.run_until(broken)
+        training.checkpointer.begin(broken, b'state %d' % broken)
+        training.buffer.fill_(-7)
+        training.checkpointer.begin(broken, b'state after the failure')
+        training.checkpointer.before_update()
+    training.run_until(2 * W)
+    assert training.committed() == [0, 3]
+    for start in training.committed():
+        assert_contents(training, start)
+    assert training.checkpointer.statistics.failures == 0
+
+
+def roll_back(training: Training, start: int) -> None:
+    """Continue from window `start`, as a stage does that has to replay: its dense state is next."""
+    training.checkpointer.stop_capturing()
+    training.windows.discard_after(start)
+    training.checkpointer.roll_back(start)
+    training.iteration = start + W - 1
+    for tensor in (*training.updated, training.buffer):
+        tensor.fill_(training.iteration)
+
+
+def test_after_a_rollback_later_windows_are_captured_again(training: Training) -> None:
+    training.run_until(W)
+    before = digest(training.windows.committed()[0].path)
+    training.persisting = False  # window 3 is committed here, but another rank has not got it
+    training.run_until(2 * W + 2)
+    del training.heard[1:]
+    roll_back(training, 0)
+    assert training.committed() == [0]
+    training.run_until(2 * W)
+    assert training.committed() == [0, 3]
+    assert training.heard == [WindowName(0, PLAN), WindowName(3, PLAN)]
+    assert_contents(training, 3)
+    assert digest(training.windows.committed()[-1].path) == before, 'what it was recovered from'
+
+
+def test_captures_under_way_arrive_before_older_state_is_loaded(training: Training) -> None:
+    training.run_until(W)
+    gate, order = threading.Event(), list[str]()
+    training.checkpointer._copier._copying.submit(gate.wait, DEADLINE_S)
+    training.checkpointer.begin(W, b'state %d' % W)
+
+    def open_gate() -> None:
+        order.append('arrive')
+        gate.set()
+
+    opening = threading.Timer(0.1, open_gate)
+    opening.start()
+    training.checkpointer.stop_capturing()
+    order.append('load')
+    opening.join()
+    assert order == ['arrive', 'load']
+
+
+def test_a_window_of_which_only_seals_are_missing_is_kept(training: Training) -> None:
+    training.run_until(W - 1)
+    gate = threading.Event()
+    training.checkpointer._copier._sealing.submit(gate.wait, DEADLINE_S)
+    training.step()
+    opening = threading.Timer(0.1, gate.set)
+    opening.start()
+    training.checkpointer.stop_capturing()
+    opening.join()
+    assert training.committed() == [0]
+    assert_contents(training, 0)
+
+
+def test_windows_given_up_in_rollbacks_do_not_use_up_the_files(shm: Path) -> None:
+    training = Training(shm, max_wait_s=0)
+    try:
+        training.run_until(W)
+        for _ in range(4):
+            training.run_until(W + 2)
+            roll_back(training, 0)
+        training.run_until(3 * W)
+        assert training.committed()[-2:] == [3, 6]
+        assert training.checkpointer.statistics.skipped_windows == 0
+    finally:
+        training.stop()

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, node_name
+from moevement_ext.config import (
+    LOCALIZED,
+    WHOLE_JOB,
+    ConfigurationError,
+    SparseCheckpointConfig,
+    node_name,
+)
 
 NAN = float('nan')
 
@@ -21,6 +27,10 @@ NAN = float('nan')
         ('reorder_change', -1, 'at least 0'),
         ('host_memory_gb', 0, 'above 0'),
         ('host_memory_gb', NAN, 'above 0'),
+        ('hang_timeout', 1.5, 'at least 2'),
+        ('hang_timeout', NAN, 'at least 2'),
+        ('recovery', 'global', 'localized or whole-job'),
+        ('recovery', '', 'localized or whole-job'),
         ('reorder_fraction', 0, r'in \(0, 1\]'),
         ('reorder_fraction', 1.5, r'in \(0, 1\]'),
         ('reorder_fraction', NAN, r'in \(0, 1\]'),
@@ -36,8 +46,14 @@ def test_a_broken_rule_names_flag_value_and_rule(field: str, value: Any, rule: s
 
 def test_limits_themselves_are_allowed() -> None:
     SparseCheckpointConfig(
-        window=1, max_window=1, replicas=0, max_wait=0, reorder_change=0, reorder_fraction=1
-    )
+        window=1, max_window=1, replicas=0, max_wait=0, reorder_change=0, reorder_fraction=1,
+        hang_timeout=2,
+    )  # fmt: skip
+
+
+def test_either_way_to_recover_is_allowed_and_survivors_keep_their_state_by_default() -> None:
+    assert SparseCheckpointConfig(recovery=WHOLE_JOB).recovery == 'whole-job'
+    assert SparseCheckpointConfig().recovery == LOCALIZED == 'localized'
 
 
 def test_memory_is_reserved_for_the_longest_window() -> None:

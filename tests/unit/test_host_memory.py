@@ -5,13 +5,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.host_memory import HostMemory, Member, failure_domains, held_windows
 from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.log_record import Direction, LogKey
 from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.recover.agreement import Candidate, HeldWindow
+from moevement_ext.replicate.client import PeerRefused
 from tests.unit.memory.samples import (
     PLAN,
     RUN,
@@ -25,6 +28,8 @@ from tests.unit.memory.samples import (
 
 NODES = ('node-a', 'node-b')
 CANDIDATE = Candidate(0, WINDOW, PLAN)
+LOG_BYTES = 2**16
+CPU = torch.device('cpu')
 
 
 @pytest.fixture
@@ -34,15 +39,23 @@ def shm() -> Iterator[Path]:
 
 
 class Job:
-    """Two ranks on two emulated nodes that hold each other's replicas."""
+    """Two ranks on two emulated nodes that hold each other's replicas; only rank 0 keeps a log."""
 
     def __init__(self, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        config = SparseCheckpointConfig(dir=str(shm), replicas=1)
-        members = [msgspec.msgpack.encode(Member(node, capacity())) for node in NODES]
+        config = SparseCheckpointConfig(dir=str(shm), replicas=1, max_wait=0)
+        log_bytes = (LOG_BYTES, 0)
+        members = [
+            msgspec.msgpack.encode(Member(node, capacity(), size))
+            for node, size in zip(NODES, log_bytes, strict=True)
+        ]
+        self.degraded: list[str] = []
         self.ranks: list[HostMemory] = []
         for rank, node in enumerate(NODES):
             monkeypatch.setenv('MOEVEMENT_NODE', node)
-            memory = HostMemory(config, 'run1', RUN, rank, capacity(), lambda own: members)
+            memory = HostMemory(
+                config, 'run1', RUN, rank, capacity(), log_bytes[rank], CPU, self.degraded.append,
+                lambda own: members,
+            )  # fmt: skip
             self.ranks.append(memory)
         addresses: list[bytes] = []
         for memory in self.ranks:
@@ -127,10 +140,43 @@ def test_over_budget_is_refused_before_anything_is_reserved(
 ) -> None:
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
     config = SparseCheckpointConfig(dir=str(shm), host_memory_gb=0.0001)
-    members = [msgspec.msgpack.encode(Member('node-a', capacity()))]
+    members = [msgspec.msgpack.encode(Member('node-a', capacity(), LOG_BYTES))]
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-host-memory-gb'):
-        HostMemory(config, 'run1', RUN, 0, capacity(), lambda own: members)
-    assert not [*shm.rglob('*.window')]
+        HostMemory(
+            config, 'run1', RUN, 0, capacity(), LOG_BYTES, CPU, pytest.fail, lambda own: members
+        )
+    assert not [*shm.rglob('*.window')] and not [*shm.rglob('upstream-log')]
+
+
+# Upstream log
+
+
+def test_the_log_of_a_rank_is_in_the_budget_and_served_to_others(job: Job) -> None:
+    first, second = job.ranks
+    assert [memory.plan.by_kind()['log_ring'] for memory in job.ranks] == [LOG_BYTES, 0]
+    assert first.log is not None
+    assert first.log.array.size == LOG_BYTES
+    sent = torch.arange(12.0)
+    first.log.append(1, Direction.DOWN, sent)
+    found = second.client(0).fetch_log(LogKey(1, Direction.DOWN, 0))
+    assert found is not None
+    assert torch.equal(torch.frombuffer(found[1], dtype=torch.float32), sent)
+
+
+def test_no_log_is_kept_where_none_is_asked_for(job: Job, shm: Path) -> None:
+    first, second = job.ranks
+    assert second.log is None
+    assert [path.is_relative_to(first.store.path) for path in shm.rglob('upstream-log')] == [True]
+    with pytest.raises(PeerRefused):
+        first.client(1).fetch_log(LogKey(1, Direction.DOWN, 0))
+
+
+def test_a_log_that_cannot_keep_all_it_should_says_so(job: Job) -> None:
+    log = job.ranks[0].log
+    assert log is not None and job.degraded == []
+    for iteration in (1, 2, 3):
+        log.append(iteration, Direction.DOWN, torch.zeros(LOG_BYTES // 2, dtype=torch.uint8))
+    assert 'is full' in job.degraded[-1]
 
 
 # Failure domains

@@ -70,6 +70,20 @@ def test_reopened_with_any_capacity(shm: Path) -> None:
     assert smaller.get(4) is None
 
 
+def test_number_of_tokens_is_kept_and_zero_where_it_is_not_known(shm: Path) -> None:
+    """Also in the entries of a process of before the field was added."""
+    ledger = Ledger(shm / 'ledger', 4)
+    ledger.append(entry(1))
+    counted = msgspec.structs.replace(entry(2), num_tokens=2**40 + 1)
+    ledger.append(counted)
+    ledger.close()
+    reopened = Ledger(shm / 'ledger', 4)
+    assert [reopened.get(1), reopened.get(2)] == [entry(1), counted]
+    assert entry(1).num_tokens == 0
+    earlier = msgspec.msgpack.encode(msgspec.structs.astuple(counted)[:-1])
+    assert msgspec.msgpack.decode(earlier, type=LedgerEntry).num_tokens == 0
+
+
 def test_rewind_forgets_what_did_not_happen(shm: Path) -> None:
     ledger = Ledger(shm / 'ledger', 16)
     for iteration in range(8):
@@ -131,7 +145,7 @@ _INTEGERS = st.integers(0, 2**63)
 )
 def test_floats_keep_their_bits(floats: tuple[float, ...], integers: tuple[int, int, int]) -> None:
     norms, flags = [floats[0], floats[1]], [True, False]
-    written = LedgerEntry(2**60, norms, flags, True, *integers, floats[2], floats[3])
+    written = LedgerEntry(2**60, norms, flags, True, *integers, floats[2], floats[3], integers[0])
     with tmpfs_directory() as shm:
         Ledger(shm / 'ledger', 3).append(written)
         read = Ledger(shm / 'ledger', 3).newest()
@@ -152,8 +166,9 @@ def test_floats_keep_their_bits(floats: tuple[float, ...], integers: tuple[int, 
 def test_sixteen_optimizers_fit_and_too_many_are_refused(shm: Path) -> None:
     ledger = Ledger(shm / 'ledger', 2)
     largest = msgspec.structs.replace(
-        entry(2**62), consumed_samples=2**63, scheduler_steps=2**63, num_microbatches=2**32
-    )
+        entry(2**62), consumed_samples=2**63, scheduler_steps=2**63, num_microbatches=2**32,
+        num_tokens=2**63,
+    )  # fmt: skip
     fitting = msgspec.structs.replace(largest, grad_norms=[0.1] * 16, overflows=[True] * 16)
     ledger.append(fitting)
     assert ledger.newest() == fitting

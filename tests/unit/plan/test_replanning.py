@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
+import msgspec
 import pytest
 from torch.distributed import TCPStore
 
@@ -102,6 +103,41 @@ def test_all_ranks_adopt_the_same_plans_in_order() -> None:
     assert first == [first[0]] * 3 and second == [second[0]] * 3
     assert (first[0].version, second[0].version) == (1, 2)
     assert second[0].shares['layer1.expert0'] == 100 / 175
+
+
+def test_a_rank_that_joins_late_adopts_the_plan_in_force_at_once() -> None:
+    """It takes the place of a lost one; without the plan its next windows would not count."""
+    master = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
+    plan = PlanParameters(3, 12, 2, {'layer1.expert0': 0.5})
+    master.set('plan', msgspec.json.encode(plan).decode())
+    adopted: queue.Queue[PlanParameters] = queue.Queue()
+
+    def join(present: PlanParameters) -> Replanner:
+        store = TCPStore('127.0.0.1', master.port, is_master=False)
+        return Replanner(store, 1, 2, present, fixed, adopted.put)
+
+    late = join(PlanParameters(1, 0, 4, {}))
+    try:
+        assert adopted.get(timeout=DEADLINE_S) == plan, 'although it has observed nothing'
+    finally:
+        late.stop()
+    join(plan).stop()  # ends after it has looked
+    assert adopted.empty(), 'it had that plan from the start'
+
+
+def test_a_plan_that_cannot_be_read_does_not_end_the_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
+    store.set('plan', 'no plan')
+    adopted: queue.Queue[PlanParameters] = queue.Queue()
+    replanner = Replanner(store, 0, 1, PlanParameters(0, 0, 2, {}), fixed, adopted.put)
+    try:
+        replanner.observe(load(0, dict(BALANCED)))
+        assert adopted.get(timeout=DEADLINE_S).version == 1
+    finally:
+        replanner.stop()
+    assert 'cannot re-plan' in caplog.text
 
 
 def _observe_until_adopted(

@@ -2,8 +2,6 @@
 """Real ranks of a small job, one process each, that do what a test tells them; and what they do."""
 
 import multiprocessing
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -80,10 +78,7 @@ class Rank:
         return self.result()
 
     def kill(self) -> None:
-        os.kill(self._process.pid or 0, signal.SIGKILL)
-        self._process.join()
-
-    def stop(self) -> None:
+        """As if its node were lost."""
         self._process.kill()
         self._process.join()
         self._pipe.close()
@@ -93,7 +88,7 @@ class Cluster:
     """All ranks of a job, and the store that outlives them."""
 
     def __init__(self, size: int) -> None:
-        # Here rather than on import: the server is that of the whole run, tests before may have theirs.
+        # Not on import: the server is that of the whole run, and other tests have their preload.
         _context.set_forkserver_preload(_PRELOAD)
         self.size = size
         self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
@@ -102,7 +97,6 @@ class Cluster:
 
     def replace(self, rank: int) -> None:
         """Start a new process in the place of a dead one; its groups are fake."""
-        self.ranks[rank].stop()
         self.ranks[rank] = Rank(rank, self.size, self.store.port, fake=True)
 
     def all(self, function: Callable[..., Any], *args: Any, ranks: Any = None) -> list[Any]:
@@ -129,7 +123,7 @@ def cluster(size: int) -> Iterator[Cluster]:
         yield made
     finally:
         for rank in made.ranks:
-            rank.stop()
+            rank.kill()
 
 
 def _serve(rank: int, size: int, port: int, fake: bool, pipe: Connection) -> None:

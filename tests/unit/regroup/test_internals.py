@@ -37,6 +37,13 @@ def test_objects_of_another_class_are_refused() -> None:
         releaser.check(HashStore())  # type: ignore[arg-type]
 
 
+def test_address_of_another_object_is_refused() -> None:
+    releaser = internals.Releaser()
+    releaser._vtable += 8
+    with pytest.raises(internals.UnsupportedTorchError, match='another C'):
+        releaser.release(ProcessGroup(HashStore(), 0, 1))
+
+
 def test_fake_groups_stand_in_for_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Backend, 'backend_capability', dict(Backend.backend_capability))
     stand_in_for('nccl')

@@ -107,6 +107,17 @@ def test_member_that_does_not_come_is_an_error_in_time() -> None:
         job.all(ranks.collectives)
 
 
+def test_peer_of_a_member_that_gave_up_does_not_wait() -> None:
+    """One renews all its groups and misses a rank; the other found all it wanted, and uses it."""
+    with cluster(3) as job:
+        prefix = job.fresh_prefix()
+        job.ranks[0].start(ranks.renew, prefix, None, 2.0)
+        job.ranks[1].call(ranks.renew, prefix, [0, 1])
+        job.ranks[1].start(ranks.all_reduce, '0,1')
+        assert 'RuntimeError' in error_of(job.ranks[1])
+        assert 'RegroupError' in error_of(job.ranks[0])
+
+
 def test_unblock_during_renew_ends_it() -> None:
     with cluster(2) as job:
         prefix = job.fresh_prefix()
@@ -122,13 +133,14 @@ def test_unblock_during_renew_ends_it() -> None:
 
 def renew_and_unblock(job: Job, prefix: str) -> None:
     """Unblock from a thread as soon as renewing waits for the other rank."""
-    keys = job.store.num_keys()
+    store = job.store.clone()  # the other connection is busy while it waits
+    keys = store.num_keys()
 
     def unblock() -> None:
-        while job.store.num_keys() == keys:
+        while store.num_keys() == keys:
             pass
         job.process_groups.unblock()
-        job.store.set(f'{prefix}/unblocked', '')
+        store.set(f'{prefix}/unblocked', '')
 
     thread = threading.Thread(target=unblock)
     thread.start()

@@ -8,6 +8,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.memory.slot import WindowName
 from moevement_ext.replicate.persistence import PersistenceBoard
+from tests.unit.replicate.peers import wait_for
 
 WORLD = 3
 DEADLINE_S = 20.0
@@ -21,14 +22,21 @@ class Job:
     def __init__(self) -> None:
         self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
         self.persisted: list[queue.Queue[WindowName]] = [queue.Queue() for _ in range(WORLD)]
-        self.boards = [
-            PersistenceBoard(
-                TCPStore('127.0.0.1', self.store.port, is_master=False, timeout=TIMEOUT),
-                WORLD,
-                heard.put,
-            )
-            for heard in self.persisted
-        ]
+        self.boards = [self._board(rank) for rank in range(WORLD)]
+
+    def _board(self, rank: int) -> PersistenceBoard:
+        store = TCPStore('127.0.0.1', self.store.port, is_master=False, timeout=TIMEOUT)
+        return PersistenceBoard(store, rank, WORLD, self.persisted[rank].put)
+
+    def replace(self, rank: int) -> None:
+        """Another process of this rank, which knows nothing of the one before."""
+        self.boards[rank].stop()
+        self.boards[rank] = self._board(rank)
+
+    def wait_until_counted(self, window: WindowName, ranks: int) -> None:
+        """Wait until as many ranks have reported a window that is not persisted yet."""
+        key = f'complete/{window.start}/{window.plan}'
+        wait_for(lambda: self.store.add(key, 0) >= ranks or self.store.check(['persisted']))
 
     def report(self, window: WindowName, *ranks: int) -> None:
         for rank in ranks:
@@ -75,6 +83,48 @@ def test_windows_of_different_plans_do_not_count_together(job: Job) -> None:
     assert job.next_persisted() == [window(8)] * WORLD
 
 
+def test_a_rank_that_reports_a_window_twice_counts_once(job: Job) -> None:
+    """As after a recovery, when it is captured again; rank 2 has not got it."""
+    job.report(window(0), 0, 0, 1, 1)
+    job.report(window(2), 0, 1)
+    job.wait_until_counted(window(2), 2)
+    assert not job.store.check(['persisted'])
+    job.report(window(4), 0, 1, 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+    assert all(heard.empty() for heard in job.persisted)
+
+
+def test_a_process_that_takes_the_place_of_another_does_not_count_again(job: Job) -> None:
+    job.report(window(0), 0, 1)
+    job.wait_until_counted(window(0), 2)
+    job.replace(1)
+    job.report(window(0), 1)
+    job.report(window(2), 1)
+    job.wait_until_counted(window(2), 1)
+    assert not job.store.check(['persisted'])
+    job.report(window(4), 0, 1, 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+    assert all(heard.empty() for heard in job.persisted)
+
+
+def test_what_a_process_had_reported_counts_for_the_one_in_its_place(job: Job) -> None:
+    job.report(window(0), 0, 1)
+    job.wait_until_counted(window(0), 2)
+    job.replace(1)
+    job.report(window(0), 1, 2)
+    assert job.next_persisted() == [window(0)] * WORLD
+
+
+def test_a_new_process_hears_what_is_persisted_already(job: Job) -> None:
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    job.replace(1)
+    job.report(window(0), 1)
+    assert job.persisted[1].get(timeout=DEADLINE_S) == window(0)
+    job.report(window(4), 0, 1, 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+
+
 def test_a_rank_that_reports_nothing_now_still_hears_when_it_does(job: Job) -> None:
     job.report(window(0), 0, 1, 2)
     job.next_persisted()
@@ -104,7 +154,7 @@ def test_a_failing_callback_does_not_end_the_board() -> None:
             raise RuntimeError('callback')
 
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    board = PersistenceBoard(store, 1, fail_once)
+    board = PersistenceBoard(store, 0, 1, fail_once)
     for start in (0, 4):
         board.report(window(start))
         assert heard.get(timeout=DEADLINE_S) == window(start)

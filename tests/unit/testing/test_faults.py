@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,6 +60,19 @@ def test_another_rank_or_life_is_left_alone(fail_at: str | None, life: int) -> N
 
 def test_an_iteration_or_phase_that_does_not_come_kills_nobody() -> None:
     assert work('1:9:forward,1:3:optimizer') == (['armed', *ALL], 0)
+
+
+@pytest.mark.parametrize('phase', faults.PHASES)
+def test_every_phase_can_be_asked_for_and_is_somewhere(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, '_armed', [])
+    monkeypatch.setenv('MOEVEMENT_FAIL_AT', f'99:7:{phase}')
+    faults.arm(99)
+    assert faults._armed == [faults.Fault(7, phase)]
+    sources = [*REPOSITORY.glob('moevement_ext/**/*.py'), *REPOSITORY.glob('megatron/**/*.py')]
+    point = re.compile(rf"faults\.point\((.+ else )?'{phase}'")
+    assert any(point.search(source.read_text()) for source in sources)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to break localized recovery, one step each. Every one must turn the bits red."""
+
+from megatron.moevement import (
+    data_position,
+    global_scalars,
+    p2p,
+    stage_replay,
+    training_state,
+)
+
+
+def data_not_moved_back() -> None:
+    """A stage that replays goes on reading where it was."""
+    data_position.DataPosition.move_training = lambda *args: None
+
+
+def recorded_norm_of_catch_up_wrong() -> None:
+    """The clip factor of replayed iterations is that of a small gradient."""
+    entry = stage_replay.StageReplay._entry
+
+    def small(self, iteration):
+        found = entry(self, iteration)
+        found.grad_norms[:] = [norm / 1e3 for norm in found.grad_norms]
+        return found
+
+    stage_replay.StageReplay._entry = small
+
+
+def log_of_neighbour_changed() -> None:
+    """The first tensor of every iteration is not the one that was sent."""
+    take = p2p.BoundaryCommunicator._take
+
+    def scaled(self, direction):
+        found = take(self, direction)
+        return (found.detach() * 2).requires_grad_() if self._sequence[direction] == 1 else found
+
+    p2p.BoundaryCommunicator._take = scaled
+
+
+def iteration_state_not_put_back() -> None:
+    """Survivors run the iteration again with the random numbers where they were cut off."""
+    training_state.TrainingState.restore = lambda *args: None
+
+
+def tokens_of_last_stage_not_replayed() -> None:
+    """A first stage that replays alone divides its gradients by its own count of tokens."""
+    original = global_scalars.ScalarRecorder.replaying
+
+    def without(self, scalars):
+        kept = global_scalars.GlobalScalars(scalars.grad_norms, scalars.overflows)
+        return original(self, kept)
+
+    global_scalars.ScalarRecorder.replaying = without

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from moevement_ext.detect import watch as detect
+from moevement_ext.detect.watch import EpochWatch
+from moevement_ext.rendezvous import break_epoch, present_epoch, why_broken
+
+REPOSITORY = Path(__file__).parents[3]
+DEADLINE_S = 20.0
+"""How long a test waits for something that comes soon."""
+TIMEOUT = timedelta(seconds=DEADLINE_S)
+NEVER_HUNG_S = 600.0
+
+
+def connect(port: int) -> TCPStore:
+    return TCPStore('127.0.0.1', port, is_master=False, timeout=TIMEOUT)
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == 'sparse-ckpt-watch']
+
+
+class Job:
+    """Ranks that watch the present epoch of a real store, and what woke them up."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        assert present_epoch(self.store) == 0
+        self.connections: dict[int, tuple[TCPStore, TCPStore]] = {}
+        """Of the newest watch of each rank, whose earlier ones have ended."""
+        self.woken: queue.Queue[tuple[int, str]] = queue.Queue()
+
+    def watch(
+        self,
+        rank: int,
+        pids: list[int],
+        hang_timeout_s: float = NEVER_HUNG_S,
+        epoch: int | None = None,
+    ) -> EpochWatch:
+        if rank not in self.connections:
+            self.connections[rank] = connect(self.store.port), connect(self.store.port)
+        return EpochWatch(
+            self.connections[rank],
+            present_epoch(self.store) if epoch is None else epoch,
+            rank,
+            pids,
+            hang_timeout_s,
+            lambda reason: self.woken.put((rank, reason)),
+        )
+
+    def next_woken(self) -> tuple[int, str]:
+        return self.woken.get(timeout=DEADLINE_S)
+
+    def beats(self, rank: int) -> int:
+        key = f'beat/{present_epoch(self.store)}/{rank}'
+        return int(self.store.get(key)) if self.store.check([key]) else 0
+
+    def end(self) -> None:
+        """Break the epoch, which ends the threads of all its watches."""
+        break_epoch(self.store, present_epoch(self.store), 'the test is over')
+        for thread in threads():
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.end()
+
+
+@pytest.fixture
+def fast_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, 'BEAT_SECONDS', 0.05)
+
+
+def test_everybody_wakes_up_at_once_when_the_epoch_is_broken(job: Job) -> None:
+    delays = []
+    for epoch in range(5):
+        watches = [job.watch(rank, [1, 2, 3]) for rank in range(3)]
+        began = time.perf_counter()
+        break_epoch(job.store, epoch, f'reason {epoch}')
+        woken = sorted(job.next_woken() for _ in watches)
+        delays.append(time.perf_counter() - began)
+        assert woken == [(rank, f'reason {epoch}') for rank in range(3)]
+        for watch in watches:
+            assert watch.broken.is_set() and watch.reason == f'reason {epoch}'
+            watch.stop()
+    assert statistics.median(delays) < 0.2
+    assert threads() == [] and job.woken.empty()
+
+
+def test_an_epoch_that_was_broken_before_wakes_up_too(job: Job) -> None:
+    break_epoch(job.store, 0, 'early')
+    job.watch(0, [100, 101], epoch=0)
+    assert job.next_woken() == (0, 'early')
+
+
+def test_who_announced_it_may_have_died_half_way(job: Job) -> None:
+    """The reason is there, but the number of the next epoch is not."""
+    job.watch(0, [1])
+    job.store.compare_set('broken/0', '', 'the launcher of node 3 was killed')
+    assert job.next_woken() == (0, 'the launcher of node 3 was killed')
+    assert present_epoch(job.store) == 1
+
+
+def test_a_rank_that_stops_beating_is_evicted(job: Job, fast_beats: None) -> None:
+    """Rank 1 stops; only rank 0, which watches it, says so, and all that are left wake up."""
+    watches = [job.watch(rank, [100, 101, 102], hang_timeout_s=1.0) for rank in (0, 2)]
+    stopped = job.watch(1, [100, 101, 102])
+    while job.beats(1) < 3:
+        assert not watches[0].broken.wait(0.01)
+    stopped.stop()
+    reason = 'rank 1 has not been heard of for 1 s'
+    assert sorted([job.next_woken(), job.next_woken()]) == [(0, reason), (2, reason)]
+    assert job.store.get('evict/1') == b'101'
+    assert not job.store.check(['evict/0']) and not job.store.check(['evict/2'])
+    assert why_broken(job.store, 0) == reason and present_epoch(job.store) == 1
+
+
+def test_a_rank_that_never_begins_to_beat_is_evicted(job: Job, fast_beats: None) -> None:
+    job.watch(2, [100, 101, 102], hang_timeout_s=0.3)
+    assert job.next_woken() == (2, 'rank 0 has not been heard of for 0.3 s')
+    assert job.store.get('evict/0') == b'100'
+
+
+_NEIGHBOUR = """
+import os, sys, threading
+from datetime import timedelta
+from torch.distributed import TCPStore
+from moevement_ext.detect.watch import EpochWatch
+stores = [TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False) for _ in range(2)]
+woken = threading.Event()
+watch = EpochWatch(tuple(stores), 0, 1, [0, os.getpid()], 600.0, lambda reason: woken.set())
+woken.wait(60)
+print(watch.reason, flush=True)
+"""
+
+
+def test_a_stopped_process_is_evicted_and_learns_of_it_when_it_goes_on(job: Job) -> None:
+    neighbour = subprocess.Popen(
+        [sys.executable, '-c', _NEIGHBOUR, str(job.store.port)],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with neighbour:
+        job.store.wait(['beat/0/1'], TIMEOUT)
+        watch = job.watch(0, [0, neighbour.pid], hang_timeout_s=1.5)
+        neighbour.send_signal(signal.SIGSTOP)
+        assert watch.broken.wait(DEADLINE_S)
+        assert int(job.store.get('evict/1')) == neighbour.pid
+        neighbour.send_signal(signal.SIGCONT)
+        said, _ = neighbour.communicate(timeout=DEADLINE_S)
+    assert said == 'rank 1 has not been heard of for 1.5 s\n'
+
+
+def test_ranks_that_beat_are_left_alone(job: Job, fast_beats: None) -> None:
+    """For much longer than the time after which a silent rank counts as hung."""
+    began, hang_timeout_s = time.monotonic(), 1.0
+    watches = [job.watch(rank, [100, 101], hang_timeout_s) for rank in range(2)]
+    while min(job.beats(0), job.beats(1)) < 30 or time.monotonic() - began < 2 * hang_timeout_s:
+        assert not watches[0].broken.wait(0.01)
+    assert not watches[1].broken.is_set()
+
+
+def test_a_rank_alone_does_not_watch_itself(job: Job, fast_beats: None) -> None:
+    watch = job.watch(0, [100], hang_timeout_s=0.0)
+    while job.beats(0) < 4:
+        assert not watch.broken.wait(0.01)
+
+
+def test_stop_ends_the_beating_and_nothing_is_noticed_any_more(job: Job, fast_beats: None) -> None:
+    watch = job.watch(0, [100])
+    job.store.wait(['beat/0/0'], TIMEOUT)
+    assert len(threads()) == 2
+    watch.stop()
+    [waiting] = threads()
+    break_epoch(job.store, 0, 'after the stop')
+    waiting.join(DEADLINE_S)
+    assert not waiting.is_alive()
+    assert job.woken.empty() and not watch.broken.is_set() and watch.reason is None
+
+
+def test_stop_lets_others_be_woken_up_first(job: Job) -> None:
+    """Whoever goes on after `stop` can rely on it that nothing of this process is unblocked."""
+    waking, go_on, order = threading.Event(), threading.Event(), []
+
+    def wake(reason: str) -> None:
+        waking.set()
+        assert go_on.wait(DEADLINE_S)
+        order.append('woken')
+
+    stores = connect(job.store.port), connect(job.store.port)
+    watch = EpochWatch(stores, 0, 0, [100], NEVER_HUNG_S, wake)
+    break_epoch(job.store, 0, 'test')
+    assert waking.wait(DEADLINE_S)
+    stopping = threading.Thread(target=lambda: (watch.stop(), order.append('stopped')))
+    stopping.start()
+    watch._beater.join(DEADLINE_S)
+    go_on.set()
+    stopping.join(DEADLINE_S)
+    assert order == ['woken', 'stopped']
+
+
+_SERVER = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+store.set('epoch', '0')
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_that_is_gone_is_reported_and_no_failure_of_a_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = subprocess.Popen(
+        [sys.executable, '-c', _SERVER],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
+    )  # fmt: skip
+    with server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        woken: list[str] = []
+        EpochWatch((connect(port), connect(port)), 0, 0, [0, 1], NEVER_HUNG_S, woken.append)
+        connect(port).wait(['beat/0/0'], TIMEOUT)
+        server.kill()
+    for thread in threads():
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    assert woken == []
+    assert 'the store of the launcher is gone' in caplog.text

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.recover.agreement import Candidate, HeldWindow
+from moevement_ext.recover.verdict import NOWHERE, Localized, Report, Verdict, WholeJob, decide
+
+LAST = 1000
+"""At which training ends, far from the iterations of these tests."""
+ITERATIONS = st.integers(0, 12)
+
+
+class Job(NamedTuple):
+    """What all ranks report, and where they are."""
+
+    reports: list[Report]
+    stage_of: list[int]
+    tied: bool = False
+
+    def verdict(self, last_iteration: int = LAST) -> Verdict:
+        return decide(self.reports, self.stage_of, self.tied, last_iteration)
+
+    @property
+    def survivors(self) -> list[int]:
+        return [rank for rank, report in enumerate(self.reports) if report.survivor]
+
+    @property
+    def target(self) -> int:
+        return max(self.reports[rank].committed for rank in self.survivors)
+
+    def logs_of(self, stages: set[int]) -> list[int]:
+        return [
+            report.first_logged
+            for report, stage in zip(self.reports, self.stage_of, strict=True)
+            if stage in stages
+        ]
+
+    def usable(self, window: Candidate) -> bool:
+        """Could be converted, as far as the windows are concerned."""
+        held = {part for report in self.reports for part in report.windows}
+        return (
+            all(HeldWindow(window, owner) in held for owner in range(len(self.reports)))
+            and not any(window in report.refused for report in self.reports)
+            and window.dense_at <= self.target
+        )
+
+    def all_windows(self) -> set[Candidate]:
+        return {part.candidate for report in self.reports for part in report.windows}
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    """Up to four stages of one or two ranks; of some windows a part is missing."""
+    stage_of = draw(
+        st.tuples(st.integers(1, 4), st.integers(1, 2)).map(
+            lambda shape: [stage for stage in range(shape[0]) for _ in range(shape[1])]
+        )
+    )
+    ranks = range(len(stage_of))
+    newest = draw(ITERATIONS)
+    windows = draw(st.lists(st.builds(Candidate, ITERATIONS, st.integers(1, 3), st.just('plan'))))
+    parts = [HeldWindow(window, owner) for window in windows for owner in ranks]
+    missing = draw(st.sets(st.sampled_from(parts), max_size=2)) if parts else set()
+    inventories: list[list[HeldWindow]] = [[] for _ in ranks]
+    for part in parts:
+        if part not in missing:
+            inventories[draw(st.sampled_from(ranks))].append(part)
+    reports = [draw(reports_of(newest, windows, inventory)) for inventory in inventories]
+    return Job(reports, stage_of, draw(st.booleans()))
+
+
+@st.composite
+def reports_of(
+    draw: st.DrawFn, newest: int, windows: Sequence[Candidate], inventory: list[HeldWindow]
+) -> Report:
+    if draw(st.integers(0, 3)) == 0:
+        return newcomer(inventory, committed=draw(st.integers(NOWHERE, newest + 3)))
+    committed = max(newest - draw(st.sampled_from([0, 0, 0, 1])), 0)
+    refused = draw(st.sets(st.sampled_from(windows), max_size=1)) if windows else set()
+    return survivor(
+        committed,
+        clean_at=draw(st.sampled_from([committed, committed, committed, NOWHERE])),
+        first_logged=draw(st.integers(NOWHERE, 3)),
+        windows=inventory,
+        refused=list(refused),
+    )
+
+
+def survivor(
+    committed: int,
+    clean_at: int | None = None,
+    first_logged: int = 1,
+    windows: Sequence[HeldWindow] = (),
+    refused: Sequence[Candidate] = (),
+) -> Report:
+    return Report(
+        survivor=True,
+        node='node',
+        pid=1,
+        windows=list(windows),
+        origin=0,
+        committed=committed,
+        clean_at=committed if clean_at is None else clean_at,
+        first_logged=first_logged,
+        refused=list(refused),
+    )
+
+
+def newcomer(windows: Sequence[HeldWindow] = (), committed: int = NOWHERE) -> Report:
+    return Report(survivor=False, node='node', pid=2, windows=list(windows), committed=committed)
+
+
+def everywhere(world_size: int, *windows: Candidate) -> list[HeldWindow]:
+    """All parts, as if one node held them."""
+    return [HeldWindow(window, owner) for window in windows for owner in range(world_size)]
+
+
+def localized(verdict: Verdict) -> Localized:
+    assert isinstance(verdict, Localized), verdict
+    return verdict
+
+
+# Who goes where
+
+
+@given(job=jobs())
+def test_the_newest_committed_iteration_wins(job: Job) -> None:
+    verdict = job.verdict()
+    if isinstance(verdict, Localized):
+        assert verdict.target == job.target
+
+
+@given(job=jobs())
+def test_exactly_the_stages_that_lost_something_replay_whole(job: Job) -> None:
+    verdict = job.verdict()
+    if isinstance(verdict, WholeJob):
+        return
+    lost = {
+        stage
+        for report, stage in zip(job.reports, job.stage_of, strict=True)
+        if not report.survivor or report.clean_at != verdict.target
+    }
+    ends = {0, max(job.stage_of)}
+    assert verdict.stages == (lost | ends if job.tied and lost & ends else lost)
+    assert verdict.ranks == {r for r, stage in enumerate(job.stage_of) if stage in verdict.stages}
+    assert verdict.newcomers == set(range(len(job.reports))) - set(job.survivors)
+    assert verdict.newcomers <= verdict.ranks
+
+
+@given(committed=ITERATIONS, stages=st.integers(1, 4), tied=st.booleans())
+def test_nobody_replays_when_nobody_lost_anything(committed: int, stages: int, tied: bool) -> None:
+    """No window and no log is needed then, even after the last iteration."""
+    job = Job([survivor(committed, first_logged=NOWHERE)] * stages, [*range(stages)], tied)
+    nothing: frozenset[int] = frozenset()
+    assert job.verdict(committed) == Localized(committed, nothing, nothing, nothing, None)
+
+
+@pytest.mark.parametrize(
+    ('lost', 'tied', 'stages'),
+    [(0, True, {0, 3}), (3, True, {0, 3}), (1, True, {1}), (0, False, {0}), (3, False, {3})],
+)
+def test_tied_ends_replay_together(lost: int, tied: bool, stages: set[int]) -> None:
+    windows = everywhere(4, Candidate(2, 3, 'plan'))
+    reports = [survivor(9, windows=windows) for _ in range(4)]
+    reports[lost] = newcomer()
+    assert localized(Job(reports, [*range(4)], tied).verdict()).stages == stages
+
+
+def test_a_rank_that_missed_the_last_update_replays_with_its_stage() -> None:
+    windows = everywhere(4, Candidate(2, 3, 'plan'))
+    reports = [survivor(9, windows=windows), survivor(9), survivor(8), survivor(9)]
+    verdict = localized(Job(reports, [0, 0, 1, 1]).verdict())
+    assert (verdict.target, verdict.stages, verdict.ranks) == (9, {1}, {2, 3})
+    assert verdict.newcomers == set()
+
+
+def test_a_torn_update_is_not_clean() -> None:
+    reports = [survivor(9, windows=everywhere(2, Candidate(2, 3, 'plan'))), survivor(9, NOWHERE)]
+    assert localized(Job(reports, [0, 1]).verdict()).stages == {1}
+
+
+def test_what_a_lost_process_had_committed_does_not_count() -> None:
+    """Its successor reads it in the ledger; no survivor has that iteration."""
+    reports = [survivor(9, windows=everywhere(2, Candidate(2, 3, 'plan'))), newcomer(committed=10)]
+    verdict = localized(Job(reports, [0, 1]).verdict())
+    assert (verdict.target, verdict.stages) == (9, {1})
+
+
+# What the replay starts from
+
+
+@given(job=jobs())
+def test_a_window_is_whole_everywhere_dense_in_time_and_in_the_logs_around(job: Job) -> None:
+    verdict = job.verdict()
+    if isinstance(verdict, WholeJob) or not verdict.stages:
+        return
+    window = verdict.window
+    assert window is not None and job.usable(window)
+    if window.start == verdict.target:
+        return  # loaded, not replayed
+    last = max(job.stage_of)
+    around = {stage + step for stage in verdict.stages for step in (-1, 1)} - verdict.stages
+    if verdict.stages & {0, last}:  # virtual stages: the last one sends to the first
+        around |= {0, last} - verdict.stages
+    for first in job.logs_of(around):
+        assert 0 <= first <= window.start + 1, 'the first replayed iteration is in the log'
+
+
+@given(job=jobs())
+@example(job=Job([survivor(3), newcomer(everywhere(2, Candidate(3, 1, 'a')))], [0, 1]))
+def test_the_newest_such_window_is_taken_and_otherwise_the_whole_job(job: Job) -> None:
+    verdict = job.verdict()
+    if not job.survivors:
+        assert verdict == WholeJob('no worker survived')
+        return
+    usable = [window for window in job.all_windows() if job.usable(window)]
+    unaffected = set(job.stage_of) - _lost_stages(job)
+    logs = job.logs_of(unaffected)
+    certain = [
+        window
+        for window in usable
+        if window.start == job.target or all(0 <= first <= window.start + 1 for first in logs)
+    ]
+    if isinstance(verdict, WholeJob):
+        assert not certain
+        assert verdict.reason == (
+            'the logs of the neighbouring stages do not reach back to any window'
+            if usable
+            else 'no window is complete on all ranks'
+        )
+    elif verdict.window is not None and certain:
+        assert verdict.window.dense_at >= max(window.dense_at for window in certain)
+
+
+def _lost_stages(job: Job) -> set[int]:
+    lost = {
+        stage
+        for report, stage in zip(job.reports, job.stage_of, strict=True)
+        if not report.survivor or report.clean_at != job.target
+    }
+    ends = {0, max(job.stage_of)}
+    return lost | ends if job.tied and lost & ends else lost
+
+
+@given(job=jobs(), order=st.randoms())
+def test_all_ranks_decide_alike_whatever_the_order_in_an_inventory(job: Job, order: object) -> None:
+    shuffled = []
+    for report in job.reports:
+        windows = [*report.windows]
+        order.shuffle(windows)  # type: ignore[attr-defined]
+        shuffled.append(msgspec.structs.replace(report, windows=windows))
+    assert job._replace(reports=shuffled).verdict() == job.verdict()
+
+
+OLD, NEW = Candidate(2, 3, 'plan'), Candidate(6, 3, 'plan')
+
+
+def one_lost(lost: int, first_logged: Sequence[int], *windows: Candidate) -> Verdict:
+    """Of five stages one is lost; the others log from `first_logged` on."""
+    held = everywhere(5, *windows)
+    reports = [survivor(9, first_logged=first, windows=held) for first in first_logged]
+    reports[lost] = newcomer()
+    return Job(reports, [*range(5)]).verdict()
+
+
+@pytest.mark.parametrize(('upstream', 'downstream'), [(7, 7), (3, 7), (1, 1)])
+def test_the_newest_window_within_the_logs(upstream: int, downstream: int) -> None:
+    assert localized(one_lost(2, [1, upstream, 0, downstream, 1], OLD, NEW)).window == NEW
+
+
+TOO_LATE = WholeJob('the logs of the neighbouring stages do not reach back to any window')
+
+
+@pytest.mark.parametrize('logs', [(8, 7), (7, 8), (NOWHERE, 1), (1, NOWHERE)])
+def test_logs_that_begin_too_late_on_either_side_end_in_the_whole_job(
+    logs: tuple[int, int],
+) -> None:
+    upstream, downstream = logs
+    assert one_lost(2, [1, upstream, 0, downstream, 1], OLD, NEW) == TOO_LATE
+
+
+@pytest.mark.parametrize(('lost', 'other_end'), [(0, 4), (4, 0)])
+def test_the_ends_are_neighbours_where_stages_have_virtual_chunks(
+    lost: int, other_end: int
+) -> None:
+    """The last stage sends what follows its first chunk to the first stage."""
+    logs = [1] * 5
+    assert localized(one_lost(lost, logs, NEW)).window == NEW
+    logs[other_end] = 8
+    assert one_lost(lost, logs, NEW) == TOO_LATE
+
+
+def test_a_window_that_is_not_dense_yet_is_passed_over() -> None:
+    late = Candidate(8, 3, 'plan')
+    assert localized(one_lost(1, [1] * 5, OLD, NEW, late)).window == NEW
+
+
+def test_a_window_of_one_iteration_at_the_target_needs_no_log() -> None:
+    whole = Candidate(9, 1, 'plan')
+    assert localized(one_lost(1, [NOWHERE] * 5, OLD, whole)).window == whole
+
+
+def test_neighbours_that_replay_themselves_need_no_log() -> None:
+    held = everywhere(3, NEW)
+    reports = [survivor(9, windows=held), newcomer(), survivor(9, NOWHERE, first_logged=NOWHERE)]
+    verdict = localized(Job(reports, [0, 1, 2]).verdict())
+    assert (verdict.stages, verdict.window) == ({1, 2}, NEW)
+
+
+def test_a_refused_window_is_given_up_by_all() -> None:
+    held = everywhere(2, OLD, NEW)
+    reports = [survivor(9, windows=held), survivor(9, NOWHERE, refused=[NEW])]
+    assert localized(Job(reports, [0, 1]).verdict()).window == OLD
+    reports[1] = survivor(9, NOWHERE, refused=[OLD, NEW])
+    assert Job(reports, [0, 1]).verdict() == WholeJob('no window is complete on all ranks')
+
+
+def test_a_window_that_one_rank_that_keeps_its_state_lacks_is_not_taken() -> None:
+    held = [*everywhere(2, OLD), HeldWindow(NEW, 1)]
+    reports = [survivor(9, windows=held), newcomer()]
+    assert localized(Job(reports, [0, 1]).verdict()).window == OLD
+
+
+# Whole job
+
+
+def test_nobody_survived() -> None:
+    reports = [newcomer(everywhere(2, NEW), committed=9)] * 2
+    assert Job(reports, [0, 1]).verdict() == WholeJob('no worker survived')
+
+
+def test_no_stage_comes_back_after_the_last_iteration() -> None:
+    reports = [survivor(9, windows=everywhere(2, NEW)), newcomer()]
+    assert localized(Job(reports, [0, 1]).verdict(10)).target == 9
+    assert Job(reports, [0, 1]).verdict(9) == WholeJob('iteration 9 was the last one')
+
+
+# What is reported
+
+
+def test_reports_travel_as_they_are() -> None:
+    entry = LedgerEntry(9, [0.1], [False], False, 8, 576, 576, 1e-3, 0.1, num_tokens=4096)
+    report = Report(
+        True, 'node', 7, everywhere(2, NEW), 1, 9, 9, 3, [OLD], ('::1', 80), [entry], b'\xff'
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=Report) == report
+    silent = newcomer()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(silent), type=Report) == silent
