@@ -82,7 +82,8 @@ from tools.plot_run import parse_log
 
 _WARM_UP = 4
 _ITERATIONS_AFTER = 3
-_RESERVED = re.compile(r'host memory (\d+) bytes .*log ring (\d+) bytes')
+_SAVED = re.compile(r'save-checkpoint \.+: \([\d.]+, ([\d.]+)\)')
+_LOG_RING = 'upstream-log'
 _LATE_ITERATIONS = 4  # that the log reaches back beyond two windows
 _ENVIRONMENT = {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': '', 'GLOO_SOCKET_IFNAME': 'lo'}
 
@@ -112,22 +113,24 @@ class Bench(NamedTuple):
                 flags += self._sparse_flags(memory, folder, recovery)
             with Job(folder, flags, STAGES, 1) as job:
                 clock: list[tuple[float, float]] = []
+                host_bytes = ring_bytes = 0
                 for log in job.follow('the end'):
                     spent = cpu_seconds(job.pids()[VICTIM]) if log.iterations else None
                     if spent is not None:
                         clock.append((time.time(), spent))
-                log = job.read_log()
-                texts = [job.text(rank) for rank in range(STAGES)]
+                    if len(log.iterations) == _WARM_UP:
+                        host_bytes, ring_bytes = reserved(memory)
+                log, text = job.read_log(), job.text(STAGES - 1)
         seconds = wall_seconds(log.iterations, _WARM_UP)
         measured = log.iterations[_WARM_UP - 1 :]
         times, used = zip(*clock, strict=True)
         stage = np.interp([measured[0].time, measured[-1].time], times, used)
-        exposed = [line.exposed_ms for line in captured(texts[-1])][_WARM_UP:]
-        host_bytes, ring_bytes = reserved(texts)
+        exposed = [line.exposed_ms for line in captured(text)][_WARM_UP:]
         return Cost(
             iteration_s=statistics.median(seconds),
             stage_cpu_s=float(stage[1] - stage[0]) / len(seconds),
-            exposed_ms=statistics.mean(exposed) if exposed else 0.0,
+            exposed_ms=statistics.mean(exposed or [0.0]),
+            save_ms=statistics.median([float(ms) for ms in _SAVED.findall(text)] or [0.0]),
             host_bytes=host_bytes,
             log_bytes=ring_bytes // (2 * self.window + _LATE_ITERATIONS),
             digest=read_digest(digest).digest,
@@ -159,10 +162,11 @@ class Bench(NamedTuple):
                 for _ in job.follow('the end'):
                     pass
                 log, events = job.read_log(), job.events()
+                died_at = min(job.ended_at.values())  # the others ended later, and well
                 found = chaos_evidence.recovery(events, job.pids(), killed_at, log.iterations)
         if found is None or found.tier is not chaos_evidence.Tier.LOCALIZED or found.died != 1:
             raise DemoError(f'{method}: the recovery was not localized; see {folder}')
-        return localized_recovery(log, killed_at, events, _different(reference, digest))
+        return localized_recovery(log, killed_at, died_at, events, _different(reference, digest))
 
     def restarted(
         self, method: str, number: int, kill_at: int, interval: int, reference: StateDigest
@@ -228,10 +232,10 @@ def cpu_seconds(pid: int) -> float | None:
     return float(spent.user + spent.system)
 
 
-def reserved(texts: Sequence[str]) -> tuple[int, int]:
-    """Bytes of host memory, and of log rings within, over all nodes that say so in their logs."""
-    lines = [found for text in texts for found in _RESERVED.finditer(text)]
-    return sum(int(line[1]) for line in lines), sum(int(line[2]) for line in lines)
+def reserved(memory: Path) -> tuple[int, int]:
+    """Bytes of everything in host memory, and of the rings of upstream logs within."""
+    sizes = [(path.name, path.stat().st_size) for path in memory.rglob('*') if path.is_file()]
+    return sum(size for _, size in sizes), sum(s for name, s in sizes if name == _LOG_RING)
 
 
 def kill_after(job: Job, iteration: int) -> float:

@@ -61,6 +61,36 @@ def test_two_agents_restart_their_own_workers(
     check_recovered(job, reference(*FLAGS))
 
 
+def test_an_agent_restarts_its_worker_and_the_others_keep_their_state(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """One worker per node, static rendezvous: only the node that lost its worker starts one."""
+    flags = '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights'.split()
+    flags += ['--train-iters', '12']
+    job = cluster(*flags, '--sparse-ckpt-window', '2', ranks=2)
+    job.directory.mkdir(parents=True)
+    logs = [job.directory / f'agent{node}.log' for node in range(2)]
+    launch = (
+        f'--nnodes 2 --nproc-per-node 1 --max-restarts 2 --rdzv-backend static '
+        f'--master-addr 127.0.0.1 --master-port {_free_port()} --node-rank'
+    ).split()
+    env = {'MOEVEMENT_FAIL_AT': '1:8:backward'}
+    with ExitStack() as stack:
+        agents = [
+            stack.enter_context(
+                agent([*launch, str(n)], job.flags, logs[n], MOEVEMENT_NODE=f'node{n}', **env)
+            )
+            for n in range(2)
+        ]
+        for process in agents:
+            assert process.wait(START_S) == 0, tails(logs)
+    assert differences(reference(*flags, ranks=2), read_digest(job)) == []
+    assert [len(job.events('worker_started', rank)) for rank in range(2)] == [1, 2]
+    for rank in range(2):
+        (recovered,) = job.events('recovered', rank)
+        assert (recovered['scope'], recovered['stages']) == ('localized', [1])
+
+
 def prepared(cluster: Callable[..., Cluster]) -> Cluster:
     job = cluster(*FLAGS, '--sparse-ckpt-window', '2')
     job.directory.mkdir(parents=True)

@@ -37,6 +37,8 @@ class Cost(msgspec.Struct, frozen=True):
     """CPU seconds of the process of the stage that is killed elsewhere, per iteration."""
     exposed_ms: float
     """Of an iteration, by the log of sparse checkpointing on the last rank; mean."""
+    save_ms: float
+    """That a torch_dist checkpoint stops training for; median."""
     host_bytes: int
     """Host memory of all ranks."""
     log_bytes: int
@@ -103,9 +105,20 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def localized_recovery(
-    log: RunLog, killed_at: float, events: Sequence[dict[str, Any]], different: list[str]
+    log: RunLog,
+    killed_at: float,
+    died_at: float,
+    events: Sequence[dict[str, Any]],
+    different: list[str],
 ) -> Recovery:
     """Phases as the replaced worker went through them.
+
+    Args:
+        log: of the last rank.
+        killed_at: when the signal was sent (seconds since the epoch).
+        died_at: when the launcher saw the worker dead; Linux frees its memory before.
+        events: of all ranks, in the order of time.
+        different: kinds of state that do not equal those of the undisturbed run.
 
     Raises:
         DemoError: there was no new iteration.
@@ -125,7 +138,8 @@ def localized_recovery(
     steps = {name: own[name] for name in ('regroup', 'fetch', 'convert', 'catch_up')}
     last = max(item['time'] for item in back.values())
     phases = {
-        'detect': noticed - killed_at - unblock,
+        'die': died_at - killed_at,
+        'detect': noticed - died_at - unblock,
         'unblock': unblock,
         'respawn': started['time'] - noticed,
         **{name.replace('_', ' '): value for name, value in steps.items()},
@@ -147,7 +161,7 @@ def equal_interval(costs: Sequence[dict[str, Cost]]) -> float:
     Their cost is the difference to plain Megatron or, where noise hides that, the time that sparse
     checkpointing itself counts as taken from training.
     """
-    stall = statistics.median(run[DENSE].iteration_s - run[PLAIN].iteration_s for run in costs)
+    stall = statistics.median(run[DENSE].save_ms / 1000 for run in costs)
     sparse = statistics.median(run[LOGS].iteration_s - run[PLAIN].iteration_s for run in costs)
     exposed = statistics.median(run[LOGS].exposed_ms / 1000 for run in costs)
     return max(1.0, stall / max(sparse, exposed))
@@ -218,13 +232,13 @@ def print_report(report: Report, console: Console) -> None:
     table = Table()
     for column in ('', 'seconds to a new iteration', 'ratio', 'stage-iterations again'):
         table.add_column(column, justify='right' if column else 'left')
-    table.add_column('phases (s)')
+    for method in report.methods.values():
+        again = f'{method.stage_iterations:.0f}'
+        table.add_row(method.title, method.seconds.text(), method.ratio.text(), again)
+    console.print(table)
     for method in report.methods.values():
         phases = ', '.join(f'{name} {value:.2f}' for name, value in method.phases.items())
-        recomputed = f'{method.stage_iterations:.0f}'
-        ratio = method.ratio.text(2)
-        table.add_row(method.title, method.seconds.text(2), ratio, recomputed, phases)
-    console.print(table)
+        say(f'{method.title}: {phases} s')
     say(
         f'{report.stages} stages on {report.stages} emulated nodes, {len(report.rounds)} rounds; '
         f'rank {VICTIM} killed after iteration {report.kill_after}; window {report.window}, '

@@ -67,6 +67,8 @@ class Job:
         self._killed: set[int] = set()
         self.unexpected: list[WorkerEnded] = []
         """Workers that ended otherwise than well, but were not struck."""
+        self.ended_at: dict[int, float] = {}
+        """When the launcher saw a process end (seconds since the epoch), by process id."""
         self._failure: str | None = None
         self._supervisor = Supervisor(self.config, self._on_event)
         self._thread = threading.Thread(target=self._run, name='launcher')
@@ -186,6 +188,7 @@ class Job:
         if isinstance(event, JobFailed):
             self._failure = f'job failed: {event.reason}'
         if isinstance(event, WorkerEnded):
+            self.ended_at[event.pid] = time.time()
             if event.code and event.pid not in self._killed:
                 self.unexpected.append(event)
             if event.rank in self._doomed:
