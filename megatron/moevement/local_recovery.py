@@ -30,6 +30,7 @@ from megatron.moevement.post_step import PostStep, PostStepProgress
 from megatron.moevement.protection import Protection
 from megatron.moevement.stage_replay import StageReplay
 from megatron.moevement.training_state import TrainingState
+from megatron.moevement.twins import copy_state
 from moevement_ext.checkpointer import Identity
 from moevement_ext.config import node_name
 from moevement_ext.host_memory import held_windows
@@ -204,8 +205,9 @@ class LocalRecovery:
         began = time.perf_counter()
         self._membership.renew(None)
         self._phases.regroup += time.perf_counter() - began
-        if self._args.rank not in verdict.ranks:
+        if self._args.rank not in verdict.ranks and self._args.rank not in verdict.copies:
             self._put_back()
+        self._copy(verdict)
         self._resume(verdict)
 
     # Failure
@@ -265,13 +267,14 @@ class LocalRecovery:
     def _enter(self) -> None:
         """Decide, and have upstream's loop start at the newest committed iteration."""
         reports = self._membership.reports
+        planner = self._planner
         verdict = decide(
-            reports, self._planner.stage_of, self._planner.tied, self._args.train_iters
+            reports, planner.stage_of, planner.tied, self._args.train_iters, planner.twins
         )
         if isinstance(verdict, WholeJob):
             self._give_up(verdict.reason)
         self._verdict = verdict
-        if self._args.rank in verdict.ranks:
+        if self._args.rank in verdict.ranks or self._args.rank in verdict.copies:
             self._position = Position.UPDATING
         self._committed = verdict.target
         self._replay.learn(reports, self._planner.stage_of)
@@ -346,6 +349,27 @@ class LocalRecovery:
         if self._protection.memory.log is not None:
             self._protection.memory.log.rewind(state.iteration)
 
+    def _copy(self, verdict: Localized) -> None:
+        """Take the state from a twin, or give it to one."""
+        rank, store = self._args.rank, self._membership.store
+        for behind, twin in verdict.copies.items():
+            if rank == twin:
+                assert self._state is not None  # its state is complete
+                encoded = iteration_state.encode(self._state)
+                store.set(f'state/{behind}', encoded)  # type: ignore[arg-type]
+        family = {rank, *self._planner.twins[rank]}
+        source = next((twin for behind, twin in verdict.copies.items() if behind in family), None)
+        if source is None:
+            return
+        began = time.perf_counter()
+        if rank in verdict.copies:
+            self._protection.stop_capturing()
+        copy_state(self._training.operators, self._training.states, source)
+        if rank in verdict.copies:
+            self._state = iteration_state.decode(store.get(f'state/{rank}'))
+            self._put_back()
+        self._phases.fetch += time.perf_counter() - began
+
     def _resume(self, verdict: Localized) -> None:
         """Everybody is connected and at the same iteration."""
         self._training.gather_parameters()
@@ -359,6 +383,7 @@ class LocalRecovery:
             target=verdict.target,
             stages=sorted(verdict.stages),
             newcomers=sorted(verdict.newcomers),
+            copied=sorted(verdict.copies),
             replayed=self._replay.replayed if self._args.rank in verdict.ranks else 0,
             seconds={name: round(value, 3) for name, value in vars(self._phases).items()},
         )

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from itertools import chain, zip_longest
+from typing import Any
 
 import msgspec
 import xxhash
@@ -10,6 +11,7 @@ from megatron.core import parallel_state
 
 from megatron.moevement.exchange import Exchange
 from megatron.moevement.training_state import TrainingState
+from megatron.moevement.twins import twins
 from moevement_ext.capture.layout import operator_bytes
 from moevement_ext.checkpointer import ScheduledPlan
 from moevement_ext.memory.slot import FORMAT_VERSION, Record, SlotHeader, frame_bytes_bound
@@ -29,18 +31,21 @@ class RankOperators(msgspec.Struct, frozen=True):
     sizes: dict[str, tuple[int, int]]
     kinds: dict[str, str]
     tied: list[str]
+    twins: list[int]
+    """Ranks that hold the same state."""
 
 
 class Planner:
     """Plans the windows of all stages; every rank computes the same. Collective construction."""
 
-    def __init__(self, training: TrainingState, exchange: Exchange) -> None:
+    def __init__(self, training: TrainingState, exchange: Exchange, args: Any) -> None:
         slices = training.slices
         own = RankOperators(
             stage=parallel_state.get_pipeline_model_parallel_rank(),
             sizes={name: (item.full_bytes, item.light_bytes) for name, item in slices.items()},
             kinds={name: operator.kind for name, operator in training.operators.items()},
             tied=training.tied,
+            twins=twins(args),
         )
         encoded = exchange('operators', msgspec.msgpack.encode(own))
         self._ranks = [msgspec.msgpack.decode(item, type=RankOperators) for item in encoded]
@@ -51,6 +56,11 @@ class Planner:
     def stage_of(self) -> list[int]:
         """Pipeline stage by rank."""
         return [rank.stage for rank in self._ranks]
+
+    @property
+    def twins(self) -> list[list[int]]:
+        """Ranks that hold the same state, by rank."""
+        return [rank.twins for rank in self._ranks]
 
     @property
     def tied(self) -> bool:

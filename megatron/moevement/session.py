@@ -127,7 +127,7 @@ class Session:
         finally:
             self._args.load = load
         self._training = TrainingState(model, optimizer, scheduler)
-        self._planner = Planner(self._training, self._exchange)
+        self._planner = Planner(self._training, self._exchange, self._args)
         self._protect(required=self._joining or bool(predecessor.candidates))
         if predecessor.candidates and not self._obtain(predecessor) and load is not None:
             upstream.load_dense_checkpoint(

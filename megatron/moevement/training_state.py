@@ -50,6 +50,7 @@ class TrainingState:
         self.tied = tied_operators(model, self.operators)
         self.slices = operator_slices(self.operators, states)
         distributed = any(isinstance(o, DistributedOptimizer) for o in chained(optimizer))
+        self.states = states
         self.loader = SlotLoader(self.operators, states, model, distributed)
         self.frozen = FrozenOperators(self.operators, states, model, optimizer)
         self.device = next(iter(names)).device

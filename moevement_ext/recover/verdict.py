@@ -55,6 +55,8 @@ class Localized(msgspec.Struct, frozen=True):
     """Ranks whose process is new."""
     window: Candidate | None
     """What the replay starts from; None if nothing is replayed."""
+    copies: dict[int, int] = {}
+    """Ranks that take their whole state from a peer that holds the same, by rank."""
 
 
 class WholeJob(msgspec.Struct, frozen=True):
@@ -67,7 +69,11 @@ Verdict = Localized | WholeJob
 
 
 def decide(
-    reports: Sequence[Report], stage_of: Sequence[int], tied: bool, last_iteration: int
+    reports: Sequence[Report],
+    stage_of: Sequence[int],
+    tied: bool,
+    last_iteration: int,
+    twins: Sequence[Sequence[int]] = (),
 ) -> Verdict:
     """What happens after the failure.
 
@@ -76,6 +82,8 @@ def decide(
         stage_of: pipeline stage by rank.
         tied: first and last stage share embedding weights: they replay together.
         last_iteration: at which training ends; a stage cannot come back after it.
+        twins: for each rank, the ranks that hold the same state (data parallelism without sharded
+            optimizer); empty if there is no such redundancy.
     """
     survivors = [report for report in reports if report.survivor]
     if not survivors:
@@ -83,16 +91,32 @@ def decide(
     target = max(report.committed for report in survivors)
     behind = [rank for rank, report in enumerate(reports) if report.clean_at != target]
     newcomers = frozenset(r for r, report in enumerate(reports) if not report.survivor)
-    stages = _with_tied({stage_of[rank] for rank in behind}, stage_of, tied)
+    if behind and target >= last_iteration:
+        return WholeJob(f'iteration {target} was the last one')
+    copies = _copies(behind, twins, stage_of)
+    lost = {stage_of[rank] for rank in behind if rank not in copies}
+    stages = _with_tied(lost, stage_of, tied)
+    copies = {rank: twin for rank, twin in copies.items() if stage_of[rank] not in stages}
     ranks = frozenset(rank for rank, stage in enumerate(stage_of) if stage in stages)
     if not stages:
-        return Localized(target, stages, ranks, newcomers, None)
-    if target >= last_iteration:
-        return WholeJob(f'iteration {target} was the last one')
+        return Localized(target, stages, ranks, newcomers, None, copies)
     window = _window(reports, target, ranks, stage_of)
     if isinstance(window, str):
         return WholeJob(window)
-    return Localized(target, stages, ranks, newcomers, window)
+    return Localized(target, stages, ranks, newcomers, window, copies)
+
+
+def _copies(
+    behind: Sequence[int], twins: Sequence[Sequence[int]], stage_of: Sequence[int]
+) -> dict[int, int]:
+    """A twin that is not behind for each rank that is, in stages where all of them have one."""
+    found = {
+        rank: next((twin for twin in twins[rank] if twin not in behind), NOWHERE)
+        for rank in behind
+        if twins
+    }
+    replaying = {stage_of[rank] for rank in behind if found.get(rank, NOWHERE) == NOWHERE}
+    return {rank: twin for rank, twin in found.items() if stage_of[rank] not in replaying}
 
 
 def _with_tied(stages: set[int], stage_of: Sequence[int], tied: bool) -> frozenset[int]:

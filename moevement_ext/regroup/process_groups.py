@@ -30,7 +30,7 @@ _KINDS = {
 
 
 class RegroupError(SparseCheckpointError):
-    """Groups could not be connected anew; all of them raise until ``renew`` succeeds."""
+    """Groups could not be connected anew; what had a real backend raises until they are."""
 
 
 class Kind(Protocol):
@@ -109,22 +109,31 @@ class ProcessGroups:
         self._groups: dict[ProcessGroup, _Group] = {}
         self._open: list[tuple[str, Backend]] = []
         self._unblocked = False
-        # Below: of the training thread.
+        # Below: of the training thread. Of a store that is a Python object torch keeps only the
+        # part that is not.
+        self._tried: Store | None = None
+        self._used: Store | None = None
         self._addresses: list[tuple[Kind, Store, int]] = []
-        self._take_up()
+        with self._lock:
+            self._take_up()
 
     def unblock(self) -> None:
-        """End everything that waits in a process group. Any thread; may be repeated.
+        """End everything that waits in a process group with a real backend. Any thread, idempotent.
 
         On gloo every operation, pending or to come, raises (a receive from any source only when it
         runs out of time). On NCCL waits return, see ``Nccl.close``. A ``renew`` that is under way
         raises once the group it is at is connected or out of time.
         """
-        with self._lock:
-            self._unblocked = True
-        self._close_open()
-        self._take_up()
-        self._close_open()
+        closing: list[tuple[str, Backend]] = []
+        try:
+            # In one step: from the first group closed on, the training thread may call `renew`.
+            with self._lock:
+                self._unblocked = True
+                closing += self._pop_open()
+                self._take_up()
+                closing += self._pop_open()
+        finally:
+            self._close(closing)
 
     def renew(self, store: Store, members: Collection[int] | None, timeout: timedelta) -> None:
         """Give every group a new backend. Training thread, when nothing is pending.
@@ -140,17 +149,18 @@ class ProcessGroups:
             timeout: for all groups to be connected.
 
         Raises:
-            RegroupError: a member did not come or left, or ``unblock`` was called meanwhile. All
-                groups raise until another call, with another prefix, succeeds.
+            RegroupError: a member did not come or left, or ``unblock`` was called meanwhile. What
+                had a real backend raises until another call, with another prefix, succeeds.
         """
-        self._take_up()
         with self._lock:
             self._unblocked = False
+            self._take_up()
             groups = sorted(
                 self._groups.values(), key=lambda group: (group.ranks, group.occurrence)
             )
         self._close_open()
         self._forget_addresses()
+        self._tried = store
         internals.forget_coalesced()
         stores = {group.group: PrefixStore(group.name, store) for group in groups}
         inside = [group for group in groups if members is None or set(members) >= set(group.ranks)]
@@ -159,6 +169,7 @@ class ProcessGroups:
             self._raise_if_unblocked()
             for group in groups:
                 self._install(group, backends.get(group.group), stores[group.group])
+        self._used = store
 
     def _connect(
         self, groups: Iterable[_Group], stores: dict[ProcessGroup, PrefixStore], timeout: timedelta
@@ -170,7 +181,7 @@ class ProcessGroups:
             left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
             try:
                 backend = self._connect_one(group, stores[group.group], left)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:  # the latter: from a store written in Python
                 self._close_open()
                 raise RegroupError(
                     f'The process group of ranks {_shown(group.ranks)} could not be connected '
@@ -204,9 +215,17 @@ class ProcessGroups:
             raise RegroupError('unblock() was called while the process groups were being connected')
 
     def _close_open(self) -> None:
-        """Close what is open, once; what was connected first comes first, on every rank."""
         with self._lock:
-            closing, self._open = self._open, []
+            closing = self._pop_open()
+        self._close(closing)
+
+    def _pop_open(self) -> list[tuple[str, Backend]]:
+        """What is open, handed out once. With the lock."""
+        popped, self._open = self._open, []
+        return popped
+
+    def _close(self, closing: list[tuple[str, Backend]]) -> None:
+        """What was connected first comes first, on every rank."""
         for name, kind in list(self._kinds.items()):
             kind.close([backend for other, backend in closing if other == name])
 
@@ -217,15 +236,14 @@ class ProcessGroups:
         self._addresses.clear()
 
     def _take_up(self) -> None:
-        """Know the groups that exist as of now, in order of creation."""
-        with self._lock:
-            groups: dict[ProcessGroup, _Group] = {}
-            seen: Counter[tuple[int, ...]] = Counter()
-            for group, ranks in internals.groups_in_order():
-                entry = self._groups.get(group) or self._describe(group, ranks)
-                groups[group] = entry._replace(occurrence=seen[ranks])
-                seen[ranks] += 1
-            self._groups = groups
+        """Know the groups that exist as of now, in order of creation. With the lock."""
+        groups: dict[ProcessGroup, _Group] = {}
+        seen: Counter[tuple[int, ...]] = Counter()
+        for group, ranks in internals.groups_in_order():
+            entry = self._groups.get(group) or self._describe(group, ranks)
+            groups[group] = entry._replace(occurrence=seen[ranks])
+            seen[ranks] += 1
+        self._groups = groups
 
     def _describe(self, group: ProcessGroup, ranks: tuple[int, ...]) -> _Group:
         self._releaser.check(group)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twenty random faults, others in every run: nothing is lost, and every bit is as if none struck."""
+"""Twenty random faults, others in every run: nothing is lost and the bits are those of no fault."""
 
 import re
 import subprocess

@@ -31,6 +31,9 @@ LAYOUTS = {
     'pp2-dp2-distributed': (f'{BF16} --pipeline-model-parallel-size 2 {UNTIED}', 3, '3:9:reduce'),
     'pp2-dp2-plain': (f'--bf16 --pipeline-model-parallel-size 2 {UNTIED}', 3, '1:9:backward'),
     'pp2-dp2-fp32-tied': ('--pipeline-model-parallel-size 2', 3, '2:9:forward'),
+    'pp2-dp2-plain-both-peers': (
+        f'--bf16 --pipeline-model-parallel-size 2 {UNTIED}', 3, '0:9:forward,1:9:forward',
+    ),
     'pp2-tp2-sequence-parallel': (
         f'{BF16} --tensor-model-parallel-size 2 --sequence-parallel '
         f'--pipeline-model-parallel-size 2 {UNTIED}', 3, '1:8:forward',
@@ -137,6 +140,24 @@ def test_more_failures(
     assert job.survive(fail_at=MORE_FAILURES[trouble]) == victims(MORE_FAILURES[trouble])
     assert differences(reference(*flags), read_digest(job)) == []
     check_localized(job)
+
+
+@pytest.mark.parametrize(
+    ('fail_at', 'copied'), [('1:9:step', [[1]]), ('0:9:forward,2:9:backward', [[0], [2]])]
+)
+def test_state_that_a_peer_holds_is_copied_not_replayed(
+    fail_at: str,
+    copied: list,
+    cluster: Callable[..., Cluster],
+    reference: Callable[..., dict],
+) -> None:
+    flags = flags_of(f'--bf16 --pipeline-model-parallel-size 2 {UNTIED}')
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    assert job.survive(fail_at=fail_at) == victims(fail_at)
+    assert differences(reference(*flags), read_digest(job)) == []
+    recovered = job.events('recovered', rank=3)
+    assert [event['copied'] for event in recovered] == copied
+    assert all(event['stages'] == [] for event in recovered)
 
 
 def test_data_parallel_peer_dies_in_the_next_iteration(

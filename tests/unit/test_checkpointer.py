@@ -385,6 +385,16 @@ def test_a_window_of_which_only_seals_are_missing_is_kept(training: Training) ->
     opening.join()
     assert training.committed() == [0]
     assert_contents(training, 0)
+    assert training.checkpointer.statistics.failures == 0
+
+
+def test_the_file_of_a_window_that_is_given_up_is_free_at_once(training: Training) -> None:
+    training.run_until(W + 2)
+    assert len([*training.windows.path.glob('writing-*')]) == 1
+    training.checkpointer.stop_capturing()
+    assert [*training.windows.path.glob('writing-*')] == []
+    assert training.committed() == [0]
+    assert training.checkpointer.statistics.failures == 0
 
 
 def test_windows_given_up_in_rollbacks_do_not_use_up_the_files(shm: Path) -> None:

@@ -71,6 +71,11 @@ class Striker:
             self._report(self._strike(fault))
             struck += 1
         self._wait_for('the end', lambda: False)
+        if struck < len(faults) and faults[struck].kind is Kind.NODE and not self._protected():
+            raise DemoError(
+                f'from iteration {self._from} to the end no window was persisted on all ranks, '
+                f'waiting for {faults[struck]}; see {self._job.folder}'
+            )
         return struck
 
     def _is_time(self, fault: Fault, faults_left: int) -> bool:

@@ -18,7 +18,7 @@ from moevement_ext.detect.watch import EpochWatch
 from moevement_ext.rendezvous import break_epoch, present_epoch, why_broken
 
 REPOSITORY = Path(__file__).parents[3]
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 """How long a test waits for something that comes soon."""
 TIMEOUT = timedelta(seconds=DEADLINE_S)
 NEVER_HUNG_S = 600.0
@@ -166,13 +166,15 @@ def test_a_stopped_process_is_evicted_and_learns_of_it_when_it_goes_on(job: Job)
     assert said == 'rank 1 has not been heard of for 1.5 s\n'
 
 
-def test_ranks_that_beat_are_left_alone(job: Job, fast_beats: None) -> None:
-    """For much longer than the time after which a silent rank counts as hung."""
-    began, hang_timeout_s = time.monotonic(), 1.0
-    watches = [job.watch(rank, [100, 101], hang_timeout_s) for rank in range(2)]
-    while min(job.beats(0), job.beats(1)) < 30 or time.monotonic() - began < 2 * hang_timeout_s:
-        assert not watches[0].broken.wait(0.01)
-    assert not watches[1].broken.is_set()
+def test_a_rank_that_beats_is_left_alone_however_slowly(job: Job, fast_beats: None) -> None:
+    """For longer than the time after which a silent rank counts as hung."""
+    began, hang_timeout_s, beats = time.monotonic(), 2.0, 0
+    watch = job.watch(0, [100, 101], hang_timeout_s)
+    while time.monotonic() - began < 1.5 * hang_timeout_s:
+        beats += 1
+        job.store.set('beat/0/1', str(beats))  # as rank 1 does
+        while job.beats(0) < 4 * beats:
+            assert not watch.broken.wait(0.01)
 
 
 def test_a_rank_alone_does_not_watch_itself(job: Job, fast_beats: None) -> None:
@@ -208,7 +210,8 @@ def test_stop_lets_others_be_woken_up_first(job: Job) -> None:
     assert waking.wait(DEADLINE_S)
     stopping = threading.Thread(target=lambda: (watch.stop(), order.append('stopped')))
     stopping.start()
-    watch._beater.join(DEADLINE_S)
+    stopping.join(0.2)  # it would end by then if it did not wait
+    assert stopping.is_alive()
     go_on.set()
     stopping.join(DEADLINE_S)
     assert order == ['woken', 'stopped']

@@ -7,7 +7,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore
 
+from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import Failed, Job, Rank, cluster
 
@@ -129,6 +131,26 @@ def test_unblock_during_renew_ends_it() -> None:
         assert_no_use(job.ranks[1])
         job.renew()
         job.all(ranks.collectives)
+
+
+def test_interrupted_store_ends_renew() -> None:
+    with cluster(2) as job:
+        job.ranks[0].start(renew_through_interrupted_store, job.fresh_prefix())
+        error = error_of(job.ranks[0])
+        assert error.startswith('RegroupError') and 'another failure' in error
+        job.ranks[0].call(ranks.errors_of_operations)
+        job.renew()
+        job.all(ranks.collectives)
+
+
+def renew_through_interrupted_store(job: Job, prefix: str) -> None:
+    interrupted = threading.Event()
+    interrupted.set()
+    store = InterruptibleStore(PrefixStore(prefix, job.store), interrupted, ranks.DEADLINE)
+    try:
+        job.process_groups.renew(store, None, ranks.DEADLINE)
+    finally:
+        job.process_groups.unblock()  # may be called again, whatever happened
 
 
 def renew_and_unblock(job: Job, prefix: str) -> None:
