@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Kills a training job and shows that it ends in the same bits as an undisturbed one. No GPU needed.
+# Takes one of two emulated nodes from a training job: only its pipeline stage is replayed, and the
+# job ends in the same bits as an undisturbed one. No GPU needed.
 #
 #   scripts/demo.sh [--iterations 40] [--kill-after 28] [--window 6] [--output runs/demo]
 

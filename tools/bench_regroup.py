@@ -32,6 +32,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from moevement_ext.regroup.process_groups import ProcessGroups
 from tools.bench.figures import Spread, write_json
 from tools.bench.hardware import Hardware
+from tools.bench.jobs import exit_on_sigterm
 
 _SAMPLES = 10
 """Of resources, over all cycles."""
@@ -301,4 +302,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
+    exit_on_sigterm()
     sys.exit(main())

@@ -4,13 +4,15 @@
 
     tools/plot_run.py --plain plain.log --sparse sparse.log --dense-bytes 1234567 --output run.png
 
-Above: the loss of both runs over wall-clock time, every failure marked. Below: the bytes that one
-rank (the last, which writes the log) captured in each iteration, and what a dense checkpoint in
-every iteration would take. Everything comes from the logs of the trainer, run with
-`--log-interval 1`.
+Above: the loss of both runs over wall-clock time, every restart of the logging rank marked. Below:
+the bytes that this rank (the last) captured in each iteration, and what a dense checkpoint in every
+iteration would take. Everything comes from the logs of the trainer, run with `--log-interval 1`. (A
+failure that the logging rank survives is not in its log; `scripts/demo.sh` draws that one from the
+events, with a strip that shows what each pipeline stage did meanwhile.)
 """
 
 import argparse
+import enum
 import re
 import sys
 from collections.abc import Sequence
@@ -64,6 +66,59 @@ class RunLog:
         return [iteration for life in self.lives for iteration in life]
 
 
+class Failure(NamedTuple):
+    """Something was killed and the job came back."""
+
+    what: str
+    """What was lost, as a label."""
+    time: float
+    """Seconds since the epoch."""
+    before: Iteration
+    """The last one logged before."""
+    after: Iteration
+    """The first one logged when the job was back."""
+
+
+class Doing(enum.StrEnum):
+    """What a pipeline stage does."""
+
+    TRAINING = 'training'
+    WAITING = 'waiting (state kept)'
+    STARTING = 'starting process'
+    REPLAYING = 'replaying'
+
+
+class Span(NamedTuple):
+    """A stretch of time, in seconds since the epoch."""
+
+    doing: Doing
+    start: float
+    end: float
+
+
+class Lane(NamedTuple):
+    """What one pipeline stage did over time."""
+
+    title: str
+    spans: list[Span]
+
+
+class LocalizedFailure(NamedTuple):
+    """A failure that cost one pipeline stage its state while the others kept theirs."""
+
+    failure: Failure
+    lanes: list[Lane]
+    """Of all stages, the first one first."""
+
+
+def restarts(log: RunLog) -> list[Failure]:
+    """The failures after which the logging rank began a new life."""
+    return [
+        Failure('all workers killed', before[-1].time, before[-1], after[0])
+        for before, after in zip(log.lives, log.lives[1:], strict=False)
+    ]
+
+
 def parse_log(text: str) -> RunLog:
     """Read the lines of upstream's training log and those of sparse checkpointing.
 
@@ -109,9 +164,21 @@ def read_log(path: Path) -> RunLog:
 # ---- drawing
 
 _PLAIN, _SPARSE, _FAILURE, _MUTED = '#7a869a', '#0b6e99', '#c8102e', '#5e6c84'
+_COLORS = {
+    Doing.TRAINING: '#0b6e99',
+    Doing.WAITING: '#b9d7e4',
+    Doing.STARTING: '#c4cad3',
+    Doing.REPLAYING: '#f0a202',
+}
 
 
-def plot(plain: RunLog, sparse: RunLog, dense_bytes: int | None, target: Path) -> None:
+def plot(
+    plain: RunLog,
+    sparse: RunLog,
+    dense_bytes: int | None,
+    target: Path,
+    localized: LocalizedFailure | None = None,
+) -> None:
     """Draw both runs into a PNG file.
 
     Args:
@@ -119,6 +186,8 @@ def plot(plain: RunLog, sparse: RunLog, dense_bytes: int | None, target: Path) -
         sparse: the run that failed and recovered.
         dense_bytes: of the logging rank; None draws no comparison.
         target: file to write; its folder is made.
+        localized: a failure that the logging rank survived; adds the strip of the stages. None
+            marks the restarts of that rank.
     """
     # Here, for it takes a second: readers of logs and wrong flags should not wait for it.
     import matplotlib
@@ -133,41 +202,48 @@ def plot(plain: RunLog, sparse: RunLog, dense_bytes: int | None, target: Path) -
         'axes.titlelocation': 'left', 'axes.titleweight': 'bold', 'legend.frameon': False,
     }  # fmt: skip
     with pyplot.rc_context(style):
-        figure, (above, below) = pyplot.subplots(
-            2, 1, figsize=(9, 7), height_ratios=(3, 2), layout='constrained'
-        )
-        _draw_loss(above, plain, sparse)
+        heights = (3, 2) if localized is None else (3, 2, 1.3)
+        figure, (above, below, *strip) = pyplot.subplots(
+            len(heights), 1, figsize=(9, 1.4 * sum(heights)), height_ratios=heights,
+            layout='constrained',
+        )  # fmt: skip
+        _draw_loss(above, plain, sparse, [localized.failure] if localized else restarts(sparse))
         _draw_bytes(below, sparse, dense_bytes)
+        if localized is not None:
+            _draw_stages(strip[0], localized, _origin(sparse.lives))
         target.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(target, dpi=150)
         pyplot.close(figure)
 
 
-def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog) -> None:
+def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failures: Sequence[Failure]) -> None:
     axes.set_title('Loss over wall-clock time')
     _draw_lives(axes, plain.lives, _PLAIN, 'fault-free run', linewidth=5, alpha=0.45)
     _draw_lives(axes, sparse.lives, _SPARSE, 'killed and recovered run', linewidth=1.8, marker='.')
     _mark_end(axes, plain.lives, _MUTED)
     _mark_end(axes, sparse.lives, _SPARSE)
-    origin = _origin(sparse.lives)
-    for before, after in zip(sparse.lives, sparse.lives[1:], strict=False):
-        start, end = before[-1].time - origin, after[0].time - origin
-        axes.axvspan(start, end, color=_FAILURE, alpha=0.08, linewidth=0)
-        axes.axvline(start, color=_FAILURE, linestyle='--', linewidth=1.2)
-        axes.annotate(
-            f'all workers killed\nafter iteration {before[-1].number}',
-            (start, 0.97), xycoords=('data', 'axes fraction'), xytext=(6, 0),
-            textcoords='offset points', color=_FAILURE, va='top',
-        )  # fmt: skip
-        axes.annotate(
-            f'back at iteration {after[0].number}\nafter {end - start:.1f} s',
-            (end, after[0].loss), xytext=(-8, 14), textcoords='offset points',
-            color=_FAILURE, va='bottom', ha='right',
-        )  # fmt: skip
+    for failure in failures:
+        _mark_failure(axes, failure, _origin(sparse.lives))
     axes.set_xlabel('seconds since the first iteration')
     axes.set_ylabel('language model loss')
     axes.margins(x=0.04)
     axes.legend(loc='upper right')
+
+
+def _mark_failure(axes: Any, failure: Failure, origin: float) -> None:
+    start, end = failure.time - origin, failure.after.time - origin
+    axes.axvspan(start, end, color=_FAILURE, alpha=0.08, linewidth=0)
+    axes.axvline(start, color=_FAILURE, linestyle='--', linewidth=1.2)
+    axes.annotate(
+        f'{failure.what}\nafter iteration {failure.before.number}',
+        (start, 0.8), xycoords=('data', 'axes fraction'), xytext=(6, 0),
+        textcoords='offset points', color=_FAILURE, va='top',
+    )  # fmt: skip
+    axes.annotate(
+        f'back at iteration {failure.after.number}\nafter {end - start:.1f} s',
+        (end, failure.after.loss), xytext=(-8, 14), textcoords='offset points',
+        color=_FAILURE, va='bottom', ha='right',
+    )  # fmt: skip
 
 
 def _draw_lives(
@@ -216,6 +292,30 @@ def _draw_bytes(axes: Any, sparse: RunLog, dense_bytes: int | None) -> None:
     axes.grid(axis='x', visible=False)
     axes.set_xlabel('iteration')
     axes.set_ylabel('MiB')
+
+
+def _draw_stages(axes: Any, localized: LocalizedFailure, origin: float) -> None:
+    """Lanes around the failure, on the clock of the loss."""
+    failure, lanes = localized
+    axes.set_title('What each pipeline stage did around the failure')
+    for place, lane in enumerate(lanes):
+        for doing, start, end in lane.spans:
+            axes.barh(place, end - start, left=start - origin, height=0.6, color=_COLORS[doing])
+            if doing is not Doing.TRAINING:
+                axes.text(
+                    (start + end) / 2 - origin, place, f'{end - start:.1f} s', color='black',
+                    ha='center', va='center', fontsize=8, clip_on=True,
+                )  # fmt: skip
+    for doing, color in _COLORS.items():
+        axes.barh(0, 0, color=color, label=doing)
+    axes.axvline(failure.time - origin, color=_FAILURE, linestyle='--', linewidth=1.2)
+    margin = (failure.after.time - failure.time) / 4
+    axes.set_xlim(failure.time - margin - origin, failure.after.time + margin - origin)
+    axes.set_yticks(range(len(lanes)), [lane.title for lane in lanes])
+    axes.invert_yaxis()
+    axes.grid(axis='y', visible=False)
+    axes.set_xlabel('seconds since the first iteration')
+    axes.legend(loc='upper center', bbox_to_anchor=(0.5, -0.42), ncols=len(_COLORS))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -182,5 +182,9 @@ def not_localized(args: Any) -> str | None:
         (bool(args.mtp_num_layers), '--mtp-num-layers'),
         (args.variable_seq_lengths, '--variable-seq-lengths'),
         (args.log_straggler, '--log-straggler'),
+        (
+            args.distributed_backend == 'nccl' and args.use_gloo_process_groups,
+            'gloo groups beside those of NCCL; add --disable-gloo-process-groups',
+        ),
     ]
     return next((reason for broken, reason in rules if broken), None)

@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.moevement.preflight import InstallationError
+from moevement_ext.regroup.process_groups import stand_in_for
 
 _EXPECTED = {
     'setup_model_and_optimizer': (
@@ -100,6 +101,7 @@ def without_connections(args: Any) -> Iterator[None]:
         kwargs['backend'] = 'fake'
         return new_group(*given, **kwargs)
 
+    stand_in_for(args.distributed_backend)
     args.fake_process_group = True
     torch.distributed.new_group = new_fake_group
     try:

@@ -227,7 +227,7 @@ def test_stopped_worker_is_found_and_replaced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = flags_of(BASE)
-    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '3')
+    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '5')
     stopped: list[int] = []
 
     def stop(workers: list, start: Callable) -> None:
@@ -238,7 +238,7 @@ def test_stopped_worker_is_found_and_replaced(
     assert job.survive(strike=stop) == {2: 1}
     assert differences(reference(*flags), read_digest(job)) == []
     (failure,) = job.events('failure_detected', rank=0)
-    assert 'rank 2 has not been heard of for 3 s' in failure['reason']
+    assert 'rank 2 has not been heard of for 5 s' in failure['reason']
     check_localized(job)
 
 
@@ -247,7 +247,7 @@ def test_stopped_worker_that_wakes_up_is_welcome(
 ) -> None:
     """Nobody took its place, so nothing was lost and nobody replays."""
     flags = flags_of(BASE)
-    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '2')
+    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4')
     stopped: list[int] = []
 
     def stop_and_wake(workers: list, start: Callable) -> None:
@@ -269,7 +269,7 @@ def test_stopped_worker_that_was_replaced_is_fenced_out(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = flags_of(BASE)
-    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '2')
+    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4')
     zombies: list = []
 
     def replace(workers: list, start: Callable) -> None:

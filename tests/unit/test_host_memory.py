@@ -148,6 +148,31 @@ def test_over_budget_is_refused_before_anything_is_reserved(
     assert not [*shm.rglob('*.window')] and not [*shm.rglob('upstream-log')]
 
 
+# A process in the place of a lost one
+
+
+def test_a_replacement_on_another_node_leaves_replicas_where_they_are(
+    job: Job, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It learns from the survivors what all ranks, its predecessor included, were like."""
+    first, second = job.ranks
+    monkeypatch.setenv('MOEVEMENT_NODE', 'node-c')
+    known = [msgspec.msgpack.encode(member) for member in first.members]
+    config = SparseCheckpointConfig(dir=str(shm), replicas=1)
+    memory = HostMemory(
+        config, 'run1', RUN, 0, capacity(), LOG_BYTES, CPU, pytest.fail, lambda own: known
+    )
+    try:
+        assert memory.holders == first.holders
+        assert [*memory.plan.ranks] == [0] and memory.members[0].node == 'node-c'
+        memory.connect(lambda own: [msgspec.msgpack.encode(it) for it in second.addresses])
+        assert memory.addresses[1] == second.addresses[1]
+        assert memory.addresses[0] != second.addresses[0], 'that one is dead'
+        assert memory.addresses[0][1] == memory.server.address[1]
+    finally:
+        memory.close(remove=True)
+
+
 # Upstream log
 
 

@@ -48,7 +48,7 @@ from tools.demo.failure import DemoError
 
 RANDOM = 'random'
 _LONGEST_WINDOW = 6
-_ITERATIONS_PER_FAULT = FEWEST_ITERATIONS + 3
+_ITERATIONS_PER_FAULT = 2 * FEWEST_ITERATIONS
 _ENVIRONMENT = {
     'OMP_NUM_THREADS': '1',  # keeps the order of summation, hence the bits
     'CUDA_VISIBLE_DEVICES': '',

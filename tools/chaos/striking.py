@@ -14,7 +14,7 @@ from tools.demo.failure import DemoError
 
 LAST_ITERATIONS = 6
 """At the end of a job that are not struck: a finished worker cannot help another to recover."""
-FEWEST_ITERATIONS = 6
+FEWEST_ITERATIONS = 3
 """Of a job, for each fault: what the strike and the survey of it take at least."""
 
 

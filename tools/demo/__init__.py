@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows recovery on one machine: two emulated nodes, one killed job, one lost node's memory."""
+"""Shows localized recovery on one machine: two emulated nodes, of which one is lost."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains twice, once undisturbed, once killed; shows that both end in the same bits.
+"""Trains twice, once undisturbed, once losing a node; shows that both end in the same bits.
 
     scripts/demo.sh
 
-The job: an 8-expert GPT on 2 emulated nodes of 2 workers each, on the CPU, on real text. In the
-second run every worker is killed and one node's memory is deleted. Exit status 0 only if the final
-state of both runs is equal, bit for bit.
+The job: an 8-expert GPT on 2 emulated nodes of 2 workers each, one pipeline stage a node, on the
+CPU, on real text. In the second run the workers of the first node are killed and its memory is
+deleted. New workers replay this stage alone; those of the other node live on and keep their state.
+Exit status 0 only if so it was and the final state of both runs is equal, bit for bit.
 """
 
 import argparse
@@ -29,7 +30,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument('--iterations', type=int, default=40, help='to train (default: 40)')
     parser.add_argument(
-        '--kill-after', type=int, default=28, help='iteration after which to kill (default: 28)'
+        '--kill-after',
+        type=int,
+        default=28,
+        help='iteration after which the node is lost (default: 28)',
     )
     parser.add_argument('--window', type=int, default=6, help='iterations a window (default: 6)')
     parser.add_argument(

@@ -28,7 +28,7 @@ class CapturedBytes(NamedTuple):
 
 
 class Recovery(NamedTuple):
-    """How the job came back."""
+    """How a job came back all of whose workers were started again."""
 
     replayed: int
     """Iterations computed again."""
@@ -55,7 +55,7 @@ def ranks_with(events: Sequence[dict[str, Any]], name: str) -> set[int]:
 
 
 def recovery(events: Sequence[dict[str, Any]], killed_at: float, world_size: int) -> Recovery:
-    """Replay and times out of the `recovered` events.
+    """Replay and times out of the `recovered` events of a job that was started again.
 
     Raises:
         DemoError: a rank did not recover from host memory.
@@ -97,16 +97,14 @@ def slot_over_dense(captured: dict[int, CapturedBytes]) -> float:
     return slots / sum(rank.dense for rank in captured.values())
 
 
-def overhead(plain: RunLog, sparse: RunLog) -> tuple[float, float]:
+def overhead(plain: RunLog, sparse: RunLog, killed_at: float) -> tuple[float, float]:
     """Median milliseconds per iteration without and with sparse checkpointing.
 
     Taken over the same iterations of both runs: after the first ones, before the failure.
     """
-    undisturbed = {iteration.number for iteration in sparse.lives[0][WARM_UP_ITERATIONS:]}
-    return (
-        _median_ms(plain.iterations, undisturbed),
-        _median_ms(sparse.lives[0], undisturbed),
-    )
+    before = [iteration for iteration in sparse.iterations if iteration.time <= killed_at]
+    undisturbed = {iteration.number for iteration in before[WARM_UP_ITERATIONS:]}
+    return _median_ms(plain.iterations, undisturbed), _median_ms(before, undisturbed)
 
 
 def _median_ms(iterations: Sequence[Iteration], numbers: set[int]) -> float:

@@ -3,6 +3,9 @@
 
 from pathlib import Path
 
+STAGE_RANKS = ((0, 1), (2, 3))
+"""Ranks by pipeline stage. Two workers per node: each node runs one stage."""
+
 _CPU = (
     '--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion '
     '--no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion '

@@ -96,21 +96,23 @@ class Job:
                 raise DemoError(f'the job failed on {node} (exit status {code})', self.tail())
         return None in codes
 
-    def workers(self) -> list[psutil.Process]:
-        """The worker processes that run now."""
+    def workers(self, node: int | None = None) -> list[psutil.Process]:
+        """The worker processes that run now, of one node or of all."""
+        agents = self._agents if node is None else [self._agents[node]]
         return [
             process
-            for agent in self._agents
+            for agent in agents
             for process in psutil.Process(agent.pid).children()
             if _PROGRAM in _command_line(process)
         ]
 
-    def kill_workers(self) -> int:
-        """SIGKILL every worker of the job; returns how many when all are gone. The agents stay.
+    def kill_workers(self, node: int | None = None) -> int:
+        """SIGKILL the workers of one node or of all; returns how many when they are gone.
 
-        So do not what workers started (upstream's checkpoint writers), as when a node fails.
+        The agents stay. So do not what workers started (upstream's checkpoint writers), as when a
+        node fails.
         """
-        workers = self.workers()
+        workers = self.workers(node)
         _kill(_with_children(workers))
         psutil.wait_procs(workers, timeout=_GRACE_SECONDS)
         return len(workers)

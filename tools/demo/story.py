@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo step by step: data, fault-free run, killed run, comparison."""
+"""The demo step by step: data, fault-free run, run that loses a node, comparison."""
 
 import os
 import shutil
@@ -15,16 +15,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moevement_ext.memory.store import NodeStore
 from tools.compare_digests import DigestFileError, difference_table, differences, read_digest
-from tools.demo import evidence
+from tools.demo import evidence, localized
 from tools.demo.evidence import CapturedBytes
 from tools.demo.failure import DemoError
-from tools.demo.flags import sparse_flags, training_flags
+from tools.demo.flags import STAGE_RANKS, sparse_flags, training_flags
 from tools.demo.job import NODES, ROOT, WORLD_SIZE, Job
 from tools.demo.summary import Result, print_summary
 from tools.plot_run import LogError, RunLog, plot, read_log
 
 RUN_ID = 'demo'
-LOST_NODE = NODES[-1]
+LOST = 0
+"""The node and the pipeline stage that the second run loses. The last rank writes the log."""
+TITLES = [
+    f'stage {stage}\n{node} {"lost" if stage == LOST else "lives on"}'
+    for stage, node in enumerate(NODES)
+]
 DATA_MB = 8
 _MEMORY = Path('/dev/shm')
 _STALLED_SECONDS = 300
@@ -32,7 +37,7 @@ _POLL_SECONDS = 0.1
 
 
 class Strike:
-    """Kills all workers and deletes one node's memory once the job is far enough."""
+    """Kills one node's workers and deletes its memory once the job is far enough."""
 
     def __init__(self, kill_after: int, events: Path, memory: Path, console: Console) -> None:
         self._kill_after = kill_after
@@ -41,12 +46,16 @@ class Strike:
         self._console = console
         self.killed_at: float | None = None
         self.captured: dict[int, CapturedBytes] = {}
+        self._recovered = False
 
     def __call__(self, job: Job, log: RunLog) -> str:
         """Look at the job, which runs; called again and again. Returns what the job does now."""
         if self.killed_at is None:
             self._strike_when_due(job, log)
-        return 'training' if self.killed_at is None or len(log.lives) > 1 else 'recovering'
+            return 'training'
+        if not self._recovered:
+            self._look_for_recovery()
+        return 'training' if self._recovered else f'stage {LOST} comes back, stage {1 - LOST} waits'
 
     def _strike_when_due(self, job: Job, log: RunLog) -> None:
         if log.iterations[-1].number < self._kill_after:
@@ -55,19 +64,39 @@ class Strike:
         if persisted != set(range(WORLD_SIZE)):
             return
         self.killed_at = time.time()
-        killed = job.kill_workers()
-        lost = self._memory / RUN_ID / LOST_NODE
+        killed = job.kill_workers(LOST)
+        lost = self._memory / RUN_ID / NODES[LOST]
         nbytes = sum(path.stat().st_size for path in lost.rglob('*') if path.is_file())
         shutil.rmtree(lost)
         # What is left must do for all: the other node's own windows and its replicas.
-        self.captured = evidence.captured_bytes(NodeStore(self._memory, RUN_ID, NODES[0]))
-        self._console.print(
-            f'  [red]killed all {killed} workers[/] after iteration {log.iterations[-1].number} '
-            f'and [red]deleted the memory of {LOST_NODE}[/] ({nbytes / 2**20:.0f} MiB).\n'
-            '  The torchrun agent of each node starts its workers again.',
-            highlight=False,
-            soft_wrap=True,
+        self.captured = evidence.captured_bytes(NodeStore(self._memory, RUN_ID, NODES[1 - LOST]))
+        self._say(
+            f'  [red]{NODES[LOST]} is lost[/] after iteration {log.iterations[-1].number}: killed '
+            f'its {killed} workers (all of pipeline stage {LOST}) and deleted its memory '
+            f'({nbytes / 2**20:.0f} MiB).\n'
+            f'  Its torchrun agent starts new workers, which fetch the replicas that '
+            f'{NODES[1 - LOST]} holds.\n'
+            f'  The workers of {NODES[1 - LOST]} (stage {1 - LOST}) live on: they keep their state '
+            'and wait.'
         )
+
+    def _look_for_recovery(self) -> None:
+        events = evidence.read_events(self._events)
+        if not localized.all_recovered(events, range(WORLD_SIZE)):
+            return
+        self._recovered = True
+        replayed = [
+            max(e['replayed'] for e in events if e['event'] == 'recovered' and e['rank'] in ranks)
+            for ranks in STAGE_RANKS
+        ]
+        self._say(
+            f'  [green]Stage {LOST} is back:[/] it replayed {replayed[LOST]} iterations from '
+            f'replicas and logged boundary tensors; stage {1 - LOST} replayed '
+            f'{replayed[1 - LOST]}. Training goes on.'
+        )
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
 
 
 def run_demo(
@@ -78,12 +107,12 @@ def run_demo(
     Args:
         output: folder for data, logs, digests and the plot.
         iterations: to train in each run.
-        kill_after: iteration after which the second run is killed.
+        kill_after: iteration after which the second run loses a node.
         window: iterations per window.
         console: for people.
 
     Raises:
-        DemoError: a run failed, or did not recover from host memory.
+        DemoError: a run failed, or more than the lost stage went back.
     """
     output = output.resolve()
     data = _prepare_data(output / 'data' / 'stdlib', console)
@@ -92,7 +121,7 @@ def run_demo(
     with _memory_directory() as directory:
         memory = Path(directory)
         plain = _fault_free_run(output, data, iterations, console)
-        sparse, strike = _killed_run(output, data, iterations, kill_after, window, memory, console)
+        sparse, strike = _struck_run(output, data, iterations, kill_after, window, memory, console)
     return _compare(output, plain, sparse, strike, console)
 
 
@@ -118,7 +147,7 @@ def _fault_free_run(output: Path, data: Path, iterations: int, console: Console)
         return _read_log(job)
 
 
-def _killed_run(
+def _struck_run(
     output: Path,
     data: Path,
     iterations: int,
@@ -127,7 +156,10 @@ def _killed_run(
     memory: Path,
     console: Console,
 ) -> tuple[RunLog, Strike]:
-    console.print('[bold]3. The same with --sparse-ckpt[/], to be killed on the way')
+    console.print(
+        f'[bold]3. The same with --sparse-ckpt[/], to lose {NODES[LOST]} on the way',
+        highlight=False,
+    )
     events = output / 'events'
     flags = [
         *training_flags(data, iterations, output / 'recovered.json'),
@@ -140,7 +172,7 @@ def _killed_run(
     if strike.killed_at is None:
         raise DemoError(
             f'the run ended before a window was persisted on all {WORLD_SIZE} ranks, so nothing '
-            f'was killed; see {job.log}'
+            f'was lost; see {job.log}'
         )
     return log, strike
 
@@ -189,15 +221,18 @@ def _compare(
     if found:
         console.print(difference_table(found, first, second))
     events = evidence.read_events(output / 'events')
+    recovery = localized.recovery(events, sparse, strike.killed_at, STAGE_RANKS, LOST)
     result = Result(
         bit_identical=not found,
         plain=plain,
         sparse=sparse,
-        recovery=evidence.recovery(events, strike.killed_at, WORLD_SIZE),
+        killed_at=strike.killed_at,
+        recovery=recovery,
         captured=strike.captured,
     )
     picture = output / 'demo.png'
-    plot(plain, sparse, strike.captured[WORLD_SIZE - 1].dense, picture)
+    story = localized.story(events, sparse, recovery, strike.killed_at, STAGE_RANKS, TITLES)
+    plot(plain, sparse, strike.captured[WORLD_SIZE - 1].dense, picture, story)
     print_summary(result, (first.digest, second.digest), console)
     console.print(f'Plot: {picture}', highlight=False, soft_wrap=True)
     return result

@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.demo import evidence
-from tools.demo.evidence import CapturedBytes, Recovery
+from tools.demo.evidence import CapturedBytes
+from tools.demo.localized import PHASES, Recovery
 from tools.plot_run import RunLog
 
 MIB = 1 << 20
@@ -20,13 +21,15 @@ class Result:
     bit_identical: bool
     plain: RunLog
     sparse: RunLog
+    killed_at: float
+    """Seconds since the epoch."""
     recovery: Recovery
     captured: dict[int, CapturedBytes]
 
     @property
     def overhead(self) -> float:
         """Median iteration time with sparse checkpointing over that without."""
-        without, with_it = evidence.overhead(self.plain, self.sparse)
+        without, with_it = evidence.overhead(self.plain, self.sparse, self.killed_at)
         return with_it / without
 
     def line(self) -> str:
@@ -40,14 +43,14 @@ class Result:
 
 
 def print_summary(result: Result, digests: tuple[str, str], console: Console) -> None:
-    """Print the table.
+    """Print the tables.
 
     Args:
         result: what was found.
         digests: of the final state of the fault-free and of the recovered run.
         console: where to.
     """
-    table = Table(title='Fault-free run against killed and recovered run', title_justify='left')
+    table = Table(title='Fault-free run against the run that lost a node', title_justify='left')
     table.add_column('')
     table.add_column('fault-free', justify='right')
     table.add_column('recovered', justify='right')
@@ -55,13 +58,30 @@ def print_summary(result: Result, digests: tuple[str, str], console: Console) ->
         table.add_row(*row)
     console.print()
     console.print(table)
-    phases = ', '.join(f'{name} {value:.1f}' for name, value in result.recovery.phases.items())
-    console.print(f'Seconds of the recovery: {phases}', highlight=False, soft_wrap=True)
+    console.print()
+    console.print(_stage_table(result.recovery))
+
+
+def _stage_table(recovery: Recovery) -> Table:
+    table = Table(title='Recovery by pipeline stage', title_justify='left')
+    table.add_column('')
+    for stage in range(len(recovery.stages)):
+        fate = 'lost' if stage == recovery.lost else 'kept its state'
+        table.add_column(f'stage {stage} ({fate})', justify='right')
+    table.add_row('iterations replayed', *(str(stage.replayed) for stage in recovery.stages))
+    table.add_section()
+    for name in PHASES:
+        seconds = [f'{stage.phases[name]:.2f}' for stage in recovery.stages]
+        table.add_row(f'{name.replace("_", " ")} (s)', *seconds)
+    return table
 
 
 def _rows(result: Result, digests: tuple[str, str]) -> list[tuple[str, str, str]]:
     plain, sparse = result.plain.iterations, result.sparse.iterations
-    without, with_it = evidence.overhead(result.plain, result.sparse)
+    without, with_it = evidence.overhead(result.plain, result.sparse, result.killed_at)
+    replayed = ', '.join(
+        f'{stage.replayed} (stage {number})' for number, stage in enumerate(result.recovery.stages)
+    )
     slot = evidence.slot_over_dense(result.captured)
     dense = sum(rank.dense for rank in result.captured.values())
     verdict = '[bold green]equal[/]' if result.bit_identical else '[bold red]DIFFERENT[/]'
@@ -69,8 +89,8 @@ def _rows(result: Result, digests: tuple[str, str]) -> list[tuple[str, str, str]
         ('first loss', f'{plain[0].loss:.4f}', f'{sparse[0].loss:.4f}'),
         ('final loss', f'{plain[-1].loss:.4f}', f'{sparse[-1].loss:.4f}'),
         ('digest of the final state', digests[0][:12], f'{digests[1][:12]}  {verdict}'),
-        ('iterations replayed', '-', str(result.recovery.replayed)),
-        ('seconds from kill to recovered', '-', f'{result.recovery.seconds:.1f}'),
+        ('iterations replayed', '-', replayed),
+        ('seconds, kill to new iteration', '-', f'{result.recovery.seconds:.1f}'),
         (
             'median iteration (ms)',
             f'{without:.0f}',

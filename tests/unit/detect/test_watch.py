@@ -197,7 +197,7 @@ def test_stop_ends_the_beating_and_nothing_is_noticed_any_more(job: Job, fast_be
 
 def test_stop_lets_others_be_woken_up_first(job: Job) -> None:
     """Whoever goes on after `stop` can rely on it that nothing of this process is unblocked."""
-    waking, go_on, order = threading.Event(), threading.Event(), []
+    waking, go_on, order = threading.Event(), threading.Event(), list[str]()
 
     def wake(reason: str) -> None:
         waking.set()
@@ -208,7 +208,12 @@ def test_stop_lets_others_be_woken_up_first(job: Job) -> None:
     watch = EpochWatch(stores, 0, 0, [100], NEVER_HUNG_S, wake)
     break_epoch(job.store, 0, 'test')
     assert waking.wait(DEADLINE_S)
-    stopping = threading.Thread(target=lambda: (watch.stop(), order.append('stopped')))
+
+    def stop() -> None:
+        watch.stop()
+        order.append('stopped')
+
+    stopping = threading.Thread(target=stop)
     stopping.start()
     stopping.join(0.2)  # it would end by then if it did not wait
     assert stopping.is_alive()

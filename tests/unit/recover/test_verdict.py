@@ -327,6 +327,46 @@ def test_a_window_that_one_rank_that_keeps_its_state_lacks_is_not_taken() -> Non
     assert localized(Job(reports, [0, 1]).verdict()).window == OLD
 
 
+# Ranks that hold the same state
+
+
+def decide_with_twins(job: Job) -> Verdict:
+    """All ranks of a stage hold the same state."""
+    twins = [
+        [r for r, other in enumerate(job.stage_of) if other == stage] for stage in job.stage_of
+    ]
+    return decide(job.reports, job.stage_of, job.tied, LAST, twins)
+
+
+@given(job=jobs())
+def test_a_rank_copies_from_a_twin_or_its_stage_replays(job: Job) -> None:
+    verdict = decide_with_twins(job)
+    if isinstance(verdict, WholeJob):
+        return
+    behind = {r for r, report in enumerate(job.reports) if report.clean_at != verdict.target}
+    assert verdict.copies.keys() == behind - verdict.ranks
+    for rank, twin in verdict.copies.items():
+        assert twin not in behind and job.stage_of[twin] == job.stage_of[rank]
+    whole = {stage for r, stage in enumerate(job.stage_of) if r not in behind}
+    lost = set(job.stage_of) - whole
+    ends = {0, max(job.stage_of)}
+    assert verdict.stages == (lost | ends if job.tied and lost & ends else lost)
+
+
+def test_where_a_twin_is_left_no_window_is_needed() -> None:
+    reports = [survivor(9), newcomer(), survivor(9), survivor(9, NOWHERE)]
+    verdict = localized(decide_with_twins(Job(reports, [0, 0, 1, 1])))
+    assert (verdict.stages, verdict.window, verdict.copies) == (set(), None, {1: 0, 3: 2})
+
+
+def test_a_stage_replays_whole_if_one_of_its_ranks_has_no_twin_left() -> None:
+    held = everywhere(4, NEW)
+    reports = [survivor(9, windows=held), newcomer(), newcomer(), survivor(9)]
+    twins = [[0, 1], [0, 1], [2], [3]]
+    verdict = localized(decide(reports, [0, 0, 0, 1], False, LAST, twins))
+    assert (verdict.stages, verdict.copies) == ({0}, {})
+
+
 # Whole job
 
 
@@ -335,7 +375,7 @@ def test_nobody_survived() -> None:
     assert Job(reports, [0, 1]).verdict() == WholeJob('no worker survived')
 
 
-def test_no_stage_comes_back_after_the_last_iteration() -> None:
+def test_nobody_comes_back_after_the_last_iteration() -> None:
     reports = [survivor(9, windows=everywhere(2, NEW)), newcomer()]
     assert localized(Job(reports, [0, 1]).verdict(10)).target == 9
     assert Job(reports, [0, 1]).verdict(9) == WholeJob('iteration 9 was the last one')

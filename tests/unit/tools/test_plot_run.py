@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from tools.plot_run import Captured, main, parse_log
+from tools.plot_run import (
+    Captured,
+    Doing,
+    Failure,
+    Lane,
+    LocalizedFailure,
+    Span,
+    main,
+    parse_log,
+    plot,
+    restarts,
+)
 
 START = datetime(2026, 1, 31, 23, 59, 58)
 CONVERTED = (
@@ -93,6 +104,39 @@ def test_a_failure_is_a_line_and_none_is_invented(tmp_path: Path) -> None:
     killed = red_pixels(draw(tmp_path, plain_log(), killed_log(), '--dense-bytes', '400'))
     assert killed.max() > 200, 'a dashed line over the height of the upper plot'
     assert red_pixels(draw(tmp_path, plain_log(), plain_log())).sum() == 0
+
+
+def test_restarts_are_between_lives() -> None:
+    (failure,) = restarts(parse_log(killed_log()))
+    assert (failure.before.number, failure.after.number) == (4, 4)
+    assert failure.time == failure.before.time
+    assert restarts(parse_log(plain_log())) == []
+
+
+def columns_of(picture: Path, color: tuple[int, int, int]) -> np.ndarray:
+    """Columns with at least 20 pixels of a colour."""
+    pixels = np.rint(255 * image.imread(picture)[..., :3]).astype(int)
+    return np.flatnonzero(np.all(pixels == color, axis=-1).sum(axis=0) >= 20)
+
+
+def test_a_survived_failure_has_a_strip_of_the_stages(tmp_path: Path) -> None:
+    log = parse_log(plain_log())
+    clock = START.timestamp()
+    lanes = [
+        Lane('lost', [Span(Doing.STARTING, clock + 4, clock + 4.5)]),
+        Lane('kept', [Span(Doing.WAITING, clock + 4, clock + 4.9)]),
+    ]
+    lanes[0].spans.append(Span(Doing.REPLAYING, clock + 4.5, clock + 4.9))
+    failure = Failure('stage 0 lost', clock + 4.0, log.iterations[3], log.iterations[4])
+    without, with_strip = tmp_path / 'without.png', tmp_path / 'with.png'
+    plot(log, log, None, without)
+    plot(log, log, None, with_strip, LocalizedFailure(failure, lanes))
+    replaying, waiting = (0xF0, 0xA2, 0x02), (0xB9, 0xD7, 0xE4)
+    assert columns_of(without, replaying).size == 0
+    assert red_pixels(without).sum() == 0
+    assert red_pixels(with_strip).max() > 200
+    lost, kept = columns_of(with_strip, replaying), columns_of(with_strip, waiting)
+    assert len(kept) > 1.5 * len(lost) > 100, 'waits twice as long as the other replays'
 
 
 @pytest.mark.parametrize('content', [None, '', 'a log of something else\n'])

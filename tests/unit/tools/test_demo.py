@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: what it demands of the events of a localized recovery, and what it reports of them."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tools.demo import evidence, localized
+from tools.demo.__main__ import parse_arguments
+from tools.demo.evidence import CapturedBytes
+from tools.demo.failure import DemoError
+from tools.demo.flags import STAGE_RANKS, training_flags
+from tools.demo.job import WORKERS_PER_NODE, WORLD_SIZE
+from tools.demo.summary import Result, print_summary
+from tools.plot_run import Doing, Iteration, RunLog
+
+KILLED_AT = 100.0
+LOST = 0
+Events = list[dict[str, Any]]
+
+
+def event(rank: int, name: str, time: float, **fields: Any) -> dict[str, Any]:
+    return {'rank': rank, 'event': name, 'time': time, **fields}
+
+
+def recovered(rank: int, time: float) -> dict[str, Any]:
+    replays = rank in STAGE_RANKS[LOST]
+    seconds = dict.fromkeys(localized.PHASES, 0.0)
+    seconds |= {'convert': 2.0 + rank, 'catch_up': 1.0} if replays else {'unblock': 0.1 + rank}
+    fields = {'scope': 'localized', 'stages': [LOST], 'target': 28, 'seconds': seconds}
+    return event(rank, 'recovered', time, replayed=10 if replays else 0, **fields)
+
+
+def good_events() -> Events:
+    """Killed at 100, noticed by 101, replay from 110 on, back by 116."""
+    found = []
+    for rank in range(WORLD_SIZE):
+        found.append(event(rank, 'worker_started', 50.0))
+        if rank in STAGE_RANKS[LOST]:
+            found.append(event(rank, 'worker_started', 106.0))
+            found.append(event(rank, 'recovery_started', 109.0 + rank, start=18))
+        else:
+            found.append(event(rank, 'failure_detected', 98.7 + rank, reason='gone'))
+        found.append(recovered(rank, 115.7 + rank / 10))
+    return sorted(found, key=lambda item: item['time'])
+
+
+def logged(*pairs: tuple[int, float]) -> list[Iteration]:
+    return [Iteration(time, number, 500.0, 5.0 - number / 100) for number, time in pairs]
+
+
+def good_log() -> RunLog:
+    """The last rank logs iteration 28 before the kill and 29 at 117."""
+    numbers = [(number, 72.0 + number) for number in range(1, 29)]
+    return RunLog([logged(*numbers, (29, 117.0), (30, 117.5))], [])
+
+
+def check(events: Events, log: RunLog | None = None) -> localized.Recovery:
+    return localized.recovery(events, log or good_log(), KILLED_AT, STAGE_RANKS, LOST)
+
+
+def test_each_node_runs_one_stage() -> None:
+    assert [rank for ranks in STAGE_RANKS for rank in ranks] == list(range(WORLD_SIZE))
+    assert {len(ranks) for ranks in STAGE_RANKS} == {WORKERS_PER_NODE}
+    flags = training_flags(Path('data'), 40, Path('digest.json'))
+    assert flags[flags.index('--pipeline-model-parallel-size') + 1] == str(len(STAGE_RANKS))
+
+
+# A localized recovery
+
+
+def test_stages_report_replay_and_slowest_phases() -> None:
+    found = check(good_events())
+    lost, kept = found.stages
+    assert (found.replayed, lost.replayed, kept.replayed) == (10, 10, 0)
+    assert lost.phases['convert'] == pytest.approx(3.0)
+    assert kept.phases['unblock'] == pytest.approx(3.1)
+    assert list(kept.phases) == list(localized.PHASES)
+
+
+def test_seconds_are_from_the_kill_to_the_first_new_iteration() -> None:
+    found = check(good_events())
+    assert found.new.number == 29
+    assert found.seconds == pytest.approx(17.0)
+
+
+def test_an_iteration_that_survivors_still_committed_is_not_new() -> None:
+    """The kill came while iteration 28 was being logged."""
+    numbers = [(number, 72.0 + number) for number in range(1, 28)]
+    log = RunLog([logged(*numbers, (28, 100.3), (29, 117.0))], [])
+    assert check(good_events(), log).new.number == 29
+
+
+def without(name: str, rank: int) -> Events:
+    return [e for e in good_events() if (e['event'], e['rank']) != (name, rank)]
+
+
+def with_field(rank: int, **fields: Any) -> Events:
+    return [
+        e | fields if (e['event'], e['rank']) == ('recovered', rank) else e for e in good_events()
+    ]
+
+
+@pytest.mark.parametrize(
+    ('events', 'complaint'),
+    [
+        ([*good_events(), event(2, 'worker_started', 107.0)], r'rank 2 \(stage 1\).* 2 times'),
+        (without('worker_started', 0), r'rank 0 \(stage 0\).* 0 times instead of 2'),
+        (good_events()[WORLD_SIZE:], 'rank 0.* 1 times instead of 2'),
+        (without('recovered', 3), r'ranks \[3\] did not report'),
+        (with_field(3, scope='whole job'), "rank 3 reports scope 'whole job'"),
+        (with_field(1, stages=[0, 1]), r'rank 1 .* stages \[0, 1\]'),
+        ([*good_events(), event(2, 'next_tier', 103.0, reason='no log')], 'rank 2 .*no log'),
+    ],
+)
+def test_anything_but_a_localized_recovery_is_refused(events: Events, complaint: str) -> None:
+    with pytest.raises(DemoError, match=f'not localized: .*{complaint}'):
+        check(events)
+
+
+def test_a_recovery_of_the_whole_job_has_no_scope() -> None:
+    events = with_field(2)
+    for found in events:
+        found.pop('scope', None)
+    with pytest.raises(DemoError, match="scope 'the whole job'"):
+        check(events)
+
+
+def test_the_log_of_the_last_rank_goes_on_in_one_life() -> None:
+    lives = [logged((27, 99.0), (28, 99.9)), logged((29, 117.0))]
+    with pytest.raises(DemoError, match='2 lives'):
+        check(good_events(), RunLog(lives, []))
+
+
+def test_a_job_that_does_not_go_on_is_refused() -> None:
+    with pytest.raises(DemoError, match='no iteration was logged after .* 28'):
+        check(good_events(), RunLog([logged((28, 99.9))], []))
+
+
+def test_recovered_when_every_rank_says_so() -> None:
+    assert localized.all_recovered(good_events(), range(WORLD_SIZE))
+    assert not localized.all_recovered(without('recovered', 1), range(WORLD_SIZE))
+
+
+# The strip of the picture
+
+
+def test_lanes_follow_each_other_without_gaps() -> None:
+    events, log = good_events(), good_log()
+    story = localized.story(events, log, check(events), KILLED_AT, STAGE_RANKS, ['lost', 'kept'])
+    lost, kept = story.lanes
+    assert [(span.doing, span.start, span.end) for span in lost.spans] == [
+        (Doing.TRAINING, 72.5, 100.0),
+        (Doing.STARTING, 100.0, 110.0),
+        (Doing.REPLAYING, 110.0, pytest.approx(115.8)),
+        (Doing.TRAINING, pytest.approx(115.8), 117.5),
+    ]
+    assert [(span.doing, span.start, span.end) for span in kept.spans] == [
+        (Doing.TRAINING, 72.5, pytest.approx(100.7)),
+        (Doing.WAITING, pytest.approx(100.7), pytest.approx(116.0)),
+        (Doing.TRAINING, pytest.approx(116.0), 117.5),
+    ]
+    assert (story.failure.before.number, story.failure.after.number) == (28, 29)
+
+
+# Reports
+
+
+def result() -> Result:
+    """Without sparse checkpointing 400 ms an iteration, with it 500 ms before the failure."""
+    plain = RunLog([[item._replace(elapsed_ms=400.0) for item in good_log().iterations]], [])
+    captured = {rank: CapturedBytes([60, 40], 100) for rank in range(WORLD_SIZE)}
+    return Result(True, plain, good_log(), KILLED_AT, check(good_events()), captured)
+
+
+def test_the_last_line_keeps_its_format() -> None:
+    assert result().line() == (
+        'demo: bit_identical=true replayed=10 recovery_s=17.0 overhead=1.250 slot_over_dense=0.500'
+    )
+
+
+def test_overhead_counts_iterations_before_the_failure_only() -> None:
+    found = result()
+    slow = [item._replace(elapsed_ms=9000.0) for item in found.sparse.iterations]
+    log = RunLog([[*good_log().iterations[:28], *slow[28:], *slow[28:], *slow[28:] * 20]], [])
+    assert evidence.overhead(found.plain, log, KILLED_AT) == (400.0, 500.0)
+
+
+def test_tables_name_stages_and_phases() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    print_summary(result(), ('a' * 64, 'a' * 64), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for part in (
+        '10 (stage 0), 0 (stage 1)',
+        'stage 0 (lost)',
+        'stage 1 (kept its state)',
+        'digest of the final state',
+        'bytes a checkpoint',
+        'median iteration (ms)',
+    ):
+        assert part in text
+    for name in ('unblock', 'respawn', 'regroup', 'fetch', 'convert', 'catch up'):
+        assert f'{name} (s)' in text
+
+
+@pytest.mark.parametrize(
+    'flags', [['--window', '0'], ['--kill-after', '11'], ['--iterations', '29']]
+)
+def test_wrong_flags_are_refused(flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        parse_arguments(flags)
+    assert refused.value.code == 2

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the events say about a recovery in which one pipeline stage went back, and only that one."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tools.demo import evidence
+from tools.demo.failure import DemoError
+from tools.plot_run import Doing, Failure, Iteration, Lane, LocalizedFailure, RunLog, Span
+
+Events = Sequence[dict[str, Any]]
+
+PHASES = ('unblock', 'respawn', 'regroup', 'fetch', 'convert', 'catch_up')
+
+
+class StageRecovery(NamedTuple):
+    """One pipeline stage in the recovery."""
+
+    replayed: int
+    """Iterations computed again."""
+    phases: dict[str, float]
+    """Seconds by phase, of the rank that took longest for it."""
+
+
+class Recovery(NamedTuple):
+    """How the job came back."""
+
+    lost: int
+    """The stage that lost its state."""
+    stages: list[StageRecovery]
+    new: Iteration
+    """The first new one that was logged."""
+    seconds: float
+    """From the kill until `new`."""
+
+    @property
+    def replayed(self) -> int:
+        """Iterations that the lost stage computed again."""
+        return self.stages[self.lost].replayed
+
+
+def recovery(
+    events: Events,
+    log: RunLog,
+    killed_at: float,
+    stage_ranks: Sequence[Sequence[int]],
+    lost: int,
+) -> Recovery:
+    """Check that the recovery was localized, and read it out of the events.
+
+    Args:
+        events: of all ranks, in the order of time.
+        log: of the last rank, which survives.
+        killed_at: when stage `lost` was killed (seconds since the epoch).
+        stage_ranks: ranks by pipeline stage.
+        lost: the stage whose ranks were killed.
+
+    Raises:
+        DemoError: another stage lost its state as well, or the job never went on.
+    """
+    _check_processes(events, stage_ranks, lost)
+    recovered = _recovered(events, [rank for ranks in stage_ranks for rank in ranks], lost)
+    if len(log.lives) != 1:
+        raise _not_localized(f'the log of the last rank has {len(log.lives)} lives instead of one')
+    target = max(event['target'] for event in recovered.values())
+    new = next((iteration for iteration in log.iterations if iteration.number > target), None)
+    if new is None:
+        raise DemoError(f'no iteration was logged after the recovery to iteration {target}')
+    stages = [_stage_recovery([recovered[rank] for rank in ranks]) for ranks in stage_ranks]
+    return Recovery(lost, stages, new, new.time - killed_at)
+
+
+def all_recovered(events: Events, ranks: Sequence[int]) -> bool:
+    """Whether every rank has reported its recovery."""
+    return evidence.ranks_with(events, 'recovered') >= set(ranks)
+
+
+def _check_processes(events: Events, stage_ranks: Sequence[Sequence[int]], lost: int) -> None:
+    """Processes of the lost stage were started twice, those of the others once."""
+    for event in events:
+        if event['event'] == 'next_tier':
+            raise _not_localized(f'rank {event["rank"]} gave it up: {event["reason"]}')
+    started = [event['rank'] for event in events if event['event'] == 'worker_started']
+    for stage, ranks in enumerate(stage_ranks):
+        expected = 2 if stage == lost else 1
+        for rank in ranks:
+            if started.count(rank) != expected:
+                raise _not_localized(
+                    f'the process of rank {rank} (stage {stage}) was started '
+                    f'{started.count(rank)} times instead of {expected}'
+                )
+
+
+def _recovered(events: Events, ranks: Sequence[int], lost: int) -> dict[int, dict[str, Any]]:
+    """The newest `recovered` event of each rank."""
+    found = {event['rank']: event for event in events if event['event'] == 'recovered'}
+    missing = sorted(set(ranks) - set(found))
+    if missing:
+        raise _not_localized(f'ranks {missing} did not report a recovery')
+    for rank, event in found.items():
+        scope, stages = event.get('scope', 'the whole job'), event.get('stages')
+        if scope != 'localized' or stages != [lost]:
+            raise _not_localized(
+                f'rank {rank} reports scope {scope!r}, stages {stages} instead of '
+                f"'localized', [{lost}]"
+            )
+    return found
+
+
+def _not_localized(reason: str) -> DemoError:
+    return DemoError(
+        f'the recovery was not localized: {reason}; see the logs and events of the run'
+    )
+
+
+def _stage_recovery(recovered: Events) -> StageRecovery:
+    return StageRecovery(
+        replayed=max(event['replayed'] for event in recovered),
+        phases={name: max(event['seconds'][name] for event in recovered) for name in PHASES},
+    )
+
+
+def story(
+    events: Events,
+    log: RunLog,
+    found: Recovery,
+    killed_at: float,
+    stage_ranks: Sequence[Sequence[int]],
+    titles: Sequence[str],
+) -> LocalizedFailure:
+    """What is drawn of the recovery.
+
+    Args:
+        events: of all ranks, in the order of time.
+        log: of the last rank.
+        found: of these events and this log.
+        killed_at: when the lost stage was killed (seconds since the epoch).
+        stage_ranks: ranks by pipeline stage.
+        titles: of the lanes, by stage.
+    """
+    before = [iteration for iteration in log.iterations if iteration.time <= killed_at]
+    began = log.iterations[0].time - log.iterations[0].elapsed_ms / 1000
+    ended = log.iterations[-1].time
+    lanes = []
+    for stage, (title, ranks) in enumerate(zip(titles, stage_ranks, strict=True)):
+        recent = [e for e in events if e['rank'] in ranks and e['time'] > killed_at]
+        spans = _lost(recent, killed_at) if stage == found.lost else _kept(recent)
+        training = Span(Doing.TRAINING, began, spans[0].start)
+        again = Span(Doing.TRAINING, spans[-1].end, ended)
+        lanes.append(Lane(title, [training, *spans, again]))
+    what = f'stage {found.lost} lost with its node'
+    return LocalizedFailure(Failure(what, killed_at, before[-1], found.new), lanes)
+
+
+def _lost(events: Events, killed_at: float) -> list[Span]:
+    """Of the stage that was killed; its slowest rank counts."""
+    replay = _last(events, 'recovery_started')
+    return [
+        Span(Doing.STARTING, killed_at, replay),
+        Span(Doing.REPLAYING, replay, _last(events, 'recovered')),
+    ]
+
+
+def _kept(events: Events) -> list[Span]:
+    """Of a stage that lives on; it waits from when its first rank notices the failure."""
+    noticed = min(event['time'] for event in events if event['event'] == 'failure_detected')
+    return [Span(Doing.WAITING, noticed, _last(events, 'recovered'))]
+
+
+def _last(events: Events, name: str) -> float:
+    return max(event['time'] for event in events if event['event'] == name)
