@@ -83,6 +83,7 @@ class HostMemory:
         self.domains = failure_domains([member.node for member in self.members], config.topology)
         self.holders = place_replicas(self.domains, config.replicas)
         self.members[rank] = own  # a replacement may run on another node; replicas stay placed
+        self.log: UpstreamLog | None = None
         self.plan = self._plan()
         self.plan.check(config.host_memory_gb, self.store.path)
         try:
@@ -102,7 +103,6 @@ class HostMemory:
             for owner, peers in enumerate(self.holders)
             if rank in peers
         }
-        self.log: UpstreamLog | None = None
         if own.log_bytes:
             path = self.store.holder_path(rank) / 'upstream-log'
             self.log = UpstreamLog(path, own.log_bytes, device, max_wait, on_degraded)
@@ -160,6 +160,8 @@ class HostMemory:
         """Free what was reserved, but no window that a predecessor may still be recovered from."""
         if hasattr(self, 'server'):
             self.server.stop()
+        if self.log is not None:
+            self.log.close()
         if any(window.holder == self.rank for window in self.store.scan()):
             self.store.close()
         else:

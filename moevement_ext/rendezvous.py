@@ -81,6 +81,12 @@ def why_broken(store: Store, epoch: int) -> str | None:
     return store.get(_broken(epoch)).decode() if store.check([_broken(epoch)]) else None
 
 
+def absent(store: Store, world_size: int) -> list[int]:
+    """Ranks that have not joined the present epoch."""
+    epoch = present_epoch(store)
+    return [rank for rank in range(world_size) if not store.check([_place(epoch, rank)])]
+
+
 class Rendezvous:
     """One process of the job, in the store where it meets the others.
 
@@ -95,6 +101,7 @@ class Rendezvous:
         self.rank = rank
         self.world_size = world_size
         self.life = secrets.token_hex(8)
+        self._joined: set[int] = set()
 
     def predecessor_took_part(self) -> bool:
         """True if an earlier process of this rank is in the present epoch, which then is broken."""
@@ -149,7 +156,9 @@ class Rendezvous:
         mine = self.life.encode() + _SEPARATOR + report
         found = self.store.compare_set(place, '', mine)  # type: ignore[arg-type]
         if found == mine:
-            self._count(epoch, 'joined', 'full')
+            if epoch not in self._joined:
+                self._joined.add(epoch)
+                self._count(epoch, 'joined', 'full')
             return True
         if survivor and not self._is_mine(found):
             raise FencedOut(f'rank {self.rank} was replaced by another process; this one ends')
@@ -170,7 +179,10 @@ class Rendezvous:
         """Wait for `key`; False if the epoch is over."""
         delay = _FIRST_POLL_SECONDS
         while not self.store.check([key]):
-            if present_epoch(self.store) != epoch or self.store.check([_broken(epoch)]):
+            if present_epoch(self.store) != epoch:
+                return False
+            if self.store.check([_broken(epoch)]):
+                break_epoch(self.store, epoch, '')  # whoever began to may have died half-way
                 return False
             if time.monotonic() > deadline:
                 raise SparseCheckpointError(self._missing(epoch))
@@ -179,9 +191,9 @@ class Rendezvous:
         return True
 
     def _missing(self, epoch: int) -> str:
-        absent = [r for r in range(self.world_size) if not self.store.check([_place(epoch, r)])]
+        missing = [r for r in range(self.world_size) if not self.store.check([_place(epoch, r)])]
         return (
-            f'Ranks {absent[:8] or "that had joined"} did not come in time. See the log of their '
+            f'Ranks {missing[:8] or "that had joined"} did not come in time. See the log of their '
             'node; --distributed-timeout-minutes sets the time.'
         )
 

@@ -167,6 +167,7 @@ class LocalRecovery:
         if self._membership.joining:
             self._enter()
         else:
+            self._committed = self._args.iteration
             self._watch()
         while True:
             try:

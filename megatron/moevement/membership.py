@@ -17,7 +17,7 @@ from moevement_ext.memory.store import NodeStore
 from moevement_ext.recover.verdict import NOWHERE, Report
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError
-from moevement_ext.rendezvous import EpochBroken, Meeting, Rendezvous, break_epoch
+from moevement_ext.rendezvous import EpochBroken, Meeting, Rendezvous, absent, break_epoch
 
 _UPDATE_GRACE_SECONDS = 1.0
 _CONNECT_TIMEOUT = timedelta(seconds=60)
@@ -122,8 +122,18 @@ class Membership:
             SparseCheckpointError: somebody did not come in time.
         """
         before = self._meeting.epoch
-        self._arrive(self._rendezvous.meet(_encoded(report), self._timeout, after=before))
+        patience = threading.Timer(self._hang_timeout_s, self._evict_absent, [self._store.clone()])
+        patience.start()
+        try:
+            self._arrive(self._rendezvous.meet(_encoded(report), self._timeout, after=before))
+        finally:
+            patience.cancel()
         return self.reports
+
+    def _evict_absent(self, store: Store) -> None:
+        """Have ranks killed that neither came nor were replaced: they hang, too."""
+        for rank in absent(store, self._rendezvous.world_size):
+            store.set(f'evict/{rank}', str(self.reports[rank].pid))
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks of the epoch.

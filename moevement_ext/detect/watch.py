@@ -90,7 +90,7 @@ class EpochWatch:
                 beats += 1
                 store.set(self._key(self._rank), str(beats))
                 heard = self._heard(store)
-                if heard != seen or self._watched == self._rank:
+                if heard != seen:
                     seen, since = heard, time.monotonic()
                 elif time.monotonic() - since > self._hang_timeout_s:
                     self._evict(store)

@@ -89,7 +89,13 @@ def decide(
     if not survivors:
         return WholeJob('no worker survived')
     target = max(report.committed for report in survivors)
-    behind = [rank for rank, report in enumerate(reports) if report.clean_at != target]
+    if target == NOWHERE:
+        return WholeJob('nothing is committed yet')
+    behind = [
+        rank
+        for rank, report in enumerate(reports)
+        if not report.survivor or report.clean_at != target
+    ]
     newcomers = frozenset(r for r, report in enumerate(reports) if not report.survivor)
     if behind and target >= last_iteration:
         return WholeJob(f'iteration {target} was the last one')

@@ -73,6 +73,7 @@ class PersistenceBoard:
                     return
                 reported, self._reported = self._reported, []
             try:
+                self._look()  # what is persisted already is not counted again
                 for window in reported:
                     self._count(window)
                 self._look()
