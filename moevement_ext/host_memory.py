@@ -125,6 +125,10 @@ class HostMemory:
         """A new client of another rank's server."""
         return ReplicaClient(self.addresses[rank], self._token)
 
+    def peer_addresses(self) -> list[tuple[str, int]]:
+        """Where the holders of this rank's replicas listen now."""
+        return [self.addresses[rank] for rank in self.holders[self.rank]]
+
     def peers(self) -> dict[int, ReplicaClient]:
         """New clients of the ranks that hold this rank's replicas."""
         return {rank: self.client(rank) for rank in self.holders[self.rank]}

@@ -111,7 +111,7 @@ class Bench(NamedTuple):
             elif variant != PLAIN:
                 recovery = LOCALIZED if variant == LOGS else WHOLE_JOB
                 flags += self._sparse_flags(memory, folder, recovery)
-            with Job(folder, flags, STAGES, 1) as job:
+            with Job(folder, flags, STAGES, 1, max_restarts=0) as job:
                 clock: list[tuple[float, float]] = []
                 host_bytes = ring_bytes = 0
                 for log in job.follow('the end'):
@@ -140,7 +140,8 @@ class Bench(NamedTuple):
         """Final state of plain Megatron when nothing happens to it."""
         folder = self.output / 'undisturbed'
         digest = folder / 'digest.json'
-        with Job(folder, self._training_flags(iterations, digest), STAGES, 1) as job:
+        flags = self._training_flags(iterations, digest)
+        with Job(folder, flags, STAGES, 1, max_restarts=0) as job:
             for _ in job.follow('the end'):
                 pass
         return read_digest(digest)
@@ -188,7 +189,7 @@ class Bench(NamedTuple):
                 killed_at = kill_after(job, kill_at)
                 job.wait()
                 text = job.text(STAGES - 1)
-            with Job(folder / 'recovered', flags, STAGES, 1) as job:
+            with Job(folder / 'recovered', flags, STAGES, 1, max_restarts=0) as job:
                 for _ in job.follow('the end'):
                     pass
                 text += job.text(STAGES - 1)

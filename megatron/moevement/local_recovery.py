@@ -314,7 +314,7 @@ class LocalRecovery:
         for other in verdict.newcomers:
             found = store.get(f'address/{other}')
             memory.addresses[other] = msgspec.msgpack.decode(found, type=tuple[str, int])
-        self._protection.replace_peers(verdict.newcomers)
+        self._protection.reach_peers()
 
     def _replay_stage(
         self, verdict: Localized, iterate: Callable[[int], Any], replay: Callable[[int], Any]

@@ -4,7 +4,7 @@
 import logging
 import statistics
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -108,6 +108,7 @@ class Protection:
             store: for this life of the job, the same on all ranks; a connection of its own.
         """
         self._parameters: dict[tuple[int, str], PlanParameters] = {}
+        self._reached = self.memory.peer_addresses()
         self._replicator = Replicator(
             self._identity.rank,
             self.memory.peers(),
@@ -151,10 +152,11 @@ class Protection:
         if self.memory.log is not None:
             self.memory.log.rewind(name.start)
 
-    def replace_peers(self, newcomers: Collection[int]) -> None:
-        """Offer everything again if a holder of this rank's replicas is a new process."""
-        if not set(newcomers) & set(self.memory.holders[self._identity.rank]):
+    def reach_peers(self) -> None:
+        """Offer everything again if holders of this rank's replicas have become new processes."""
+        if self._reached == self.memory.peer_addresses():
             return
+        self._reached = self.memory.peer_addresses()
         self._replicator.set_peers(self.memory.peers())
         for window in reversed(self.memory.windows.committed()):
             file = self.memory.windows.file(window.start, window.plan)

@@ -114,6 +114,7 @@ class UpstreamLog:
         self._iteration: int | None = None  # of the newest append
         self._counts: Counter[Direction] = Counter()  # of that iteration
         self._waited_in_vain = False
+        self._forgetting = False
         self._closed = False
         self._statistics = LogStatistics()
         self._changed = threading.Condition()
@@ -152,6 +153,7 @@ class UpstreamLog:
             if self._first is not None and iteration >= self._first:
                 self._drop_oldest(iteration)
                 self._waited_in_vain = False
+                self._forgetting = False
 
     def rewind(self, iteration: int) -> None:
         """Forget the records after ``iteration``: the iterations after it are computed again."""
@@ -258,7 +260,9 @@ class UpstreamLog:
             first = self._first
             record = self._place(key, nbytes)
             forgotten = self._first != first
-        if forgotten:
+            said = self._forgetting  # once, until something is dropped as it should be
+            self._forgetting = said or forgotten
+        if forgotten and not said:
             self._report(f'{self._description} is full: {self._consequence}')
         return record
 

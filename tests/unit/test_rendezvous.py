@@ -360,3 +360,14 @@ def test_store_of_the_launcher(launcher: TCPStore, monkeypatch: pytest.MonkeyPat
     store = launcher_store(TIMEOUT)
     assert store is not None
     assert store.get('from') == b'launcher'
+
+
+def test_an_epoch_whose_breaker_died_half_way_is_left() -> None:
+    """Nobody watches while ranks meet; the reason is there, the next number is not."""
+    t = timedelta(seconds=3)
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=t)
+    assert present_epoch(store) == 0
+    store.compare_set('broken/0', '', 'the launcher of rank 1 was killed')
+    with pytest.raises(SparseCheckpointError, match='did not come in time'):
+        Rendezvous(store, 0, 4).meet(lambda: b'same', timedelta(seconds=0.2))
+    assert present_epoch(store) == 1 and store.check(['join/1/0'])

@@ -83,7 +83,7 @@ class Chaos(NamedTuple):
         folder = self.output / 'undisturbed'
         digest = folder / 'digest.json'
         flags = training_flags(self.layout, self.data, self.iterations, digest)
-        with Job(folder, flags, self.nodes, self.workers_per_node) as job:
+        with Job(folder, flags, self.nodes, self.workers_per_node, max_restarts=0) as job:
             for _ in job.follow('the end'):
                 pass
         return read_digest(digest)

@@ -392,3 +392,9 @@ def test_reports_travel_as_they_are() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=Report) == report
     silent = newcomer()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(silent), type=Report) == silent
+
+
+def test_a_new_process_is_never_clean_also_before_the_first_commit() -> None:
+    reports = [survivor(NOWHERE, clean_at=NOWHERE), newcomer()]
+    verdict = decide(reports, [0, 1], False, 100)
+    assert isinstance(verdict, WholeJob)

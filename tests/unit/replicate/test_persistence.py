@@ -159,3 +159,23 @@ def test_a_failing_callback_does_not_end_the_board() -> None:
         board.report(window(start))
         assert heard.get(timeout=DEADLINE_S) == window(start)
     board.stop()
+
+
+def test_keys_do_not_grow_with_replacements() -> None:
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+
+    def board(rank: int) -> tuple[PersistenceBoard, queue.Queue]:
+        heard: queue.Queue = queue.Queue()
+        connection = TCPStore('127.0.0.1', store.port, is_master=False)
+        return PersistenceBoard(connection, rank, 2, heard.put), heard
+
+    for rank in (0, 1):
+        boards = [board(number) for number in (0, 1)]
+        for one, _ in boards:
+            one.report(WindowName(0, 'a'))
+        for one, heard in boards:
+            heard.get(timeout=20)
+            one.stop()
+        if rank == 0:
+            before = store.num_keys()
+    assert store.num_keys() == before
