@@ -21,7 +21,7 @@ run() {
 }
 
 python=.venv/bin/python
-sources=(setup.py moevement_ext megatron tools tests)
+sources=(setup.py moevement_ext megatron tools tests scripts/local_cluster.py)
 if [[ -f pretrain_gpt.py ]]; then
     sources+=(pretrain_gpt.py)
 fi

@@ -95,7 +95,8 @@ class Session:
         """
         upstream.check()
         self._recorder.install()
-        self._data.install()
+        if self._membership is not None:
+            self._data.install()
         faults.arm(self._args.rank)
         if self._joining:
             self._alone.enter_context(upstream.without_connections(self._args))

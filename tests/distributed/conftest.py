@@ -65,7 +65,7 @@ def cluster(text: list[str], tmp_path: Path) -> Iterator[Callable[..., Cluster]]
 
 @pytest.fixture(scope='session')
 def references() -> dict[tuple[str, ...], dict]:
-    """Digests of fault-free runs of plain Megatron, by flags."""
+    """Digests of fault-free runs of plain Megatron, by number of ranks and flags."""
     return {}
 
 
@@ -76,11 +76,12 @@ def reference(
     """The digest file of a fault-free run of plain Megatron with given flags."""
 
     def digest(*flags: str, ranks: int = 4) -> dict:
-        if flags not in references:
+        key = (str(ranks), *flags)
+        if key not in references:
             plain = cluster(*flags, sparse=False, ranks=ranks)
             plain.finish()
-            references[flags] = read_digest(plain)
-        return references[flags]
+            references[key] = read_digest(plain)
+        return references[key]
 
     return digest
 
