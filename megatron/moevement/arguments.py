@@ -138,12 +138,17 @@ def config_from_args(args: argparse.Namespace) -> SparseCheckpointConfig:
     Raises:
         ConfigurationError: a value breaks a rule, or a Megatron flag does not go with it.
     """
-    _refuse_unsupported(args)
+    refuse_unsupported(args)
     names = [field.name for field in dataclasses.fields(SparseCheckpointConfig)]
     return SparseCheckpointConfig(**{name: getattr(args, f'sparse_ckpt_{name}') for name in names})
 
 
-def _refuse_unsupported(args: Any) -> None:
+def refuse_unsupported(args: Any) -> None:
+    """Refuse what sparse checkpointing does not capture or replay yet.
+
+    Raises:
+        ConfigurationError: naming the flag.
+    """
     rules = [
         (args.optimizer != 'adam', f'--optimizer {args.optimizer}', 'use --optimizer adam'),
         (args.use_megatron_fsdp, '--use-megatron-fsdp', 'use the distributed optimizer'),
@@ -161,6 +166,7 @@ def _refuse_unsupported(args: Any) -> None:
             'leave it out',
         ),
         (args.optimizer_cuda_graph, '--optimizer-cuda-graph', 'leave it out'),
+        (args.qk_clip, '--qk-clip', 'leave it out'),
         (args.perform_rl_step, '--perform-rl-step', 'sparse checkpointing is for pre-training'),
         (bool(args.iterations_to_skip), '--iterations-to-skip', 'leave it out'),
         (args.skip_train, '--skip-train', 'leave out --sparse-ckpt'),

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.utils import get_model_config
-from megatron.training.global_vars import get_timers
 
 from megatron.moevement.operators import Operator
 from moevement_ext.errors import SparseCheckpointError
@@ -26,9 +26,13 @@ class BrokenIteration:
     Args:
         model: model chunks of this rank.
         operators: inventory of this rank; their buffers (router bias, token counts) are kept.
+
+    Raises:
+        SparseCheckpointError: upstream no longer has the parts that are put back.
     """
 
     def __init__(self, model: Sequence[Any], operators: Mapping[str, Operator]) -> None:
+        _check()
         self._model = model
         self._buffers = [
             (buffer, torch.empty_like(buffer))
@@ -60,13 +64,14 @@ class BrokenIteration:
     def let_go(self) -> None:
         """Make upstream's loop enterable again, wherever it was left: in a step, an evaluation, a
         checkpoint."""
-        for timer in get_timers()._timers.values():
-            timer._started = False
         machine = get_rerun_state_machine()
         machine.state = RerunState.NOT_RUNNING_YET
         machine.mode = self._rerun_mode
         machine.saved_state = None
         config = get_model_config(self._model[0])
+        if isinstance(config.timers, Timers):
+            for timer in config.timers._timers.values():
+                timer._started = False
         config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
         for chunk in self._model:
             self._release_chunk(chunk)
@@ -87,17 +92,12 @@ class BrokenIteration:
             chunk.enable_forward_pre_hook()
 
 
-def check() -> None:
-    """Fail at start where upstream no longer has the parts that are put back.
-
-    Raises:
-        SparseCheckpointError: naming the part.
-    """
+def _check() -> None:
     for owner, names in (
         (RerunState, ('NOT_RUNNING_YET',)),
         (RerunMode, ('DISABLED',)),
         (get_rerun_state_machine(), ('state', 'mode', 'saved_state', 'current_iteration')),
-        (get_timers(), ('_timers',)),
+        (Timers(0, 'minmax'), ('_timers',)),
         (get_moe_metrics_tracker(), ('metrics',)),
     ):
         for name in names:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves upstream's data iterators to any position, back or forth.
+"""Moves data iterators to any position, back or forth.
 
-Stands around `build_pretraining_data_loader`, to know the datasets: a loader made again with other
-consumed samples continues exactly there. Upstream calls it for training, validation and test data
-in this order, once more for every virtual pipeline chunk.
+For upstream's trainer `UpstreamData` stands around `build_pretraining_data_loader`, to know the
+datasets: a loader made again with other consumed samples continues exactly there. Upstream calls it
+for training, validation and test data in this order, once more for every virtual pipeline chunk.
 
 Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import megatron.training.training as training
 import torch
@@ -18,10 +18,21 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 _KINDS = ('training', 'validation', 'test')
 
 
-class DataPosition:
-    """Knows the datasets behind the iterators of this rank. Training thread only."""
+class DataPosition(Protocol):
+    """Where training and validation data of this rank go on. Training thread only."""
+
+    def move_training(self, consumed_samples: int) -> None:
+        """Have the training iterators go on after `consumed_samples` of all ranks."""
+
+    def move_validation(self, consumed_samples: int) -> None:
+        """Have the validation iterators go on after `consumed_samples` of all ranks."""
+
+
+class UpstreamData:
+    """Knows the datasets behind the iterators of upstream's trainer."""
 
     def __init__(self) -> None:
+        self._iterators: dict[str, Any] = {}
         self._datasets: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
         self._calls = 0
         self._build = training.build_pretraining_data_loader
@@ -30,13 +41,17 @@ class DataPosition:
         """Take the place of upstream's function, for the life of the process."""
         training.build_pretraining_data_loader = self._noting
 
-    def move_training(self, iterators: Any, consumed_samples: int) -> None:
-        """Have the training iterators go on after `consumed_samples`."""
-        self._move('training', iterators, consumed_samples)
+    def use(self, training_iterators: Any, validation_iterators: Any) -> None:
+        """These are what upstream's loop reads from; one each, or one per model chunk."""
+        self._iterators = {'training': training_iterators, 'validation': validation_iterators}
 
-    def move_validation(self, iterators: Any, consumed_samples: int) -> None:
+    def move_training(self, consumed_samples: int) -> None:
+        """Have the training iterators go on after `consumed_samples`."""
+        self._move('training', consumed_samples)
+
+    def move_validation(self, consumed_samples: int) -> None:
         """Have the validation iterators go on after `consumed_samples`."""
-        self._move('validation', iterators, consumed_samples)
+        self._move('validation', consumed_samples)
 
     def _noting(self, dataset: Any, consumed_samples: int) -> Any:
         kind = _KINDS[self._calls % len(_KINDS)]
@@ -44,8 +59,9 @@ class DataPosition:
         self._datasets[kind].append(dataset)
         return self._build(dataset, consumed_samples)
 
-    def _move(self, kind: str, iterators: Any, consumed_samples: int) -> None:
+    def _move(self, kind: str, consumed_samples: int) -> None:
         """Make loaders anew; they draw seeds from the generator, which must not notice."""
+        iterators = self._iterators[kind]
         chunks = iterators if isinstance(iterators, Sequence) else [iterators]
         state = torch.get_rng_state()
         for dataset, iterator in zip(self._datasets[kind], chunks, strict=True):

@@ -33,6 +33,7 @@ from megatron.moevement.training_state import TrainingState
 from megatron.moevement.twins import copy_state
 from moevement_ext.checkpointer import Identity
 from moevement_ext.config import node_name
+from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.host_memory import held_windows
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.observe.events import EventLog
@@ -43,9 +44,6 @@ from moevement_ext.rendezvous import EpochBroken
 from moevement_ext.testing import faults
 
 logger = logging.getLogger(__name__)
-
-EXIT_WHOLE_JOB = 75
-"""Exit code of a worker that ends so that the launcher starts the whole job again."""
 
 
 class Handover(msgspec.Struct, frozen=True):
@@ -91,6 +89,7 @@ class LocalRecovery:
         protection: windows, ledger and log of this rank.
         recorder: of the global scalars.
         data: moves the data iterators.
+        post_step: does again what follows an iteration.
         communicator: of the pipeline.
         events: event log of the rank.
     """
@@ -105,6 +104,7 @@ class LocalRecovery:
         protection: Protection,
         recorder: ScalarRecorder,
         data: DataPosition,
+        post_step: PostStep,
         communicator: BoundaryCommunicator,
         events: EventLog,
     ) -> None:
@@ -116,6 +116,7 @@ class LocalRecovery:
         self._protection = protection
         self._recorder = recorder
         self._data = data
+        self._post_step = post_step
         self._events = events
         self._broken = BrokenIteration(training.model, training.operators)
         self._replay = StageReplay(
@@ -127,7 +128,6 @@ class LocalRecovery:
         self._verdict: Localized | None = None
         self._refused: list[Candidate] = []
         self._phases = Phases()
-        self.post_step = PostStep(args)
 
     # Notes of the training thread, in every iteration
 
@@ -153,17 +153,16 @@ class LocalRecovery:
         if self._verdict is None:  # a stage that catches up is behind until it is all done
             self._position = Position.BETWEEN
             self._membership.not_updating.set()
-            self.post_step.begin(state.iteration)
+            self._post_step.begin(state.iteration)
 
     # Around upstream's loop
 
-    def train(self, run: Callable[[], Any], train_iterator: Any, valid_iterator: Any) -> Any:
-        """Run upstream's loop, entering it again after each failure of other ranks.
+    def train(self, run: Callable[[], Any]) -> Any:
+        """Run the training loop, entering it again after each failure of other ranks.
 
         Raises:
             Exception: whatever is this rank's own fault.
         """
-        self._iterators = train_iterator, valid_iterator
         if self._membership.joining:
             self._enter()
         else:
@@ -240,7 +239,7 @@ class LocalRecovery:
         first_logged = memory.log.first_iteration if memory.log is not None else None
         handover = Handover(
             self._protection.present,
-            self.post_step.progress(),
+            self._post_step.progress(),
             (self._args.do_train, self._args.do_valid, self._args.do_test),
         )
         return Report(
@@ -327,7 +326,7 @@ class LocalRecovery:
         self._membership.renew(verdict.ranks)
         self._phases.regroup += time.perf_counter() - began
         try:
-            self._replay.run(verdict, self._membership.reports, self._iterators[0], iterate, replay)
+            self._replay.run(verdict, self._membership.reports, iterate, replay)
         except self._replay.Refused as refusal:
             self._refused.append(verdict.window)
             raise EpochBroken(str(refusal)) from refusal
@@ -346,7 +345,7 @@ class LocalRecovery:
         if self._position is Position.RUNNING:
             self._broken.put_back()
         self._recorder.put_back(state.scalars)
-        self._data.move_training(self._iterators[0], state.consumed_train_samples)
+        self._data.move_training(state.consumed_train_samples)
         if self._protection.memory.log is not None:
             self._protection.memory.log.rewind(state.iteration)
 
@@ -375,7 +374,7 @@ class LocalRecovery:
         """Everybody is connected and at the same iteration."""
         self._training.gather_parameters()
         progress = [handover.progress for handover in handovers(self._membership.reports)]
-        self.post_step.catch_up(verdict.target, progress, self._iterators[1], self._data)
+        self._post_step.catch_up(verdict.target, progress, self._data)
         self._verdict = None
         self._position = Position.BETWEEN
         self._events.emit(

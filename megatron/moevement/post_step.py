@@ -72,7 +72,6 @@ class PostStep:
         self,
         iteration: int,
         survivors: Sequence[PostStepProgress],
-        valid_iterator: Any,
         data: DataPosition,
     ) -> None:
         """Do what not all survivors had done after `iteration`. Collective."""
@@ -82,7 +81,7 @@ class PostStep:
         self._args.consumed_valid_samples = (
             max(survivor.valid_now for survivor in survivors) if evaluated else self._valid_before
         )
-        data.move_validation(valid_iterator, self._args.consumed_valid_samples)
+        data.move_validation(self._args.consumed_valid_samples)
         if not evaluated and self._evaluate is not None:
             self._evaluate(iteration)
         if not saved and self._save is not None:

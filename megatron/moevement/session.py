@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse checkpointing of one training job, seen from one rank.
 
-Stands around upstream's trainer (see `upstream.py`): set-up finds the windows of a predecessor and
-prepares host memory, `train` and `train_step` convert, capture, commit, and bring this rank through
-failures of others (see `local_recovery`), `training_log` reports.
+Set-up finds the windows of a predecessor and prepares host memory; `train` and `step` convert,
+capture, commit, and bring this rank through failures of others (see `local_recovery`). Whose loop
+that stands around is the matter of `upstream_trainer` and `attach`.
 """
 
 import logging
@@ -21,14 +21,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.utils import get_model_config
 
-from megatron.moevement import (
-    identity,
-    iteration_state,
-    post_step,
-    recovery,
-    report,
-    upstream,
-)
+from megatron.moevement import identity, iteration_state, recovery, report, upstream
 from megatron.moevement.conversion import Conversion
 from megatron.moevement.data_position import DataPosition
 from megatron.moevement.exchange import Exchange
@@ -38,8 +31,9 @@ from megatron.moevement.local_recovery import LocalRecovery, handovers
 from megatron.moevement.membership import Membership
 from megatron.moevement.p2p import BoundaryCommunicator
 from megatron.moevement.planning import Planner
+from megatron.moevement.post_step import PostStep
 from megatron.moevement.protection import Protection
-from megatron.moevement.training_state import TrainingState, armed_forward
+from megatron.moevement.training_state import TrainingState
 from moevement_ext.checkpointer import Identity
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.memory.budget import HostMemoryError
@@ -56,13 +50,20 @@ class Session:
     """All of sparse checkpointing in this process; the training thread calls the methods.
 
     Args:
-        args: upstream's parsed arguments.
+        args: upstream's parsed arguments, or what stands for them.
         config: the `--sparse-ckpt-*` flags.
         membership: this process among the others; None where a failure restarts the whole job.
+        data: where the data of this rank go on.
+        post_step: what the loop does after an iteration.
     """
 
     def __init__(
-        self, args: Any, config: SparseCheckpointConfig, membership: Membership | None
+        self,
+        args: Any,
+        config: SparseCheckpointConfig,
+        membership: Membership | None,
+        data: DataPosition,
+        post_step: PostStep,
     ) -> None:
         self._args = args
         self._config = config
@@ -73,13 +74,14 @@ class Session:
         self._events = EventLog(config.events, args.rank)
         self._recorder = ScalarRecorder()
         self._membership = membership
-        self._joining = membership is not None and membership.joining
-        self._exchange = Exchange(membership.archive if membership else None, self._joining)
-        self._data = DataPosition()
+        self.joining = membership is not None and membership.joining
+        """This process takes the place of a lost one in a running job."""
+        self._exchange = Exchange(membership.archive if membership else None, self.joining)
+        self._data = data
+        self._post_step = post_step
         self._local: LocalRecovery | None = None
         self._alone = ExitStack()
         self._running: int | None = None
-        self._logged_losses: dict[str, Any] = {}
         self._protection: Protection | None = None
         self._conversion: Conversion | None = None
         self._phases = recovery.Phases()
@@ -87,23 +89,12 @@ class Session:
         self._caught_up_from = 0.0
         self._replayed_from = -1
 
-    def install(self) -> None:
-        """Stand around upstream's functions. Called once, before `pretrain`.
-
-        Raises:
-            InstallationError: upstream is not the one this package was checked against.
-        """
-        upstream.check()
+    def begin(self) -> None:
+        """Called once, before `torch.distributed` is initialised."""
         self._recorder.install()
-        if self._membership is not None:
-            self._data.install()
         faults.arm(self._args.rank)
-        if self._joining:
+        if self.joining:
             self._alone.enter_context(upstream.without_connections(self._args))
-        upstream.wrap('setup_model_and_optimizer', self._set_up)
-        upstream.wrap('train', self._train)
-        upstream.wrap('train_step', self._train_step)
-        upstream.wrap('training_log', self._training_log)
         self._events.emit('worker_started')
 
     def close(self) -> None:
@@ -117,28 +108,31 @@ class Session:
 
     # Set-up
 
-    def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Build model and optimizer; recover from host memory where that is the best tier."""
+    def set_up(
+        self,
+        build: Callable[[bool], tuple[Any, Any, Any]],
+        load_dense: Callable[[Any, Any, Any], None],
+    ) -> tuple[Any, Any, Any]:
+        """Build model chunks, optimizer and scheduler; recover from host memory where that is best.
+
+        Args:
+            build: builds them; told whether to load the newest dense checkpoint as well.
+            load_dense: loads it into what was built; after a recovery from memory proved
+                impossible.
+        """
         predecessor = self._find()
-        load = self._args.load
-        if predecessor.candidates or self._joining:
-            self._args.load = None  # host memory is newer; the disk stays the next tier
-        try:
-            model, optimizer, scheduler = original(*args, **kwargs)
-        finally:
-            self._args.load = load
+        from_memory = self.joining or bool(predecessor.candidates)
+        model, optimizer, scheduler = build(not from_memory)
         self._training = TrainingState(model, optimizer, scheduler)
         self._planner = Planner(self._training, self._exchange, self._args)
-        self._protect(required=self._joining or bool(predecessor.candidates))
-        if predecessor.candidates and not self._obtain(predecessor) and load is not None:
-            upstream.load_dense_checkpoint(
-                self._args, model, optimizer, scheduler, kwargs.get('checkpointing_context')
-            )
+        self._protect(required=from_memory)
+        if predecessor.candidates and not self._obtain(predecessor):
+            load_dense(model, optimizer, scheduler)
         return model, optimizer, scheduler
 
     def _find(self) -> recovery.Predecessor:
         """What an earlier life of the whole job left; a joining process takes part in this one."""
-        if self._joining:
+        if self.joining:
             return recovery.Predecessor([], [], -1)
         began = time.perf_counter()
         store = NodeStore(Path(self._config.dir), self._run_id, node_name())
@@ -182,7 +176,7 @@ class Session:
         self._catch_up_to = max(predecessor.committed, last.iteration)
         self._replayed_from = first.iteration
         self._events.emit('recovery_started', start=first.iteration, dense_at=last.iteration)
-        # Upstream builds the data iterators next: training data from where the replay starts,
+        # The data iterators are built next: training data from where the replay starts,
         # validation data from where it ends (a replay does not evaluate).
         iteration_state.restore_counters(first, self._args)
         self._args.consumed_valid_samples = last.consumed_valid_samples
@@ -196,14 +190,9 @@ class Session:
 
     # Training
 
-    def _train(
-        self, original: Callable[..., Any], forward_step: Any, model: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Upstream's loop, started where the window becomes dense."""
+    def train(self, run: Callable[[], Any]) -> Any:
+        """The training loop, started where the window becomes dense; again after failures."""
         self._alone.close()
-        if faults.armed():
-            forward_step = armed_forward(forward_step)
-        run = partial(original, forward_step, model, *args, **kwargs)
         if self._protection is None:
             return run()
         self._start(self._protection)
@@ -213,14 +202,14 @@ class Session:
         if self._membership is None:
             result = run()
         else:
-            result = self._train_among(self._membership, run, forward_step, model, *args)
+            result = self._train_among(self._membership, run)
         self._protection.drain()
         return result
 
     def _start(self, protection: Protection) -> None:
         """Begin to capture, with the plan of the job this process joins or with a first one."""
         store = own_store(self._membership, self._exchange)
-        if self._membership is not None and self._joining:
+        if self._membership is not None and self.joining:
             protection.start(handovers(self._membership.reports)[0].plan, store)
             return
         if self._conversion is not None:
@@ -231,46 +220,30 @@ class Session:
         else:
             protection.forget_the_past()
 
-    def _train_among(
-        self, membership: Membership, run: Callable[[], Any], forward_step: Any, model: Any,
-        optimizer: Any, scheduler: Any, train_iterator: Any, valid_iterator: Any, process: Any,
-        config: Any, context: Any, non_loss_data: Any, *_: Any,
-    ) -> Any:  # fmt: skip
-        """Upstream's loop, entered again after failures of other ranks."""
+    def _train_among(self, membership: Membership, run: Callable[[], Any]) -> Any:
         assert self._protection is not None
         self._communicator = BoundaryCommunicator(
-            parallel_state.get_pipeline_model_parallel_group(), config, self._protection.memory.log
+            parallel_state.get_pipeline_model_parallel_group(),
+            get_model_config(self._training.model[0]),
+            self._protection.memory.log,
         )
         self._groups = upstream.groups()
         self._local = LocalRecovery(
             self._args, membership, self._identity, self._training, self._planner,
-            self._protection, self._recorder, self._data, self._communicator, self._events,
+            self._protection, self._recorder, self._data, self._post_step, self._communicator,
+            self._events,
         )  # fmt: skip
-        evaluate = post_step.evaluation(
-            self._args, forward_step, model, valid_iterator, process, config, non_loss_data,
-            optimizer,
-        )  # fmt: skip
-        save = post_step.dense_checkpoint(
-            self._args, model, optimizer, scheduler, context, train_iterator
-        )
-        self._local.post_step.know(evaluate, save)
-        self._local.post_step.install()
-        return self._local.train(run, train_iterator, valid_iterator)
+        return self._local.train(run)
 
-    def _train_step(
-        self,
-        original: Callable[..., Any],
-        forward_step: Any,
-        data_iterator: Any,
-        *args: Any,
-        iteration: int,
-        **kwargs: Any,
-    ) -> Any:
-        """One iteration, after what a failure has left to do."""
+    def step(self, train_step: Callable[..., Any], iteration: int) -> Any:
+        """The iteration after `iteration`, after what a failure has left to do.
+
+        Args:
+            train_step: called as `train_step(iteration=, **schedule)`, perhaps for several
+                iterations; `schedule` is what the pipeline schedule is to be given.
+        """
         self._recorder.stand_around(get_model_config(self._training.model[0]))
-        if self._local is not None:
-            kwargs |= {'p2p_communicator': self._communicator, 'pg_collection': self._groups}
-        step = partial(self._step, partial(original, forward_step, data_iterator, *args, **kwargs))
+        step = partial(self._step, train_step)
         if self._conversion is not None:
             self._convert(self._conversion, step)
             self._conversion = None
@@ -278,11 +251,13 @@ class Session:
             self._local.carry_out(partial(self._iterate, step), step)
         return self._iterate(step, iteration)
 
-    def _step(self, original: Callable[..., Any], iteration: int) -> Any:
-        """Upstream's `train_step` of the iteration after `iteration`."""
-        if self._local is not None:
-            self._communicator.at_iteration(iteration + 1)
-        return original(iteration=iteration)
+    def _step(self, train_step: Callable[..., Any], iteration: int) -> Any:
+        if self._local is None:
+            return train_step(iteration=iteration)
+        self._communicator.at_iteration(iteration + 1)
+        return train_step(
+            iteration=iteration, p2p_communicator=self._communicator, pg_collection=self._groups
+        )
 
     def _iterate(self, step: Callable[[int], Any], iteration: int) -> Any:
         """One iteration: capture its starting point, run it, note what it committed."""
@@ -378,24 +353,10 @@ class Session:
 
     # Reporting
 
-    def _training_log(
-        self,
-        original: Callable[..., Any],
-        loss_dict: Any,
-        total_loss_dict: Any,
-        learning_rate: Any,
-        iteration: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if total_loss_dict is not self._logged_losses:
-            # Upstream's loop was entered again within a log interval: go on with its sums.
-            total_loss_dict.update(self._logged_losses)
-            self._logged_losses = total_loss_dict
-        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+    def report(self, iteration: int) -> None:
+        """Say in the log how protection goes, if iteration `iteration` ends a log interval."""
         if self._protection is not None and iteration % self._args.log_interval == 0:
             report.log_interval(self._args, iteration, self._protection.checkpointer)
-        return result
 
 
 def own_store(membership: Membership | None, exchange: Exchange) -> torch.distributed.Store:

@@ -99,7 +99,6 @@ class StageReplay:
         self,
         verdict: Localized,
         reports: Sequence[Report],
-        train_iterator: Any,
         iterate: Callable[[int], Any],
         replay: Callable[[int], Any],
     ) -> None:
@@ -125,7 +124,7 @@ class StageReplay:
         self._protection.roll_back(conversion)
         first = conversion.first
         iteration_state.restore_counters(first, self._args)
-        self._data.move_training(train_iterator, first.consumed_train_samples)
+        self._data.move_training(first.consumed_train_samples)
         self.fetch_s = time.perf_counter() - began
         with self._from_logs(first.iteration, verdict.target):
             conversion.run(

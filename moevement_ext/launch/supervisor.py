@@ -11,13 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
 from torch.distributed import TCPStore
 
-from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.launch.child import Child
 from moevement_ext.launch.config import Action, LaunchConfig, Strike
 from moevement_ext.launch.environment import check_devices, job_environment, rank_environment
@@ -39,6 +39,8 @@ from moevement_ext.rendezvous import announce_failure
 _POLL_S = 0.1
 _GRACE_S = 10.0
 _STORE_TIMEOUT = timedelta(seconds=60)
+_MAX_ERRORS = 3
+_ERRORS_WITHIN_S = 600.0
 
 
 class LaunchError(SparseCheckpointError):
@@ -55,6 +57,8 @@ class Worker:
     restarts: int = 0
     finished: bool = False
     """It ended with exit status 0."""
+    errors: list[float] = field(default_factory=list)
+    """When the program itself gave up (seconds of the monotonic clock)."""
 
     @property
     def pid(self) -> int:
@@ -172,6 +176,8 @@ class Supervisor:
 
     def _ended(self, worker: Worker) -> None:
         code = self._reap(worker)
+        if code not in (0, EXIT_WHOLE_JOB, -signal.SIGKILL, -signal.SIGTERM):
+            worker.errors.append(time.monotonic())
         if code != 0:
             self._replace(worker, f'rank {worker.rank} (pid {worker.pid}) {describe_exit(code)}')
 
@@ -188,19 +194,25 @@ class Supervisor:
 
     def _replace(self, worker: Worker, how: str) -> None:
         announce_failure(self.store, worker.rank, how)
-        self._refuse_in_vain(how)
+        self._refuse_in_vain(worker, how)
         worker.restarts += 1
         spare = self._spare_process(worker.rank, worker.restarts)
         worker.child, worker.relay = spare or self._new_process(worker.rank, worker.restarts)
         self._started(worker, was_spare=spare is not None)
 
-    def _refuse_in_vain(self, how: str) -> None:
+    def _refuse_in_vain(self, worker: Worker, how: str) -> None:
         """Raises if no replacement may be or is worth being started."""
         finished = [worker.rank for worker in self.workers if worker.finished]
         if finished:
             raise LaunchError(
                 f'{how} when rank {finished[0]} had already finished: '
                 'a replacement would wait in vain for its peers.'
+            )
+        recent = [at for at in worker.errors if at > time.monotonic() - _ERRORS_WITHIN_S]
+        if len(recent) >= _MAX_ERRORS:
+            raise LaunchError(
+                f'{how}; it failed by itself {len(recent)} times within '
+                f'{_ERRORS_WITHIN_S / 60:.0f} minutes, so look at its output for the error.'
             )
         if sum(worker.restarts for worker in self.workers) >= self.config.max_restarts:
             raise LaunchError(f'{how} and --max-restarts {self.config.max_restarts} is used up.')

@@ -12,7 +12,7 @@ from megatron.moevement import (
 
 def data_not_moved_back() -> None:
     """A stage that replays goes on reading where it was."""
-    data_position.DataPosition.move_training = lambda *args: None
+    data_position.UpstreamData.move_training = lambda *args: None
 
 
 def recorded_norm_of_catch_up_wrong() -> None:

@@ -37,20 +37,20 @@ def leave() -> None:
 
 def after_set_up(look: Callable[[Any, TrainingState], None]) -> None:
     """Call `look` with the session and its training state after set-up, then end the job."""
-    set_up = session.Session._set_up
+    set_up = session.Session.set_up
 
     def looked_at(self: Any, *args: Any, **kwargs: Any) -> Any:
         set_up(self, *args, **kwargs)
         look(self, self._training)
         leave()
 
-    session.Session._set_up = looked_at  # type: ignore[method-assign]
+    session.Session.set_up = looked_at  # type: ignore[method-assign]
 
 
 def count_forward_passes() -> None:
     """Print, when training is over, how many micro-batches went forward through this stage."""
     forward = pretrain_gpt.forward_step
-    train = session.Session._train
+    train = session.Session.train
     passes = [0]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -63,4 +63,4 @@ def count_forward_passes() -> None:
         return result
 
     pretrain_gpt.forward_step = counted
-    session.Session._train = trained  # type: ignore[method-assign]
+    session.Session.train = trained  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.launch import supervisor
 from moevement_ext.launch.config import Action, Strike
 from moevement_ext.launch.events import (
@@ -94,6 +95,21 @@ def test_used_up_budget_ends_the_job(job: Job) -> None:
     assert failure(job).endswith('ended with exit status 5 and --max-restarts 1 is used up.')
     assert ended(job) == {0: [-9], 1: [-9, 5]}
     assert psutil.Process().children() == before
+
+
+def test_program_that_fails_by_itself_again_and_again_ends_the_job(job: Job) -> None:
+    job.finish_when = lambda: False
+    flags = ('0.0=kill', *(f'0.{life}=exit:3' for life in range(1, 9)))
+    assert job.run(*flags, nodes=2) == 1
+    assert 'rank 0' in failure(job)
+    assert 'ended with exit status 3; it failed by itself 3 times' in failure(job)
+    assert ended(job) == {0: [-9, 3, 3, 3], 1: [-9]}
+
+
+def test_end_of_the_whole_job_is_no_failure_of_the_program(job: Job) -> None:
+    job.finish_when = lambda: len(job.started(0)) == 6
+    flags = tuple(f'0.{life}=exit:{EXIT_WHOLE_JOB}' for life in range(5))
+    assert job.run(*flags, nodes=1) == 0
 
 
 def test_no_replacement_once_a_peer_has_finished(job: Job) -> None:

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse checkpointing for a Megatron-Core training loop that is not upstream's trainer.
+
+    with attach(SparseCheckpointConfig(), model_config, optimizer_config, ddp_config, plan) as job:
+        job.init_process_group()
+        model, optimizer, scheduler = job.set_up(build)
+
+        def loop():
+            while job.iteration < plan.train_iters:
+                job.step(train_step)
+
+        job.train(loop, data)
+
+A loop may be cut off anywhere by a failure of another rank; `train` then calls it again, and the
+first `step` brings the job to the newest committed iteration. `tools/own_loop.py` is an example.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import num_microbatches_calculator
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_model_config
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.moevement.arguments import refuse_unsupported
+from megatron.moevement.digest import state_digest, write_digest
+from megatron.moevement.joining import join
+from megatron.moevement.post_step import PostStep
+from megatron.moevement.session import Session
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+
+# What upstream's trainer has flags for and another loop has not.
+_NONE_OF_THIS: dict[str, Any] = {
+    'load': None, 'save': None, 'save_interval': None, 'eval_interval': None,
+    'start_eval_at_iter': None, 'do_train': 1, 'do_valid': 0, 'do_test': 0,
+    'consumed_train_samples': 0, 'consumed_valid_samples': 0, 'skipped_train_samples': 0,
+    'num_floating_point_operations_so_far': 0.0, 'iteration': 0, 'curr_iteration': 0,
+    'dataloader_type': 'single', 'full_validation': False, 'multiple_validation_sets': False,
+    'phase_transition_iterations': None, 'async_save': False, 'log_straggler': False,
+    'use_gloo_process_groups': False, 'use_torch_fsdp2': False, 'perform_rl_step': False,
+    'iterations_to_skip': [], 'skip_train': False, 'data_parallel_random_init': False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What the loop trains, as far as the configurations of Megatron-Core do not say it."""
+
+    train_iters: int
+    seq_length: int
+    """Tokens per sample."""
+    micro_batch_size: int
+    """Samples per micro-batch and data-parallel rank."""
+    global_batch_size: int
+    """Samples per iteration, the same in all."""
+    backend: str = 'nccl'
+    """Of `torch.distributed`; without a GPU 'gloo'."""
+    timeout: timedelta = timedelta(minutes=10)
+    """Of collectives, and for all ranks to meet."""
+    log_interval: int = 100
+    """Iterations between two lines about protection on the last rank's standard output."""
+
+
+class ReplayableData:
+    """Iterators that are made anew to go back. Training thread only.
+
+    Attributes:
+        training: what the loop's `data` returned last.
+    """
+
+    def __init__(self) -> None:
+        self.training: Any = None
+        self._make: Callable[[int], Any] | None = None
+
+    def use(self, make: Callable[[int], Any], consumed_samples: int) -> None:
+        """Begin to read, after `consumed_samples`."""
+        self._make = make
+        self.move_training(consumed_samples)
+
+    def move_training(self, consumed_samples: int) -> None:
+        """Go on after `consumed_samples`; making an iterator leaves random numbers alone."""
+        assert self._make is not None
+        state = torch.get_rng_state()
+        self.training = self._make(consumed_samples)
+        torch.set_rng_state(state)
+
+    def move_validation(self, consumed_samples: int) -> None:
+        """Validation is the loop's own matter."""
+
+
+@contextmanager
+def attach(
+    sparse: SparseCheckpointConfig,
+    model: TransformerConfig,
+    optimizer: OptimizerConfig,
+    ddp: DistributedDataParallelConfig,
+    plan: TrainingPlan,
+) -> Iterator['Attachment']:
+    """Protect a training job; around everything that uses `torch.distributed`. Every rank calls it.
+
+    Waits for all ranks that the launcher has started. Host memory is given back when the context
+    ends well; after an exception it stays, for the job to be launched again.
+
+    Args:
+        sparse: settings; their names are those of the `--sparse-ckpt-*` flags.
+        model: of the model that `Attachment.set_up` will build; names the parallel layout.
+        optimizer: of its optimizer.
+        ddp: of its data parallelism.
+        plan: what the loop trains.
+
+    Raises:
+        ConfigurationError: a setting breaks a rule or is not supported; names it.
+    """
+    args = _arguments(model, optimizer, ddp, plan)
+    refuse_unsupported(args)
+    job = Attachment(args, sparse, plan)
+    yield job
+    torch.distributed.barrier()  # nobody gives up what another may still need to recover
+    job.close()
+
+
+class Attachment:
+    """A protected job, seen from one rank; made by `attach`. Training thread only."""
+
+    def __init__(self, args: Any, sparse: SparseCheckpointConfig, plan: TrainingPlan) -> None:
+        self._args = args
+        self._plan = plan
+        self._data = ReplayableData()
+        membership, self._store = join(args, sparse, plan.timeout)
+        self._session = Session(args, sparse, membership, self._data, PostStep(args))
+        self._session.begin()
+
+    @property
+    def iteration(self) -> int:
+        """Committed iterations."""
+        return int(self._args.iteration)
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that the committed iterations have consumed, over all ranks."""
+        return int(self._args.consumed_train_samples)
+
+    def init_process_group(self) -> None:
+        """Instead of `torch.distributed.init_process_group`; call it before anything connects.
+
+        With NCCL create model-parallel groups with `create_gloo_process_groups=False`.
+        """
+        place = {'rank': self._args.rank, 'world_size': self._args.world_size}
+        if self._session.joining:
+            torch.distributed.init_process_group('fake', store=FakeStore(), **place)
+            return
+        torch.distributed.init_process_group(
+            self._plan.backend, store=self._store, timeout=self._plan.timeout, **place
+        )
+
+    def set_up(
+        self,
+        build: Callable[[], tuple[list[Any], Any, Any]],
+        load_checkpoint: Callable[[list[Any], Any, Any], tuple[int, int]] | None = None,
+    ) -> tuple[list[Any], Any, Any]:
+        """Build the model, and recover from host memory if there are windows of this run.
+
+        Args:
+            build: creates model-parallel groups, model chunks in `DistributedDataParallel`,
+                optimizer and `OptimizerParamScheduler`. A replacement of a lost worker builds
+                alone: collectives within reach nobody, and their results are not used.
+            load_checkpoint: loads a checkpoint of the loop's own into what was built; returns the
+                iterations and samples that it has behind it. Called if there are no windows.
+
+        Raises:
+            ConfigurationError: something else was built.
+        """
+
+        def load(*built: Any) -> None:
+            if load_checkpoint is not None:
+                self._args.iteration, self._args.consumed_train_samples = load_checkpoint(*built)
+
+        def build_and_load(load_dense: bool) -> tuple[list[Any], Any, Any]:
+            built = build()
+            _check_built(*built)
+            if load_dense:
+                load(*built)
+            return built
+
+        _configure_micro_batches(self._args)
+        self._built = self._session.set_up(build_and_load, load)
+        return self._built
+
+    def train(self, loop: Callable[[], Any], data: Callable[[int], Any]) -> Any:
+        """Call `loop`, and again after each failure of other ranks; returns what it returns.
+
+        Args:
+            loop: goes from `iteration` to the end by `step`. What it does between two steps may be
+                cut off; after a failure it may be done twice on some ranks, or not at all.
+            data: makes the training iterator of this rank (a list of them, one per model chunk, in
+                an interleaved schedule), which goes on after so many samples of all ranks.
+        """
+        self._data.use(data, self._args.consumed_train_samples)
+        return self._session.train(loop)
+
+    def step(self, train_step: Callable[..., Any]) -> Any:
+        """The next iteration, which is committed when this returns. Collective.
+
+        In the first step after a start or a failure, `train_step` is called for the iterations to
+        replay as well; returned is the result of the last call.
+
+        Args:
+            train_step: called as `train_step(data, **schedule)`: clears gradients, runs Megatron's
+                pipeline schedule with `data` and the keywords `schedule`, steps the optimizer
+                once, and the scheduler by `global_batch_size` if that was successful.
+
+        Raises:
+            ConfigurationError: the scheduler was stepped otherwise.
+        """
+        args = self._args
+        result = self._session.step(partial(self._step, train_step), args.iteration)
+        args.iteration = args.curr_iteration = args.iteration + 1
+        args.consumed_train_samples += self._plan.global_batch_size
+        self._session.report(args.iteration)
+        return result
+
+    def write_digest(self, path: Path) -> None:
+        """Write SHA-256 digests of the state, see `tools/compare_digests.py`. Collective."""
+        write_digest(str(path), self.iteration, state_digest(*self._built, self._args))
+
+    def close(self) -> None:
+        """The job is over; `attach` calls it."""
+        self._session.close()
+
+    def _step(self, train_step: Callable[..., Any], iteration: int, **schedule: Any) -> Any:
+        scheduler = self._built[2]
+        before = scheduler.num_steps
+        result = train_step(self._data.training, **schedule)
+        stepped = scheduler.num_steps - before
+        if stepped not in (0, self._plan.global_batch_size):
+            raise ConfigurationError(
+                f'train_step moved the scheduler by {stepped}; with sparse checkpointing it must '
+                f'call scheduler.step(increment={self._plan.global_batch_size}), the samples of '
+                'the iteration.'
+            )
+        return result
+
+
+def _arguments(
+    model: TransformerConfig,
+    optimizer: OptimizerConfig,
+    ddp: DistributedDataParallelConfig,
+    plan: TrainingPlan,
+) -> SimpleNamespace:
+    """What upstream's parsed arguments would be."""
+    world_size = int(os.environ.get('WORLD_SIZE', 1))
+    shards = (
+        model.tensor_model_parallel_size
+        * model.pipeline_model_parallel_size
+        * model.context_parallel_size
+    )
+    data_parallel_size = world_size // shards
+    samples = plan.micro_batch_size * data_parallel_size
+    if world_size % shards or plan.global_batch_size % samples:
+        raise ConfigurationError(
+            f'TrainingPlan.global_batch_size {plan.global_batch_size} must be a multiple of '
+            f'micro_batch_size x data-parallel ranks, and WORLD_SIZE {world_size} one of the '
+            f'{shards} ranks of a model replica.'
+        )
+    return SimpleNamespace(
+        **_NONE_OF_THIS
+        | vars(ddp)
+        | vars(optimizer)
+        | vars(model)
+        | vars(plan)
+        | {
+            'rank': int(os.environ.get('RANK', 0)),
+            'world_size': world_size,
+            'data_parallel_size': data_parallel_size,
+            'distributed_backend': plan.backend,
+            'params_dtype': model.pipeline_dtype or model.params_dtype,
+        }
+    )
+
+
+def _configure_micro_batches(args: Any) -> None:
+    """What Megatron keeps in global variables, and its trainer sets."""
+    num_microbatches_calculator.reconfigure_num_microbatches_calculator(
+        args.rank, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+    )
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+
+
+def _check_built(model: list[Any], optimizer: Any, scheduler: Any) -> None:
+    if not all(isinstance(chunk, DistributedDataParallel) for chunk in model):
+        raise ConfigurationError(
+            'build() must return a list of model chunks, each in '
+            'megatron.core.distributed.DistributedDataParallel.'
+        )
+    if not isinstance(scheduler, OptimizerParamScheduler):
+        raise ConfigurationError(
+            f'build() returned a {type(scheduler).__name__} as scheduler; sparse checkpointing '
+            'restores megatron.core.optimizer_param_scheduler.OptimizerParamScheduler.'
+        )
+    if get_model_config(model[0]).finalize_model_grads_func is None:
+        raise ConfigurationError(
+            'The model configuration has no finalize_model_grads_func; set it to '
+            'megatron.core.distributed.finalize_model_grads.'
+        )
