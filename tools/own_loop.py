@@ -67,7 +67,9 @@ def main() -> None:
         backend='gloo' if cpu_device.needed() else 'nccl',
         log_interval=10,
     )
-    sparse = SparseCheckpointConfig(window=4, dir=options.dir, events=options.events)
+    sparse = SparseCheckpointConfig(
+        window=4, dir=options.dir, run_id=options.run_id, events=options.events
+    )
     with attach(sparse, config, optimizer_config, ddp_config, plan) as job:
         job.init_process_group()
         built = job.set_up(lambda: build(config, optimizer_config, ddp_config))
@@ -215,6 +217,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--data', type=Path, required=True, help='what prepare_data.py wrote')
     parser.add_argument('--iterations', type=int, default=100)
     parser.add_argument('--dir', default='/dev/shm/moevement', help='host memory, in a tmpfs')
+    parser.add_argument('--run-id', help='names the run; the same to go on with it')
     parser.add_argument('--events', metavar='DIR', help='write events as JSON lines')
     parser.add_argument('--digest', type=Path, metavar='FILE', help='write digests of the state')
     return parser.parse_args()

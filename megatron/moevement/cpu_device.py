@@ -30,16 +30,18 @@ def needed() -> bool:
     return not torch.cuda.is_available()
 
 
+@functools.cache
 def install() -> None:
-    """Redirect CUDA requests to the CPU. Call once, before the first megatron import."""
+    """Redirect CUDA requests to the CPU. To be called before the first megatron import."""
     os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
     _redirect_devices()
     _redirect_cuda_module()
     _redirect_streams()
 
 
+@functools.cache
 def mend_upstream() -> None:
-    """Mend upstream's GPU-only assumptions. Call once, after `megatron.training` is imported."""
+    """Mend upstream's GPU-only assumptions. To be called after megatron imports."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.tensor_parallel.random as rng
     import megatron.core.transformer.moe.token_dispatcher as dispatcher

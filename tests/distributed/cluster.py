@@ -31,7 +31,9 @@ _CONTEXT = multiprocessing.get_context('forkserver')
 _CONTEXT.set_forkserver_preload(['pretrain_gpt'])
 
 
-def _worker(argv: list[str], env: dict[str, str], log: str, mutation: str | None) -> None:
+def _worker(
+    program: str, argv: list[str], env: dict[str, str], log: str, mutation: str | None
+) -> None:
     """Body of one rank, in a fork of the fork server."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -40,13 +42,12 @@ def _worker(argv: list[str], env: dict[str, str], log: str, mutation: str | None
     sys.stdout = open(1, 'w', buffering=1, closefd=False)
     sys.stderr = open(2, 'w', buffering=1, closefd=False)
     os.environ.update(env)
-    sys.argv = ['pretrain_gpt.py', *argv]
-    import pretrain_gpt
-
+    sys.argv = [f'{program}.py', *argv]
+    module = import_module(program)
     if mutation is not None:
-        module, _, function = mutation.rpartition(':')
-        getattr(import_module(f'tests.distributed.{module or "mutations"}'), function)()
-    pretrain_gpt.main()
+        place, _, function = mutation.rpartition(':')
+        getattr(import_module(f'tests.distributed.{place or "mutations"}'), function)()
+    module.main()
 
 
 @dataclass
@@ -54,16 +55,18 @@ class Cluster:
     """One training job that may be started several times, on emulated nodes.
 
     Attributes:
-        flags: command line of `pretrain_gpt.py`.
+        flags: command line of the program.
         ranks: world size.
         nodes: ranks are spread evenly over this many emulated nodes.
         directory: for logs, events, digests.
+        program: module whose `main` each rank runs.
     """
 
     flags: list[str]
     directory: Path
     ranks: int = 4
     nodes: int = 2
+    program: str = 'pretrain_gpt'
     name: str = field(default_factory=lambda: f'test-{uuid.uuid4().hex[:12]}')
     lives: int = 0
 
@@ -111,7 +114,7 @@ class Cluster:
         workers = []
         for rank in range(self.ranks):
             env = self._environment(rank, port, fail_at)
-            arguments = (self.flags, env, str(self.log(rank)), mutation)
+            arguments = (self.program, self.flags, env, str(self.log(rank)), mutation)
             workers.append(_CONTEXT.Process(target=_worker, args=arguments))
         for worker in workers:
             worker.start()
@@ -161,9 +164,8 @@ class Cluster:
                 'TORCHELASTIC_RESTART_COUNT': str(starts[rank]),
                 **env,
             }
-            worker = _CONTEXT.Process(
-                target=_worker, args=(self.flags, env, str(self.log(rank)), mutation)
-            )
+            arguments = (self.program, self.flags, env, str(self.log(rank)), mutation)
+            worker = _CONTEXT.Process(target=_worker, args=arguments)
             worker.start()
             return worker
 
@@ -178,6 +180,7 @@ class Cluster:
                 for rank, worker in enumerate(workers):
                     if worker.exitcode not in (None, 0):
                         starts[rank] += 1
+                        print(f'rank {rank}: exit code {worker.exitcode}\n{self.tail()}')
                         self._wipe(rank, wipe)
                         if announce:
                             announce_failure(store, rank, f'rank {rank}: {worker.exitcode}')

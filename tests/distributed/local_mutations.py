@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to break localized recovery, one step each. Every one must turn the bits red."""
 
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
 from megatron.moevement import (
+    attachment,
     data_position,
     global_scalars,
     p2p,
@@ -52,3 +55,20 @@ def tokens_of_last_stage_not_replayed() -> None:
         return original(self, kept)
 
     global_scalars.ScalarRecorder.replaying = without
+
+
+def own_data_not_moved_back() -> None:
+    """The same, of a loop that is not upstream's."""
+    move = attachment.ReplayableData.move_training
+
+    def only_at_start(self, consumed_samples):
+        if self.training is None:
+            move(self, consumed_samples)
+
+    attachment.ReplayableData.move_training = only_at_start
+
+
+def scheduler_counts_iterations() -> None:
+    """A loop moves its scheduler by one per iteration."""
+    step = OptimizerParamScheduler.step
+    OptimizerParamScheduler.step = lambda self, increment: step(self, min(increment, 1))

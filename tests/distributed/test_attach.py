@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hand-written Megatron-Core loop, protected by `megatron.moevement.attach`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.cluster import Cluster
+from tests.distributed.conftest import differences, read_digest
+
+pytestmark = pytest.mark.timeout(300)
+
+ITERATIONS = 14
+
+
+@pytest.fixture
+def own_loop(cluster: Callable[..., Cluster], text: list[str]) -> Callable[[], Cluster]:
+    """Makes jobs of the example, on three stages."""
+
+    def make() -> Cluster:
+        job = cluster(ranks=3, nodes=3)
+        job.program = 'tools.own_loop'
+        job.flags = ['--data', text[1], '--iterations', str(ITERATIONS)]
+        job.flags += ['--dir', str(job.memory.parent), '--run-id', job.name]
+        job.flags += ['--events', str(job.directory / 'events')]
+        job.flags += ['--digest', str(job.directory / 'digest.json')]
+        return job
+
+    return make
+
+
+@pytest.fixture(scope='module')
+def undisturbed() -> dict[str, dict]:
+    """Digest of a run that nothing happened to, once there is one."""
+    return {}
+
+
+@pytest.fixture
+def expected(own_loop: Callable[[], Cluster], undisturbed: dict[str, dict]) -> dict:
+    if not undisturbed:
+        job = own_loop()
+        assert job.survive() == {}
+        undisturbed['digest'] = read_digest(job)
+    return undisturbed['digest']
+
+
+@pytest.mark.parametrize(
+    ('fail_at', 'replayed'),
+    [
+        ('1:11:p2p', {'1'}),  # the middle stage, within the pipeline
+        ('2:10:step', {'2'}),  # the last, within the update
+        ('0:9:optimizer,1:11:norm', {'0', '1'}),
+    ],
+)
+def test_own_loop_goes_on_with_the_bits_of_an_undisturbed_run(
+    fail_at: str, replayed: set[str], own_loop: Callable[[], Cluster], expected: dict
+) -> None:
+    job = own_loop()
+    victims = {int(place.split(':')[0]): 1 for place in fail_at.split(',')}
+    assert job.survive(fail_at=fail_at) == victims
+    assert differences(expected, read_digest(job)) == []
+    for rank in range(3):
+        recovered = [event['replayed'] for event in job.events('recovered', rank)]
+        assert any(recovered) == (str(rank) in replayed)
+
+
+def test_data_that_is_not_moved_back_shows(own_loop: Callable[[], Cluster], expected: dict) -> None:
+    job = own_loop()
+    job.survive(fail_at='0:11:p2p', mutation='local_mutations:own_data_not_moved_back')
+    assert differences(expected, read_digest(job)) != []
+
+
+def test_whole_job_of_an_own_loop_comes_back_from_host_memory(
+    own_loop: Callable[[], Cluster], expected: dict
+) -> None:
+    job = own_loop()
+    assert job.run(fail_at='1:11:norm') == [-9] * 3
+    job.finish()
+    assert job.events('recovered')[0]['replayed'] > 0
+    assert differences(expected, read_digest(job)) == []
+
+
+def test_scheduler_that_is_moved_otherwise_is_refused(
+    own_loop: Callable[[], Cluster], tmp_path: Path
+) -> None:
+    job = own_loop()
+    codes = job.run(mutation='local_mutations:scheduler_counts_iterations')
+    assert 1 in codes
+    assert 'it must call scheduler.step(increment=16)' in job.output(0)
