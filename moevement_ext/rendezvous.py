@@ -8,8 +8,8 @@ neighbour no longer beats, or a new process that finds its own predecessor in th
 epoch is the agreed verdict that a failure happened: everybody then joins the next one with a report
 of what it still has, and a rank that does not join is gone.
 
-Keys: `epoch` (the present number), `broken/<e>` (why it ended), `join/<e>/<rank>` (life, report),
-`joined/<e>` and `alive/<e>` (counts), `full/<e>` and `met/<e>` (all have come; all have answered).
+Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/<e>/<rank>` (life,
+report), `joined/<e>` and `alive/<e>` (counts), `full/<e>` and `met/<e>` (all have come; all have answered).
 """
 
 import os
@@ -62,7 +62,7 @@ def present_epoch(store: Store) -> int:
 
 def break_epoch(store: Store, epoch: int, reason: str) -> None:
     """End `epoch`, once, whoever asks first; a kill between the two steps does no harm."""
-    store.compare_set(_broken(epoch), '', reason or 'unknown')
+    store.compare_set(_broken(epoch), '', f'{time.time():.6f} {reason or "unknown"}')
     store.compare_set('epoch', str(epoch), str(epoch + 1))
 
 
@@ -78,7 +78,14 @@ def announce_failure(store: Store, rank: int, reason: str) -> None:
 
 def why_broken(store: Store, epoch: int) -> str | None:
     """The reason an epoch was ended with, None while it lasts."""
-    return store.get(_broken(epoch)).decode() if store.check([_broken(epoch)]) else None
+    found = _how_broken(store, epoch)
+    return found[1] if found else None
+
+
+def broken_since(store: Store, epoch: int) -> float | None:
+    """When that was announced (seconds since 1970, clock of who did), None while it lasts."""
+    found = _how_broken(store, epoch)
+    return float(found[0]) if found else None
 
 
 def absent(store: Store, world_size: int) -> list[int]:
@@ -209,6 +216,14 @@ class Rendezvous:
 
 def _place(epoch: int, rank: int) -> str:
     return f'join/{epoch}/{rank}'
+
+
+def _how_broken(store: Store, epoch: int) -> tuple[str, str] | None:
+    """When and why, as they were announced."""
+    if not store.check([_broken(epoch)]):
+        return None
+    since, _, reason = store.get(_broken(epoch)).decode().partition(' ')
+    return since, reason
 
 
 def _broken(epoch: int) -> str:

@@ -69,6 +69,7 @@ class Position(enum.Enum):
 class Phases:
     """Seconds of each phase of a localized recovery on this rank."""
 
+    detect: float = 0.0
     unblock: float = 0.0
     respawn: float = 0.0
     regroup: float = 0.0
@@ -220,7 +221,8 @@ class LocalRecovery:
         self._membership.not_updating.set()
         faults.point('detect')
         self._membership.leave(reason)
-        self._phases = Phases(unblock=time.perf_counter() - began)
+        unblock = time.perf_counter() - began
+        self._phases = Phases(detect=self._membership.detect_s, unblock=unblock)
         self._events.emit('failure_detected', reason=self._membership.reason)
         logger.warning('sparse checkpointing: recovering: %s', self._membership.reason)
 

@@ -3,6 +3,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
 
@@ -17,7 +18,14 @@ from moevement_ext.memory.store import NodeStore
 from moevement_ext.recover.verdict import NOWHERE, Report
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError
-from moevement_ext.rendezvous import EpochBroken, Meeting, Rendezvous, absent, break_epoch
+from moevement_ext.rendezvous import (
+    EpochBroken,
+    Meeting,
+    Rendezvous,
+    absent,
+    break_epoch,
+    broken_since,
+)
 
 _UPDATE_GRACE_SECONDS = 1.0
 _CONNECT_TIMEOUT = timedelta(seconds=60)
@@ -52,6 +60,8 @@ class Membership:
         self._watch_stores = store.clone(), store.clone()
         self._groups: ProcessGroups | None = None
         self._in_use: list[Store] = []
+        self.reason = ''
+        self.detect_s = 0.0
         self.not_updating = threading.Event()
         """Clear while the optimizer writes: an update that all its ranks can finish is let to."""
         self.not_updating.set()
@@ -106,8 +116,14 @@ class Membership:
         )
 
     def leave(self, reason: str) -> None:
-        """Announce a failure in the present epoch and unblock this process."""
+        """Announce a failure in the present epoch, unless somebody has, and unblock this process.
+
+        `reason` and `detect_s` then say why the epoch ended and how long before this call that was
+        announced: by the launcher, which saw a worker die, or by another rank.
+        """
         break_epoch(self._store, self._meeting.epoch, reason)
+        announced = broken_since(self._store, self._meeting.epoch) or time.time()
+        self.detect_s = max(time.time() - announced, 0.0)  # the clock of another node may be ahead
         if self._watch is not None:
             self._watch.broken.wait(self._timeout.total_seconds())
             reason = self._watch.reason or reason

@@ -3,6 +3,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -19,6 +20,7 @@ from moevement_ext.rendezvous import (
     Rendezvous,
     announce_failure,
     break_epoch,
+    broken_since,
     launcher_store,
     present_epoch,
     why_broken,
@@ -294,6 +296,17 @@ def test_an_epoch_is_broken_once_by_whoever_asks_first(
         break_epoch(launcher, epoch, 'late')
         assert why_broken(launcher, epoch) == first != 'late'
         assert present_epoch(launcher) == epoch + 1
+
+
+def test_when_an_epoch_ended_is_known_to_who_comes_later(launcher: TCPStore) -> None:
+    assert broken_since(launcher, 0) is None
+    before = time.time()
+    break_epoch(launcher, 0, 'rank 1 of a b died')
+    after = time.time()
+    break_epoch(launcher, 0, 'late')
+    since = broken_since(launcher, 0)
+    assert since is not None and before - 1e-3 <= since <= after + 1e-3
+    assert why_broken(launcher, 0) == 'rank 1 of a b died'
 
 
 def test_an_epoch_without_a_reason_is_broken_too(launcher: TCPStore) -> None:

@@ -10,7 +10,7 @@ from tools.plot_run import Doing, Failure, Iteration, Lane, LocalizedFailure, Ru
 
 Events = Sequence[dict[str, Any]]
 
-PHASES = ('unblock', 'respawn', 'regroup', 'fetch', 'convert', 'catch_up')
+PHASES = ('detect', 'unblock', 'respawn', 'regroup', 'fetch', 'convert', 'catch_up')
 
 
 class StageRecovery(NamedTuple):

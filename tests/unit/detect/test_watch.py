@@ -112,7 +112,7 @@ def test_an_epoch_that_was_broken_before_wakes_up_too(job: Job) -> None:
 def test_who_announced_it_may_have_died_half_way(job: Job) -> None:
     """The reason is there, but the number of the next epoch is not."""
     job.watch(0, [1])
-    job.store.compare_set('broken/0', '', 'the launcher of node 3 was killed')
+    job.store.compare_set('broken/0', '', '12.5 the launcher of node 3 was killed')
     assert job.next_woken() == (0, 'the launcher of node 3 was killed')
     assert present_epoch(job.store) == 1
 
