@@ -17,12 +17,13 @@ from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, nod
 from moevement_ext.memory.budget import HostMemoryError, HostMemoryPlan, RankMemory
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.refused import RefusedWindow
+from moevement_ext.memory.slot import SlotHeader
 from moevement_ext.memory.store import NodeStore, OwnerWindows
 from moevement_ext.memory.upstream_log import UpstreamLog
 from moevement_ext.memory.window_file import WindowFile
-from moevement_ext.recover.agreement import Candidate, HeldWindow, holders
+from moevement_ext.recover.agreement import Candidate, HeldWindow
 from moevement_ext.replicate.address import local_host
-from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.placement import place_replicas
 from moevement_ext.replicate.server import ReplicaServer
 
@@ -84,6 +85,7 @@ class HostMemory:
         self.holders = place_replicas(self.domains, config.replicas)
         self.members[rank] = own  # a replacement may run on another node; replicas stay placed
         self.log: UpstreamLog | None = None
+        self._fetching: ReplicaClient | None = None
         self.plan = self._plan()
         self.plan.check(config.host_memory_gb, self.store.path)
         try:
@@ -133,32 +135,40 @@ class HostMemory:
         """New clients of the ranks that hold this rank's replicas."""
         return {rank: self.client(rank) for rank in self.holders[self.rank]}
 
-    def obtain(
-        self, candidate: Candidate, inventories: Sequence[Sequence[HeldWindow]]
+    def fetch(
+        self,
+        candidate: Candidate,
+        holder: int,
+        received: Callable[[WindowFile, SlotHeader], None],
     ) -> WindowFile:
-        """This rank's part of `candidate` in its own window files, fetched if need be.
+        """This rank's part of `candidate` from the node of rank `holder`, committed here.
 
-        Returns:
-            The committed file; what it holds is still to be verified by the caller.
+        Args:
+            received: called with every slot that has come and is undamaged, slot 0 first.
 
         Raises:
-            RefusedWindow: no holder could deliver it whole; the message has all reasons.
+            RefusedWindow, PeerLost, PeerRefused, HostMemoryError: it could not be had there.
         """
-        own = self.windows.file(candidate.start, candidate.plan)
-        if own is not None:
-            return own
-        reasons = []
-        for holder in holders(candidate, self.rank, inventories):
-            try:
-                return self._fetch(candidate, holder)
-            except (PeerLost, PeerRefused, RefusedWindow, HostMemoryError) as error:
-                logger.warning('window %d from rank %d: %s', candidate.start, holder, error)
-                reasons.append(f'rank {holder}: {error}')
-        raise RefusedWindow(f'window {candidate.start}: ' + ('; '.join(reasons) or 'no holder'))
+        file = self.windows.begin(candidate.start, candidate.plan)
+        if file is None:
+            raise RefusedWindow(f'no free window file on rank {self.rank}')
+        client = self._fetching = self.client(holder)
+        try:
+            client.fetch_window(self.rank, candidate.start, candidate.plan, file, received)
+            self.windows.commit(file)
+        except BaseException:
+            self.windows.abandon(file)
+            raise
+        finally:
+            self._fetching = None
+            client.close()
+        return file
 
-    def forget(self, candidate: Candidate) -> None:
-        """Drop this rank's own copy of a window that was refused, so that it can be fetched."""
-        self.windows.discard(candidate.start, candidate.plan)
+    def interrupt_fetch(self) -> None:
+        """Let a `fetch` in progress on another thread end with ``PeerLost``."""
+        client = self._fetching
+        if client is not None:
+            client.interrupt()
 
     def give_up(self) -> None:
         """Free what was reserved, but no window that a predecessor may still be recovered from."""
@@ -181,21 +191,6 @@ class HostMemory:
             self.store.remove_rank(self.rank)
         else:
             self.store.close()
-
-    def _fetch(self, candidate: Candidate, holder: int) -> WindowFile:
-        file = self.windows.begin(candidate.start, candidate.plan)
-        if file is None:
-            raise RefusedWindow(f'no free window file on rank {self.rank}')
-        client = self.client(holder)
-        try:
-            client.fetch_window(self.rank, candidate.start, candidate.plan, file)
-            self.windows.commit(file)
-        except BaseException:
-            self.windows.abandon(file)
-            raise
-        finally:
-            client.close()
-        return file
 
     def _plan(self) -> HostMemoryPlan:
         """Bytes of every rank on this node."""

@@ -9,7 +9,8 @@ epoch is the agreed verdict that a failure happened: everybody then joins the ne
 of what it still has, and a rank that does not join is gone.
 
 Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/<e>/<rank>` (life,
-report), `joined/<e>` and `alive/<e>` (counts), `full/<e>` and `met/<e>` (all have come; all have answered).
+report), `joined/<e>` and `alive/<e>` (counts), `full/<e>` and `met/<e>` (all have come; all have
+answered).
 """
 
 import os

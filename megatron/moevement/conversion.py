@@ -7,46 +7,58 @@ stages replay together here, on upstream's own `train_step`.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from megatron.moevement import iteration_state
 from megatron.moevement.frozen import FrozenOperators
 from megatron.moevement.global_scalars import ScalarRecorder
 from megatron.moevement.iteration_state import IterationState
 from megatron.moevement.slices import SlotLoader
-from moevement_ext.memory.slot import SlotHeader, WindowName
+from moevement_ext.memory.slot import SlotHeader
 from moevement_ext.memory.window_file import WindowFile
-from moevement_ext.recover.context import decode_context
+from moevement_ext.memory.window_format import Bytes
+from moevement_ext.recover.arriving import SlotSource
+from moevement_ext.recover.context import SlotContext, decode_context
 from moevement_ext.testing import faults
 
 
+class _Slot(NamedTuple):
+    """One slot, decoded."""
+
+    header: SlotHeader
+    payload: Bytes
+    context: SlotContext
+    state: IterationState
+
+
 class Conversion:
-    """A verified window on its way to a dense state. Training thread only.
+    """A window on its way to a dense state. Training thread only.
 
     Args:
-        file: the window of this rank.
-        headers: its verified headers, slot 0 first.
+        source: of its verified slots, which may still be on their way.
     """
 
-    def __init__(self, file: WindowFile, headers: Sequence[SlotHeader]) -> None:
-        self.file = file
-        self.window = WindowName(headers[0].start, headers[0].plan)
-        self._headers = headers
-        self._contexts = [decode_context(header.context) for header in headers]
-        self._states = [iteration_state.decode(context.state) for context in self._contexts]
+    def __init__(self, source: SlotSource) -> None:
+        self._source = source
+        self.window = source.name
         self.load_s = 0.0
         self.replay_s = 0.0
 
-    @property
+    @cached_property
     def first(self) -> IterationState:
-        """Where the replay starts."""
-        return self._states[0]
+        """Where the replay starts. Waits for the first slot."""
+        return self._slot(0).state
 
-    @property
+    @cached_property
     def last(self) -> IterationState:
-        """Where the state is dense."""
-        return self._states[-1]
+        """Where the state is dense. Waits for the last slot."""
+        return self._slot(self._source.window - 1).state
+
+    def file(self) -> WindowFile:
+        """The whole window in this rank's memory. Waits until it is there."""
+        return self._source.file()
 
     def run(
         self,
@@ -66,22 +78,41 @@ class Conversion:
             replay: upstream's `train_step` for the iteration after the given one.
         """
         with frozen.replaying():
-            for slot, state in enumerate(self._states):
-                began = time.perf_counter()
-                faults.at_iteration(state.iteration + 1)
-                faults.point('load')
-                self.load_slot(slot, loader)
-                restore(state)
-                self.load_s += time.perf_counter() - began
-                if slot + 1 < len(self._states):
-                    began = time.perf_counter()
-                    frozen.freeze(self._contexts[slot].light)
-                    faults.point('convert')
-                    with recorder.replaying(self._states[slot + 1].scalars):
-                        replay(state.iteration)
-                    self.replay_s += time.perf_counter() - began
+            slot = self._slot(0)
+            self._load(slot, loader, restore)
+            for index in range(1, self._source.window):
+                following = self._slot(index)  # knows what the replayed iteration reduced
+                self._replay(slot, following, frozen, recorder, replay)
+                self._load(following, loader, restore)
+                slot = following
         recorder.put_back(self.last.scalars)
 
-    def load_slot(self, slot: int, loader: SlotLoader) -> None:
-        """Put one slot's tensors into place."""
-        loader.load(self._headers[slot], self.file.payload(slot), self._contexts[slot])
+    def _load(
+        self, slot: _Slot, loader: SlotLoader, restore: Callable[[IterationState], None]
+    ) -> None:
+        began = time.perf_counter()
+        faults.at_iteration(slot.state.iteration + 1)
+        faults.point('load')
+        loader.load(slot.header, slot.payload, slot.context)
+        restore(slot.state)
+        self.load_s += time.perf_counter() - began
+
+    def _replay(
+        self,
+        slot: _Slot,
+        following: _Slot,
+        frozen: FrozenOperators,
+        recorder: ScalarRecorder,
+        replay: Callable[[int], Any],
+    ) -> None:
+        began = time.perf_counter()
+        frozen.freeze(slot.context.light)
+        faults.point('convert')
+        with recorder.replaying(following.state.scalars):
+            replay(slot.state.iteration)
+        self.replay_s += time.perf_counter() - began
+
+    def _slot(self, index: int) -> _Slot:
+        header, payload = self._source.slot(index)
+        context = decode_context(header.context)
+        return _Slot(header, payload, context, iteration_state.decode(context.state))

@@ -15,6 +15,7 @@ from moevement_ext.detect.watch import EpochWatch
 from moevement_ext.host_memory import held_windows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.store import NodeStore
+from moevement_ext.recover.arriving import ArrivalStopped
 from moevement_ext.recover.verdict import NOWHERE, Report
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError
@@ -26,6 +27,8 @@ from moevement_ext.rendezvous import (
     break_epoch,
     broken_since,
 )
+from moevement_ext.replicate.client import PeerLost
+from moevement_ext.replicate.log_reader import ReaderClosed
 
 _UPDATE_GRACE_SECONDS = 1.0
 _CONNECT_TIMEOUT = timedelta(seconds=60)
@@ -218,8 +221,10 @@ def _encoded(report: Callable[[], Report]) -> Callable[[], bytes]:
 def lost_peer(error: BaseException) -> bool:
     """True if an exception says that another rank is gone, not that this one is at fault.
 
-    gloo names its transport in every message; NCCL and the stores have types of their own.
+    gloo names its transport in every message; NCCL, the stores, and what windows and logs are
+    fetched by have types of their own.
     """
-    if isinstance(error, EpochBroken | RegroupError | DistError | ConnectionError):
+    known = EpochBroken | RegroupError | DistError | ConnectionError | PeerLost
+    if isinstance(error, known | ReaderClosed | ArrivalStopped):
         return True
     return isinstance(error, RuntimeError) and 'gloo' in str(error).lower()

@@ -142,15 +142,19 @@ class Protection:
         """Nothing reads the state of this rank any more, so that it can be loaded anew."""
         self.checkpointer.stop_capturing()
 
+    def rewind_log(self, iteration: int) -> None:
+        """What this stage sends after `iteration` is logged again."""
+        if self.memory.log is not None:
+            self.memory.log.rewind(iteration)
+
     def roll_back(self, conversion: Conversion) -> None:
         """Go on from this window, which is protected already; later ones are captured again."""
+        file = conversion.file()
         name = conversion.window
         self.memory.windows.persisted(*name)
         self.memory.windows.discard_after(name.start)
         self.checkpointer.roll_back(name.start)
-        self.replicate_again(conversion)
-        if self.memory.log is not None:
-            self.memory.log.rewind(name.start)
+        self._replicate_again(name, file)
 
     def reach_peers(self) -> None:
         """Offer everything again if holders of this rank's replicas have become new processes."""
@@ -214,10 +218,12 @@ class Protection:
 
     def replicate_again(self, conversion: Conversion) -> None:
         """Replicas of the window just recovered from may be gone with a node: offer them again."""
-        name = conversion.window
+        self._replicate_again(conversion.window, conversion.file())
+
+    def _replicate_again(self, name: WindowName, file: WindowFile) -> None:
         self._replicator.discard_after(name.start)
         self._replicator.persisted(*name)
-        self._submit(conversion.file)
+        self._submit(file)
 
     def _reserve(
         self, run_id: str, capacity: int, log_bytes: int, exchange: Exchange

@@ -6,8 +6,6 @@ a replica, the dense checkpoint on disk, the start.
 """
 
 import logging
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +18,11 @@ from moevement_ext.checkpointer import Identity
 from moevement_ext.host_memory import HostMemory, held_windows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.refused import RefusedWindow
-from moevement_ext.memory.slot import SlotHeader
 from moevement_ext.memory.store import NodeStore
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.observe.events import EventLog
 from moevement_ext.recover.agreement import Candidate, HeldWindow, candidates
+from moevement_ext.recover.arriving import VerifiedWindow, verified_window
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +90,12 @@ def obtain(
         Its conversion, or None: go on with the next tier.
     """
     for candidate in predecessor.candidates:
-        verified = verified_window(memory, candidate, predecessor.inventories, identity)
-        if exchange.all_agree(f'verified/{candidate.start}', verified is not None):
-            assert verified is not None
+        file = _verified(memory, candidate, predecessor, identity)
+        if exchange.all_agree(f'verified/{candidate.start}', file is not None):
+            assert file is not None
             memory.windows.persisted(candidate.start, candidate.plan)
             memory.windows.discard_after(candidate.start)
-            return Conversion(*verified)
+            return Conversion(VerifiedWindow(file))
         logger.warning('window %d is not whole on every rank', candidate.start)
     next_tier('no window could be verified on all ranks', args, events)
     return None
@@ -118,27 +116,11 @@ def newest_committed(store: NodeStore, identity: Identity) -> int:
     return entry.iteration if entry is not None else -1
 
 
-def verified_window(
-    memory: HostMemory,
-    candidate: Candidate,
-    inventories: Sequence[Sequence[HeldWindow]],
-    identity: Identity,
-) -> tuple[WindowFile, list[SlotHeader]] | None:
-    """This rank's part, checksums verified; a damaged own copy is fetched again from a replica."""
-    for attempt in range(2):
-        try:
-            began = time.perf_counter()
-            file = memory.obtain(candidate, inventories)
-            headers = file.verify(
-                identity.run, identity.topology, identity.rank, candidate.start, candidate.plan
-            )
-            logger.info(
-                'window %d verified in %.2f s', candidate.start, time.perf_counter() - began
-            )
-            return file, headers
-        except RefusedWindow as refusal:
-            logger.warning('refused: %s', refusal)
-            memory.forget(candidate)
-            if attempt == 1:
-                return None
-    return None
+def _verified(
+    memory: HostMemory, candidate: Candidate, predecessor: Predecessor, identity: Identity
+) -> WindowFile | None:
+    try:
+        return verified_window(memory, candidate, predecessor.inventories, identity)
+    except RefusedWindow as refusal:
+        logger.warning('refused: %s', refusal)
+        return None

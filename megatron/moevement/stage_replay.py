@@ -8,13 +8,13 @@ goes into its own log only, which is complete again afterwards.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron.moevement import iteration_state, recovery
+from megatron.moevement import iteration_state
 from megatron.moevement.conversion import Conversion
 from megatron.moevement.data_position import DataPosition
 from megatron.moevement.global_scalars import GlobalScalars, ScalarRecorder
@@ -25,14 +25,21 @@ from megatron.moevement.training_state import TrainingState
 from moevement_ext.checkpointer import Identity
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.upstream_log import Direction
+from moevement_ext.memory.log_record import CorruptLog, Direction
+from moevement_ext.memory.refused import RefusedWindow
+from moevement_ext.recover.agreement import Candidate, HeldWindow
+from moevement_ext.recover.arriving import ArrivingWindow
 from moevement_ext.recover.verdict import Localized, Report
+from moevement_ext.replicate.client import PeerRefused
 from moevement_ext.replicate.log_reader import LogReader
 from moevement_ext.testing import faults
 
 
 class WindowRefused(SparseCheckpointError):
-    """This rank's part of the window cannot be had undamaged; another window is to be tried."""
+    """What this rank needs to replay the window cannot be had; another window is to be tried."""
+
+
+_DAMAGES = (RefusedWindow, CorruptLog, PeerRefused)
 
 
 class StageReplay:
@@ -67,15 +74,15 @@ class StageReplay:
         self._recorder = recorder
         self._data = data
         self._communicator = communicator
-        self._readers: list[LogReader] = []
+        self._waiting: list[LogReader | ArrivingWindow] = []
         self.fetch_s = self.convert_s = self.catch_up_s = 0.0
         self.replayed = 0
         self.state: IterationState | None = None
 
     def interrupt(self) -> None:
-        """Wake up a replay that waits for a neighbour. Called on the watching thread."""
-        for reader in list(self._readers):
-            reader.close()
+        """Wake up a replay that waits for another rank. Called on the watching thread."""
+        for waiting in list(self._waiting):
+            waiting.close()
 
     def learn(self, reports: Sequence[Report], stage_of: Sequence[int]) -> None:
         """Take over committed iterations this rank does not know from the others.
@@ -108,25 +115,31 @@ class StageReplay:
             WindowRefused: the window is damaged wherever this rank's part is held.
         """
         assert verdict.window is not None
-        began = time.perf_counter()
         faults.at_iteration(verdict.window.start + 1)
         faults.point('fetch')
         self._protection.stop_capturing()
-        verified = recovery.verified_window(
-            self._protection.memory,
-            verdict.window,
-            [report.windows for report in reports],
-            self._identity,
-        )
-        if verified is None:
-            raise WindowRefused(f'window {verdict.window.start} is damaged on every holder')
-        conversion = Conversion(*verified)
-        self._protection.roll_back(conversion)
+        inventories = [report.windows for report in reports]
+        try:
+            with self._arriving(verdict.window, inventories) as source:
+                self._replay(Conversion(source), verdict.target, iterate, replay)
+        except _DAMAGES as error:
+            raise WindowRefused(f'window {verdict.window.start}: {error}') from error
+
+    def _replay(
+        self,
+        conversion: Conversion,
+        target: int,
+        iterate: Callable[[int], Any],
+        replay: Callable[[int], Any],
+    ) -> None:
+        began = time.perf_counter()
+        start = conversion.window.start
+        self._protection.rewind_log(start)
         first = conversion.first
         iteration_state.restore_counters(first, self._args)
         self._data.move_training(first.consumed_train_samples)
         self.fetch_s = time.perf_counter() - began
-        with self._from_logs(first.iteration, verdict.target):
+        with self._from_logs(start, target):
             conversion.run(
                 self._training.loader,
                 self._training.frozen,
@@ -135,9 +148,10 @@ class StageReplay:
                 replay=replay,
             )
             self.state = conversion.last
+            self._protection.roll_back(conversion)
             self.convert_s = time.perf_counter() - began - self.fetch_s
-            self._catch_up(conversion.last.iteration, verdict.target, iterate)
-        self.replayed = verdict.target - first.iteration
+            self._catch_up(conversion.last.iteration, target, iterate)
+        self.replayed = target - start
         self.catch_up_s = time.perf_counter() - began - self.fetch_s - self.convert_s
 
     def _catch_up(self, dense_at: int, target: int, iterate: Callable[[int], Any]) -> None:
@@ -175,15 +189,28 @@ class StageReplay:
                     assert neighbour is not None
                     client = self._protection.memory.client(neighbour)
                     reader = LogReader(client, direction, counts)
-                    self._readers.append(reader)
+                    self._waiting.append(reader)
                     stack.callback(self._close, reader)
                     received[direction] = reader
             stack.enter_context(self._communicator.replaying(received))
             yield
 
-    def _close(self, reader: LogReader) -> None:
-        self._readers.remove(reader)
-        reader.close()
+    @contextmanager
+    def _arriving(
+        self, window: Candidate, inventories: Sequence[Sequence[HeldWindow]]
+    ) -> Iterator[ArrivingWindow]:
+        """This rank's part of the window, converted while the rest of it is on its way."""
+        memory = self._protection.memory
+        source = ArrivingWindow(memory, window, inventories, self._identity)
+        self._waiting.append(source)
+        try:
+            yield source
+        finally:
+            self._close(source)
+
+    def _close(self, waiting: LogReader | ArrivingWindow) -> None:
+        self._waiting.remove(waiting)
+        waiting.close()
 
     def _receives(self, iteration: int) -> dict[Direction, int]:
         return receives_per_iteration(

@@ -56,6 +56,16 @@ class SlotBlob(NamedTuple):
     frame: memoryview
 
 
+_IDENTITY = {
+    'run': ForeignRun,
+    'topology': WrongTopology,
+    'owner': WrongWindow,
+    'start': WrongWindow,
+    'plan': WrongWindow,
+}
+"""What all slots of a window say alike, and how another one is refused."""
+
+
 class _Draft:
     """What only a window being written has: the end of the used part and reserved payloads."""
 
@@ -346,20 +356,34 @@ class WindowFile:
         """Do what ``verify`` does, without reading the payloads."""
         headers = self.headers()
         self._check_complete(headers)
-        wanted = (
-            ('run', expect_run, ForeignRun),
-            ('topology', expect_topology, WrongTopology),
-            ('owner', expect_owner, WrongWindow),
-            ('start', expect_start, WrongWindow),
-            ('plan', expect_plan, WrongWindow),
-        )
-        for field, expected, refusal in wanted:
+        for field in _IDENTITY:
             found = {getattr(header, field) for header in headers}
             if len(found) > 1:
                 raise CorruptWindow(f'{self.path}: slots disagree on {field}: {sorted(found)}')
-            if expected is not None and found != {expected}:
-                raise refusal(f'{self.path}: {field} is {found.pop()!r}, expected {expected!r}')
+        self.verify_header(
+            headers[0], expect_run, expect_topology, expect_owner, expect_start, expect_plan
+        )
         return headers
+
+    def verify_header(
+        self,
+        header: SlotHeader,
+        expect_run: str | None = None,
+        expect_topology: str | None = None,
+        expect_owner: int | None = None,
+        expect_start: int | None = None,
+        expect_plan: str | None = None,
+    ) -> None:
+        """Verify that one slot belongs to the window expected; None: do not compare.
+
+        Raises:
+            RefusedWindow: typed by what differs.
+        """
+        expectations = (expect_run, expect_topology, expect_owner, expect_start, expect_plan)
+        for (field, refusal), expected in zip(_IDENTITY.items(), expectations, strict=True):
+            found = getattr(header, field)
+            if expected is not None and found != expected:
+                raise refusal(f'{self.path}: {field} is {found!r}, expected {expected!r}')
 
     def verify_payloads(self, headers: Iterable[SlotHeader]) -> None:
         """Compare every record with its checksum.

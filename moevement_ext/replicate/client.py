@@ -138,8 +138,18 @@ class ReplicaClient:
             connection.send(ListWindows())
             return _expect(connection, WindowList).windows
 
-    def fetch_window(self, owner: int, start: int, plan: str, into: WindowFile) -> list[SlotHeader]:
+    def fetch_window(
+        self,
+        owner: int,
+        start: int,
+        plan: str,
+        into: WindowFile,
+        received: Callable[[WindowFile, SlotHeader], None] = lambda file, header: None,
+    ) -> list[SlotHeader]:
         """Receive a whole window into ``into``, a file being written, and verify it.
+
+        Args:
+            received: called with every slot that has come and is undamaged, slot 0 first.
 
         Returns:
             The headers, slot 0 first.
@@ -157,11 +167,13 @@ class ReplicaClient:
             connection.set_deadline(self._timeout_s, head.nbytes)
             for _ in range(head.slots):
                 slot = _expect(connection, SlotHead)
-                into.write_blob(
+                header = into.write_blob(
                     slot.slot, slot.payload_bytes, slot.frame_bytes, connection.receive_into
                 )
+                into.verify_payloads([header])
+                received(into, header)
             _expect(connection, Ack)
-        return into.verify(None, None, owner, start, plan)
+        return into.verify_identity(None, None, owner, start, plan)
 
     def fetch_log(self, key: LogKey) -> tuple[LoggedTensor, bytearray] | None:
         """Receive and verify one record of the peer's upstream log.

@@ -11,7 +11,6 @@ from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.host_memory import HostMemory, Member, failure_domains, held_windows
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.log_record import Direction, LogKey
-from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.recover.agreement import Candidate, HeldWindow
 from moevement_ext.replicate.client import PeerRefused
@@ -91,30 +90,23 @@ def test_each_holds_the_replicas_of_the_other(job: Job) -> None:
     assert all(memory.plan.by_kind()['replicas'] == 3 * capacity() for memory in job.ranks)
 
 
-def test_own_window_is_taken_without_a_transfer(job: Job) -> None:
-    file = job.commit(0)
-    assert job.ranks[0].obtain(CANDIDATE, []) is file
-
-
 def test_lost_window_is_fetched_from_its_holder(job: Job) -> None:
     file = job.commit(0)
     expected = digest(file.path)
     job.ranks[0].peers()[1].put_window(0, file)
-    job.ranks[0].forget(CANDIDATE)
-    inventories = job.inventories()
-    assert inventories == [[], [HeldWindow(CANDIDATE, 0)]]
-    fetched = job.ranks[0].obtain(CANDIDATE, inventories)
+    job.ranks[0].windows.discard(0, PLAN)
+    arrived: list[int] = []
+    fetched = job.ranks[0].fetch(CANDIDATE, 1, lambda file, header: arrived.append(header.slot))
+    assert arrived == list(range(WINDOW))
     assert digest(fetched.path) == expected
     assert job.ranks[0].windows.file(0, PLAN) is fetched
 
 
-def test_what_nobody_can_deliver_is_refused_with_every_reason(job: Job) -> None:
-    with pytest.raises(RefusedWindow, match='window 0: no holder'):
-        job.ranks[0].obtain(CANDIDATE, [[], []])
-    claimed = [[HeldWindow(CANDIDATE, 0)]] * 2
-    with pytest.raises(RefusedWindow, match='window 0: rank 0: .*; rank 1: '):
-        job.ranks[0].obtain(CANDIDATE, claimed)
-    assert job.commit(0).name == (0, PLAN)  # the failed attempts left their file free
+def test_fetch_that_fails_leaves_its_file_free(job: Job) -> None:
+    for _ in range(4):
+        with pytest.raises(PeerRefused, match='not on this node'):
+            job.ranks[0].fetch(CANDIDATE, 1, lambda file, header: None)
+    assert job.commit(0).name == (0, PLAN)
 
 
 def test_inventory_leaves_out_what_is_foreign_or_damaged(job: Job) -> None:

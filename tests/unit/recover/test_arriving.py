@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows that are converted while they are fetched, between two real ranks over TCP."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.checkpointer import Identity
+from moevement_ext.memory.refused import RefusedWindow
+from moevement_ext.memory.slot import SlotHeader
+from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.recover.agreement import HeldWindow
+from moevement_ext.recover.arriving import (
+    ArrivalStopped,
+    ArrivingWindow,
+    VerifiedWindow,
+    verified_window,
+)
+from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY, WINDOW, digest, tmpfs_directory
+from tests.unit.test_host_memory import CANDIDATE, Job
+
+pytestmark = pytest.mark.timeout(60)
+
+OWN = Identity(RUN, TOPOLOGY, 0)
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    with tmpfs_directory() as shm:
+        job = Job(Path(shm), monkeypatch)
+        yield job
+        job.stop()
+
+
+@pytest.fixture
+def arriving(job: Job) -> Iterator[Callable[[], ArrivingWindow]]:
+    """Starts to obtain the window; closed at the end."""
+    started: list[ArrivingWindow] = []
+
+    def start() -> ArrivingWindow:
+        started.append(ArrivingWindow(job.ranks[0], CANDIDATE, job.inventories(), OWN))
+        return started[-1]
+
+    yield start
+    for window in started:
+        window.close()
+
+
+def replicate(job: Job, file: WindowFile) -> None:
+    client = job.ranks[0].peers()[1]
+    client.put_window(0, file)
+    client.close()
+
+
+def damage(file: WindowFile, slot: int) -> None:
+    file.payload(slot)[0] ^= 1
+
+
+def bytes_of(source: ArrivingWindow | VerifiedWindow) -> list[bytes]:
+    return [source.slot(index)[1].tobytes() for index in range(source.window)]
+
+
+def test_own_window_is_taken_without_a_transfer(job: Job, arriving: Callable) -> None:
+    file = job.commit(0)
+    expected = [file.payload(slot).tobytes() for slot in range(WINDOW)]
+    job.ranks[1].server.stop()
+    window = arriving()
+    assert (window.name, window.window) == ((0, PLAN), WINDOW)
+    assert bytes_of(window) == expected
+    assert window.file() is file
+    assert bytes_of(VerifiedWindow(file)) == expected
+
+
+def test_lost_window_comes_from_its_holder_and_is_kept(job: Job, arriving: Callable) -> None:
+    file = job.commit(0)
+    expected = digest(file.path)
+    replicate(job, file)
+    job.ranks[0].windows.discard(0, PLAN)
+    window = arriving()
+    assert [window.slot(index)[0].slot for index in range(WINDOW)] == list(range(WINDOW))
+    assert digest(window.file().path) == expected
+    assert job.ranks[0].windows.file(0, PLAN) is window.file()
+
+
+@pytest.mark.parametrize('slot', range(WINDOW))
+def test_damaged_own_slot_is_replaced_once_the_ones_before_are_used(
+    slot: int, job: Job, arriving: Callable
+) -> None:
+    file = job.commit(0)
+    expected = [file.payload(index).tobytes() for index in range(WINDOW)]
+    replicate(job, file)
+    damage(file, slot)
+    window = arriving()
+    for index in range(WINDOW):
+        _, payload = window.slot(index)
+        assert payload.tobytes() == expected[index]
+    assert window.file().verify(RUN, TOPOLOGY)
+    assert len(job.ranks[0].windows.committed()) == 1
+
+
+def test_what_was_taken_is_not_overwritten_while_it_may_be_read(
+    job: Job, arriving: Callable
+) -> None:
+    """The reader still holds slot 0 when the damage of slot 1 is found."""
+    file = job.commit(0)
+    replicate(job, file)
+    damage(file, 1)
+    window = arriving()
+    window.slot(0)
+    assert not window._thread.join(0.2) and window._thread.is_alive()
+    assert job.ranks[0].windows.file(0, PLAN) is file
+    window.slot(1)
+    assert window.file().verify(RUN, TOPOLOGY)
+
+
+def test_what_nobody_can_deliver_is_refused_with_every_reason(job: Job, arriving: Callable) -> None:
+    with pytest.raises(RefusedWindow, match='window 0: no holder'):
+        arriving().slot(0)
+    claimed = [[HeldWindow(CANDIDATE, 0)]] * 2
+    with pytest.raises(RefusedWindow, match='window 0: rank 0: .*; rank 1: '):
+        verified_window(job.ranks[0], CANDIDATE, claimed, OWN)
+    damage(job.commit(0), 2)
+    window = arriving()
+    window.slot(1)
+    with pytest.raises(RefusedWindow, match='own memory: .*slot 2: checksum'):
+        window.slot(2)
+    assert job.commit(0).name == (0, PLAN)  # the failed attempts left their files free
+
+
+@pytest.mark.parametrize('identity', [Identity('other', TOPOLOGY, 0), Identity(RUN, 'other', 0)])
+def test_window_of_another_run_is_refused(identity: Identity, job: Job) -> None:
+    replicate(job, job.commit(0))
+    seen: list[SlotHeader] = []
+    with pytest.raises(RefusedWindow, match='own memory: .*expected .other.*rank 1: .*expected'):
+        verified_window(
+            job.ranks[0], CANDIDATE, job.inventories(), identity, lambda _, head: seen.append(head)
+        )
+    assert seen == []
+
+
+def test_who_waits_wakes_up_when_it_is_closed(job: Job, arriving: Callable) -> None:
+    file = job.commit(0)
+    replicate(job, file)
+    damage(file, 1)
+    window = arriving()
+    window.slot(0)  # the thread now waits until the reader needs the next one
+    closing = threading.Timer(0.1, window.close)
+    job.ranks[1].server.stop()
+    closing.start()
+    window._thread.join()
+    with pytest.raises((ArrivalStopped, RefusedWindow)):
+        window.slot(1)
+    closing.join()
