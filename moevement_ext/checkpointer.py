@@ -23,7 +23,7 @@ from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.observe.events import EventLog
 from moevement_ext.plan.window import WindowPlan
 from moevement_ext.recover.context import SlotContext
-from moevement_ext.replicate.client import Replicator
+from moevement_ext.replicate.replicator import Replicator
 from moevement_ext.testing import faults
 
 logger = logging.getLogger(__name__)

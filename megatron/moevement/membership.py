@@ -27,7 +27,6 @@ from moevement_ext.rendezvous import (
     break_epoch,
     broken_since,
 )
-from moevement_ext.replicate.client import PeerLost
 from moevement_ext.replicate.log_reader import ReaderClosed
 
 _UPDATE_GRACE_SECONDS = 1.0
@@ -224,7 +223,7 @@ def lost_peer(error: BaseException) -> bool:
     gloo names its transport in every message; NCCL, the stores, and what windows and logs are
     fetched by have types of their own.
     """
-    known = EpochBroken | RegroupError | DistError | ConnectionError | PeerLost
-    if isinstance(error, known | ReaderClosed | ArrivalStopped):
+    known = EpochBroken | RegroupError | DistError | ConnectionError | ReaderClosed | ArrivalStopped
+    if isinstance(error, known):
         return True
     return isinstance(error, RuntimeError) and 'gloo' in str(error).lower()

@@ -26,8 +26,8 @@ from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.observe.events import EventLog
 from moevement_ext.plan.replanning import PlanParameters, Replanner, WindowLoad, decide
 from moevement_ext.plan.window import InfeasiblePlan, hideable_budget
-from moevement_ext.replicate.client import Replicator
 from moevement_ext.replicate.persistence import PersistenceBoard
+from moevement_ext.replicate.replicator import Replicator
 
 logger = logging.getLogger(__name__)
 

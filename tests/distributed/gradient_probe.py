@@ -110,7 +110,7 @@ def count_weight_gradients() -> None:
                 result = replay(iteration)
             replayed.append(
                 {
-                    'frozen': self._contexts[len(replayed)].light,
+                    'frozen': self._slot(len(replayed)).context.light,
                     'operators': operator_of,
                     'calls': products.calls,
                     'products': products.products,

@@ -28,6 +28,15 @@ def replayed_iterations(cluster: Callable[..., Cluster], probe: str) -> list[dic
     return [iteration for rank in ranks for iteration in rank]
 
 
+def replayed_by_lost_stage(cluster: Callable[..., Cluster]) -> list[dict[str, Any]]:
+    """Counts of every iteration that the first stage replays alone after its worker was killed."""
+    job = cluster(*LAYOUT, '--sparse-ckpt-window', str(WINDOW), '--global-batch-size', '4', ranks=2)
+    job.survive(fail_at='0:9:forward', mutation='gradient_probe:count_weight_gradients')
+    (iterations,) = probes.read(job.directory, 'replayed', 1)
+    assert len(iterations) == WINDOW - 1
+    return iterations
+
+
 def by_operator(iteration: dict[str, Any], counts: str) -> Counter[str]:
     total: Counter[str] = Counter()
     for name, count in iteration[counts].items():
@@ -38,8 +47,18 @@ def by_operator(iteration: dict[str, Any], counts: str) -> Counter[str]:
 def test_no_weight_gradient_is_computed_for_frozen_operators(
     cluster: Callable[..., Cluster],
 ) -> None:
+    replayed = replayed_iterations(cluster, 'count_weight_gradients')
+    assert kinds_without_gradient(replayed) == {'expert', 'router', 'rest', 'head'}
+
+
+def test_nor_where_only_the_lost_stage_replays(cluster: Callable[..., Cluster]) -> None:
+    assert kinds_without_gradient(replayed_by_lost_stage(cluster)) == {'expert', 'router', 'rest'}
+
+
+def kinds_without_gradient(replayed: list[dict[str, Any]]) -> set[str]:
+    """Kinds of the frozen operators, after a check that these and no others cost one product."""
     kinds = set()
-    for iteration in replayed_iterations(cluster, 'count_weight_gradients'):
+    for iteration in replayed:
         names = set(iteration['operators'].values())
         frozen = set(iteration['frozen']) & names
         assert frozen, 'something is frozen in every replayed iteration'
@@ -54,7 +73,7 @@ def test_no_weight_gradient_is_computed_for_frozen_operators(
             (name for name, owner in iteration['operators'].items() if owner not in frozen),
             MICRO_BATCHES,
         )
-    assert kinds == {'expert', 'router', 'rest', 'head'}
+    return kinds
 
 
 def test_counts_notice_that_nothing_is_frozen(cluster: Callable[..., Cluster]) -> None:

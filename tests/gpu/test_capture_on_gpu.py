@@ -18,7 +18,7 @@ from moevement_ext.memory.store import NodeStore, OwnerWindows
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.observe.events import EventLog
 from moevement_ext.plan.window import WindowPlan
-from moevement_ext.replicate.client import Replicator
+from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY, tmpfs_directory
 
 pytestmark = [

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from moevement_ext.memory.store import OwnerWindows
 from moevement_ext.memory.window_file import WindowFile
-from moevement_ext.replicate.client import ReplicaClient, Replicator
+from moevement_ext.replicate.client import ReplicaClient
+from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import PLAN, RUN, WINDOW, digest, write_slot
 from tests.unit.replicate.peers import (
     DEADLINE_S,

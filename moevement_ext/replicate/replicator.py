@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps all peers of one owner up to date, in the background (paper sec. 3.3).
+
+It never holds up or fails training.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from moevement_ext.memory.refused import RefusedWindow
+from moevement_ext.memory.slot import WindowName
+from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_SECONDS = 0.1
+_LAST_RETRY_SECONDS = 30.0
+
+
+class _Peer:
+    """What the replicator knows of one peer."""
+
+    def __init__(self, client: ReplicaClient) -> None:
+        self.client = client
+        self.sent: set[tuple[WindowName, int]] = set()
+        self.committed: set[WindowName] = set()
+        self.discard_after: int | None = None
+        self.failures = 0
+        self.retry_at = 0.0
+
+    def backoff(self) -> float:
+        """Count a failure; return the seconds until the next attempt."""
+        delay = min(_FIRST_RETRY_SECONDS * 2.0**self.failures, _LAST_RETRY_SECONDS)
+        self.failures = min(self.failures + 1, 16)
+        self.retry_at = time.monotonic() + delay
+        return delay
+
+
+class _Job:
+    """One window on its way to the peers."""
+
+    def __init__(self, file: WindowFile, name: WindowName, window: int) -> None:
+        self.file = file
+        self.name = name
+        self.window = window
+        self.slots: list[int] = []
+
+    @property
+    def complete(self) -> bool:
+        """All slots were submitted."""
+        return len(self.slots) == self.window
+
+    @property
+    def recycled(self) -> bool:
+        """The file was taken for another window while this one was still to be sent."""
+        return self.file.name != self.name
+
+
+class Replicator:
+    """Keeps the replicas of one owner up to date, on one background thread.
+
+    The thread compares what should be at each peer with what is, and does the oldest missing thing
+    next: so a lost peer, a retry and a new peer need no handling of their own.
+
+    Args:
+        owner: rank whose windows these are.
+        peers: clients by rank; they belong to the replicator from now on.
+        on_window_replicated: called with (start, plan) once every peer has committed the window.
+        on_degraded: called with a reason when a peer is lost, refuses or falls behind; protection
+            is reduced until ``on_window_replicated`` is called again. Both callbacks run on the
+            replicator's thread.
+        max_windows: windows waiting at most; beyond it the oldest is given up.
+    """
+
+    def __init__(
+        self,
+        owner: int,
+        peers: Mapping[int, ReplicaClient],
+        on_window_replicated: Callable[[int, str], None],
+        on_degraded: Callable[[str], None],
+        max_windows: int = 2,
+    ) -> None:
+        self.owner = owner
+        self._on_window_replicated = on_window_replicated
+        self._on_degraded = on_degraded
+        self._max_windows = max_windows
+        self._peers = {rank: _Peer(client) for rank, client in peers.items()}
+        self._retired: deque[ReplicaClient] = deque()
+        self._jobs: deque[_Job] = deque()
+        self._reports: deque[str] = deque(maxlen=16)
+        self._persisted: WindowName | None = None
+        self._stopping = threading.Event()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f'replicator-{owner}', daemon=True)
+        self._thread.start()
+
+    def submit(self, file: WindowFile, slot: int) -> None:
+        """Queue a sealed slot; never blocks. When the last slot was sent the peers commit.
+
+        Called by the sealing thread, or, for a window that is to be sent again (new peers), by
+        whoever finds it committed.
+        """
+        name = file.name
+        if name is None:
+            raise ValueError(f'{file.path} holds no window')
+        with self._changed:
+            job = next((job for job in self._jobs if job.name == name), None)
+            if job is None:
+                job = _Job(file, name, file.header(slot).window)
+                self._jobs.append(job)
+                self._give_up_oldest()
+            if slot not in job.slots:
+                job.slots.append(slot)
+            self._changed.notify()
+
+    def abandon(self, start: int, plan: str) -> None:
+        """Stop sending a window that was given up or is to be recycled."""
+        with self._changed:
+            self._drop(WindowName(start, plan))
+
+    def persisted(self, start: int, plan: str) -> None:
+        """Note the newest window persisted everywhere; peers learn of it with the next slot."""
+        with self._changed:
+            self._persisted = WindowName(start, plan)
+
+    def discard_after(self, start: int) -> None:
+        """Have all peers drop what begins after ``start``, before anything else is sent."""
+        with self._changed:
+            for job in [job for job in self._jobs if job.name.start > start]:
+                self._drop(job.name)
+            for peer in self._peers.values():
+                earlier = peer.discard_after
+                peer.discard_after = start if earlier is None else min(earlier, start)
+                peer.sent = {key for key in peer.sent if key[0].start <= start}
+                peer.committed = {name for name in peer.committed if name.start <= start}
+            if self._persisted is not None and self._persisted.start > start:
+                self._persisted = None
+            self._changed.notify()
+
+    def set_peers(self, peers: Mapping[int, ReplicaClient]) -> None:
+        """Replace the peers after a recovery; submit committed windows again for new ones."""
+        with self._changed:
+            self._retired.extend(peer.client for peer in self._peers.values())
+            self._peers = {rank: _Peer(client) for rank, client in peers.items()}
+            self._changed.notify()
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """End the thread after the exchange it is in; windows not yet sent are left."""
+        self._stopping.set()
+        with self._changed:
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        for peer in self._peers.values():
+            peer.client.close()
+
+    def _give_up_oldest(self) -> None:
+        while len(self._jobs) > self._max_windows:
+            late = self._jobs[0].name
+            self._drop(late)
+            self._reports.append(
+                f'replication of rank {self.owner} falls behind: window {late.start} was given up'
+            )
+
+    def _drop(self, name: WindowName) -> None:
+        self._jobs = deque(job for job in self._jobs if job.name != name)
+        for peer in self._peers.values():
+            peer.sent = {key for key in peer.sent if key[0] != name}
+            peer.committed.discard(name)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            with self._changed:
+                action = self._next_action()
+                if action is None:
+                    self._changed.wait(self._seconds_to_retry())
+                    continue
+            try:
+                action()
+            except Exception:  # replication must not end because a callback fails
+                logger.exception('replicator of rank %d', self.owner)
+
+    def _seconds_to_retry(self) -> float | None:
+        now = time.monotonic()
+        waits = [peer.retry_at - now for peer in self._peers.values() if peer.retry_at > now]
+        return min(waits, default=None) if not self._stopping.is_set() else 0.0
+
+    def _next_action(self) -> Callable[[], None] | None:
+        """Return the next thing to do; None: nothing, until something changes or a retry is due."""
+        if self._reports:
+            return partial(self._on_degraded, self._reports.popleft())
+        if self._retired:
+            return self._retired.popleft().close
+        for job in self._jobs:
+            if job.recycled:
+                self._drop(job.name)
+                reason = f'window {job.name.start} was recycled before all replicas had it'
+                return partial(self._on_degraded, reason)
+            if self._is_replicated(job):
+                self._drop(job.name)
+                return partial(self._on_window_replicated, *job.name)
+        now = time.monotonic()
+        due = [(rank, peer) for rank, peer in self._peers.items() if peer.retry_at <= now]
+        for rank, peer in due:
+            if peer.discard_after is not None:
+                return partial(
+                    self._attempt, rank, peer, partial(self._discard, peer.discard_after)
+                )
+        for job, (rank, peer) in itertools.product(self._jobs, due):
+            step = self._next_step(peer, job)
+            if step is not None:
+                return partial(self._attempt, rank, peer, step)
+        return None
+
+    def _is_replicated(self, job: _Job) -> bool:
+        return job.complete and all(job.name in peer.committed for peer in self._peers.values())
+
+    def _next_step(self, peer: _Peer, job: _Job) -> Callable[[_Peer], None] | None:
+        for slot in job.slots:
+            if (job.name, slot) not in peer.sent:
+                return partial(self._send, job, slot)
+        if job.complete and job.name not in peer.committed:
+            return partial(self._commit, job)
+        return None
+
+    def _send(self, job: _Job, slot: int, peer: _Peer) -> None:
+        peer.client.put_slot(self.owner, job.file, slot, self._persisted)
+        with self._changed:
+            if job in self._jobs:  # not dropped meanwhile
+                peer.sent.add((job.name, slot))
+
+    def _commit(self, job: _Job, peer: _Peer) -> None:
+        peer.client.commit(self.owner, *job.name, job.file.capacity)
+        with self._changed:
+            if job in self._jobs:
+                peer.committed.add(job.name)
+
+    def _discard(self, start: int, peer: _Peer) -> None:
+        peer.client.discard_after(self.owner, start)
+        with self._changed:
+            if peer.discard_after == start:  # not asked for again meanwhile
+                peer.discard_after = None
+
+    def _attempt(self, rank: int, peer: _Peer, step: Callable[[_Peer], None]) -> None:
+        """Take one step with one peer; on failure let it rest and start over with it later."""
+        try:
+            step(peer)
+            peer.failures = 0
+        except (PeerLost, PeerRefused, RefusedWindow) as error:
+            with self._changed:
+                # It may have restarted and lost what it had received: offer all slots again.
+                peer.sent.clear()
+                delay = peer.backoff()
+            self._on_degraded(f'replica on rank {rank}: {error}; next attempt in {delay:.1f} s')
