@@ -4,9 +4,8 @@
 Every rank computes the whole placement from the same failure domains, without communication.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import batched, combinations
+from itertools import batched, combinations, product
 from math import comb
 
 import numpy as np
@@ -30,21 +29,30 @@ def place_replicas(
     `domains[rank]` names what fails as a whole (a node, a rack). The copies and the owner are all
     in different domains; where there are fewer other domains than `replicas`, an owner has fewer
     holders, down to none. Ranks are loaded as equally as that allows, all exactly alike where
-    domains are of one size. Between placements that load alike (whole turns of the ring of domains,
-    not every permutation) the one with fewest holders in their owner's group of `groups` is taken
-    (ranks with the same state are copies already), then the one with the smallest total `distance`.
+    domains are of one size.
+
+    `groups` lists ranks with the same state, such as data-parallel peers without a distributed
+    optimizer. They are copies already and count as such: there are only as many holders as the
+    rank with the fewest peers in other domains still needs, and holders keep out of the domains of
+    the owner's group where they can. Between placements that load alike, the one whose links are
+    cheaper by `distance` is taken: the best turns of the ring of domains, then exchanges of two
+    holders as long as one helps (a local optimum). With either, time and memory grow with the
+    square of the ranks.
     """
     if replicas < 0:
         raise ValueError(f"replicas is {replicas}; it must be 0 or more")
-    sizes = Counter(domains)
-    copies = min(replicas, max(0, len(sizes) - 1))
+    known = _Domains(domains, groups or ())
+    copies = known.further_copies(replicas)
     if copies == 0:
         return [()] * len(domains)
-    group = _group_of_rank(len(domains), groups or ())
-    largest = max(sizes.values())
-    if (copies + 1) * largest <= len(domains):
-        return _rotate(domains, copies, largest, group, distance)
-    return _least_loaded(domains, copies, group, distance)
+    prices = known.prices(distance) if groups or distance else None
+    if (copies + 1) * int(known.sizes.max()) > len(domains):
+        holders = _least_loaded(known, copies, prices)
+    else:
+        holders = _rotate(known, copies, prices)
+        if prices is not None:
+            _exchange(known, holders, prices)
+    return [tuple(row) for row in holders.tolist()]
 
 
 def survival_probability(
@@ -52,26 +60,41 @@ def survival_probability(
     holders: Sequence[Sequence[int]],
     failed_domains: int,
     *,
+    groups: Sequence[Sequence[int]] | None = None,
     samples: int = 100_000,
     seed: int = 0,
 ) -> float:
     """Probability that `failed_domains` domains lost at once leave a copy of every rank's state.
 
-    A rank's state survives in the owner or in any of its `holders`; every set of domains is equally
-    likely. Exact up to ENUMERATION_LIMIT sets, else estimated from `samples` sets.
+    A rank's state survives in the owner, in any of its `holders`, and in those of the ranks with
+    the same state (`groups`); every set of domains is equally likely. Exact up to ENUMERATION_LIMIT
+    sets, else estimated from `samples` sets.
     """
-    names = sorted(set(domains))
-    if not 0 <= failed_domains <= len(names):
-        raise ValueError(f"failed_domains is {failed_domains}, of {len(names)} domains")
-    index = {name: position for position, name in enumerate(names)}
-    kept = np.zeros((len(domains), len(names)), dtype=np.float32)
+    index = {name: position for position, name in enumerate(sorted(set(domains)))}
+    kept = np.zeros((len(domains), len(index)), dtype=bool)
     for owner, held_by in enumerate(holders):
-        kept[owner, [index[domains[rank]] for rank in (owner, *held_by)]] = 1
-    kept = np.unique(kept, axis=0)
-    if comb(len(names), failed_domains) <= ENUMERATION_LIMIT:
-        sets: Iterable[np.ndarray] = _all_sets(len(names), failed_domains)
+        kept[owner, [index[domains[rank]] for rank in (owner, *held_by)]] = True
+    for members in groups or ():
+        kept[list(members)] = kept[list(members)].any(axis=0)
+    return copies_survival(kept, failed_domains, samples=samples, seed=seed)
+
+
+def copies_survival(
+    kept: np.ndarray, failed_domains: int, *, samples: int = 100_000, seed: int = 0
+) -> float:
+    """Probability that each item keeps a copy when `failed_domains` random domains are lost.
+
+    `kept` is bool (items, domains): whether a domain has a copy of an item. Exact (by enumeration)
+    where `is_exact`, else estimated from `samples` sets of domains.
+    """
+    domains = kept.shape[1]
+    if not 0 <= failed_domains <= domains:
+        raise ValueError(f"failed_domains is {failed_domains}, of {domains} domains")
+    kept = np.unique(kept, axis=0).astype(np.float32)
+    if is_exact(domains, failed_domains):
+        sets: Iterable[np.ndarray] = _all_sets(domains, failed_domains)
     else:
-        sets = _random_sets(len(names), failed_domains, samples, seed)
+        sets = _random_sets(domains, failed_domains, samples, seed)
     survived = tried = 0
     for failed in sets:
         lost = failed @ kept.T == kept.sum(axis=1)
@@ -80,65 +103,102 @@ def survival_probability(
     return survived / tried
 
 
-def _group_of_rank(ranks: int, groups: Sequence[Sequence[int]]) -> np.ndarray:
-    """Group index of each rank, int64 (ranks,); a rank in none has a negative one of its own."""
-    group = -1 - np.arange(ranks)
-    for index, members in enumerate(groups):
-        group[list(members)] = index
-    return group
+def is_exact(domains: int, failed_domains: int) -> bool:
+    """Whether a survival probability is found by enumeration, not by sampling."""
+    return comb(domains, failed_domains) <= ENUMERATION_LIMIT
 
 
-def _rotate(
-    domains: Sequence[str],
-    copies: int,
-    largest: int,
-    group: np.ndarray,
-    distance: LinkCost | None,
-) -> list[tuple[int, ...]]:
-    """Placement by turning the ring of ranks, domain after domain.
+class _Domains:
+    """Domains as numbers, and in which of them a rank's state is anyway."""
+
+    def __init__(self, domains: Sequence[str], groups: Sequence[Sequence[int]]) -> None:
+        index = {name: position for position, name in enumerate(dict.fromkeys(domains))}
+        self.count = len(index)
+        self.of_rank = np.array([index[name] for name in domains], dtype=np.int64)
+        self.sizes = np.bincount(self.of_rank, minlength=1)
+        self.present = np.eye(self.count, dtype=bool)[self.of_rank]
+        """bool (ranks, domains): the domains of the rank itself and of its group."""
+        for members in groups:
+            self.present[list(members)] = self.present[list(members)].any(axis=0)
+
+    def further_copies(self, replicas: int) -> int:
+        """Holders that the rank with the least redundancy needs; every rank gets as many."""
+        if not len(self.of_rank):
+            return 0
+        others = int(self.present.sum(axis=1).min()) - 1
+        return max(0, min(replicas, self.count - 1) - others)
+
+    def prices(self, distance: LinkCost | None) -> np.ndarray:
+        """Cost of each holder for each owner, float64 (ranks, ranks); redundant ones cost most."""
+        ranks = len(self.of_rank)
+        cost = np.zeros((ranks, ranks))
+        if distance:
+            cost = np.array([[distance(a, b) for b in range(ranks)] for a in range(ranks)], float)
+        return cost + (np.abs(cost).sum() + 1) * self.present[:, self.of_rank]
+
+
+def _rotate(domains: _Domains, copies: int, prices: np.ndarray | None) -> np.ndarray:
+    """Placement by turning the ring of ranks, domain after domain; int64 (ranks, copies).
 
     A turn is a permutation, so it loads every rank alike. Turns by multiples of the largest domain
     that stop as far short of a full circle take a rank out of its own domain, and no two of them
     lead into the same one.
     """
-    first = {domain: rank for rank, domain in reversed(list(enumerate(domains)))}
-    ring = np.array(sorted(range(len(domains)), key=lambda rank: (first[domains[rank]], rank)))
+    ring = np.argsort(domains.of_rank, kind='stable')
+    largest = int(domains.sizes.max())
 
-    def price(turn: int) -> tuple[int, float]:
-        holders = np.roll(ring, -turn)
-        same_group = int((group[ring] == group[holders]).sum())
-        pairs = zip(ring.tolist(), holders.tolist(), strict=True)
-        return same_group, sum(distance(*pair) for pair in pairs) if distance else 0.0
+    def price(turn: int) -> float:
+        return float(prices[ring, np.roll(ring, -turn)].sum()) if prices is not None else 0.0
 
     turns = sorted(range(largest, len(ring) - largest + 1, largest), key=price)[:copies]
     holders = np.empty((len(ring), copies), dtype=np.int64)
     holders[ring] = np.stack([np.roll(ring, -turn) for turn in turns], axis=1)
-    return [tuple(row) for row in holders.tolist()]
+    return holders
 
 
-def _least_loaded(
-    domains: Sequence[str], copies: int, group: np.ndarray, distance: LinkCost | None
-) -> list[tuple[int, ...]]:
+def _exchange(domains: _Domains, holders: np.ndarray, prices: np.ndarray) -> None:
+    """Let two owners exchange a holder wherever that is cheaper and keeps all domains apart.
+
+    An exchange leaves every load as it is. Changes `holders` in place, to a local optimum.
+    """
+    prices = prices.copy()
+    prices[domains.of_rank[:, None] == domains.of_rank] = np.inf
+    owners = np.arange(len(holders))
+    improved = True
+    while improved:
+        improved = False
+        for copy, owner in product(range(holders.shape[1]), range(len(holders))):
+            column = holders[:, copy]
+            others = domains.of_rank[np.delete(holders, copy, axis=1)]
+            theirs = domains.of_rank[column]
+            clash = (others[owner] == theirs[:, None]).any(axis=1)
+            clash |= (others == theirs[owner]).any(axis=1)
+            now = prices[owner, column[owner]] + prices[owners, column]
+            gain = now - prices[owner, column] - prices[owners, column[owner]]
+            gain[clash] = -np.inf
+            best = int(gain.argmax())
+            if gain[best] > 1e-9 * now[best]:
+                column[[owner, best]] = column[[best, owner]]
+                improved = True
+
+
+def _least_loaded(domains: _Domains, copies: int, prices: np.ndarray | None) -> np.ndarray:
     """Placement where one domain is so large that no turn of the ring leaves it.
 
     Owners in large domains have the least choice, so they choose first.
     """
-    sizes = Counter(domains)
-    load = [0] * len(domains)
-    holders: list[list[int]] = [[] for _ in domains]
-
-    def price(owner: int, holder: int) -> tuple[int, bool, float, int]:
-        length = distance(owner, holder) if distance else 0.0
-        return load[holder], bool(group[owner] == group[holder]), length, holder
-
-    for _ in range(copies):
-        for owner in sorted(range(len(domains)), key=lambda rank: -sizes[domains[rank]]):
-            used = {domains[rank] for rank in (owner, *holders[owner])}
-            allowed = [rank for rank, domain in enumerate(domains) if domain not in used]
-            holder = min(allowed, key=lambda rank: price(owner, rank))
-            holders[owner].append(holder)
+    ranks = len(domains.of_rank)
+    load = np.zeros(ranks, dtype=np.int64)
+    holders = np.empty((ranks, copies), dtype=np.int64)
+    for copy in range(copies):
+        for owner in np.argsort(-domains.sizes[domains.of_rank], kind='stable').tolist():
+            used = domains.of_rank[np.append(holders[owner, :copy], owner)]
+            free = np.flatnonzero(~np.isin(domains.of_rank, used))
+            price = prices[owner, free] if prices is not None else np.zeros(len(free))
+            holder = free[np.lexsort((price, load[free]))[0]]
+            holders[owner, copy] = holder
             load[holder] += 1
-    return [tuple(chosen) for chosen in holders]
+    return holders
 
 
 def _all_sets(count: int, failed: int) -> Iterator[np.ndarray]:

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,15 +95,72 @@ def test_near_domains_are_preferred():
     assert holders == [(2,), (3,), (0,), (1,)]
 
 
-def test_ranks_of_the_same_group_are_avoided_before_distance_counts():
+def test_links_that_are_only_near_in_pairs_are_found():
+    # No turn of the ring stays below the switches of {a, b} and {c, d}.
+    domains = ["a", "b", "c", "d"]
+    holders = place_replicas(domains, 1, distance=lambda one, other: float(one // 2 != other // 2))
+    assert holders == [(1,), (0,), (3,), (2,)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(equal_domains, st.integers(1, 3), st.integers(0, 99))
+def test_exchanges_keep_the_laws_and_never_cost_more(domains, replicas, seed):
+    lengths = np.random.default_rng(seed).integers(0, 9, (len(domains), len(domains))).tolist()
+
+    def distance(owner, holder):
+        return lengths[owner][holder]
+
+    def total(holders):
+        return sum(lengths[a][b] for a, held_by in enumerate(holders) for b in held_by)
+
+    holders = place_replicas(domains, replicas, distance=distance)
+    copies = min(replicas, len(set(domains)) - 1)
+    assert set(loads(domains, holders)) == {copies}
+    for owner, held_by in enumerate(holders):
+        assert len({domains[rank] for rank in (owner, *held_by)}) == copies + 1
+    assert total(holders) <= total(place_replicas(domains, replicas))
+
+
+def test_copies_in_the_own_group_count():
     domains = ["a", "b", "c", "d"]
     groups = [[0, 2], [1, 3]]
-    assert place_replicas(
-        domains, 1, groups=groups, distance=lambda one, other: (one - other) % 2
-    ) == [(1,), (2,), (3,), (0,)]
+    assert place_replicas(domains, 1, groups=groups) == [()] * 4
+    assert place_replicas(domains, 1, groups=[[0, 2]]) == [(1,), (2,), (3,), (0,)]
+    assert place_replicas(["a", "a", "b", "b"], 1, groups=[[0, 1], [2, 3]]) == [
+        (2,), (3,), (0,), (1,),
+    ]  # fmt: skip
+
+
+def test_holders_keep_out_of_the_domains_of_the_group_before_distance_counts():
+    domains = ["a", "b", "c", "d"]
+    groups = [[0, 2], [1, 3]]
+
+    def distance(owner, holder):
+        return (owner - holder) % 2
+
+    assert place_replicas(domains, 2, groups=groups, distance=distance) == [
+        (1,), (2,), (3,), (0,),
+    ]  # fmt: skip
+    # Rank 5 has not the state of rank 0, but shares a node with rank 4, which has.
+    nodes = [f"node{rank // 2}" for rank in range(8)]
+    pairs = [[rank, rank + 4] for rank in range(4)]
+    for owner, held_by in enumerate(place_replicas(nodes, 2, groups=pairs)):
+        assert len(held_by) == 1
+        assert nodes[held_by[0]] not in {nodes[owner], nodes[(owner + 4) % 8]}
     lopsided = ["a", "a", "a", "b", "c"]
     first, *_ = place_replicas(lopsided, 1, groups=[[0, 3]])
     assert first == (4,)
+
+
+def test_copies_in_the_own_group_help_to_survive():
+    domains = ["a", "b", "c", "d"]
+    nobody = [()] * 4
+    assert survival_probability(domains, nobody, 1) == 0.0
+    groups = [[0, 2], [1, 3]]
+    assert survival_probability(domains, nobody, 1, groups=groups) == 1.0
+    assert survival_probability(domains, nobody, 2, groups=groups) == pytest.approx(4 / 6)
+    holders = place_replicas(domains, 2, groups=groups)
+    assert survival_probability(domains, holders, 2, groups=groups) == 1.0
 
 
 def test_negative_replicas_are_refused():

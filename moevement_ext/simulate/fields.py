@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a description's fields: the error names the field, the rule and the value."""
+
+import math
+
+
+class FieldError(ValueError):
+    """A field breaks its rule. `field` is its name, `problem` the rest of the message."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f'{field}: {problem}')
+        self.field = field
+        self.problem = problem
+
+
+def require(holds: bool, field: str, value: object, rule: str) -> None:
+    """Raise FieldError, saying that `field` is `value` but `rule`, unless the rule holds."""
+    if not holds:
+        raise FieldError(field, f'is {value!r}; {rule}')
+
+
+def positive(field: str, value: float, rule: str = 'give a number above 0') -> None:
+    """`value` is finite and above 0."""
+    require(math.isfinite(value) and value > 0, field, value, rule)
+
+
+def not_negative(field: str, value: float, rule: str = 'give a finite number, 0 or more') -> None:
+    """`value` is finite and 0 or more."""
+    require(math.isfinite(value) and value >= 0, field, value, rule)
+
+
+def positive_or_infinite(field: str, value: float) -> None:
+    """`value` is above 0; infinity is allowed."""
+    require(value > 0, field, value, 'give a number above 0 (inf: never)')
+
+
+def whole(field: str, value: int, least: int = 1) -> None:
+    """`value` is a whole number of at least `least`."""
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(good, field, value, f'give a whole number, {least} or more')
+
+
+def share(field: str, value: float) -> None:
+    """`value` is in [0, 1]."""
+    require(0 <= value <= 1, field, value, 'a share; give a number from 0 to 1')

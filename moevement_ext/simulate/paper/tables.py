@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers that the paper prints, read from the JSON files beside this module.
+
+Cells that cannot be read are None. What was mended is listed in the notes of each table.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import msgspec
+
+CHECKFREQ, GEMINI, MOC, MOEVEMENT = 'CheckFreq', 'Gemini', 'MoC', 'MoEvement'
+DENSE = (CHECKFREQ, GEMINI)
+
+
+class SystemRows(msgspec.Struct, frozen=True):
+    """Rows of one system in one setting: a value per MTBF, or a single one for all of them."""
+
+    interval: list[int | None]
+    """Iterations between checkpoints."""
+    overhead_s: list[float | None]
+    """Seconds added to each iteration on average."""
+    overhead_percent: list[float | None]
+    recovery_s: list[float | None]
+    """Seconds of all recoveries of a run."""
+    ettr: list[float | None]
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """A model, or a choice of precisions."""
+
+    name: str
+    params_e9: float
+    iteration_s: float
+    """Never printed: it follows from MoC's overhead in seconds and in percent."""
+    window: int
+    full_bytes: int
+    """Bytes of master weight and optimizer moments per parameter."""
+    light_bytes: int
+    """Bytes of a compute weight."""
+    systems: dict[str, SystemRows]
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Table 3 or Table 7."""
+
+    caption: str
+    run_s: float
+    gpus: int
+    mtbf_s: dict[str, float]
+    """Mean seconds between failures, by the name of the column."""
+    iteration_s_how: str
+    settings: list[Setting]
+    notes: list[tuple[str, str]]
+    """A cell, and what was unreadable or mended."""
+
+    def setting(self, name: str) -> Setting:
+        """The setting of that name."""
+        return next(setting for setting in self.settings if setting.name == name)
+
+
+class Condition(NamedTuple):
+    """What the paper gives about a system at one MTBF."""
+
+    setting: Setting
+    system: str
+    mtbf: str
+    mtbf_s: float
+    interval: int
+    overhead_s: float
+    ettr: float | None
+    recovery_s: float | None
+    failures: float
+    """Expected in a run."""
+
+
+class MemoryRow(msgspec.Struct, frozen=True):
+    """A row of Table 6, in GB (1e9 bytes)."""
+
+    name: str
+    params_e9: float
+    window: int
+    gemini_gb: float
+    windows_gb: float
+    logs_gb: float
+    total_gb: float
+    more_percent: float
+
+
+class MemoryTable(msgspec.Struct, frozen=True):
+    """Table 6."""
+
+    caption: str
+    rows: list[MemoryRow]
+
+
+@cache
+def ettr_tables() -> dict[str, Table]:
+    """Tables 3 and 7 by name."""
+    names = {'Table 3': 'table3.json', 'Table 7': 'table7.json'}
+    return {name: msgspec.json.decode(_read(file), type=Table) for name, file in names.items()}
+
+
+@cache
+def memory_table() -> MemoryTable:
+    """Table 6."""
+    return msgspec.json.decode(_read('table6.json'), type=MemoryTable)
+
+
+@cache
+def prose() -> dict[str, Any]:
+    """Numbers of the text and of the figures."""
+    found: dict[str, Any] = msgspec.json.decode(_read('prose.json'))
+    return found
+
+
+def conditions(table: Table, setting: Setting, system: str) -> Iterator[Condition]:
+    """One for each MTBF of the table; intervals and overheads are all readable."""
+    rows = setting.systems[system]
+    for index, (mtbf, mtbf_s) in enumerate(table.mtbf_s.items()):
+        interval, overhead_s = value_at(rows.interval, index), value_at(rows.overhead_s, index)
+        assert interval is not None and overhead_s is not None
+        yield Condition(
+            setting,
+            system,
+            mtbf,
+            mtbf_s,
+            int(interval),
+            overhead_s,
+            rows.ettr[index],
+            rows.recovery_s[index],
+            table.run_s / mtbf_s,
+        )
+
+
+def value_at[Number: (int | None, float | None)](row: list[Number], index: int) -> Number:
+    """Value of a row in column `index`; a row of one value has it in every column."""
+    return row[index] if len(row) > 1 else row[0]
+
+
+def _read(file: str) -> bytes:
+    return files(__package__).joinpath('data', file).read_bytes()

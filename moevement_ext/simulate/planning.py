@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole plan of a job: window, exposed time, traffic, memory, recovery and ETTR.
+
+Windows come from the planner that the training uses; stages that hold equal bytes are planned once.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moevement_ext.plan.paper import plan_as_printed
+from moevement_ext.plan.window import (
+    DEFAULT_HIDDEN_FRACTION,
+    InfeasiblePlan,
+    OperatorBytes,
+    WindowPlan,
+    bytes_over_budget,
+    fewest_slots,
+    hideable_budget,
+    plan_stages,
+)
+from moevement_ext.simulate import fields, memory
+from moevement_ext.simulate.closed_form import Sparse
+from moevement_ext.simulate.cluster import Cluster
+from moevement_ext.simulate.layout import Batch, Layout, Precision
+from moevement_ext.simulate.model import ModelShape
+from moevement_ext.simulate.sizes import held_elements, operator_sizes, stage_kind
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Settings of sparse checkpointing; defaults are those of the training's flags."""
+
+    window: int | None = None
+    """Iterations; None: the fewest whose slots can be hidden."""
+    max_window: int = 8
+    """The longest window that None may lead to; host memory is reserved for it."""
+    replicas: int = 2
+    localized: bool = True
+    """Log what stages send, so that a lost one replays alone."""
+    hidden_fraction: float = DEFAULT_HIDDEN_FRACTION
+    """Share of an iteration that can hide a copy."""
+    network_share: float = 0.5
+    """Share of a node's network that replication may take; the rest is training's."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            fields.whole('window', self.window)
+        fields.whole('max_window', self.max_window)
+        fields.whole('replicas', self.replicas, least=0)
+        for name in ('hidden_fraction', 'network_share'):
+            value = getattr(self, name)
+            fields.require(0 < value <= 1, name, value, 'give a share above 0, up to 1')
+
+    @property
+    def longest_window(self) -> int:
+        """Iterations that host memory is reserved for."""
+        return self.max_window if self.window is None else self.window
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How often the job fails, and what a recovery takes besides the replay."""
+
+    mtbf_s: float = math.inf
+    """Mean seconds between failures of the job."""
+    restart_s: float = 30.0
+    """From a failure until the replay begins."""
+    local_saving: float = 0.0
+    """Share of a replayed iteration that is saved as only the lost stage computes."""
+    frozen_saving: float = 0.0
+    """Share of an operator's work that is saved while it is frozen."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a plan depends on.
+
+    Raises FieldError where a field breaks its rule or fields do not fit together.
+    """
+
+    model: ModelShape
+    layout: Layout
+    batch: Batch
+    cluster: Cluster
+    iteration_s: float
+    """Without checkpointing."""
+    precision: Precision = field(default_factory=Precision)
+    protection: Protection = field(default_factory=Protection)
+    failures: Failures = field(default_factory=Failures)
+    overhead_s: float = 0.0
+    """Measured seconds added to each iteration, besides the exposed time that is computed."""
+
+    def __post_init__(self) -> None:
+        fields.positive('iteration_s', self.iteration_s)
+        fields.not_negative('overhead_s', self.overhead_s)
+        self.batch.micro_batches(self.layout.data)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on a full node."""
+        return min(self.cluster.gpus_per_node, self.layout.ranks)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes in use."""
+        return -(-self.layout.ranks // self.ranks_per_node)
+
+    @property
+    def copies(self) -> int:
+        """Replicas that there are other nodes for."""
+        return min(self.protection.replicas, self.nodes - 1)
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes per rank and iteration that stay hidden."""
+
+    copy_bytes: int
+    """Copied to host memory."""
+    network_bytes: int | None
+    """Replicated by every rank's share of its node's network; None: there are no replicas."""
+
+    @property
+    def bytes(self) -> int:
+        """The smaller one."""
+        if self.network_bytes is None:
+            return self.copy_bytes
+        return min(self.copy_bytes, self.network_bytes)
+
+    @property
+    def limited_by(self) -> str:
+        """`copy` or `network`."""
+        return 'copy' if self.bytes == self.copy_bytes else 'network'
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """Stages that hold equal bytes, and their window. Slots are those of the first of them."""
+
+    stages: list[int]
+    operators: list[OperatorBytes]
+    plan: WindowPlan
+    held_parameters: int
+    """That a rank computes with."""
+    log_bytes: int
+    """Per rank and iteration."""
+
+    def slot_bytes(self) -> np.ndarray:
+        """int64 (window, ranks of a stage)."""
+        return np.array(self.plan.slot_bytes(self.operators), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class PaperPlan:
+    """What the paper's Algorithm 1 says to the same operators and budget."""
+
+    window: int
+    bytes_over_budget: int
+    """Of the worst slot on the worst rank."""
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """Results for one job; see the properties."""
+
+    job: Job
+    budgets: Budgets
+    kinds: list[StageKind]
+    fewest: int | None
+    """The shortest window within the budget; None: there is none."""
+    fewest_by_copy: int | None
+    """The same if the network were no limit."""
+    paper: PaperPlan
+
+    @property
+    def window(self) -> int:
+        """W, iterations."""
+        return self.kinds[0].plan.window
+
+    def exposed_s(self) -> np.ndarray:
+        """Seconds by which each slot's copy lengthens its iteration, float64 (window,)."""
+        largest = np.max([kind.slot_bytes().max(axis=1) for kind in self.kinds], axis=0)
+        over = np.maximum(largest - self.budgets.copy_bytes, 0)
+        seconds: np.ndarray = over / self.job.cluster.copy_bytes_per_s
+        return seconds
+
+    def per_rank(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """Values of every global rank from those (ranks of a stage,) of each kind of stage."""
+        by_stage = [np.empty(0)] * self.job.layout.pipeline
+        for kind, value in zip(self.kinds, values, strict=True):
+            for stage in kind.stages:
+                by_stage[stage] = np.broadcast_to(value, self.job.layout.stage_ranks)
+        return np.concatenate(by_stage)
+
+    def replicated_bytes(self) -> float:
+        """Bytes that leave the busiest node per iteration, mean over the window."""
+        means = self.per_rank([kind.slot_bytes().mean(axis=0) for kind in self.kinds])
+        nodes = np.arange(len(means)) // self.job.ranks_per_node
+        return float(self.job.copies * np.bincount(nodes, weights=means).max())
+
+    def network_bytes(self) -> float:
+        """Bytes per iteration that a node's network has for replication."""
+        rate = self.job.cluster.network_bytes_per_s * self.job.protection.network_share
+        return rate * self.job.iteration_s
+
+    def log_bytes_of_node(self) -> int:
+        """Bytes per iteration that the busiest node logs."""
+        logged = self.per_rank([np.array(kind.log_bytes) for kind in self.kinds])
+        nodes = np.arange(len(logged)) // self.job.ranks_per_node
+        return int(np.bincount(nodes, weights=logged).max())
+
+    def host_memory(self, longest_window: int | None = None) -> memory.HostMemoryPlan:
+        """Of the node that needs most, if reserved for `longest_window` (None: as configured)."""
+        longest = longest_window or self.job.protection.longest_window
+        files = [np.array(memory.window_file_bytes(k.operators, longest)) for k in self.kinds]
+        rings = [np.array(memory.log_iterations(longest) * k.log_bytes) for k in self.kinds]
+        return memory.fullest_node(
+            self.per_rank(files).astype(np.int64),
+            self.per_rank(rings).astype(np.int64),
+            self.job.ranks_per_node,
+            self.job.protection.replicas,
+        )
+
+    def effectiveness(self) -> Sparse:
+        """Recovery and ETTR in closed form."""
+        failures = self.job.failures
+        return Sparse(
+            iteration_s=self.job.iteration_s,
+            window=self.window,
+            overhead_s=self.job.overhead_s + float(self.exposed_s().mean()),
+            restart_s=failures.restart_s,
+            mtbf_s=failures.mtbf_s,
+            local_saving=failures.local_saving,
+            frozen_saving=failures.frozen_saving,
+        )
+
+
+def iteration_seconds(
+    model: ModelShape, layout: Layout, batch: Batch, cluster: Cluster, mfu: float
+) -> float:
+    """Seconds of an iteration at a model FLOPs utilization in (0, 1]."""
+    fields.require(0 < mfu <= 1, 'mfu', mfu, 'give a share above 0, up to 1')
+    flops = model.flops_per_token(batch.sequence_length) * batch.tokens
+    return flops / (layout.ranks * cluster.peak_flops * mfu)
+
+
+def hidden_budgets(job: Job) -> Budgets:
+    """What the links of a rank move while an iteration computes."""
+    seconds, hidden = job.iteration_s, job.protection.hidden_fraction
+    copy = hideable_budget(job.cluster.copy_bytes_per_s, seconds, hidden)
+    if not job.copies:
+        return Budgets(copy, None)
+    rate = job.cluster.network_bytes_per_s * job.protection.network_share / job.ranks_per_node
+    return Budgets(copy, hideable_budget(rate / job.copies, seconds, hidden))
+
+
+def plan_job(job: Job) -> JobPlan:
+    """Plan all stages with one window.
+
+    Raises InfeasiblePlan, with a note of the stage, if the window is left to the planner and one
+    operator alone exceeds the budget; FieldError if model and layout do not fit together.
+    """
+    budgets = hidden_budgets(job)
+    groups = _equal_stages(job)
+    stages = [operator_sizes(job.model, job.layout, job.precision, group[0]) for group in groups]
+    window, fewest = job.protection.window, _fewest(stages, budgets.bytes)
+    if window is None:
+        if fewest is None:
+            raise _reason(stages, groups, budgets.bytes)
+        window = min(fewest, job.protection.max_window)
+    plans = plan_stages(stages, window=window, budget=budgets.bytes)
+    kinds = [
+        _stage_kind(job, group, operators, plan)
+        for group, operators, plan in zip(groups, stages, plans, strict=True)
+    ]
+    by_copy = _fewest(stages, budgets.copy_bytes)
+    return JobPlan(job, budgets, kinds, fewest, by_copy, _paper_plan(stages, budgets.bytes))
+
+
+def _equal_stages(job: Job) -> list[list[int]]:
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for stage in range(job.layout.pipeline):
+        kinds.setdefault(stage_kind(job.model, job.layout, stage), []).append(stage)
+    return list(kinds.values())
+
+
+def _fewest(stages: Sequence[Sequence[OperatorBytes]], budget: int) -> int | None:
+    """The shortest window within budget on all stages; None: there is none."""
+    try:
+        return max(fewest_slots(operators, budget).window for operators in stages)
+    except InfeasiblePlan:
+        return None
+
+
+def _reason(
+    stages: Sequence[Sequence[OperatorBytes]], groups: Sequence[Sequence[int]], budget: int
+) -> InfeasiblePlan:
+    """Of the first stage that no window is within budget on."""
+    for operators, group in zip(stages, groups, strict=True):
+        try:
+            fewest_slots(operators, budget)
+        except InfeasiblePlan as error:
+            error.add_note(f'in pipeline stage {group[0]}')
+            return error
+    raise AssertionError('every stage has a window')
+
+
+def _stage_kind(
+    job: Job, stages: list[int], operators: list[OperatorBytes], plan: WindowPlan
+) -> StageKind:
+    logged = 0
+    if job.protection.localized:
+        logged = memory.logged_bytes_per_iteration(
+            job.model, job.layout, job.batch, job.precision, stages[0]
+        )
+    held = held_elements(job.model, job.layout, stages[0])
+    return StageKind(stages, operators, plan, held, logged)
+
+
+def _paper_plan(stages: Sequence[Sequence[OperatorBytes]], budget: int) -> PaperPlan:
+    plans = [plan_as_printed(operators, budget) for operators in stages]
+    over = (bytes_over_budget(*pair, budget) for pair in zip(plans, stages, strict=True))
+    return PaperPlan(max(plan.window for plan in plans), max(over))

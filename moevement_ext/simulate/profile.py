@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured of a training run (or is known of a planned one), as input of the systems.
+
+A profile is a JSON object with the fields of Profile; units are seconds, bytes and bytes per
+second. Everything is of one rank, the one with the most bytes.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from moevement_ext.plan.window import DEFAULT_HIDDEN_FRACTION
+from moevement_ext.simulate import fields
+from moevement_ext.simulate.pipeline import Pipeline
+
+FORMAT = 'moevement-profile/1'
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be used; the message names the file, the field and the rule."""
+
+
+@dataclass(frozen=True)
+class OperatorProfile:
+    """One operator on this rank."""
+
+    name: str
+    full_bytes: int
+    """Master weights and optimizer moments."""
+    light_bytes: int
+    """Compute weights."""
+    tokens: float | None = None
+    """That an expert saw, in any unit; None for what every token passes."""
+
+    def __post_init__(self) -> None:
+        fields.whole('full_bytes', self.full_bytes, least=0)
+        fields.whole('light_bytes', self.light_bytes, least=0)
+        if self.tokens is not None:
+            fields.not_negative('tokens', self.tokens)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A workload on a machine. Raises FieldError where a field breaks its rule."""
+
+    format: str
+    """FORMAT."""
+    name: str
+    source: str
+    """Where the figures come from."""
+    iteration_s: float
+    """T, without fault tolerance."""
+    operators: tuple[OperatorProfile, ...]
+    """In the order of capture."""
+    copy_bytes_per_s: float
+    """To host memory, while training."""
+    network_bytes_per_s: float
+    """This rank's share of its node's links."""
+    disk_bytes_per_s: float
+    """This rank's share of the storage."""
+    replicas: int = 1
+    """Copies of captured state on other nodes."""
+    hidden_fraction: float = DEFAULT_HIDDEN_FRACTION
+    """Part of an iteration beside which a copy is free."""
+    restart_s: float = 0.0
+    """From a failure until state can be loaded: detection, new process, new groups."""
+    pipeline: Pipeline = Pipeline()
+
+    def __post_init__(self) -> None:
+        fields.require(self.format == FORMAT, 'format', self.format, f'must be {FORMAT!r}')
+        for name in ('iteration_s', 'copy_bytes_per_s', 'network_bytes_per_s', 'disk_bytes_per_s'):
+            fields.positive(name, getattr(self, name))
+        fields.require(bool(self.operators), 'operators', (), 'list at least one operator')
+        fields.whole('replicas', self.replicas, least=0)
+        inside = 0 < self.hidden_fraction <= 1
+        fields.require(inside, 'hidden_fraction', self.hidden_fraction, 'must be in (0, 1]')
+        fields.not_negative('restart_s', self.restart_s)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all operators in full: a dense checkpoint of this rank."""
+        return sum(operator.full_bytes for operator in self.operators)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the experts in full."""
+        return sum(op.full_bytes for op in self.operators if op.tokens is not None)
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Rate at which state reaches host memory here and on the replicas' nodes."""
+        if self.replicas == 0:
+            return self.copy_bytes_per_s
+        return min(self.copy_bytes_per_s, self.network_bytes_per_s / self.replicas)
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of copying that an iteration hides."""
+        return self.iteration_s * self.hidden_fraction
+
+    def token_shares(self) -> np.ndarray | None:
+        """Of the experts, summing to 1; None if the profile has none."""
+        tokens = np.array([op.tokens for op in self.operators if op.tokens is not None])
+        return tokens / tokens.sum() if tokens.size and tokens.sum() > 0 else None
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a JSON profile. Raises ProfileError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        raise ProfileError(f'{path}: cannot be read: {error}') from error
+    except msgspec.DecodeError as error:
+        raise ProfileError(f'{path}: {error}') from error
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile as indented JSON."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b'\n')

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No byte of the training state is lost or counted twice, and every rank has its share."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moevement_ext.simulate.fields import FieldError
+from moevement_ext.simulate.layout import Layout, Precision
+from moevement_ext.simulate.model import ModelShape
+from moevement_ext.simulate.sizes import held_elements, operator_sizes, shard, stage_kind
+
+MODEL = ModelShape(
+    'tiny', layers=4, hidden_size=64, attention_heads=4, vocab_size=256, ffn_hidden_size=128,
+    experts=8, top_k=2, expert_hidden_size=32, moe_layers=(0, 1, 1, 1),
+)  # fmt: skip
+
+LAYOUTS = [
+    Layout(1),
+    Layout(8, pipeline=2, expert=4),
+    Layout(8, pipeline=2, expert=2, overlap_grad_reduce=True),
+    Layout(16, pipeline=2, expert=4, context=2, chunks=2),
+    Layout(8, pipeline=4, expert=2),
+]
+
+
+def total_bytes(layout, attribute, model=MODEL):
+    return sum(
+        sum(getattr(operator, attribute))
+        for stage in range(layout.pipeline)
+        for operator in operator_sizes(model, layout, Precision(), stage)
+    )
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=20),
+    st.integers(1, 7),
+    st.one_of(st.none(), st.integers(1, 100)),
+)
+def test_shards_partition_every_piece(elements, shards, bucket):
+    owned = shard(elements, shards, bucket)
+    assert owned.sum(axis=1).tolist() == elements
+    assert (owned >= 0).all()
+    if bucket is None:
+        assert owned.sum(axis=0).max() == -(-sum(elements) // shards)
+
+
+def test_shards_are_ranges_in_backward_order():
+    assert shard([4, 2, 6], 3, None).tolist() == [[0, 0, 4], [0, 2, 0], [4, 2, 0]]
+
+
+def test_a_bucket_ends_with_the_piece_that_fills_it():
+    # Backward: 6 alone fills a bucket of 5; 2 and 4 make the next.
+    assert shard([4, 2, 6], 2, 5).tolist() == [[1, 3], [2, 0], [3, 3]]
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_all_ranks_together_hold_the_model_once(layout):
+    assert total_bytes(layout, 'full') == 12 * MODEL.total_parameters
+    assert total_bytes(layout, 'light') == 2 * MODEL.total_parameters
+
+
+def test_without_the_distributed_optimizer_every_replica_holds_all():
+    layout = Layout(8, pipeline=2, expert=2, distributed_optimizer=False)
+    experts = 3 * 8 * 3 * 64 * 32
+    others = MODEL.total_parameters - experts
+    assert total_bytes(layout, 'full') == 12 * (4 * others + 2 * experts)
+
+
+def test_tensor_parallel_ranks_repeat_norms_and_routers():
+    layout = Layout(4, tensor=2, expert_tensor=1, expert=2)
+    repeated = MODEL.norm.total * 9 + 3 * MODEL.router().total
+    assert total_bytes(layout, 'full') == 12 * (MODEL.total_parameters + repeated)
+
+
+def test_tied_embedding_is_on_both_ends():
+    tied = dataclasses.replace(MODEL, tied_embeddings=True)
+    assert total_bytes(Layout(1), 'full', tied) == 12 * tied.total_parameters
+    assert total_bytes(Layout(2, pipeline=2), 'full', tied) == 12 * MODEL.total_parameters
+
+
+def test_vocabulary_is_padded_as_megatron_does():
+    odd = dataclasses.replace(MODEL, vocab_size=129)
+    assert total_bytes(Layout(1), 'full', odd) == 12 * MODEL.total_parameters
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_ranks_of_a_stage_have_equal_shares(layout):
+    operators = operator_sizes(MODEL, layout, Precision(), 0)
+    held = np.sum([operator.full for operator in operators], axis=0)
+    assert held.max() - held.min() <= 12 * 4 * layout.chunks
+
+
+def test_an_expert_is_on_the_ranks_that_compute_with_it():
+    operators = operator_sizes(MODEL, Layout(4, expert=2), Precision(), 0)
+    by_name = {operator.name: operator for operator in operators}
+    holders = {
+        name: np.flatnonzero(by_name[name].full).tolist()
+        for name in ('layer2.expert0', 'layer2.expert7')
+    }
+    # Backward order: the last of the 12 local experts of each layer come first.
+    assert holders == {'layer2.expert0': [2], 'layer2.expert7': [3]}
+
+
+def test_order_is_that_of_the_training():
+    tied = dataclasses.replace(MODEL, tied_embeddings=True)
+    operators = operator_sizes(tied, Layout(2, expert=2), Precision(), 0)
+    names = [operator.name for operator in operators]
+    assert names[:6] == [
+        'embedding', 'head', 'layer2.expert0', 'layer2.expert4', 'layer2.expert1',
+        'layer2.expert5',
+    ]  # fmt: skip
+    assert names[26:] == [
+        'layer1.rest', 'layer2.rest', 'layer2.router', 'layer3.rest', 'layer3.router',
+        'layer4.rest', 'layer4.router',
+    ]  # fmt: skip
+
+
+def test_stages_of_one_kind_hold_equal_bytes():
+    layout = Layout(8, pipeline=4, expert=2)
+    assert stage_kind(MODEL, layout, 1) == stage_kind(MODEL, layout, 2)
+    assert stage_kind(MODEL, layout, 2) != stage_kind(MODEL, layout, 3)
+    sizes = [
+        [(item.full, item.light) for item in operator_sizes(MODEL, layout, Precision(), stage)]
+        for stage in (1, 2)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def test_held_parameters_are_not_sharded():
+    layout = Layout(8, expert=2)
+    experts = 3 * 8 * 3 * 64 * 32
+    assert held_elements(MODEL, layout, 0) == MODEL.total_parameters - experts // 2
+
+
+def test_experts_that_do_not_spread_are_refused():
+    with pytest.raises(FieldError, match='^expert: .*8 experts'):
+        operator_sizes(MODEL, Layout(3, expert=3), Precision(), 0)

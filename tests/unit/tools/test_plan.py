@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planning tool: output, exit status, flags of Megatron, messages for wrong input."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moevement_ext.simulate.description import DescriptionError
+from tools import plan
+from tools.plan_flags import layers_with_experts, parse_megatron_flags
+
+ROOT = Path(__file__).resolve().parents[3]
+
+MEGATRON = (
+    '--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 '
+    '--micro-batch-size 4 --global-batch-size 16 --position-embedding-type rope '
+    '--normalization RMSNorm --swiglu '
+    '--disable-bias-linear --untie-embeddings-and-output-weights --num-experts 8 '
+    '--moe-router-topk 2 --moe-ffn-hidden-size 256 --vocab-size 258 --bf16 '
+    '--use-distributed-optimizer --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 '
+    '--sparse-ckpt --sparse-ckpt-window 3 --lr 1e-3'
+).split()
+
+CLUSTER = {
+    'name': 'two', 'gpus_per_node': 2, 'gpu_memory_bytes': 1e9, 'copy_bytes_per_s': 1e9,
+    'network_bytes_per_s': 1e9, 'host_memory_bytes': 4e9, 'peak_flops': 1e11,
+}  # fmt: skip
+
+
+@pytest.fixture
+def operators(tmp_path):
+    def write(*sizes):
+        path = tmp_path / 'operators.json'
+        names = 'abcdefghijklmnopqrstuvwxyz'
+        content = [
+            {'name': name, 'full_bytes': full, 'light_bytes': light}
+            for name, (full, light) in zip(names, sizes, strict=False)
+        ]
+        path.write_text(json.dumps(content))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    path = tmp_path / 'cluster.json'
+    path.write_text(json.dumps(CLUSTER))
+    return str(path)
+
+
+def run(capsys, *argv):
+    status = plan.main([str(item) for item in argv])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def as_json(capsys, *argv):
+    status, out, err = run(capsys, *argv, '--json') if '--' not in argv else run(
+        capsys, '--json', *argv
+    )  # fmt: skip
+    assert status == 0, err
+    return json.loads(out)
+
+
+def test_slots_of_a_list(capsys, operators):
+    path = operators((12, 2), (12, 2), (12, 2))
+    assert as_json(capsys, '--operators', path, '--budget-bytes', 36) == {
+        'window': 1, 'slots': [['a', 'b', 'c']], 'slot_bytes': [36],
+    }  # fmt: skip
+    assert as_json(capsys, '--operators', path, '--budget-bytes', 16) == {
+        'window': 3, 'slots': [['a'], ['b'], ['c']], 'slot_bytes': [16, 14, 12],
+    }  # fmt: skip
+
+
+def test_slots_are_balanced(capsys, operators):
+    # Filled greedily the slots would have 49 and 12 bytes.
+    path = operators((12, 1), (12, 1), (12, 1), (12, 1), (12, 1))
+    found = as_json(capsys, '--operators', path, '--budget-bytes', 51)
+    assert (found['window'], found['slot_bytes']) == (2, [27, 36])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=8),
+       st.integers(1, 120))  # fmt: skip
+def test_a_list_is_never_over_budget_and_no_shorter_window_is_within(sizes, budget):
+    listed = [
+        plan.OperatorBytes(str(index), (max(pair),), (min(pair),))
+        for index, pair in enumerate(sizes)
+    ]
+    tails = [sum(item.light[0] for item in listed[index + 1 :]) for index in range(len(listed))]
+    fits = all(item.full[0] + tail <= budget for item, tail in zip(listed, tails, strict=True))
+    if not fits:
+        with pytest.raises(plan.InfeasiblePlan):
+            plan.plan_operators(listed, budget, plan.BY_BYTES)
+        return
+    found = plan.plan_operators(listed, budget, plan.BY_BYTES)
+    assert max(plan._sizes(found, listed)) <= budget
+    assert found.window == _fewest_by_search(listed, budget)
+
+
+def _fewest_by_search(listed, budget):
+    """Over all ways to cut the list."""
+    count = len(listed)
+    best = [0] + [count + 1] * count
+    for end in range(1, count + 1):
+        tail = sum(item.light[0] for item in listed[end:])
+        for start in range(end):
+            if sum(item.full[0] for item in listed[start:end]) + tail <= budget:
+                best[end] = min(best[end], best[start] + 1)
+    return best[count]
+
+
+def test_infeasible_list_names_the_operator(capsys, operators):
+    path = operators((4, 1), (12, 2), (4, 1))
+    status, out, err = run(capsys, '--operators', path, '--budget-bytes', 12, '--json')
+    assert (status, out) == (2, '')
+    assert "operator 'b'" in err and '13' in err
+
+
+def test_printed_algorithm_goes_over_budget_and_says_so(capsys, operators):
+    path = operators((12, 2), (12, 2), (12, 2))
+    status, out, err = run(
+        capsys, '--operators', path, '--budget-bytes', 16, '--algorithm', 'paper', '--json'
+    )
+    assert status == 0
+    assert json.loads(out) == {
+        'window': 2, 'slots': [['a', 'b'], ['c']], 'slot_bytes': [26, 12],
+    }  # fmt: skip
+    assert 'exceeds the budget by 10 bytes' in err
+
+
+def test_empty_list_is_one_empty_slot(capsys, operators):
+    found = as_json(capsys, '--operators', operators(), '--budget-bytes', 1)
+    assert found == {'window': 1, 'slots': [[]], 'slot_bytes': [0]}
+
+
+def test_list_for_people(capsys, operators):
+    path = operators((12, 2), (12, 2))
+    status, out, _ = run(capsys, '--operators', path, '--budget-bytes', '2e1')
+    assert status == 0 and 'Window of 2' in out
+
+
+@pytest.mark.parametrize(
+    ('argv', 'message'),
+    [
+        (['--operators', 'x.json'], '--budget-bytes is missing'),
+        (['--operators', 'x.json', '--budget-bytes', '0'], 'whole number of bytes'),
+        (['--operators', 'x.json', '--budget-bytes', '1.5'], 'whole number of bytes'),
+        (['--model', 'gpt-moe'], '--iteration-time or --mfu'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--algorithm', 'paper'], 'for --operators'),
+        (['--model', 'gpt-moe', '--mfu', '-1'], 'above 0'),
+    ],
+)
+def test_wrong_flags_are_named(capsys, argv, message):
+    with pytest.raises(SystemExit) as caught:
+        plan.main(argv)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('argv', 'message'),
+    [
+        (['--model', 'nothing', '--mfu', '0.3'], 'no such file, nor one of moe-llava'),
+        (['--model', 'gpt-moe', '--cluster', 'b200', '--mfu', '0.3'], '--cluster b200'),
+        (['--model', 'gpt-moe', '--mfu', '1.3'], 'mfu: is 1.3'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--gpus', '97'], 'ranks: is 97'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--window', 'x'], '--window x'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--window', '0'], 'window: is 0'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--compute', 'int4'], 'compute: is .int4.'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--', '--num-layers', '3'], '--num-layers'),
+        (['--mfu', '0.3', '--gpus', '8', '--', '--num-layers', '3'], '--hidden-size is missing'),
+        (['--mfu', '0.3', '--', *MEGATRON], '--gpus is missing'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--copy-bandwidth', '0.001'], "operator 'embed"),
+        (['--model', 'deepseek-moe', '--mfu', '0.3', '--host-memory', '9'], 'a node has'),
+    ],
+)
+def test_no_plan_is_status_2_with_the_reason(capsys, argv, message):
+    status, _, err = run(capsys, *argv)
+    assert status == 2
+    assert re.search(message, ' '.join(err.split()))
+
+
+def test_plan_of_a_preset(capsys):
+    found = as_json(
+        capsys, '--model', 'deepseek-moe', '--cluster', 'a100', '--iteration-time', 2.9,
+        '--mtbf', 600, '--restart-time', 0,
+    )  # fmt: skip
+    assert found['window'] == 1 and found['infeasible'] is None
+    assert found['gpus'] == 96 and found['nodes'] == 12
+    assert found['expected_recovery_s'] == pytest.approx(1.5 * 2.9)
+    assert found['worst_recovery_s'] == pytest.approx(2 * 2.9)
+    assert found['ettr_first_order'] == pytest.approx(1 / (1 + 1.5 * 2.9 / 600))
+    kinds = found['host_memory_bytes_per_node']
+    assert kinds['total'] == sum(size for kind, size in kinds.items() if kind != 'total')
+    assert sum(len(kind['stages']) for kind in found['stages']) == 12
+    for kind in found['stages']:
+        assert max(kind['slot_bytes']) <= found['budget_bytes']
+
+
+def test_table_says_what_json_says(capsys):
+    argv = ['--model', 'deepseek-moe', '--cluster', 'a100-80gbit', '--iteration-time', '2.9']
+    found = as_json(capsys, *argv)
+    status, out, _ = run(capsys, *argv)
+    assert status == 0
+    assert f'Window of {found["window"]}' in out
+    assert found['limited_by'] == 'network'
+    assert f'{found["ettr_exact"]:.4f}' in out
+    assert all(warning[:40] in ' '.join(out.split()) for warning in found['warnings'])
+
+
+def test_flags_of_a_run_give_the_bytes_it_captured(capsys, cluster):
+    """The slots that a run with these flags captured: 9672320, 8492672 and 8487104 bytes."""
+    found = as_json(
+        capsys, '--cluster', cluster, '--gpus', 4, '--iteration-time', 1, '--', *MEGATRON
+    )
+    assert found['window'] == 3
+    last = found['stages'][-1]
+    assert last['stages'] == [1]
+    # Of the rest, tensors are aligned to 64 bytes and routers have counters.
+    assert last['slot_bytes'] == pytest.approx([9672320, 8492672, 8487104], rel=1e-4)
+    assert found['host_memory_bytes_per_node']['log_ring'] == 10485760
+    assert found['unused_flags'] == ['--sparse-ckpt', '--lr']
+
+
+def test_flags_replace_values_of_a_preset(capsys):
+    argv = ['--model', 'deepseek-moe', '--iteration-time', '2.9', '--gpus', '64']
+    found = as_json(
+        capsys, *argv, '--', '--pipeline-model-parallel-size', '4', '--sparse-ckpt-replicas', '1',
+        '--sparse-ckpt-recovery', 'whole-job',
+    )  # fmt: skip
+    assert found['gpus'] == 64 and found['replicas'] == 1 and found['log_bytes_per_node'] == 0
+    assert sum(len(kind['stages']) for kind in found['stages']) == 4
+
+
+def test_own_flags_come_before_those_of_the_training(capsys):
+    argv = ['--model', 'gpt-moe', '--mfu', '0.3', '--window', '2', '--replicas', '0']
+    found = as_json(capsys, *argv, '--', '--sparse-ckpt-window', '5')
+    assert found['window'] == 2 and found['network_budget_bytes'] is None
+
+
+def test_megatron_model_is_counted_as_megatron_does():
+    training = parse_megatron_flags(MEGATRON).training(None, 4)
+    layer = 4 * 256 * 256 + 2 * 256 + 8 * 256 + 8 * 3 * 256 * 256
+    assert training.model.total_parameters == 4 * layer + 2 * 258 * 256 + 256
+    assert training.layout.distributed_optimizer
+    plain = parse_megatron_flags([item for item in MEGATRON if item != '--bf16'])
+    assert plain.training(None, 4).precision.compute == 'fp32'
+
+
+def test_flags_for_latent_attention_and_uneven_stages():
+    text = (
+        '--num-layers 7 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --num-experts 4 '
+        '--moe-layer-freq ([0]*1+[1]*6) --multi-latent-attention --kv-lora-rank 8 --q-lora-rank 16 '
+        '--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 '
+        '--decoder-last-pipeline-num-layers 2'
+    )
+    training = parse_megatron_flags(text.split()).training(None, 4)
+    assert training.layout.layers_per_stage == (1, 2, 2, 2)
+    assert training.model.latent.query_rank == 16
+    assert training.model.moe_layers == (0, 1, 1, 1, 1, 1, 1)
+
+
+def test_virtual_stages():
+    flags = [*MEGATRON, '--num-layers-per-virtual-pipeline-stage', '1']
+    assert parse_megatron_flags(flags).training(None, 4).layout.chunks == 2
+    flags[-1] = '3'
+    with pytest.raises(DescriptionError, match='must divide the 4 layers'):
+        parse_megatron_flags(flags).training(None, 4)
+
+
+def test_layer_frequency():
+    assert layers_with_experts('2', 5) == (1, 0, 1, 0, 1)
+    assert layers_with_experts('[0]+[1,0]*2', 5) == (0, 1, 0, 1, 0)
+    for wrong in ('0', 'x', '[2]*3', '__import__("os")'):
+        with pytest.raises(DescriptionError, match='--moe-layer-freq'):
+            layers_with_experts(wrong, 3)
+
+
+@pytest.mark.parametrize('command', [['tools/plan.py'], ['-m', 'tools.plan']])
+def test_runs_as_script_and_as_module(operators, command):
+    path = operators((12, 2), (12, 2))
+    done = subprocess.run(
+        [sys.executable, *command, '--operators', path, '--budget-bytes', '24', '--json'],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)['window'] == 1
+
+
+def test_planning_needs_neither_torch_nor_megatron():
+    code = (
+        'import sys, tools.plan; '
+        'assert not {"torch", "megatron"} & {name.split(".")[0] for name in sys.modules}'
+    )
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

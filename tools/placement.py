@@ -1,0 +1,178 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""How likely random failures lose nothing: copies of ranks' states, or replicas of experts.
+
+    tools/placement.py ranks --nodes 12 --gpus-per-node 8 --failed 4
+    tools/placement.py ranks --nodes 64 --gpus-per-node 8 --nodes-per-switch 8 --same-state 2
+    tools/placement.py experts --nodes 10 --slots 6 --experts 16 --least 2 --skew 2 --failed 4
+
+`ranks` places 1, 2 and 3 copies of each rank's state on other nodes, as the training does, and
+prints the probability that a random set of failed nodes leaves a copy of everything. `experts`
+compares Lazarus' maximum rank overlap with replicas that are spread out.
+
+Exit status: 0 done, 2 the input cannot be.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file, not as a module of the repository
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from moevement_ext.replicate import expert_placement
+from moevement_ext.replicate.survival import Placed, survival_report
+
+SPREADS = 20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    args = parse_arguments(argv)
+    try:
+        found = ranks_report(args) if args.command == 'ranks' else experts_report(args)
+    except ValueError as error:
+        print(f'placement: {error}', file=sys.stderr)
+        return 2
+    if args.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + '\n')
+    elif args.command == 'ranks':
+        Console().print(ranks_table(found['placements']))
+    else:
+        print_experts(found, Console())
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags of both commands."""
+    parser = argparse.ArgumentParser(prog='placement.py', description=__doc__.split('\n')[0])
+    commands = parser.add_subparsers(dest='command', required=True)
+    ranks = commands.add_parser('ranks', help="copies of ranks' states")
+    experts = commands.add_parser('experts', help='replicas of experts')
+    for command in (ranks, experts):
+        command.add_argument('--nodes', type=_positive, required=True)
+        command.add_argument('--failed', type=_positive, default=4, help='up to so many at once')
+        command.add_argument('--json', action='store_true')
+    ranks.add_argument('--gpus-per-node', type=_positive, default=8)
+    ranks.add_argument('--nodes-per-switch', type=_positive, help='links below one are cheap')
+    ranks.add_argument(
+        '--same-state', type=_positive, default=1, help='data-parallel ranks with the same state'
+    )
+    experts.add_argument('--slots', type=_positive, required=True, help='experts a node can hold')
+    experts.add_argument('--experts', type=_positive, required=True)
+    experts.add_argument('--least', type=_positive, default=2, help='replicas of each expert')
+    experts.add_argument(
+        '--skew', type=float, default=1.0, help='tokens of the i-th expert go with i to this power'
+    )
+    return parser.parse_args(argv)
+
+
+def ranks_report(args: argparse.Namespace) -> dict[str, Any]:
+    """Placements of 1 to 3 copies.
+
+    Raises:
+        ValueError: flags that do not go together.
+    """
+    ranks = args.nodes * args.gpus_per_node
+    if ranks % args.same_state:
+        raise ValueError(f'--same-state {args.same_state}: must divide the {ranks} ranks')
+    if args.failed > args.nodes:
+        raise ValueError(f'--failed {args.failed}: there are {args.nodes} nodes')
+    domains = [f'node{rank // args.gpus_per_node:05}' for rank in range(ranks)]
+    apart = ranks // args.same_state
+    groups = [list(range(first, ranks, apart)) for first in range(apart)]
+
+    def hops(owner: int, holder: int) -> float:
+        switch = args.nodes_per_switch * args.gpus_per_node
+        return float(owner // switch != holder // switch)
+
+    placements = survival_report(
+        domains,
+        range(1, args.failed + 1),
+        groups=groups if args.same_state > 1 else None,
+        distance=hops if args.nodes_per_switch else None,
+    )
+    return {'nodes': args.nodes, 'ranks': ranks, 'placements': placements}
+
+
+def experts_report(args: argparse.Namespace) -> dict[str, Any]:
+    """Both placements for one distribution of tokens.
+
+    Raises:
+        ValueError: the experts do not fit.
+    """
+    if args.failed > args.nodes:
+        raise ValueError(f'--failed {args.failed}: there are {args.nodes} nodes')
+    tokens = [(expert + 1) ** args.skew for expert in range(args.experts)]
+    shape = (args.nodes, args.slots)
+    replicas = expert_placement.allocate_replicas(tokens, *shape, args.least)
+    overlap = expert_placement.maximum_rank_overlap(replicas, *shape)
+    spreads = [expert_placement.spread(replicas, *shape, seed) for seed in range(SPREADS)]
+    recovery = expert_placement.recovery_probability
+    return {
+        'replicas': replicas,
+        'representatives': expert_placement.representatives(replicas, args.slots),
+        'representatives_fit': expert_placement.representatives_fit(replicas, *shape),
+        'maximum_rank_overlap': [recovery(overlap, lost) for lost in range(1, args.failed + 1)],
+        'spread': [
+            statistics.mean(recovery(placement, lost) for placement in spreads)
+            for lost in range(1, args.failed + 1)
+        ],
+        'nodes': [list(node) for node in overlap],
+    }
+
+
+def ranks_table(placements: Sequence[Placed]) -> Table:
+    """A row for each number of replicas, a column for each number of failed nodes."""
+    table = Table(title='Probability that nothing is lost', title_justify='left')
+    for heading in ('copies', 'holders', 'load', 'links between switches'):
+        table.add_column(heading, justify='right')
+    for lost in placements[0].survival:
+        table.add_column(f'{lost.failed} failed', justify='right')
+    for placed in placements:
+        least, most = placed.load
+        away = placed.mean_distance
+        table.add_row(
+            str(placed.replicas),
+            str(placed.holders),
+            str(least) if least == most else f'{least} to {most}',
+            '' if away is None else f'{away:.0%}',
+            *(
+                f'{one.probability:.4f}'
+                + (f' ±{one.standard_error:.4f}' if one.standard_error else '')
+                for one in placed.survival
+            ),
+        )
+    return table
+
+
+def print_experts(found: dict[str, Any], console: Console) -> None:
+    """Replicas, and a row per number of failed nodes."""
+    console.print(f"replicas: {' '.join(map(str, found['replicas']))}", highlight=False)
+    fit = 'fit, so the overlap is optimal' if found['representatives_fit'] else 'do not all fit'
+    console.print(f"representatives: {found['representatives']}; they {fit}", highlight=False)
+    table = Table(title='Probability that every expert survives', title_justify='left')
+    for heading in ('failed', 'maximum rank overlap', 'spread (mean)'):
+        table.add_column(heading, justify='right')
+    pairs = zip(found['maximum_rank_overlap'], found['spread'], strict=True)
+    for lost, (overlap, spread) in enumerate(pairs, start=1):
+        table.add_row(str(lost), f'{overlap:.3f}', f'{spread:.3f}')
+    console.print(table)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f'{value}: must be 1 or more')
+    return value
+
+
+if __name__ == '__main__':
+    sys.exit(main())

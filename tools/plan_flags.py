@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's flags, as far as a plan depends on them: model, layout, batch and precision.
+
+Only what is given counts: a flag replaces that value of a preset, and without a preset what is not
+given has Megatron's default. Checked against megatron-core 0.19.2.
+"""
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from moevement_ext.simulate.description import DescriptionError, Training
+from moevement_ext.simulate.layout import Batch, Layout, Precision, spread
+from moevement_ext.simulate.model import LatentAttention, ModelShape
+
+_LAYER_LIST = re.compile(r'\[([01, ]+)\](?:\*(\d+))?')
+_LAYOUT = {
+    'tensor_model_parallel_size': 'tensor',
+    'pipeline_model_parallel_size': 'pipeline',
+    'context_parallel_size': 'context',
+    'expert_model_parallel_size': 'expert',
+    'expert_tensor_parallel_size': 'expert_tensor',
+    'use_distributed_optimizer': 'distributed_optimizer',
+    'overlap_grad_reduce': 'overlap_grad_reduce',
+    'sequence_parallel': 'sequence_parallel',
+}
+_BATCH = {
+    'seq_length': 'sequence_length',
+    'micro_batch_size': 'micro_batch_size',
+    'global_batch_size': 'global_batch_size',
+}
+_PROTECTION = {
+    'sparse_ckpt_window': 'window',
+    'sparse_ckpt_max_window': 'max_window',
+    'sparse_ckpt_replicas': 'replicas',
+    'sparse_ckpt_recovery': 'recovery',
+}
+_CHUNKS = ('num_layers_per_virtual_pipeline_stage', 'num_virtual_stages_per_pipeline_rank')
+_UNEVEN = ('decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers')
+_MODEL_SIZES = (
+    'num_layers', 'hidden_size', 'ffn_hidden_size', 'num_attention_heads', 'num_query_groups',
+    'kv_channels', 'max_position_embeddings', 'vocab_size', 'num_experts', 'moe_router_topk',
+    'moe_ffn_hidden_size', 'moe_shared_expert_intermediate_size', 'q_lora_rank', 'kv_lora_rank',
+    'qk_head_dim', 'qk_pos_emb_head_dim', 'v_head_dim',
+)  # fmt: skip
+_MODEL_SWITCHES = (
+    'group_query_attention', 'swiglu', 'untie_embeddings_and_output_weights',
+    'disable_bias_linear', 'add_qkv_bias', 'qk_layernorm', 'multi_latent_attention',
+)  # fmt: skip
+_MODEL_TEXTS = ('position_embedding_type', 'normalization', 'moe_layer_freq')
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronFlags:
+    """What was given, by the name of the flag with underscores."""
+
+    given: dict[str, Any]
+    unused: list[str]
+    """Flags that do not enter a plan."""
+
+    def training(self, base: Training | None, ranks: int | None) -> Training:
+        """Model and layout, those of `base` where no flag is given.
+
+        Raises DescriptionError if there is neither a flag nor a base for something needed.
+        """
+        model = self._model(base)
+        layout = self._layout(base, model, ranks)
+        batch = base.batch if base else Batch()
+        batch = dataclasses.replace(batch, **self._renamed(_BATCH))
+        return Training(model, layout, batch, self._precision(base))
+
+    def protection(self) -> dict[str, Any]:
+        """Settings of sparse checkpointing that were given, by field."""
+        return self._renamed(_PROTECTION)
+
+    def _renamed(self, names: dict[str, str]) -> dict[str, Any]:
+        return {new: self.given[old] for old, new in names.items() if old in self.given}
+
+    def _model(self, base: Training | None) -> ModelShape:
+        names = {*_MODEL_SIZES, *_MODEL_SWITCHES, *_MODEL_TEXTS} & set(self.given)
+        if base is None:
+            return _model_of_flags(self.given)
+        if names:
+            raise DescriptionError(
+                f'{_flag(min(names))} describes a model, and so does --model; give one of them'
+            )
+        return base.model
+
+    def _layout(self, base: Training | None, model: ModelShape, ranks: int | None) -> Layout:
+        ranks = ranks or (base.layout.ranks if base else None)
+        if ranks is None:
+            raise DescriptionError('--gpus is missing: give the number of GPUs of the job')
+        start = base.layout if base else Layout(1, distributed_optimizer=False)
+        changes = {'ranks': ranks, **self._renamed(_LAYOUT)}
+        stages = changes.get('pipeline', start.pipeline)
+        if stages != start.pipeline:
+            changes['layers_per_stage'] = None
+        changes.update(self._chunks(model.layers, stages))
+        changes.update(self._uneven(model.layers, stages))
+        return dataclasses.replace(start, **changes)
+
+    def _chunks(self, layers: int, stages: int) -> dict[str, Any]:
+        of_stage, count = (self.given.get(name) for name in _CHUNKS)
+        if of_stage:
+            count, left = divmod(layers, stages * of_stage)
+            if left:
+                raise DescriptionError(
+                    f'{_flag(_CHUNKS[0])} {of_stage}: times {stages} stages it must divide the '
+                    f'{layers} layers'
+                )
+        return {'chunks': count} if count else {}
+
+    def _uneven(self, layers: int, stages: int) -> dict[str, Any]:
+        first, last = (self.given.get(name) for name in _UNEVEN)
+        if first is None and last is None:
+            return {}
+        ends = [count for count in (first, last) if count is not None]
+        if stages < 2 or sum(ends) > layers or (stages == len(ends) and sum(ends) != layers):
+            raise DescriptionError(
+                f'{_flag(_UNEVEN[0])} and {_flag(_UNEVEN[1])} {ends} do not fit {layers} layers '
+                f'on {stages} stages'
+            )
+        middle = spread(layers - sum(ends), stages - len(ends)) if stages > len(ends) else ()
+        before = () if first is None else (first,)
+        return {'layers_per_stage': (*before, *middle, *(() if last is None else (last,)))}
+
+    def _precision(self, base: Training | None) -> Precision:
+        formats = [name for name in ('bf16', 'fp16') if name in self.given]
+        if base and not formats:
+            return base.precision
+        compute = formats[0] if formats else 'fp32'
+        boundary = 'fp32' if 'fp32_residual_connection' in self.given else compute
+        return Precision(compute=compute, boundary=boundary)
+
+
+def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
+    """Sort flags into those a plan depends on and others. Exits with a message on a wrong value."""
+    parser = argparse.ArgumentParser(
+        prog='plan ... --', allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False
+    )
+    switches = {name for name in _LAYOUT if not name.endswith('_size')}
+    for name in (*_MODEL_SIZES, *(set(_LAYOUT) - switches), *_BATCH, *_CHUNKS, *_UNEVEN):
+        parser.add_argument(_flag(name), type=int)
+    for name in (*_MODEL_SWITCHES, *switches, 'bf16', 'fp16', 'fp32_residual_connection'):
+        parser.add_argument(_flag(name), action='store_true')
+    for name in _MODEL_TEXTS:
+        parser.add_argument(_flag(name))
+    parser.add_argument('--sparse-ckpt-window')
+    parser.add_argument('--sparse-ckpt-max-window', type=int)
+    parser.add_argument('--sparse-ckpt-replicas', type=int)
+    parser.add_argument('--sparse-ckpt-recovery')
+    given, unused = parser.parse_known_args(list(argv))
+    return MegatronFlags(vars(given), [item for item in unused if item.startswith('--')])
+
+
+def layers_with_experts(text: str, layers: int) -> tuple[int, ...]:
+    """Value of --moe-layer-freq: every n-th layer, or a sum of lists as in `([0]*3+[1]*58)`.
+
+    Raises DescriptionError for anything else.
+    """
+    if text.isdecimal() and int(text) > 0:
+        return tuple(int(layer % int(text) == 0) for layer in range(layers))
+    terms = text.strip().removeprefix('(').removesuffix(')').split('+')
+    matches = [_LAYER_LIST.fullmatch(term.strip()) for term in terms]
+    pattern: list[int] = []
+    for match in matches:
+        if match is None:
+            raise DescriptionError(
+                f'--moe-layer-freq {text}: give a number of at least 1, or a sum of lists of 0 '
+                f'and 1 as in ([0]*3+[1]*58)'
+            )
+        items = [int(item) for item in match[1].replace(',', ' ').split()]
+        pattern += items * int(match[2] or 1)
+    return tuple(pattern)
+
+
+def _model_of_flags(given: dict[str, Any]) -> ModelShape:
+    for name in ('num_layers', 'hidden_size', 'num_attention_heads', 'vocab_size'):
+        if name not in given:
+            raise DescriptionError(
+                f'{_flag(name)} is missing: give --model, or a whole model as Megatron flags '
+                f'after --'
+            )
+    hidden, layers = given['hidden_size'], given['num_layers']
+    gated = 'swiglu' in given
+    default_size = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+    size = given.get('ffn_hidden_size', default_size)
+    learned = given.get('position_embedding_type', 'learned_absolute') == 'learned_absolute'
+    grouped = 'group_query_attention' in given
+    return ModelShape(
+        name='Megatron flags',
+        layers=layers,
+        hidden_size=hidden,
+        attention_heads=given['num_attention_heads'],
+        vocab_size=given['vocab_size'],
+        ffn_hidden_size=size,
+        query_groups=given.get('num_query_groups', 1) if grouped else None,
+        head_size=given.get('kv_channels'),
+        latent=_latent(given) if 'multi_latent_attention' in given else None,
+        experts=given.get('num_experts', 0),
+        top_k=given.get('moe_router_topk', 2) if 'num_experts' in given else 0,
+        expert_hidden_size=given.get('moe_ffn_hidden_size', size),
+        shared_hidden_size=given.get('moe_shared_expert_intermediate_size', 0),
+        moe_layers=layers_with_experts(given.get('moe_layer_freq', '1'), layers),
+        gated=gated,
+        tied_embeddings='untie_embeddings_and_output_weights' not in given,
+        learned_positions=given.get('max_position_embeddings', 0) if learned else 0,
+        norm_bias=given.get('normalization', 'LayerNorm') == 'LayerNorm',
+        linear_bias='disable_bias_linear' not in given,
+        qkv_bias='add_qkv_bias' in given,
+        qk_norm='qk_layernorm' in given,
+    )
+
+
+def _latent(given: dict[str, Any]) -> LatentAttention:
+    return LatentAttention(
+        kv_rank=given.get('kv_lora_rank', 32),
+        query_key_size=given.get('qk_head_dim', 128),
+        position_size=given.get('qk_pos_emb_head_dim', 64),
+        value_size=given.get('v_head_dim', 128),
+        query_rank=given.get('q_lora_rank', 0),
+    )
+
+
+def _flag(name: str) -> str:
+    return '--' + name.replace('_', '-')
