@@ -97,7 +97,7 @@ def verified_window(
         try:
             return obtain(arrived)
         except _FAILURES as error:
-            logger.warning('window %d from %s: %s', candidate.start, where, error)
+            logger.warning('refused: window %d from %s: %s', candidate.start, where, error)
             reasons.append(f'{where}: {error}')
             before_next()
     raise RefusedWindow(f'window {candidate.start}: ' + ('; '.join(reasons) or 'no holder'))
