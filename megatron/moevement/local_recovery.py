@@ -164,20 +164,21 @@ class LocalRecovery:
         Raises:
             Exception: whatever is this rank's own fault.
         """
-        if self._membership.joining:
-            self._enter()
-        else:
+        again = self._membership.joining
+        if not again:
             self._committed = self._args.iteration
             self._watch()
         while True:
             try:
+                if again:
+                    self._enter()
                 return run()
             except Exception as error:
                 if not (lost_peer(error) or self._membership.broken):
                     raise
                 self._leave(f'{type(error).__name__}: {error}')
             self._meet()
-            self._enter()
+            again = True
 
     def pending(self) -> bool:
         """A failure is not yet dealt with: `carry_out` comes before the next iteration."""

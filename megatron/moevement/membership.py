@@ -58,9 +58,9 @@ class Membership:
         self._store = store
         self._timeout = timeout
         self._hang_timeout_s = hang_timeout_s
-        self._watch: EpochWatch | None = None
         self._watch_stores = store.clone(), store.clone()
         self._groups: ProcessGroups | None = None
+        self._wake: Callable[[], None] = lambda: None
         self._in_use: list[Store] = []
         self.reason = ''
         self.detect_s = 0.0
@@ -90,32 +90,20 @@ class Membership:
     @property
     def broken(self) -> bool:
         """A failure was announced in the present epoch."""
-        return self._watch is not None and self._watch.broken.is_set()
+        return self._watch.broken.is_set()
 
     def watch(self, distributed_backend: str, wake: Callable[[], None]) -> None:
-        """Have waits of this process end when the epoch does. Called when process groups exist.
+        """Have waits of this process end when an epoch does. Called when process groups exist.
 
         Args:
             distributed_backend: upstream's `--distributed-backend`.
             wake: called on the watching thread besides: ends waits that are not torch's.
         """
+        self._wake = wake
         if self._groups is None:
             self._groups = ProcessGroups(distributed_backend)
-        groups = self._groups
-
-        def on_broken(reason: str) -> None:
-            self.not_updating.wait(_UPDATE_GRACE_SECONDS)
-            groups.unblock()
-            wake()
-
-        self._watch = EpochWatch(
-            self._watch_stores,
-            self._meeting.epoch,
-            self._rendezvous.rank,
-            [report.pid for report in self.reports],
-            self._hang_timeout_s,
-            on_broken,
-        )
+        if self.broken:
+            self._unblock()
 
     def leave(self, reason: str) -> None:
         """Announce a failure in the present epoch, unless somebody has, and unblock this process.
@@ -126,11 +114,9 @@ class Membership:
         break_epoch(self._store, self._meeting.epoch, reason)
         announced = broken_since(self._store, self._meeting.epoch) or time.time()
         self.detect_s = max(time.time() - announced, 0.0)  # the clock of another node may be ahead
-        if self._watch is not None:
-            self._watch.broken.wait(self._timeout.total_seconds())
-            reason = self._watch.reason or reason
-            self._watch.stop()
-        self.reason = reason
+        self._watch.broken.wait(self._timeout.total_seconds())
+        self._watch.stop()
+        self.reason = self._watch.reason or reason
 
     def meet(self, report: Callable[[], Report]) -> list[Report]:
         """Join the epoch after the present one; returns what all ranks report, by rank.
@@ -172,9 +158,8 @@ class Membership:
         name = 'all' if members is None else 'some'
         timeout = min(self._timeout, _CONNECT_TIMEOUT)
         store: Store = PrefixStore(f'groups/{name}', self.store)
-        if self._watch is not None:
-            store = InterruptibleStore(store, self._watch.broken, timeout)
-            self._in_use = [*self._in_use[-1:], store]  # the groups clean up in the one before
+        store = InterruptibleStore(store, self._watch.broken, timeout)
+        self._in_use = [*self._in_use[-1:], store]  # the groups clean up in the one before
         try:
             self._groups.renew(store, members, timeout)
         finally:
@@ -189,16 +174,34 @@ class Membership:
 
     def close(self) -> None:
         """The job is over."""
-        if self._watch is not None:
-            self._watch.stop()
+        self._watch.stop()
 
     def _raise_if_broken(self) -> None:
-        if self._watch is not None and self._watch.broken.is_set():
+        if self.broken:
             raise EpochBroken(self._watch.reason or 'unknown')
 
     def _arrive(self, meeting: Meeting) -> None:
         self._meeting = meeting
         self.reports = [msgspec.msgpack.decode(item, type=Report) for item in meeting.reports]
+        # From now on: a new process may take long to set up, and must not count as hung meanwhile.
+        self._watch = EpochWatch(
+            self._watch_stores,
+            meeting.epoch,
+            self._rendezvous.rank,
+            [report.pid for report in self.reports],
+            self._hang_timeout_s,
+            self._on_broken,
+        )
+
+    def _on_broken(self, reason: str) -> None:
+        """On the watching thread."""
+        self.not_updating.wait(_UPDATE_GRACE_SECONDS)
+        self._unblock()
+
+    def _unblock(self) -> None:
+        if self._groups is not None:
+            self._groups.unblock()
+        self._wake()
 
 
 def newcomer_report(store: NodeStore, run: str, topology: str, rank: int) -> Report:
