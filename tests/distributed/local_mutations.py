@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to break localized recovery, one step each. Every one must turn the bits red."""
 
+import os
+import time
+
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.moevement import (
@@ -8,6 +11,7 @@ from megatron.moevement import (
     data_position,
     global_scalars,
     p2p,
+    session,
     stage_replay,
     training_state,
 )
@@ -72,3 +76,15 @@ def scheduler_counts_iterations() -> None:
     """A loop moves its scheduler by one per iteration."""
     step = OptimizerParamScheduler.step
     OptimizerParamScheduler.step = lambda self, increment: step(self, min(increment, 1))
+
+
+def slow_set_up_of_new_worker() -> None:
+    """Not broken, but slow: longer than the time after which a worker counts as hung."""
+    if os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':
+        set_up = session.Session.set_up
+
+        def slow(self, *args):
+            time.sleep(10.0)
+            return set_up(self, *args)
+
+        session.Session.set_up = slow

@@ -242,6 +242,16 @@ def test_stopped_worker_is_found_and_replaced(
     check_localized(job)
 
 
+def test_new_worker_that_takes_long_to_set_up_does_not_count_as_hung(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4')
+    mutation = 'local_mutations:slow_set_up_of_new_worker'
+    assert job.survive(fail_at='1:9:forward', mutation=mutation) == {1: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+
+
 def test_stopped_worker_that_wakes_up_is_welcome(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
