@@ -159,7 +159,7 @@ class ArrivingWindow:
         self._slots: dict[int, tuple[SlotHeader, Bytes]] = {}
         self._file: WindowFile | None = None
         self._error: Exception | None = None
-        self._waiting = False
+        self._awaited: Callable[[], bool] | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(
             target=self._run, args=(candidate, inventories, identity), daemon=True,
@@ -193,10 +193,10 @@ class ArrivingWindow:
 
     def _wait_for(self, here: Callable[[], bool]) -> None:
         with self._changed:
-            self._waiting = True
+            self._awaited = here
             self._changed.notify_all()
             self._changed.wait_for(lambda: here() or self._error is not None)
-            self._waiting = False
+            self._awaited = None
             if not here():
                 assert self._error is not None
                 raise self._error
@@ -230,6 +230,10 @@ class ArrivingWindow:
     def _before_next(self) -> None:
         """What was taken may still be read, until the reader waits for another slot."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._error is not None)
+            self._changed.wait_for(lambda: self._reader_is_idle() or self._error is not None)
             if self._error is not None:
                 raise self._error
+
+    def _reader_is_idle(self) -> bool:
+        """It waits for what is not here yet; it may not have noticed that something has come."""
+        return self._awaited is not None and not self._awaited()

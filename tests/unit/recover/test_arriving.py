@@ -153,3 +153,18 @@ def test_who_waits_wakes_up_when_it_is_closed(job: Job, arriving: Callable) -> N
     with pytest.raises((ArrivalStopped, RefusedWindow)):
         window.slot(1)
     closing.join()
+
+
+def test_reader_that_has_not_noticed_what_has_come_is_not_idle(
+    job: Job, arriving: Callable
+) -> None:
+    """It may go on at any moment, with what must not be overwritten then."""
+    job.commit(0)
+    window = arriving()
+    window.file()
+    assert not window._reader_is_idle()
+    with window._changed:
+        window._awaited = lambda: 0 in window._slots
+        assert not window._reader_is_idle()
+        window._awaited = lambda: WINDOW in window._slots
+        assert window._reader_is_idle()
