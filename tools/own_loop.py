@@ -49,7 +49,6 @@ if cpu_device.needed():
 _SEQUENCE = 64
 _VOCABULARY = 512  # bytes, and the end of a document
 _SEED = 1234
-_LOSS_MASK = torch.ones(1, _SEQUENCE)
 
 Batches = Iterator[torch.Tensor]
 
@@ -182,14 +181,15 @@ def forward_step(data: Batches, model: torch.nn.Module) -> tuple[torch.Tensor, C
     """One micro-batch through the layers of this stage."""
     tokens = next(data)
     positions = torch.arange(_SEQUENCE).expand(len(tokens), -1).cuda()
-    output = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+    future = torch.ones(1, 1, _SEQUENCE, _SEQUENCE, dtype=torch.bool).triu(1).cuda()
+    output = model(tokens[:, :-1], positions, future, labels=tokens[:, 1:])
     return output, mean_loss
 
 
 def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Of a micro-batch, and what is to be reported of it."""
     loss = output.float().mean()
-    return loss, {'lm loss': loss.detach()}
+    return loss, {'lm loss': loss.detach().clone()}  # Megatron divides the other in place
 
 
 def batches(prefix: Path, plan: TrainingPlan, consumed_samples: int) -> Batches:
