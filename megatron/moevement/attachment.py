@@ -13,6 +13,8 @@
 
 A loop may be cut off anywhere by a failure of another rank; `train` then calls it again, and the
 first `step` brings the job to the newest committed iteration. `tools/own_loop.py` is an example.
+
+Checked against megatron-core 0.19.2.
 """
 
 import os
@@ -26,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core import num_microbatches_calculator
+from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -139,6 +141,7 @@ class Attachment:
         self._args = args
         self._plan = plan
         self._data = ReplayableData()
+        self._updates: list[bool] = []
         membership, self._store = join(args, sparse, plan.timeout)
         self._session = Session(args, sparse, membership, self._data, PostStep(args))
         self._session.begin()
@@ -190,6 +193,7 @@ class Attachment:
 
         def build_and_load(load_dense: bool) -> tuple[list[Any], Any, Any]:
             built = build()
+            _check_groups(self._plan.backend)
             _check_built(*built)
             if load_dense:
                 load(*built)
@@ -197,6 +201,7 @@ class Attachment:
 
         _configure_micro_batches(self._args)
         self._built = self._session.set_up(build_and_load, load)
+        self._note_updates(self._built[1])
         return self._built
 
     def train(self, loop: Callable[[], Any], data: Callable[[int], Any]) -> Any:
@@ -223,7 +228,7 @@ class Attachment:
                 once, and the scheduler by `global_batch_size` if that was successful.
 
         Raises:
-            ConfigurationError: the scheduler was stepped otherwise.
+            ConfigurationError: optimizer or scheduler were stepped otherwise.
         """
         args = self._args
         result = self._session.step(partial(self._step, train_step), args.iteration)
@@ -240,16 +245,34 @@ class Attachment:
         """The job is over; `attach` calls it."""
         self._session.close()
 
+    def _note_updates(self, optimizer: Any) -> None:
+        step = optimizer.step
+
+        def noted() -> Any:
+            result = step()
+            self._updates.append(bool(result[0]))
+            return result
+
+        optimizer.step = noted
+
     def _step(self, train_step: Callable[..., Any], iteration: int, **schedule: Any) -> Any:
         scheduler = self._built[2]
         before = scheduler.num_steps
+        self._updates.clear()
         result = train_step(self._data.training, **schedule)
-        stepped = scheduler.num_steps - before
-        if stepped not in (0, self._plan.global_batch_size):
+        if len(self._updates) != 1:
             raise ConfigurationError(
-                f'train_step moved the scheduler by {stepped}; with sparse checkpointing it must '
-                f'call scheduler.step(increment={self._plan.global_batch_size}), the samples of '
-                'the iteration.'
+                f'train_step called optimizer.step() {len(self._updates)} times; with sparse '
+                'checkpointing it must do so once.'
+            )
+        stepped = scheduler.num_steps - before
+        expected = self._plan.global_batch_size if self._updates[0] else 0
+        if stepped != expected:
+            raise ConfigurationError(
+                f'train_step moved the scheduler by {stepped}, not {expected}; with sparse '
+                f'checkpointing it must call scheduler.step(increment='
+                f'{self._plan.global_batch_size}), the samples of the iteration, after an update '
+                'that was successful, and only then.'
             )
         return result
 
@@ -297,6 +320,15 @@ def _configure_micro_batches(args: Any) -> None:
         args.rank, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
     )
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+
+
+def _check_groups(backend: str) -> None:
+    """Groups of two backends cannot be told apart by a process that joins a running job."""
+    if backend != 'gloo' and parallel_state._DATA_PARALLEL_GROUP_GLOO is not None:
+        raise ConfigurationError(
+            f'build() has created gloo groups beside those of {backend}: pass '
+            'create_gloo_process_groups=False to initialize_model_parallel.'
+        )
 
 
 def _check_built(model: list[Any], optimizer: Any, scheduler: Any) -> None:

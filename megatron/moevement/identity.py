@@ -14,7 +14,7 @@ from moevement_ext.config import SparseCheckpointConfig
 _TRAINING = (
     'num_layers', 'hidden_size', 'ffn_hidden_size', 'num_attention_heads', 'num_query_groups',
     'kv_channels', 'seq_length', 'max_position_embeddings', 'position_embedding_type',
-    'normalization', 'swiglu', 'num_experts', 'vocab_size', 'padded_vocab_size',
+    'normalization', 'swiglu', 'num_experts', 'num_moe_experts', 'vocab_size', 'padded_vocab_size',
     'untie_embeddings_and_output_weights', 'add_bias_linear', 'hidden_dropout',
     'attention_dropout', 'data_path', 'train_data_path', 'split', 'mock_data', 'tokenizer_type',
     'seed', 'micro_batch_size', 'global_batch_size', 'rampup_batch_size', 'dataloader_type',

@@ -93,13 +93,16 @@ class Membership:
         return self._watch.broken.is_set()
 
     def watch(self, distributed_backend: str, wake: Callable[[], None]) -> None:
-        """Have waits of this process end when an epoch does. Called when process groups exist.
+        """Have waits of this process end when an epoch does, and report the next rank if it hangs.
+
+        Called when process groups exist: by then all have set up, but for new processes.
 
         Args:
             distributed_backend: upstream's `--distributed-backend`.
             wake: called on the watching thread besides: ends waits that are not torch's.
         """
         self._wake = wake
+        self._watch.judge()
         if self._groups is None:
             self._groups = ProcessGroups(distributed_backend)
         if self.broken:
@@ -183,7 +186,7 @@ class Membership:
     def _arrive(self, meeting: Meeting) -> None:
         self._meeting = meeting
         self.reports = [msgspec.msgpack.decode(item, type=Report) for item in meeting.reports]
-        # From now on: a new process may take long to set up, and must not count as hung meanwhile.
+        # Signs of life from now on: the set-up of a new process may take long.
         self._watch = EpochWatch(
             self._watch_stores,
             meeting.epoch,

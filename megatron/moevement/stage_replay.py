@@ -112,7 +112,8 @@ class StageReplay:
         """Bring this rank to `verdict.target`. Collective over the replaying ranks.
 
         Raises:
-            WindowRefused: the window is damaged wherever this rank's part is held.
+            WindowRefused: this rank's part of it, or a log that it needs, is damaged wherever it
+                is held.
         """
         assert verdict.window is not None
         faults.at_iteration(verdict.window.start + 1)

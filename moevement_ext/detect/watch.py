@@ -25,6 +25,8 @@ _LONG = timedelta(days=365)
 class EpochWatch:
     """Watches one epoch until it is broken or `stop` is called.
 
+    It gives signs of life at once; those of the next rank are missed only after `judge`.
+
     Args:
         stores: two connections of its own to the launcher's store, one for each thread.
         epoch: the one this process takes part in.
@@ -52,9 +54,14 @@ class EpochWatch:
         self._hang_timeout_s = hang_timeout_s
         self._on_broken = on_broken
         self._stopping = threading.Event()
+        self._judging = threading.Event()
         watching, beating = stores
         self._waiter = self._start(self._wait, watching)
         self._beater = self._start(self._beat_until_over, beating)
+
+    def judge(self) -> None:
+        """Have the next rank count as hung when it is not heard of for too long from now on."""
+        self._judging.set()
 
     def stop(self) -> None:
         """What happens to the epoch is no longer noticed. The waiting thread ends with it."""
@@ -90,7 +97,7 @@ class EpochWatch:
                 beats += 1
                 store.set(self._key(self._rank), str(beats))
                 heard = self._heard(store)
-                if heard != seen:
+                if heard != seen or not self._judging.is_set():
                     seen, since = heard, time.monotonic()
                 elif time.monotonic() - since > self._hang_timeout_s:
                     self._evict(store)

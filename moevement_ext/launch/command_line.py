@@ -83,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         '--max-restarts',
         **number,
         default=LaunchConfig.max_restarts,
-        help='Replacements in all; the next death ends the job. Default: %(default)s.',
+        help='Replacements in all; the next death ends the job, as do three errors of one rank '
+        'within ten minutes. Default: %(default)s.',
     )
     add(
         '--log-dir',

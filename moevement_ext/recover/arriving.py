@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 Arrived = Callable[[WindowFile, SlotHeader], None]
 """Called with every slot that is verified."""
 
+_JOIN_SECONDS = 5.0  # only a connection that is just being opened keeps the thread longer
 _FAILURES = (RefusedWindow, PeerLost, PeerRefused, HostMemoryError)
 
 
@@ -189,7 +190,7 @@ class ArrivingWindow:
             self._error = self._error or ArrivalStopped('the window is not waited for any more')
             self._changed.notify_all()
         self._memory.interrupt_fetch()
-        self._thread.join()
+        self._thread.join(_JOIN_SECONDS)
 
     def _wait_for(self, here: Callable[[], bool]) -> None:
         with self._changed:

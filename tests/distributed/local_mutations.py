@@ -15,6 +15,7 @@ from megatron.moevement import (
     stage_replay,
     training_state,
 )
+from tools import own_loop
 
 
 def data_not_moved_back() -> None:
@@ -76,6 +77,23 @@ def scheduler_counts_iterations() -> None:
     """A loop moves its scheduler by one per iteration."""
     step = OptimizerParamScheduler.step
     OptimizerParamScheduler.step = lambda self, increment: step(self, min(increment, 1))
+
+
+def scheduler_stands_still() -> None:
+    """A loop forgets its scheduler."""
+    OptimizerParamScheduler.step = lambda self, increment: None
+
+
+def optimizer_steps_twice() -> None:
+    """A loop updates twice per iteration."""
+    train_step = own_loop.train_step
+
+    def twice(built, *args):
+        result = train_step(built, *args)
+        built[1].step()
+        return result
+
+    own_loop.train_step = twice
 
 
 def slow_set_up_of_new_worker() -> None:

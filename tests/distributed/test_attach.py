@@ -2,7 +2,6 @@
 """A hand-written Megatron-Core loop, protected by `megatron.moevement.attach`."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -81,10 +80,18 @@ def test_whole_job_of_an_own_loop_comes_back_from_host_memory(
     assert differences(expected, read_digest(job)) == []
 
 
-def test_scheduler_that_is_moved_otherwise_is_refused(
-    own_loop: Callable[[], Cluster], tmp_path: Path
+@pytest.mark.parametrize(
+    ('mutation', 'message'),
+    [
+        ('scheduler_counts_iterations', 'moved the scheduler by 1, not 16'),
+        ('scheduler_stands_still', 'moved the scheduler by 0, not 16'),
+        ('optimizer_steps_twice', 'called optimizer.step() 2 times'),
+    ],
+)
+def test_loop_that_steps_otherwise_is_refused(
+    mutation: str, message: str, own_loop: Callable[[], Cluster]
 ) -> None:
     job = own_loop()
-    codes = job.run(mutation='local_mutations:scheduler_counts_iterations')
+    codes = job.run(mutation=f'local_mutations:{mutation}')
     assert 1 in codes
-    assert 'it must call scheduler.step(increment=16)' in job.output(0)
+    assert message in job.output(0)

@@ -48,10 +48,11 @@ class Job:
         pids: list[int],
         hang_timeout_s: float = NEVER_HUNG_S,
         epoch: int | None = None,
+        judges: bool = True,
     ) -> EpochWatch:
         if rank not in self.connections:
             self.connections[rank] = connect(self.store.port), connect(self.store.port)
-        return EpochWatch(
+        watch = EpochWatch(
             self.connections[rank],
             present_epoch(self.store) if epoch is None else epoch,
             rank,
@@ -59,6 +60,9 @@ class Job:
             hang_timeout_s,
             lambda reason: self.woken.put((rank, reason)),
         )
+        if judges:
+            watch.judge()
+        return watch
 
     def next_woken(self) -> tuple[int, str]:
         return self.woken.get(timeout=DEADLINE_S)
@@ -135,6 +139,15 @@ def test_a_rank_that_never_begins_to_beat_is_evicted(job: Job, fast_beats: None)
     job.watch(2, [100, 101, 102], hang_timeout_s=0.3)
     assert job.next_woken() == (2, 'rank 0 has not been heard of for 0.3 s')
     assert job.store.get('evict/0') == b'100'
+
+
+def test_a_silent_rank_is_left_alone_until_it_is_judged(job: Job, fast_beats: None) -> None:
+    """As while it sets up: for several times as long as it may be silent later."""
+    watch = job.watch(0, [100, 101], hang_timeout_s=0.3, judges=False)
+    while job.beats(0) < 20:
+        assert not watch.broken.wait(0.01)
+    watch.judge()
+    assert job.next_woken() == (0, 'rank 1 has not been heard of for 0.3 s')
 
 
 _NEIGHBOUR = """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows that are converted while they are fetched, between two real ranks over TCP."""
 
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from moevement_ext.recover.arriving import (
     verified_window,
 )
 from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY, WINDOW, digest, tmpfs_directory
+from tests.unit.replicate.peers import silent_peer
 from tests.unit.test_host_memory import CANDIDATE, Job
 
 pytestmark = pytest.mark.timeout(60)
@@ -141,18 +142,21 @@ def test_window_of_another_run_is_refused(identity: Identity, job: Job) -> None:
 
 
 def test_who_waits_wakes_up_when_it_is_closed(job: Job, arriving: Callable) -> None:
-    file = job.commit(0)
-    replicate(job, file)
-    damage(file, 1)
-    window = arriving()
-    window.slot(0)  # the thread now waits until the reader needs the next one
-    closing = threading.Timer(0.1, window.close)
-    job.ranks[1].server.stop()
-    closing.start()
-    window._thread.join()
-    with pytest.raises((ArrivalStopped, RefusedWindow)):
-        window.slot(1)
-    closing.join()
+    """The only holder has accepted the connection, and then says nothing."""
+    replicate(job, job.commit(0))
+    inventories = job.inventories()
+    job.ranks[0].windows.discard(0, PLAN)
+    with silent_peer(greets=True) as address, ThreadPoolExecutor() as pool:
+        job.ranks[0].addresses[1] = address
+        window = ArrivingWindow(job.ranks[0], CANDIDATE, [[], inventories[1]], OWN)
+        taken = pool.submit(window.slot, 0)
+        with window._changed:
+            assert window._changed.wait_for(lambda: window._awaited is not None, 20.0)
+        window.close()
+        with pytest.raises(ArrivalStopped):
+            taken.result(20.0)
+    assert not window._thread.is_alive()
+    assert job.commit(0).name == (0, PLAN)  # the file is free
 
 
 def test_reader_that_has_not_noticed_what_has_come_is_not_idle(
