@@ -121,7 +121,7 @@ class LocalRecovery:
         self._events = events
         self._broken = BrokenIteration(training.model, training.operators)
         self._replay = StageReplay(
-            args, identity, training, protection, recorder, data, communicator
+            args, identity, training, protection, recorder, data, communicator, self._enters
         )
         self._position = Position.UPDATING if membership.joining else Position.BETWEEN
         self._state: IterationState | None = None
@@ -129,6 +129,7 @@ class LocalRecovery:
         self._verdict: Localized | None = None
         self._refused: list[Candidate] = []
         self._phases = Phases()
+        self._first_iteration = False
 
     # Notes of the training thread, in every iteration
 
@@ -155,6 +156,9 @@ class LocalRecovery:
             self._position = Position.BETWEEN
             self._membership.not_updating.set()
             self._post_step.begin(state.iteration)
+            if self._first_iteration:
+                self._first_iteration = False
+                self._enters('over')
 
     # Around upstream's loop
 
@@ -198,6 +202,7 @@ class LocalRecovery:
         assert verdict is not None
         self._watch()
         began = time.perf_counter()
+        self._enters('respawn')
         self._exchange_addresses(verdict)
         self._phases.respawn += time.perf_counter() - began
         if self._args.rank in verdict.ranks:
@@ -205,6 +210,7 @@ class LocalRecovery:
         self._membership.barrier('replayed')
         faults.point('regroup')
         began = time.perf_counter()
+        self._enters('regroup')
         self._membership.renew(None)
         self._phases.regroup += time.perf_counter() - began
         if self._args.rank not in verdict.ranks and self._args.rank not in verdict.copies:
@@ -217,8 +223,12 @@ class LocalRecovery:
     def _watch(self) -> None:
         self._membership.watch(self._args.distributed_backend, self._replay.interrupt)
 
+    def _enters(self, phase: str) -> None:
+        self._events.emit('recovery_phase', phase=phase)
+
     def _leave(self, reason: str) -> None:
         began = time.perf_counter()
+        self._enters('detect')
         self._membership.not_updating.set()
         faults.point('detect')
         self._membership.leave(reason)
@@ -229,6 +239,7 @@ class LocalRecovery:
 
     def _meet(self) -> None:
         began = time.perf_counter()
+        self._enters('meet')
         self._membership.meet(self._report)
         self._phases.respawn = time.perf_counter() - began
 
@@ -326,6 +337,7 @@ class LocalRecovery:
             'recovery_started', start=verdict.window.start, dense_at=verdict.window.dense_at
         )
         began = time.perf_counter()
+        self._enters('regroup')
         self._membership.renew(verdict.ranks)
         self._phases.regroup += time.perf_counter() - began
         try:
@@ -375,6 +387,7 @@ class LocalRecovery:
 
     def _resume(self, verdict: Localized) -> None:
         """Everybody is connected and at the same iteration."""
+        self._enters('post-step')
         self._training.gather_parameters()
         progress = [handover.progress for handover in handovers(self._membership.reports)]
         self._post_step.catch_up(verdict.target, progress, self._data)
@@ -390,6 +403,8 @@ class LocalRecovery:
             replayed=self._replay.replayed if self._args.rank in verdict.ranks else 0,
             seconds={name: round(value, 3) for name, value in vars(self._phases).items()},
         )
+        self._first_iteration = True
+        self._enters('first-iteration')
 
 
 def handovers(reports: Sequence[Report]) -> list[Handover]:

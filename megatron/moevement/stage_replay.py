@@ -53,6 +53,7 @@ class StageReplay:
         recorder: plays recorded scalars back.
         data: moves the data iterators.
         communicator: of the pipeline.
+        enters: called with the name of each phase that begins.
     """
 
     Refused = WindowRefused
@@ -66,6 +67,7 @@ class StageReplay:
         recorder: ScalarRecorder,
         data: DataPosition,
         communicator: BoundaryCommunicator,
+        enters: Callable[[str], None],
     ) -> None:
         self._args = args
         self._identity = identity
@@ -74,6 +76,7 @@ class StageReplay:
         self._recorder = recorder
         self._data = data
         self._communicator = communicator
+        self._enters = enters
         self._waiting: list[LogReader | ArrivingWindow] = []
         self.fetch_s = self.convert_s = self.catch_up_s = 0.0
         self.replayed = 0
@@ -118,6 +121,7 @@ class StageReplay:
         assert verdict.window is not None
         faults.at_iteration(verdict.window.start + 1)
         faults.point('fetch')
+        self._enters('fetch')
         self._protection.stop_capturing()
         inventories = [report.windows for report in reports]
         try:
@@ -140,6 +144,7 @@ class StageReplay:
         iteration_state.restore_counters(first, self._args)
         self._data.move_training(first.consumed_train_samples)
         self.fetch_s = time.perf_counter() - began
+        self._enters('convert')
         with self._from_logs(start, target):
             conversion.run(
                 self._training.loader,
@@ -151,6 +156,7 @@ class StageReplay:
             self.state = conversion.last
             self._protection.roll_back(conversion)
             self.convert_s = time.perf_counter() - began - self.fetch_s
+            self._enters('catch-up')
             self._catch_up(conversion.last.iteration, target, iterate)
         self.replayed = target - start
         self.catch_up_s = time.perf_counter() - began - self.fetch_s - self.convert_s
