@@ -134,7 +134,7 @@ class SparseCheckpointer:
         self._given_up: list[_Writing] = []
         self._stalled = False
         self._captured = -1
-        self._next: ScheduledPlan | None = None
+        self._upcoming: list[ScheduledPlan] = []
         self._adopt(schedule)
 
     @property
@@ -145,7 +145,7 @@ class SparseCheckpointer:
     def schedule_next(self, schedule: ScheduledPlan) -> None:
         """Change to another plan at its origin. Called on any thread."""
         with self._lock:
-            self._next = schedule
+            self._upcoming.append(schedule)
 
     def begin(self, iteration: int, state: bytes) -> None:
         """Start capturing the state after `iteration`, which the next iteration will read.
@@ -236,13 +236,13 @@ class SparseCheckpointer:
 
     def _change_plan(self, iteration: int) -> None:
         with self._lock:
-            due = self._next is not None and iteration >= self._next.origin
-            upcoming, self._next = (self._next, None) if due else (None, self._next)
-        if upcoming is not None:
+            due = [schedule for schedule in self._upcoming if schedule.origin <= iteration]
+            self._upcoming = [s for s in self._upcoming if s.origin > iteration]
+        if due:
             if self._window is not None and not self._window.complete:
                 self._give_up(self._window)
             self._window = None
-            self._adopt(upcoming)
+            self._adopt(max(due, key=lambda schedule: schedule.origin))
 
     def _give_up(self, window: '_Writing') -> None:
         """Drop a window that nobody relies on; its file is reused once its seals have run."""

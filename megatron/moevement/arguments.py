@@ -189,6 +189,17 @@ def not_localized(args: Any) -> str | None:
         (args.variable_seq_lengths, '--variable-seq-lengths'),
         (args.log_straggler, '--log-straggler'),
         (
+            bool(args.moe_input_jitter_eps and args.eval_interval and args.eval_iters),
+            '--moe-input-jitter-eps draws random numbers in evaluations, which a stage that '
+            'replays alone cannot draw again; --eval-interval 0 leaves them out',
+        ),
+        (
+            args.check_weight_hash_across_dp_replicas_interval is not None,
+            '--check-weight-hash-across-dp-replicas-interval',
+        ),
+        (args.gpu_sniff_test_interval is not None, '--gpu-sniff-test-interval'),
+        (bool(args.moe_routing_trace_path), '--moe-routing-trace-path'),
+        (
             args.distributed_backend == 'nccl' and args.use_gloo_process_groups,
             'gloo groups beside those of NCCL; add --disable-gloo-process-groups',
         ),

@@ -40,6 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.moevement.arguments import refuse_unsupported
 from megatron.moevement.digest import state_digest, write_digest
 from megatron.moevement.joining import join
+from megatron.moevement.operation_count import OperationCount
 from megatron.moevement.post_step import PostStep
 from megatron.moevement.session import Session
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
@@ -47,6 +48,8 @@ from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 # What upstream's trainer has flags for and another loop has not.
 _NONE_OF_THIS: dict[str, Any] = {
     'load': None, 'save': None, 'save_interval': None, 'eval_interval': None,
+    'exit_interval': None, 'non_persistent_save_interval': None, 'moe_routing_trace_path': None,
+    'check_weight_hash_across_dp_replicas_interval': None, 'gpu_sniff_test_interval': None,
     'start_eval_at_iter': None, 'do_train': 1, 'do_valid': 0, 'do_test': 0,
     'consumed_train_samples': 0, 'consumed_valid_samples': 0, 'skipped_train_samples': 0,
     'num_floating_point_operations_so_far': 0.0, 'iteration': 0, 'curr_iteration': 0,
@@ -143,7 +146,9 @@ class Attachment:
         self._data = ReplayableData()
         self._updates: list[bool] = []
         membership, self._store = join(args, sparse, plan.timeout)
-        self._session = Session(args, sparse, membership, self._data, PostStep(args))
+        self._session = Session(
+            args, sparse, membership, self._data, PostStep(args), OperationCount(lambda: 0.0)
+        )
         self._session.begin()
 
     @property

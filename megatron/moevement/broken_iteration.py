@@ -15,6 +15,7 @@ from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_s
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.utils import get_model_config
+from megatron.training import global_vars
 
 from megatron.moevement.operators import Operator
 from moevement_ext.errors import SparseCheckpointError
@@ -68,12 +69,14 @@ class BrokenIteration:
         machine.state = RerunState.NOT_RUNNING_YET
         machine.mode = self._rerun_mode
         machine.saved_state = None
+        for timer in _timers():
+            timer._started = False
+        if torch._C._autograd._profiler_enabled():  # upstream's loop starts one of its own
+            torch.autograd._disable_profiler()
         config = get_model_config(self._model[0])
-        if isinstance(config.timers, Timers):
-            for timer in config.timers._timers.values():
-                timer._started = False
         config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
         for chunk in self._model:
+            chunk.train()
             self._release_chunk(chunk)
 
     def _release_chunk(self, chunk: Any) -> None:
@@ -92,12 +95,21 @@ class BrokenIteration:
             chunk.enable_forward_pre_hook()
 
 
+def _timers() -> list[Any]:
+    """Upstream's, if its trainer runs; the model's configuration has none in an evaluation."""
+    timers = global_vars._GLOBAL_TIMERS
+    return list(timers._timers.values()) if timers is not None else []
+
+
 def _check() -> None:
     for owner, names in (
         (RerunState, ('NOT_RUNNING_YET',)),
         (RerunMode, ('DISABLED',)),
         (get_rerun_state_machine(), ('state', 'mode', 'saved_state', 'current_iteration')),
         (Timers(0, 'minmax'), ('_timers',)),
+        (global_vars, ('_GLOBAL_TIMERS',)),
+        (torch.autograd, ('_disable_profiler',)),
+        (torch._C._autograd, ('_profiler_enabled',)),
         (get_moe_metrics_tracker(), ('metrics',)),
     ):
         for name in names:

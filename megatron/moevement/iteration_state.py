@@ -67,7 +67,12 @@ def decode(encoded: bytes) -> IterationState:
 
 
 def capture(
-    args: Any, iteration: int, optimizer: Any, scheduler: Any, scalars: GlobalScalars
+    args: Any,
+    iteration: int,
+    optimizer: Any,
+    scheduler: Any,
+    scalars: GlobalScalars,
+    floating_point_operations: float,
 ) -> IterationState:
     """The state after `iteration` committed iterations. Called by the training thread."""
     return IterationState(
@@ -75,7 +80,7 @@ def capture(
         consumed_train_samples=args.consumed_train_samples,
         consumed_valid_samples=args.consumed_valid_samples,
         skipped_train_samples=args.skipped_train_samples,
-        floating_point_operations=float(args.num_floating_point_operations_so_far),
+        floating_point_operations=floating_point_operations,
         scheduler_steps=scheduler.num_steps,
         scalars=scalars,
         rng=capture_rng(),

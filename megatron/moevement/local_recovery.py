@@ -7,7 +7,6 @@ loop at the newest committed iteration; new processes do so for the first time. 
 (paper section 3.4).
 """
 
-import enum
 import logging
 import os
 import sys
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgspec
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.moevement import iteration_state, upstream
 from megatron.moevement.broken_iteration import BrokenIteration
@@ -24,6 +24,7 @@ from megatron.moevement.data_position import DataPosition
 from megatron.moevement.global_scalars import ScalarRecorder
 from megatron.moevement.iteration_state import IterationState
 from megatron.moevement.membership import Membership, lost_peer
+from megatron.moevement.operation_count import CountedOperations, OperationCount
 from megatron.moevement.p2p import BoundaryCommunicator
 from megatron.moevement.planning import Planner
 from megatron.moevement.post_step import PostStep, PostStepProgress
@@ -39,11 +40,15 @@ from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.observe.events import EventLog
 from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.recover.agreement import Candidate
+from moevement_ext.recover.rank_state import RankState, Running
 from moevement_ext.recover.verdict import NOWHERE, Localized, Report, WholeJob, decide
 from moevement_ext.rendezvous import EpochBroken
 from moevement_ext.testing import faults
 
 logger = logging.getLogger(__name__)
+
+_ANNOUNCEMENT_SECONDS = 2.0
+_POLL_SECONDS = 0.02
 
 
 class Handover(msgspec.Struct, frozen=True):
@@ -55,14 +60,8 @@ class Handover(msgspec.Struct, frozen=True):
     """In what follows the newest committed iteration."""
     runs: tuple[int, int, int]
     """Upstream's `do_train`, `do_valid` and `do_test`."""
-
-
-class Position(enum.Enum):
-    """Where the training thread is, as far as this rank's state is concerned."""
-
-    BETWEEN = 'the state of an iteration is complete'
-    RUNNING = 'an iteration accumulates gradients; it can be run again'
-    UPDATING = 'parameters are being written'
+    operations: CountedOperations
+    """Where the count of floating point operations began."""
 
 
 @dataclass
@@ -93,6 +92,8 @@ class LocalRecovery:
         post_step: does again what follows an iteration.
         communicator: of the pipeline.
         events: event log of the rank.
+        rank_state: what this rank has of the training state.
+        operations: floating point operations so far, for what upstream logs and saves.
     """
 
     def __init__(
@@ -108,6 +109,8 @@ class LocalRecovery:
         post_step: PostStep,
         communicator: BoundaryCommunicator,
         events: EventLog,
+        rank_state: RankState[IterationState],
+        operations: OperationCount,
     ) -> None:
         self._args = args
         self._membership = membership
@@ -123,10 +126,8 @@ class LocalRecovery:
         self._replay = StageReplay(
             args, identity, training, protection, recorder, data, communicator, self._enters
         )
-        self._position = Position.UPDATING if membership.joining else Position.BETWEEN
-        self._state: IterationState | None = None
-        self._committed = NOWHERE
-        self._verdict: Localized | None = None
+        self._rank = rank_state
+        self._operations = operations
         self._refused: list[Candidate] = []
         self._phases = Phases()
         self._first_iteration = False
@@ -135,30 +136,38 @@ class LocalRecovery:
 
     def begin(self, state: IterationState) -> None:
         """The iteration after `state` begins."""
-        if self._membership.broken:
-            raise EpochBroken('another rank is gone')
-        if self._position is not Position.UPDATING:
-            self._position = Position.RUNNING
-            self._state = state
+        self._raise_if_broken()
+        self._rank.begins(state)
+        if not self._rank.rebuilding:
             self._broken.begin()
 
     def updating(self) -> None:
-        """The optimizer begins to write."""
-        if self._position is Position.RUNNING:
-            self._position = Position.UPDATING
+        """The optimizer begins to write.
+
+        Raises:
+            EpochBroken: a failure was announced; what was reduced last may be worthless (NCCL's
+                waits return when they are aborted).
+        """
+        self._raise_if_broken()
+        self._rank.updating()
+        if not self._rank.rebuilding:
             self._membership.not_updating.clear()
 
     def stepped(self, state: IterationState) -> None:
         """The optimizer has written; `state` is what the next iteration will start from."""
-        self._committed = max(self._committed, state.iteration)
-        self._state = state
-        if self._verdict is None:  # a stage that catches up is behind until it is all done
-            self._position = Position.BETWEEN
-            self._membership.not_updating.set()
-            self._post_step.begin(state.iteration)
-            if self._first_iteration:
-                self._first_iteration = False
-                self._enters('over')
+        self._rank.stepped(state)
+        if self._rank.rebuilding:  # a stage that catches up is behind until it is all done
+            return
+        self._membership.not_updating.set()
+        self._post_step.begin(state.iteration)
+        if self._first_iteration:
+            self._first_iteration = False
+            self._enters('over')
+
+    def converted(self, state: IterationState) -> None:
+        """All stages have converted their windows together, to `state`."""
+        self._rank.reached(state)
+        self._rank.rebuilt()
 
     # Around upstream's loop
 
@@ -170,15 +179,17 @@ class LocalRecovery:
         """
         again = self._membership.joining
         if not again:
-            self._committed = self._args.iteration
             self._watch()
         while True:
             try:
                 if again:
                     self._enter()
-                return run()
+                result = run()
+                if self.pending():  # all iterations were committed before the failure
+                    self.carry_out(_no_iteration, _no_iteration)
+                return result
             except Exception as error:
-                if not (lost_peer(error) or self._membership.broken):
+                if not self.caused_by_others(error):
                     raise
                 self._leave(f'{type(error).__name__}: {error}')
             self._meet()
@@ -186,7 +197,7 @@ class LocalRecovery:
 
     def pending(self) -> bool:
         """A failure is not yet dealt with: `carry_out` comes before the next iteration."""
-        return self._verdict is not None
+        return self._rank.pending is not None
 
     def carry_out(self, iterate: Callable[[int], Any], replay: Callable[[int], Any]) -> None:
         """Replay what was lost and reconnect. In the first `train_step` after entering the loop.
@@ -198,27 +209,44 @@ class LocalRecovery:
         Raises:
             EpochBroken: another failure came first.
         """
-        verdict = self._verdict
+        verdict = self._rank.pending
         assert verdict is not None
         self._watch()
         began = time.perf_counter()
         self._enters('respawn')
+        if verdict.window is not None and self._args.rank in verdict.ranks:
+            # Before anybody reads this log: a stage that replays, too, waits for what is sent anew.
+            self._protection.rewind_log(verdict.window.start)
         self._exchange_addresses(verdict)
         self._phases.respawn += time.perf_counter() - began
         if self._args.rank in verdict.ranks:
             self._replay_stage(verdict, iterate, replay)
+        faults.point('replayed')
         self._membership.barrier('replayed')
         faults.point('regroup')
         began = time.perf_counter()
         self._enters('regroup')
         self._membership.renew(None)
         self._phases.regroup += time.perf_counter() - began
-        if self._args.rank not in verdict.ranks and self._args.rank not in verdict.copies:
+        if self._args.rank not in verdict.ranks | verdict.copies.keys():
             self._put_back()
         self._copy(verdict)
         self._resume(verdict)
 
     # Failure
+
+    def caused_by_others(self, error: BaseException) -> bool:
+        """True if `error` came of the loss of another rank, which may be announced any moment."""
+        deadline = time.monotonic() + _ANNOUNCEMENT_SECONDS
+        while not (lost_peer(error) or self._membership.broken):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _raise_if_broken(self) -> None:
+        if self._membership.broken:
+            raise EpochBroken('another rank is gone')
 
     def _watch(self) -> None:
         self._membership.watch(self._args.distributed_backend, self._replay.interrupt)
@@ -244,17 +272,13 @@ class LocalRecovery:
         self._phases.respawn = time.perf_counter() - began
 
     def _report(self) -> Report:
-        clean = {
-            Position.UPDATING: NOWHERE,
-            Position.RUNNING: self._state.iteration if self._state else NOWHERE,
-            Position.BETWEEN: self._committed,
-        }[self._position]
         memory = self._protection.memory
         first_logged = memory.log.first_iteration if memory.log is not None else None
         handover = Handover(
             self._protection.present,
             self._post_step.progress(),
             (self._args.do_train, self._args.do_valid, self._args.do_test),
+            self._operations.base,
         )
         return Report(
             survivor=True,
@@ -262,8 +286,8 @@ class LocalRecovery:
             pid=os.getpid(),
             windows=held_windows(memory.store, self._identity.run, self._identity.topology),
             origin=self._membership.origin,
-            committed=self._committed,
-            clean_at=clean,
+            committed=self._rank.committed,
+            clean_at=self._rank.clean_at,
             first_logged=NOWHERE if first_logged is None else first_logged,
             refused=self._refused,
             address=memory.addresses[self._args.rank],
@@ -274,8 +298,9 @@ class LocalRecovery:
     def _entries(self) -> list[LedgerEntry]:
         """The newest committed iterations, as many as a replay can need."""
         ledger = self._protection.memory.ledger
-        oldest = max(self._committed - self._protection.log_iterations, 0)
-        found = [ledger.get(t) for t in range(oldest + 1, self._committed + 1)]
+        newest = self._rank.committed
+        oldest = max(newest - self._protection.log_iterations, 0)
+        found = [ledger.get(t) for t in range(oldest + 1, newest + 1)]
         return [entry for entry in found if entry is not None]
 
     def _enter(self) -> None:
@@ -283,27 +308,35 @@ class LocalRecovery:
         reports = self._membership.reports
         planner = self._planner
         verdict = decide(
-            reports, planner.stage_of, planner.tied, self._args.train_iters, planner.twins
+            reports,
+            planner.stage_of,
+            planner.tied,
+            self._args.train_iters,
+            planner.twins,
+            interleaved=len(self._training.model) > 1,
         )
         if isinstance(verdict, WholeJob):
-            self._give_up(verdict.reason)
-        self._verdict = verdict
-        if self._args.rank in verdict.ranks or self._args.rank in verdict.copies:
-            self._position = Position.UPDATING
-        self._committed = verdict.target
+            self.give_up(verdict.reason)
+        self._rank.decided(verdict, self._args.rank)
         self._replay.learn(reports, self._planner.stage_of)
-        samples = self._replay.consumed_samples(verdict.target)
-        if self._position is not Position.UPDATING and self._state is not None:
-            samples = self._state.consumed_train_samples
+        kept = self._rank.kept
+        samples = (
+            kept.consumed_train_samples
+            if kept is not None
+            else self._replay.consumed_samples(verdict.target)
+        )
         iteration_state.move_to(verdict.target, samples, self._args)
+        self._operations.base = handovers(reports)[0].operations
+        self._args.num_floating_point_operations_so_far = self._operations.at(samples)
         if self._membership.joining:
             upstream.fill_first_step_caches(self._training.optimizer)
         else:
             self._broken.let_go()
+            self._post_step.let_go()
         self._membership.silence()
         self._membership.joining = False
 
-    def _give_up(self, reason: str) -> NoReturn:
+    def give_up(self, reason: str) -> NoReturn:
         """The next tier: all workers end, and the launcher starts the whole job again."""
         self._events.emit('next_tier', reason=reason, tier='the whole job')
         logger.warning('sparse checkpointing: the whole job starts again: %s', reason)
@@ -341,36 +374,34 @@ class LocalRecovery:
         self._membership.renew(verdict.ranks)
         self._phases.regroup += time.perf_counter() - began
         try:
-            self._replay.run(verdict, self._membership.reports, iterate, replay)
+            self._replay.run(verdict, self._membership.reports, iterate, replay, self._rank)
         except self._replay.Refused as refusal:
             self._refused.append(verdict.window)
             raise EpochBroken(str(refusal)) from refusal
         self._phases.fetch = self._replay.fetch_s
         self._phases.convert = self._replay.convert_s
         self._phases.catch_up = self._replay.catch_up_s
-        self._state = self._replay.state
-        self._position = Position.BETWEEN
 
     def _put_back(self) -> None:
         """This rank keeps its state; only what the broken iteration began is undone."""
-        state = self._state
-        if state is None:  # nothing has run yet
-            return
+        state = self._rank.kept
+        assert state is not None
         self._training.restore(state, self._args)
-        if self._position is Position.RUNNING:
+        if isinstance(self._rank.position, Running):
             self._broken.put_back()
         self._recorder.put_back(state.scalars)
         self._data.move_training(state.consumed_train_samples)
         if self._protection.memory.log is not None:
             self._protection.memory.log.rewind(state.iteration)
+        self._rank.undone()
 
     def _copy(self, verdict: Localized) -> None:
         """Take the state from a twin, or give it to one."""
         rank, store = self._args.rank, self._membership.store
         for behind, twin in verdict.copies.items():
             if rank == twin:
-                assert self._state is not None  # its state is complete
-                encoded = iteration_state.encode(self._state)
+                assert self._rank.kept is not None  # its state is complete
+                encoded = iteration_state.encode(self._rank.kept)
                 store.set(f'state/{behind}', encoded)  # type: ignore[arg-type]
         family = {rank, *self._planner.twins[rank]}
         source = next((twin for behind, twin in verdict.copies.items() if behind in family), None)
@@ -381,7 +412,8 @@ class LocalRecovery:
             self._protection.stop_capturing()
         copy_state(self._training.operators, self._training.states, source)
         if rank in verdict.copies:
-            self._state = iteration_state.decode(store.get(f'state/{rank}'))
+            self._rank.reached(iteration_state.decode(store.get(f'state/{rank}')))
+            self._rank.rebuilt()
             self._put_back()
         self._phases.fetch += time.perf_counter() - began
 
@@ -389,10 +421,16 @@ class LocalRecovery:
         """Everybody is connected and at the same iteration."""
         self._enters('post-step')
         self._training.gather_parameters()
+        args = self._args
+        args.num_floating_point_operations_so_far = self._operations.at(args.consumed_train_samples)
         progress = [handover.progress for handover in handovers(self._membership.reports)]
-        self._post_step.catch_up(verdict.target, progress, self._data)
-        self._verdict = None
-        self._position = Position.BETWEEN
+        committed = self._protection.memory.ledger.get(verdict.target)
+        grows = committed is not None and get_num_microbatches() > committed.num_microbatches
+        self._post_step.catch_up(verdict.target, progress, self._data, grows)
+        faults.point('resume')
+        if verdict.copies:  # they have nothing of the present window, nor a log
+            self._protection.begin_window(verdict.target)
+        self._rank.resumed()
         self._events.emit(
             'recovered',
             scope='localized',
@@ -405,6 +443,10 @@ class LocalRecovery:
         )
         self._first_iteration = True
         self._enters('first-iteration')
+
+
+def _no_iteration(iteration: int) -> NoReturn:
+    raise AssertionError(f'nothing is left to train after iteration {iteration}')
 
 
 def handovers(reports: Sequence[Report]) -> list[Handover]:

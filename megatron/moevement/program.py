@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.moevement.digest import state_digest, write_digest
 from megatron.moevement.joining import join
 from megatron.moevement.local_recovery import handovers
 from megatron.moevement.membership import Membership
+from megatron.moevement.operation_count import OperationCount
 from megatron.moevement.post_step import PostStep
 from megatron.moevement.session import Session
 from megatron.moevement.upstream_trainer import UpstreamTrainer
@@ -26,23 +28,28 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
         train: upstream's `pretrain`, ready to be called; takes `store`.
         args: upstream's parsed arguments.
     """
-    if args.sparse_ckpt_digest is not None:
-        upstream.wrap('train', _digesting(args))
     if not args.sparse_ckpt:
+        _digest_at_the_end(args)
         train()
         return
     config = config_from_args(args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     membership, store = join(args, config, timeout)
     data, post_step = UpstreamData(), PostStep(args)
-    session = Session(args, config, membership, data, post_step)
+    operations = OperationCount(partial(upstream.floating_point_operations, args))
+    session = Session(args, config, membership, data, post_step, operations)
     UpstreamTrainer(args, session, data, post_step).install(localized=membership is not None)
+    _digest_at_the_end(args)  # outermost: of a state that is whole, after the last recovery
     session.begin()
-    if membership is not None and membership.joining:
-        _train_as_newcomer(train, args, membership)
-    else:
-        train(store=store)
-    torch.distributed.barrier()  # nobody gives up what another may still need to recover
+    try:
+        if membership is not None and membership.joining:
+            _train_as_newcomer(train, args, membership)
+        else:
+            train(store=store)
+        torch.distributed.barrier()  # nobody gives up what another may still need to recover
+    except Exception as error:
+        session.failed_after_training(error)
+        raise
     session.close()
 
 
@@ -50,6 +57,11 @@ def _train_as_newcomer(train: Callable[..., Any], args: Any, membership: Members
     # What set-up learns from the others elsewhere, a process that joins them is told.
     args.do_train, args.do_valid, args.do_test = handovers(membership.reports)[0].runs
     train()
+
+
+def _digest_at_the_end(args: Any) -> None:
+    if args.sparse_ckpt_digest is not None:
+        upstream.wrap('train', _digesting(args))
 
 
 def _digesting(args: Any) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from megatron.moevement.conversion import Conversion
@@ -155,6 +156,14 @@ class Protection:
         self.memory.windows.discard_after(name.start)
         self.checkpointer.roll_back(name.start)
         self._replicate_again(name, file)
+
+    def begin_window(self, iteration: int) -> None:
+        """Capture by the plan in force from the state after `iteration` on; all ranks do so."""
+        self.checkpointer.stop_capturing()
+        self.checkpointer.roll_back(iteration - 1)
+        self.checkpointer.schedule_next(
+            self._schedule(msgspec.structs.replace(self.present, origin=iteration))
+        )
 
     def reach_peers(self) -> None:
         """Offer everything again if holders of this rank's replicas have become new processes."""

@@ -29,6 +29,7 @@ from megatron.moevement.global_scalars import GlobalScalars, ScalarRecorder
 from megatron.moevement.iteration_state import IterationState
 from megatron.moevement.local_recovery import LocalRecovery, handovers
 from megatron.moevement.membership import Membership
+from megatron.moevement.operation_count import CountedOperations, OperationCount
 from megatron.moevement.p2p import BoundaryCommunicator
 from megatron.moevement.planning import Planner
 from megatron.moevement.post_step import PostStep
@@ -41,9 +42,14 @@ from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.store import NodeStore
 from moevement_ext.observe.events import EventLog
 from moevement_ext.recover.context import SlotContext
+from moevement_ext.recover.rank_state import RankState
+from moevement_ext.recover.verdict import NOWHERE
 from moevement_ext.testing import faults
 
 logger = logging.getLogger(__name__)
+
+LOOP_ENDS = object()
+"""What `Session.step` returns when the loop is to end where it is."""
 
 
 class Session:
@@ -55,6 +61,7 @@ class Session:
         membership: this process among the others; None where a failure restarts the whole job.
         data: where the data of this rank go on.
         post_step: what the loop does after an iteration.
+        operations: floating point operations so far, for upstream's own count.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class Session:
         membership: Membership | None,
         data: DataPosition,
         post_step: PostStep,
+        operations: OperationCount,
     ) -> None:
         self._args = args
         self._config = config
@@ -79,13 +87,15 @@ class Session:
         self._exchange = Exchange(membership.archive if membership else None, self.joining)
         self._data = data
         self._post_step = post_step
+        self._operations = operations
         self._local: LocalRecovery | None = None
         self._alone = ExitStack()
         self._running: int | None = None
+        self._trained = False
         self._protection: Protection | None = None
         self._conversion: Conversion | None = None
         self._phases = recovery.Phases()
-        self._catch_up_to = -1
+        self._catch_up_to = NOWHERE
         self._caught_up_from = 0.0
         self._replayed_from = -1
 
@@ -203,6 +213,7 @@ class Session:
             result = run()
         else:
             result = self._train_among(self._membership, run)
+        self._trained = True
         self._protection.drain()
         return result
 
@@ -214,6 +225,10 @@ class Session:
             return
         if self._conversion is not None:
             iteration_state.restore_counters(self._conversion.last, self._args)
+        self._operations.base = CountedOperations(
+            self._args.consumed_train_samples,
+            float(self._args.num_floating_point_operations_so_far),
+        )
         protection.start(protection.first_plan(self._args.iteration), store)
         if self._conversion is not None:
             protection.replicate_again(self._conversion)
@@ -231,9 +246,23 @@ class Session:
         self._local = LocalRecovery(
             self._args, membership, self._identity, self._training, self._planner,
             self._protection, self._recorder, self._data, self._post_step, self._communicator,
-            self._events,
+            self._events, self._rank_state(membership), self._operations,
         )  # fmt: skip
         return self._local.train(run)
+
+    def _rank_state(self, membership: Membership) -> RankState[IterationState]:
+        """What this rank has when its training loop is entered for the first time."""
+        if membership.joining:
+            return RankState(NOWHERE)
+        if self._conversion is not None:
+            return RankState(self._conversion.last.iteration)
+        iteration = self._args.iteration
+        return RankState(iteration, self._state(iteration, self._recorder.peek()))
+
+    def failed_after_training(self, error: Exception) -> None:
+        """The program has failed; if another rank died, and training is over, all start again."""
+        if self._local is not None and self._trained and self._local.caused_by_others(error):
+            self._local.give_up('a worker died after the last iteration')
 
     def step(self, train_step: Callable[..., Any], iteration: int) -> Any:
         """The iteration after `iteration`, after what a failure has left to do.
@@ -244,11 +273,13 @@ class Session:
         """
         self._recorder.stand_around(get_model_config(self._training.model[0]))
         step = partial(self._step, train_step)
-        if self._conversion is not None:
-            self._convert(self._conversion, step)
-            self._conversion = None
         if self._local is not None and self._local.pending():
+            self._drop_conversion()
             self._local.carry_out(partial(self._iterate, step), step)
+            if self._post_step.exits(iteration):
+                return LOOP_ENDS
+        elif self._conversion is not None:
+            self._convert(self._conversion, step)
         return self._iterate(step, iteration)
 
     def _step(self, train_step: Callable[..., Any], iteration: int) -> Any:
@@ -295,6 +326,9 @@ class Session:
             restore=lambda state: self._training.restore(state, self._args),
             replay=step,
         )
+        self._conversion = None
+        if self._local is not None:
+            self._local.converted(conversion.last)
         get_moe_metrics_tracker().clear()  # the log shows trained iterations only
         self._phases.load, self._phases.convert = conversion.load_s, conversion.replay_s
         self._caught_up_from = time.perf_counter()
@@ -303,11 +337,18 @@ class Session:
         if self._catch_up_to <= conversion.last.iteration:
             self._recovered()
 
+    def _drop_conversion(self) -> None:
+        """A failure cut off the conversion of all stages; what to replay was decided anew."""
+        if self._conversion is not None:
+            self._conversion = None
+            self._catch_up_to = NOWHERE
+
     def _state(self, iteration: int, scalars: GlobalScalars) -> IterationState:
         training = self._training
         return iteration_state.capture(
-            self._args, iteration, training.optimizer, training.scheduler, scalars
-        )
+            self._args, iteration, training.optimizer, training.scheduler, scalars,
+            self._operations.at(self._args.consumed_train_samples),
+        )  # fmt: skip
 
     def _commit(self, iteration: int, skipped: bool) -> None:
         """Iteration `iteration` is committed on this rank: its update is written.
@@ -321,6 +362,7 @@ class Session:
         samples = self._args.data_parallel_size * self._args.micro_batch_size * num_microbatches
         state = self._state(iteration, self._recorder.peek())
         state.consumed_train_samples += samples
+        state.floating_point_operations = self._operations.at(state.consumed_train_samples)
         state.scheduler_steps += 0 if skipped else samples
         group = training.optimizer.param_groups[0]
         self._protection.memory.ledger.append(

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron.moevement import iteration_state
 from megatron.moevement.conversion import Conversion
@@ -29,6 +30,7 @@ from moevement_ext.memory.log_record import CorruptLog, Direction
 from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.recover.agreement import Candidate, HeldWindow
 from moevement_ext.recover.arriving import ArrivingWindow
+from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.verdict import Localized, Report
 from moevement_ext.replicate.client import PeerRefused
 from moevement_ext.replicate.log_reader import LogReader
@@ -80,7 +82,6 @@ class StageReplay:
         self._waiting: list[LogReader | ArrivingWindow] = []
         self.fetch_s = self.convert_s = self.catch_up_s = 0.0
         self.replayed = 0
-        self.state: IterationState | None = None
 
     def interrupt(self) -> None:
         """Wake up a replay that waits for another rank. Called on the watching thread."""
@@ -111,6 +112,7 @@ class StageReplay:
         reports: Sequence[Report],
         iterate: Callable[[int], Any],
         replay: Callable[[int], Any],
+        rank: RankState[IterationState],
     ) -> None:
         """Bring this rank to `verdict.target`. Collective over the replaying ranks.
 
@@ -126,7 +128,7 @@ class StageReplay:
         inventories = [report.windows for report in reports]
         try:
             with self._arriving(verdict.window, inventories) as source:
-                self._replay(Conversion(source), verdict.target, iterate, replay)
+                self._replay(Conversion(source), verdict.target, iterate, replay, rank)
         except _DAMAGES as error:
             raise WindowRefused(f'window {verdict.window.start}: {error}') from error
 
@@ -136,10 +138,10 @@ class StageReplay:
         target: int,
         iterate: Callable[[int], Any],
         replay: Callable[[int], Any],
+        rank: RankState[IterationState],
     ) -> None:
         began = time.perf_counter()
         start = conversion.window.start
-        self._protection.rewind_log(start)
         first = conversion.first
         iteration_state.restore_counters(first, self._args)
         self._data.move_training(first.consumed_train_samples)
@@ -153,11 +155,13 @@ class StageReplay:
                 restore=lambda state: self._training.restore(state, self._args),
                 replay=replay,
             )
-            self.state = conversion.last
+            rank.reached(conversion.last)
             self._protection.roll_back(conversion)
             self.convert_s = time.perf_counter() - began - self.fetch_s
             self._enters('catch-up')
             self._catch_up(conversion.last.iteration, target, iterate)
+            rank.rebuilt()
+        get_moe_metrics_tracker().clear()  # the log shows trained iterations only
         self.replayed = target - start
         self.catch_up_s = time.perf_counter() - began - self.fetch_s - self.convert_s
 

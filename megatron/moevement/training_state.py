@@ -87,9 +87,12 @@ class TrainingState:
         iteration_state.restore(state, args, self.optimizer, self.scheduler)
 
     def gather_parameters(self) -> None:
-        """Finish a gather of parameters that a failure may have cut off. Collective."""
+        """Gather parameters from their shards: a failure may have cut this off. Collective.
+
+        Also without overlap: waits of NCCL return when they are aborted, as if all had come.
+        """
         for chunk in self.model:
-            if chunk.ddp_config.overlap_param_gather:
+            if chunk.ddp_config.use_distributed_optimizer:
                 chunk.start_param_sync(force_sync=True)
 
     @staticmethod
@@ -111,7 +114,7 @@ def armed_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
 
     def struck(*args: Any, **kwargs: Any) -> Any:
         output, loss = forward_step(*args, **kwargs)
-        faults.point('forward' if torch.is_grad_enabled() else 'evaluate')
+        faults.point('forward' if torch.is_grad_enabled() else 'evaluate-forward')
         if torch.is_tensor(output) and output.requires_grad:
             output.register_hook(lambda gradient: faults.point('backward'))
         return output, loss

@@ -53,6 +53,9 @@ _EXPECTED = {
         'train_data_iterator',
     ),
     'build_pretraining_data_loader': ('dataset', 'consumed_samples'),
+    'num_floating_point_operations': (
+        'args', 'batch_size', 'seqlen_squared_sum_in_batch', 'total_real_tokens_in_batch',
+    ),
 }  # fmt: skip
 
 
@@ -118,6 +121,11 @@ def fill_first_step_caches(optimizer: Any) -> None:
     """
     for group in SEPARATE_GRAD_NORM_GROUPS:
         optimizer.has_grad_norm_group(group)
+
+
+def floating_point_operations(args: Any) -> float:
+    """What upstream counts for training on one sample of full length."""
+    return float(training.num_floating_point_operations(args, 1))
 
 
 def dense_checkpoint_iteration(args: Any) -> int:

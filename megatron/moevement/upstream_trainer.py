@@ -8,10 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import megatron.training.training as training
+
 from megatron.moevement import post_step, upstream
 from megatron.moevement.data_position import UpstreamData
 from megatron.moevement.post_step import PostStep
-from megatron.moevement.session import Session
+from megatron.moevement.session import LOOP_ENDS, Session
 from megatron.moevement.training_state import armed_forward
 from moevement_ext.testing import faults
 
@@ -85,13 +87,12 @@ class UpstreamTrainer:
         save = post_step.dense_checkpoint(
             self._args, model, optimizer, scheduler, context, train_iterator
         )
-        self._post_step.know(evaluate, save)
-        return self._session.train(
-            partial(
-                original, forward_step, model, optimizer, scheduler, train_iterator,
-                valid_iterator, process, config, context, non_loss_data, *rest, **kwargs,
-            )  # fmt: skip
-        )
+        self._post_step.know(evaluate, save, partial(post_step.forget_what_was_cut_off, context))
+        loop = partial(
+            original, forward_step, model, optimizer, scheduler, train_iterator, valid_iterator,
+            process, config, context, non_loss_data, *rest, **kwargs,
+        )  # fmt: skip
+        return self._session.train(loop)
 
     def _train_step(
         self, original: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any
@@ -99,7 +100,11 @@ class UpstreamTrainer:
         def train_step(iteration: int, **schedule: Any) -> Any:
             return original(*args, iteration=iteration, **(kwargs | schedule))
 
-        return self._session.step(train_step, iteration)
+        result = self._session.step(train_step, iteration)
+        if result is LOOP_ENDS:
+            training.print_datetime(f'exiting program at iteration {iteration}')
+            return {}, 1, False, True, 0, None, None, 0  # as upstream's own, when it is to exit
+        return result
 
     def _training_log(
         self,

@@ -74,6 +74,7 @@ def decide(
     tied: bool,
     last_iteration: int,
     twins: Sequence[Sequence[int]] = (),
+    interleaved: bool = False,
 ) -> Verdict:
     """What happens after the failure.
 
@@ -84,6 +85,7 @@ def decide(
         last_iteration: at which training ends; a stage cannot come back after it.
         twins: for each rank, the ranks that hold the same state (data parallelism without sharded
             optimizer); empty if there is no such redundancy.
+        interleaved: ranks hold several stages in turn, so that the last sends to the first.
     """
     survivors = [report for report in reports if report.survivor]
     if not survivors:
@@ -106,7 +108,7 @@ def decide(
     ranks = frozenset(rank for rank, stage in enumerate(stage_of) if stage in stages)
     if not stages:
         return Localized(target, stages, ranks, newcomers, None, copies)
-    window = _window(reports, target, ranks, stage_of)
+    window = _window(reports, target, ranks, stage_of, interleaved)
     if isinstance(window, str):
         return WholeJob(window)
     return Localized(target, stages, ranks, newcomers, window, copies)
@@ -131,7 +133,11 @@ def _with_tied(stages: set[int], stage_of: Sequence[int], tied: bool) -> frozens
 
 
 def _window(
-    reports: Sequence[Report], target: int, ranks: frozenset[int], stage_of: Sequence[int]
+    reports: Sequence[Report],
+    target: int,
+    ranks: frozenset[int],
+    stage_of: Sequence[int],
+    interleaved: bool,
 ) -> Candidate | str:
     """The newest window that can be converted, or why there is none.
 
@@ -146,8 +152,9 @@ def _window(
         return 'no window is complete on all ranks'
     stages = {stage_of[rank] for rank in ranks}
     neighbours = {stage + step for stage in stages for step in (-1, 1)} - stages
-    if max(stage_of) > 0:  # the interleaved schedule also sends from the last stage to the first
-        neighbours |= {min(stage_of), max(stage_of)} - stages
+    ends = {min(stage_of), max(stage_of)}
+    if interleaved and stages & ends:
+        neighbours |= ends - stages
     logs = [
         report.first_logged for rank, report in enumerate(reports) if stage_of[rank] in neighbours
     ]

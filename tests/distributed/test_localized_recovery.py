@@ -75,6 +75,9 @@ PHASES = {
 MORE_FAILURES = {
     'during detection': '1:9:forward,3:9:detect',
     'during regrouping': '1:9:forward,2:9:regroup',
+    'when a stage has caught up': '1:8:forward,2:8:regroup',
+    'when a stage has caught up and is connected': '1:8:forward,2:8:resume',
+    'replacement dies when it has caught up': '1:8:forward,1:7:replayed:1',
     'replacement dies fetching': '1:9:forward,1:7:fetch:1',
     'replacement dies loading': '1:9:forward,1:8:load:1',
     'replacement dies converting': '1:9:forward,1:8:convert:1',
@@ -207,11 +210,11 @@ def test_unaffected_stages_compute_nothing_again(cluster: Callable[..., Cluster]
     assert counts[1] == [6 * per_iteration]
 
 
-@pytest.mark.parametrize('phase', ['evaluate', 'save'])
+@pytest.mark.parametrize('phase', ['evaluate', 'evaluate-forward', 'evaluated', 'save', 'saved'])
 def test_death_in_evaluation_and_dense_checkpoint(
     phase: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    flags = flags_of(f'{BASE} --eval-interval 4 --eval-iters 2')
+    flags = flags_of(f'{BASE} --eval-interval 4 --eval-iters 2 --hidden-dropout 0.1')
     job = cluster(*flags, '--sparse-ckpt-window', '3')
     job.flags += ['--save', str(job.directory / 'dense'), '--save-interval', '4']
     assert job.survive(fail_at=f'1:8:{phase}') == {1: 1}
@@ -221,6 +224,54 @@ def test_death_in_evaluation_and_dense_checkpoint(
     assert saved == ['iter_0000004', 'iter_0000008', 'iter_0000012']
     losses = re.findall(r'validation loss at iteration (\d+) ', job.output(0))
     assert {'4', '8', '12'} <= set(losses)
+
+
+def test_deaths_in_evaluations_and_again_while_they_are_done_again(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(f'{BASE} --eval-interval 2 --eval-iters 4 --hidden-dropout 0.1')
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    strikes = '1:8:evaluate-forward,2:8:evaluate-forward,0:10:backward,3:8:evaluate-forward:1'
+    assert set(job.survive(fail_at=strikes)) >= {0, 1, 2}
+    assert differences(reference(*flags), read_digest(job)) == []
+    check_localized(job)
+
+
+def test_profiler_that_was_cut_off_does_not_stop_the_survivors(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    job.flags += [
+        *'--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 10'.split(),
+        '--tensorboard-dir', str(job.directory / 'board'),
+    ]  # fmt: skip
+    assert job.survive(fail_at='1:8:backward') == {1: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+    check_localized(job)
+
+
+def test_after_a_copy_the_next_failure_finds_a_window_soon(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """A rank that was copied has nothing of the window that was under way, nor a log."""
+    flags = flags_of(f'--bf16 --pipeline-model-parallel-size 2 {UNTIED}')
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    strikes = '1:8:forward,2:12:backward,3:12:backward'
+    assert job.survive(fail_at=strikes) == victims(strikes)
+    assert differences(reference(*flags), read_digest(job)) == []
+    check_localized(job)
+
+
+def test_failure_while_all_stages_convert(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """All are lost; when all convert the window together, one dies: nobody's state is whole yet."""
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '5')
+    lost = ','.join(f'{rank}:11:forward' for rank in range(4))
+    assert job.survive(fail_at=f'{lost},1:9:convert:1')[1] >= 2
+    assert differences(reference(*flags), read_digest(job)) == []
 
 
 def test_stopped_worker_is_found_and_replaced(

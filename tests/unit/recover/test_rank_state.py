@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever happens to a rank, and in whatever order: what it reports to a meeting is true.
+
+A model of its memory follows every event beside the machine; all sequences of events up to a
+length are tried, with a failure and a report after each.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from moevement_ext.recover.rank_state import (
+    ForbiddenTransition,
+    RankState,
+    Rebuilding,
+    Running,
+    Torn,
+    Whole,
+)
+from moevement_ext.recover.verdict import NOWHERE, Localized
+
+RANK = 0
+LONGEST = 6
+
+
+@dataclass(frozen=True)
+class State:
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is physically there."""
+
+    parameters: int | None
+    """Iteration they belong to; None: no one iteration."""
+    committed: int
+    """Newest iteration that this rank or, as it was told, another one committed."""
+    reached: int = 0
+    """How far a replay has come."""
+    recovering: bool = False
+    """A verdict was reached and is not carried out; nothing is trained."""
+
+
+Case = tuple[RankState[State], Memory]
+Step = Callable[[RankState[State], Memory], Memory]
+
+
+def verdict(target: int, *, replays: bool = False, copies: bool = False) -> Localized:
+    return Localized(
+        target,
+        frozenset({0} if replays else ()),
+        frozenset({RANK} if replays else ()),
+        frozenset(),
+        None,
+        {RANK: 1} if copies else {},
+    )
+
+
+def begins(rank: RankState[State], memory: Memory) -> Memory:
+    rank.begins(State(memory.parameters if memory.parameters is not None else 0))
+    return memory
+
+
+def updating(rank: RankState[State], memory: Memory) -> Memory:
+    rank.updating()
+    return replace(memory, parameters=None)
+
+
+def stepped(rank: RankState[State], memory: Memory) -> Memory:
+    at = memory.reached if rank.rebuilding else rank.committed
+    rebuilding = rank.rebuilding
+    rank.stepped(State(at + 1))
+    if rebuilding:  # a catch-up computes what was committed long ago
+        return replace(memory, parameters=at + 1, reached=at + 1)
+    return replace(memory, parameters=at + 1, committed=at + 1)
+
+
+def told_to_keep(rank: RankState[State], memory: Memory) -> Memory:
+    target = rank.clean_at  # a verdict is made of true reports
+    rank.decided(verdict(max(target, 0)), RANK)
+    return replace(memory, recovering=True)
+
+
+def told_to_replay(rank: RankState[State], memory: Memory) -> Memory:
+    rank.decided(verdict(max(memory.committed, 0), replays=True), RANK)
+    return replace(memory, parameters=None, recovering=True, committed=max(memory.committed, 0))
+
+
+def told_to_replay_further(rank: RankState[State], memory: Memory) -> Memory:
+    """Another rank has committed more."""
+    target = max(memory.committed, 0) + 2
+    rank.decided(verdict(target, replays=True), RANK)
+    return replace(memory, parameters=None, recovering=True, committed=target)
+
+
+def told_to_copy(rank: RankState[State], memory: Memory) -> Memory:
+    rank.decided(verdict(max(memory.committed, 0), copies=True), RANK)
+    return replace(memory, parameters=None, recovering=True, committed=max(memory.committed, 0))
+
+
+def undone(rank: RankState[State], memory: Memory) -> Memory:
+    rank.undone()
+    return memory
+
+
+def reached_window_end(rank: RankState[State], memory: Memory) -> Memory:
+    rank.reached(State(max(memory.committed - 2, 0)))
+    at = max(memory.committed - 2, 0)
+    return replace(memory, parameters=at, reached=at)
+
+
+def reached_target(rank: RankState[State], memory: Memory) -> Memory:
+    rank.reached(State(memory.committed))
+    return replace(memory, parameters=memory.committed, reached=memory.committed)
+
+
+def rebuilt(rank: RankState[State], memory: Memory) -> Memory:
+    rank.rebuilt()
+    return memory
+
+
+def resumed(rank: RankState[State], memory: Memory) -> Memory:
+    rank.resumed()
+    return replace(memory, recovering=False)
+
+
+STEPS: list[Step] = [
+    begins, updating, stepped, told_to_keep, told_to_replay, told_to_replay_further, told_to_copy,
+    undone, reached_window_end, reached_target, rebuilt, resumed,
+]  # fmt: skip
+STARTS: list[Case] = [
+    (RankState(0, State(0)), Memory(0, 0)),
+    (RankState(6, State(6)), Memory(6, 6)),
+    (RankState(6), Memory(None, 6)),  # converts a window with all others
+    (RankState(NOWHERE), Memory(None, NOWHERE)),  # a new process
+]
+
+
+def all_cases() -> Iterator[tuple[list[str], Case]]:
+    """Every sequence of events that is not forbidden, with what it leads to; no state twice."""
+    seen = set()
+    pending: list[tuple[list[str], Case]] = [([], case) for case in STARTS]
+    while pending:
+        path, (rank, memory) = pending.pop()
+        key = (rank.position, rank.committed, str(rank.pending), memory)
+        if key in seen:
+            continue
+        seen.add(key)
+        yield path, (rank, memory)
+        if len(path) == LONGEST:
+            continue
+        for step in STEPS:
+            following = copy.copy(rank)
+            try:
+                after = step(following, memory)
+            except ForbiddenTransition:
+                assert vars(following) == vars(rank), 'a refusal changes nothing'
+                continue
+            pending.append(([*path, step.__name__], (following, after)))
+
+
+def check_truth(path: list[str], rank: RankState[State], memory: Memory) -> None:
+    """If the rank met the others now, would they be right to rely on what it reports?"""
+    if rank.clean_at != NOWHERE:
+        assert memory.parameters == rank.clean_at, path
+        assert rank.kept == State(rank.clean_at), path
+    assert rank.committed == memory.committed, path
+    assert (rank.pending is not None) == memory.recovering, path
+
+
+def test_reports_are_true_after_any_sequence_of_events() -> None:
+    positions = set()
+    cases = 0
+    for path, (rank, memory) in all_cases():
+        check_truth(path, rank, memory)
+        positions.add((type(rank.position), rank.pending is not None))
+        cases += 1
+    kinds = (Whole, Running, Torn, Rebuilding)
+    assert positions == {(kind, pending) for kind in kinds for pending in (False, True)} - {
+        (Torn, True)
+    }
+    assert cases > 100
+
+
+def test_a_state_that_is_there_is_not_given_away() -> None:
+    """Reporting less than there is would be true as well, and would replay for nothing."""
+    for path, (rank, memory) in all_cases():
+        if isinstance(rank.position, Whole | Running):
+            assert rank.clean_at == memory.parameters, path
+        if memory.parameters is None:
+            assert isinstance(rank.position, Torn | Rebuilding), path
+
+
+def test_nothing_is_trained_before_a_recovery_is_carried_out() -> None:
+    for path, (rank, _) in all_cases():
+        if rank.pending is not None and not rank.rebuilding:
+            with pytest.raises(ForbiddenTransition, match='begins'):
+                rank.begins(State(rank.committed))
+            assert path
+
+
+def test_a_recovery_ends_at_its_target_only() -> None:
+    rank: RankState[State] = RankState(NOWHERE)
+    rank.decided(verdict(8, replays=True), RANK)
+    rank.reached(State(5))
+    with pytest.raises(ForbiddenTransition, match='takes for rebuilt'):
+        rank.rebuilt()
+    for iteration in (6, 7, 8):
+        rank.begins(State(iteration - 1))
+        rank.updating()
+        rank.stepped(State(iteration))
+        assert rank.clean_at == NOWHERE
+    rank.rebuilt()
+    assert (rank.clean_at, rank.kept) == (8, State(8))
+    rank.resumed()
+
+
+def keeps_the_end_of_the_window(rank: RankState[State], state: State) -> None:
+    """A replay forgets what it caught up."""
+    if rank.rebuilding:
+        return
+    _STEPPED(rank, state)
+
+
+def takes_what_is_loaded_for_whole(rank: RankState[State], decided: Localized, own: int) -> None:
+    """As if the state were still there while it is loaded anew."""
+    kept = rank.kept
+    _DECIDED(rank, decided, own)
+    if kept is not None:
+        rank.position = Whole(kept)
+
+
+def stays_running_while_written(rank: RankState[State]) -> None:
+    """As if an update could be put back."""
+
+
+_STEPPED = RankState.stepped
+_DECIDED = RankState.decided
+
+
+@pytest.mark.parametrize(
+    ('method', 'mutation'),
+    [
+        ('decided', takes_what_is_loaded_for_whole),
+        ('updating', stays_running_while_written),
+    ],
+)
+def test_an_untrue_report_is_noticed(
+    method: str, mutation: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RankState, method, mutation)
+    with pytest.raises(AssertionError):
+        test_reports_are_true_after_any_sequence_of_events()
+
+
+def test_a_replay_that_forgets_what_it_caught_up_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RankState, 'stepped', keeps_the_end_of_the_window)
+    with pytest.raises(ForbiddenTransition):
+        test_a_recovery_ends_at_its_target_only()
