@@ -10,6 +10,9 @@ from moevement_ext.errors import SparseCheckpointError
 AUTO = 'auto'
 LOCALIZED = 'localized'
 WHOLE_JOB = 'whole-job'
+OFF = 'off'
+REPORT = 'report'
+STOP = 'stop'
 
 
 class ConfigurationError(SparseCheckpointError):
@@ -44,6 +47,8 @@ class SparseCheckpointConfig:
     """'localized': only the stages that lost a worker go back; 'whole-job': all workers restart."""
     hang_timeout: float = 60.0
     """Seconds without a sign of life after which a worker counts as hung."""
+    verify: str = REPORT
+    """Compare a recovered state with captures newer than its window: 'off', 'report', or 'stop'."""
     strict: bool = False
     """Fail instead of training on with reduced protection when memory cannot be set up."""
     events: str | None = None
@@ -65,6 +70,10 @@ class SparseCheckpointConfig:
         if self.recovery not in (LOCALIZED, WHOLE_JOB):
             raise ConfigurationError(
                 f'--sparse-ckpt-recovery {self.recovery!r} must be {LOCALIZED} or {WHOLE_JOB}.'
+            )
+        if self.verify not in (OFF, REPORT, STOP):
+            raise ConfigurationError(
+                f'--sparse-ckpt-verify {self.verify!r} must be {OFF}, {REPORT} or {STOP}.'
             )
         if self.host_memory_gb is not None and not self.host_memory_gb > 0:
             raise ConfigurationError(

@@ -23,7 +23,7 @@ from moevement_ext.memory.upstream_log import UpstreamLog
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.recover.agreement import Candidate, HeldWindow
 from moevement_ext.replicate.address import local_host
-from moevement_ext.replicate.client import ReplicaClient
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.placement import place_replicas
 from moevement_ext.replicate.server import ReplicaServer
 
@@ -163,6 +163,24 @@ class HostMemory:
             self._fetching = None
             client.close()
         return file
+
+    def captured_after(self, start: int) -> list[SlotHeader]:
+        """What was captured of this rank's state in windows that begin after `start`.
+
+        From its own memory or, if nothing is there, from whoever holds its replicas.
+        """
+        return self.windows.headers_after(start)
+
+    def forget_windows(self) -> None:
+        """Drop every window of this rank, here and where replicas are held."""
+        self.windows.discard_after(-1)
+        for holder, client in self.peers().items():
+            try:
+                client.discard_after(self.rank, -1)
+            except (PeerLost, PeerRefused) as error:
+                logger.warning('rank %d may keep a window of this rank: %s', holder, error)
+            finally:
+                client.close()
 
     def interrupt_fetch(self) -> None:
         """Let a `fetch` in progress on another thread end with ``PeerLost``."""

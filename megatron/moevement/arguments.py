@@ -9,6 +9,9 @@ from typing import Any
 from moevement_ext.config import (
     AUTO,
     LOCALIZED,
+    OFF,
+    REPORT,
+    STOP,
     WHOLE_JOB,
     ConfigurationError,
     SparseCheckpointConfig,
@@ -104,6 +107,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=float,
         default=_DEFAULTS.hang_timeout,
         help='Seconds without a sign of life after which a worker counts as hung.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-verify',
+        choices=(OFF, REPORT, STOP),
+        default=_DEFAULTS.verify,
+        help='Compare a recovered state, bit for bit, with what was captured before the failure '
+        'and is newer than the window it came from. report: say in the log and the events what '
+        'differs; stop: do not go on from a state that differs, take the next tier. Without '
+        'deterministic kernels a replay may differ.',
     )
     group.add_argument(
         '--sparse-ckpt-strict',

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import msgspec
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from megatron.moevement import iteration_state, upstream
+from megatron.moevement import iteration_state, report, upstream
 from megatron.moevement.broken_iteration import BrokenIteration
 from megatron.moevement.data_position import DataPosition
 from megatron.moevement.global_scalars import ScalarRecorder
@@ -42,6 +42,7 @@ from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.recover.agreement import Candidate
 from moevement_ext.recover.rank_state import RankState, Running
 from moevement_ext.recover.verdict import NOWHERE, Localized, Report, WholeJob, decide
+from moevement_ext.recover.verification import Verified
 from moevement_ext.rendezvous import EpochBroken
 from moevement_ext.testing import faults
 
@@ -354,9 +355,9 @@ class LocalRecovery:
             encoded = msgspec.msgpack.encode(memory.addresses[rank])
             store.set(f'address/{rank}', encoded)  # type: ignore[arg-type]
         self._membership.barrier('ready')
-        for other, report in enumerate(self._membership.reports):
-            if report.address is not None:
-                memory.addresses[other] = report.address
+        for other, theirs in enumerate(self._membership.reports):
+            if theirs.address is not None:
+                memory.addresses[other] = theirs.address
         for other in verdict.newcomers:
             found = store.get(f'address/{other}')
             memory.addresses[other] = msgspec.msgpack.decode(found, type=tuple[str, int])
@@ -431,6 +432,12 @@ class LocalRecovery:
         if verdict.copies:  # they have nothing of the present window, nor a log
             self._protection.begin_window(verdict.target)
         self._rank.resumed()
+        verified = Verified(0, NOWHERE, ())
+        if self._args.rank in verdict.ranks:
+            verified = self._protection.verification.result()
+            print(
+                report.recovered_line(verdict.target, self._replay.replayed, verified), flush=True
+            )
         self._events.emit(
             'recovered',
             scope='localized',
@@ -439,6 +446,7 @@ class LocalRecovery:
             newcomers=sorted(verdict.newcomers),
             copied=sorted(verdict.copies),
             replayed=self._replay.replayed if self._args.rank in verdict.ranks else 0,
+            **verified._asdict(),
             seconds={name: round(value, 3) for name, value in vars(self._phases).items()},
         )
         self._first_iteration = True

@@ -19,7 +19,7 @@ from megatron.moevement.planning import Planner
 from megatron.moevement.popularity import TokenCounter
 from megatron.moevement.training_state import TrainingState
 from moevement_ext.checkpointer import Identity, ScheduledPlan, SparseCheckpointer
-from moevement_ext.config import AUTO, SparseCheckpointConfig
+from moevement_ext.config import AUTO, OFF, STOP, SparseCheckpointConfig
 from moevement_ext.host_memory import GENERATIONS, HostMemory
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.slot import WindowName
@@ -27,6 +27,7 @@ from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.observe.events import EventLog
 from moevement_ext.plan.replanning import PlanParameters, Replanner, WindowLoad, decide
 from moevement_ext.plan.window import InfeasiblePlan, hideable_budget
+from moevement_ext.recover.verification import Verification
 from moevement_ext.replicate.persistence import PersistenceBoard
 from moevement_ext.replicate.replicator import Replicator
 
@@ -87,6 +88,7 @@ class Protection:
         per_iteration = logged_bytes_per_iteration(args, len(training.model)) if localized else 0
         self.memory = self._reserve(run_id, capacity, self.log_iterations * per_iteration, exchange)
         self.memory.connect(partial(exchange, 'addresses'))
+        self.verification = Verification((), {})
 
     @property
     def present(self) -> PlanParameters:
@@ -138,6 +140,16 @@ class Protection:
         """What is still there belongs to a past that is not continued."""
         self.memory.windows.discard_after(-1)
         self._replicator.discard_after(-1)
+
+    def expect_captured(self, start: int) -> None:
+        """A recovery from the window at `start` begins: what is newer tells if it is exact."""
+        if self._config.verify != OFF:
+            captured = self.memory.captured_after(start)
+            self.verification = Verification(captured, self._training.slices)
+
+    def refused(self) -> bool:
+        """True if what was recovered differs and is not to be gone on from."""
+        return self._config.verify == STOP and bool(self.verification.result().differing)
 
     def stop_capturing(self) -> None:
         """Nothing reads the state of this rank any more, so that it can be loaded anew."""

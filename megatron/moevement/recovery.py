@@ -6,8 +6,10 @@ a replica, the dense checkpoint on disk, the start.
 """
 
 import logging
+import os
+import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -15,6 +17,7 @@ from megatron.moevement import upstream
 from megatron.moevement.conversion import Conversion
 from megatron.moevement.exchange import Exchange
 from moevement_ext.checkpointer import Identity
+from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.host_memory import HostMemory, held_windows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.refused import RefusedWindow
@@ -23,6 +26,7 @@ from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.observe.events import EventLog
 from moevement_ext.recover.agreement import Candidate, HeldWindow, candidates
 from moevement_ext.recover.arriving import VerifiedWindow, verified_window
+from moevement_ext.recover.verification import Verified
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +112,18 @@ def next_tier(reason: str, args: Any, events: EventLog) -> None:
     events.emit('next_tier', reason=reason, tier=tier)
     if args.rank == 0:
         logger.warning('sparse checkpointing: recovering from %s: %s', tier, reason)
+
+
+def refuse(memory: HostMemory, verified: Verified, args: Any, events: EventLog) -> NoReturn:
+    """The state that all stages came to differs, and `--sparse-ckpt-verify stop` forbids to use it.
+
+    Without the windows of this rank the next start takes the next tier.
+    """
+    memory.forget_windows()
+    next_tier(f'the recovered state is not what it had been: {verified}', args, events)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_WHOLE_JOB)
 
 
 def newest_committed(store: NodeStore, identity: Identity) -> int:

@@ -10,6 +10,7 @@ from megatron.training.global_vars import get_tensorboard_writer
 from megatron.moevement.iteration_state import IterationState
 from moevement_ext.checkpointer import CaptureStatistics, SparseCheckpointer
 from moevement_ext.host_memory import HostMemory
+from moevement_ext.recover.verification import Verified
 
 
 def log_interval(args: Any, iteration: int, checkpointer: SparseCheckpointer) -> None:
@@ -65,3 +66,11 @@ def conversion_line(first: IterationState, last: IterationState) -> str:
 def phase_seconds(phases: Any) -> dict[str, float]:
     """Seconds by phase, rounded for people."""
     return {name: round(value, 3) for name, value in dataclasses.asdict(phases).items()}
+
+
+def recovered_line(iteration: int, replayed: int, verified: Verified) -> str:
+    """Says on a rank that replayed where it is again, and whether that is exact."""
+    return (
+        f' sparse ckpt | recovered at iteration: {iteration} | replayed iterations: {replayed} | '
+        f'{verified} |'
+    )

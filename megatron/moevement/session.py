@@ -175,6 +175,7 @@ class Session:
         """Fetch and verify the window to convert; go to where its replay starts."""
         assert self._protection is not None  # it was required
         began = time.perf_counter()
+        self._protection.expect_captured(predecessor.candidates[0].start)
         self._conversion = recovery.obtain(
             self._protection.memory, predecessor, self._identity, self._args, self._events,
             self._exchange,
@@ -329,6 +330,8 @@ class Session:
         self._conversion = None
         if self._local is not None:
             self._local.converted(conversion.last)
+        assert self._protection is not None
+        self._protection.verification.check(conversion.last.iteration)
         get_moe_metrics_tracker().clear()  # the log shows trained iterations only
         self._phases.load, self._phases.convert = conversion.load_s, conversion.replay_s
         self._caught_up_from = time.perf_counter()
@@ -380,18 +383,26 @@ class Session:
             )
         )
         self._events.iteration = iteration
+        self._protection.verification.check(iteration)
         if self._local is not None:
             self._local.stepped(state)
         if iteration == self._catch_up_to:
             self._recovered()
 
     def _recovered(self) -> None:
+        assert self._protection is not None
         self._phases.catch_up = time.perf_counter() - self._caught_up_from
+        verified = self._protection.verification.result()
+        replayed = self._catch_up_to - self._replayed_from
         self._events.emit(
             'recovered',
-            replayed=self._catch_up_to - self._replayed_from,
+            replayed=replayed,
+            **verified._asdict(),
             seconds=report.phase_seconds(self._phases),
         )
+        print(report.recovered_line(self._catch_up_to, replayed, verified), flush=True)
+        if self._protection.refused():
+            recovery.refuse(self._protection.memory, verified, self._args, self._events)
 
     # Reporting
 

@@ -124,6 +124,8 @@ class StageReplay:
         faults.at_iteration(verdict.window.start + 1)
         faults.point('fetch')
         self._enters('fetch')
+        self._protection.drain()
+        self._protection.expect_captured(verdict.window.start)
         self._protection.stop_capturing()
         inventories = [report.windows for report in reports]
         try:
@@ -156,10 +158,14 @@ class StageReplay:
                 replay=replay,
             )
             rank.reached(conversion.last)
+            self._protection.verification.check(conversion.last.iteration)
             self._protection.roll_back(conversion)
             self.convert_s = time.perf_counter() - began - self.fetch_s
             self._enters('catch-up')
             self._catch_up(conversion.last.iteration, target, iterate)
+            if self._protection.refused():
+                verified = self._protection.verification.result()
+                raise WindowRefused(f'window {start}, replayed to iteration {target}: {verified}')
             rank.rebuilt()
         get_moe_metrics_tracker().clear()  # the log shows trained iterations only
         self.replayed = target - start

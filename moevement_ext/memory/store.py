@@ -27,7 +27,7 @@ from typing import NamedTuple
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.refused import RefusedWindow, TruncatedWindow
-from moevement_ext.memory.slot import WindowName
+from moevement_ext.memory.slot import SlotHeader, WindowName
 from moevement_ext.memory.window_file import WindowFile
 
 logger = logging.getLogger(__name__)
@@ -198,6 +198,7 @@ class OwnerWindows:
         self._persisted: WindowName | None = None
         self._lock = threading.Lock()
         self._generations: list[_Generation] = []
+        self._cut_off: list[SlotHeader] = []
         self._adopt()
         self._allocate()
 
@@ -303,6 +304,17 @@ class OwnerWindows:
             ]
         return sorted(held, reverse=True)
 
+    def headers_after(self, start: int) -> list[SlotHeader]:
+        """Return what was captured in windows that begin after ``start``, complete or not.
+
+        Slots that an earlier process sealed in a window it could not complete count, too, until
+        their file is needed.
+        """
+        with self._lock:
+            files = [g.file for g in self._generations if g.state is not _State.FREE]
+            headers = [header for file in files for header in _readable_headers(file)]
+            return [h for h in (*headers, *self._cut_off) if h.start > start]
+
     def file(self, start: int, plan: str) -> WindowFile | None:
         """Return the mapped file of a committed window, None if it is not here."""
         with self._lock:
@@ -381,6 +393,8 @@ class OwnerWindows:
             # Whether it was announced is not known any more, so it may be relied on.
             self._generations.append(_Generation(file, self._next_index(), _State.ANNOUNCED))
         for path in sorted(self.path.glob('*.window')):
+            if path.name.startswith('writing-'):
+                self._cut_off += _left_in(path)
             if path.name.startswith(('free-', 'writing-')):
                 self._adopt_free(path)
 
@@ -457,6 +471,22 @@ def _drop_inherited_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_drop_inherited_locks)
+
+
+def _left_in(path: Path) -> list[SlotHeader]:
+    try:
+        return _readable_headers(WindowFile.open(path))
+    except RefusedWindow as refusal:
+        logger.warning('not compared with: %s', refusal)
+        return []
+
+
+def _readable_headers(file: WindowFile) -> list[SlotHeader]:
+    try:
+        return file.headers()
+    except RefusedWindow as refusal:
+        logger.warning('not compared with: %s', refusal)
+        return []
 
 
 def _check_plan(plan: str) -> None:

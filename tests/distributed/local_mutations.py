@@ -4,10 +4,12 @@
 import os
 import time
 
+import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.moevement import (
     attachment,
+    conversion,
     data_position,
     global_scalars,
     p2p,
@@ -106,3 +108,18 @@ def slow_set_up_of_new_worker() -> None:
             return set_up(self, *args)
 
         session.Session.set_up = slow
+
+
+def one_bit_wrong_in_the_replay() -> None:
+    """Not a step left out, but a chip that corrupts: one bit of a master weight, in a new process."""
+    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
+        return
+    run = conversion.Conversion.run
+
+    def run_with_a_wrong_bit(self, loader, *args, **kwargs):
+        run(self, loader, *args, **kwargs)
+        name, state = max(loader._states.items())
+        state.master().view(torch.int32)[0] ^= 1 << 20
+        print(f'wrong bit in {name}')
+
+    conversion.Conversion.run = run_with_a_wrong_bit

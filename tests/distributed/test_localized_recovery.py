@@ -380,6 +380,42 @@ def test_whole_job_on_request(
     assert job.memory is not None and not job.memory.exists()
 
 
+def test_a_recovery_verifies_itself(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """Stage 1 replays iterations 4 to 7; the states after 6 and 7 were captured before the failure."""
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    assert job.survive(fail_at='3:8:backward') == {3: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+    for rank in (2, 3):
+        (recovered,) = job.events('recovered', rank)
+        assert recovered['verified'] > 0 and recovered['verified_at'] >= 6
+        assert recovered['differing'] == []
+    assert re.search(r'verified: \d+ operators at iteration \d, differing: 0 \|', job.output(0))
+
+
+def test_a_wrong_bit_in_a_replay_is_reported(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(*flags_of(BASE), '--sparse-ckpt-window', '3')
+    job.survive(fail_at='3:8:backward', mutation='local_mutations:one_bit_wrong_in_the_replay')
+    (recovered,) = job.events('recovered', rank=3)
+    (wrong,) = set(re.findall(r'wrong bit in (\S+)', job.output(0)))
+    assert recovered['differing'], wrong
+    assert re.search(r'differing: [1-9]', job.output(0))
+
+
+def test_a_replay_with_a_wrong_bit_is_not_gone_on_from_where_that_is_forbidden(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """Neither the stage nor the whole job comes back by a replay; the start is left."""
+    flags = flags_of(BASE)
+    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-verify', 'stop')
+    job.survive(fail_at='3:8:backward', mutation='local_mutations:one_bit_wrong_in_the_replay')
+    assert differences(reference(*flags), read_digest(job)) == []
+    tiers = [event['tier'] for event in job.events('next_tier', rank=0)]
+    assert tiers[0] == 'the whole job' and tiers[-1] == 'the start'
+
+
 MUTATIONS = {
     'data_not_moved_back': BASE,
     'recorded_norm_of_catch_up_wrong': BASE,

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was captured before a failure tells whether a replay computed the same bits again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice
+from moevement_ext.capture.pinning import payload_tensor
+from moevement_ext.memory.slot import FORMAT_VERSION, SlotHeader
+from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.plan.window import WindowPlan
+from moevement_ext.recover.verification import Verification
+from tests.unit.memory.samples import PLAN
+
+SLOTS = (('expert.0',), ('expert.1',))
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        f'{name}.{part}': torch.randn(33, generator=generator).to(dtype)
+        for name in ('expert.0', 'expert.1')
+        for part, dtype in (('master', torch.float32), ('weight', torch.bfloat16))
+    }
+
+
+def slices_of(state: dict[str, torch.Tensor]) -> dict[str, OperatorSlices]:
+    def part(name: str, kind: str) -> TensorSlice:
+        return TensorSlice(name, f'{name}.weight', kind, 7, 40, state[f'{name}.{kind}'])
+
+    return {
+        name: OperatorSlices((part(name, 'master'),), (part(name, 'weight'),))
+        for name in ('expert.0', 'expert.1')
+    }
+
+
+def captured(path: Path, state: dict[str, torch.Tensor], slot: int) -> SlotHeader:
+    """A slot as the capture of the state leaves it, sealed in a real window file."""
+    plan = WindowPlan(SLOTS)
+    layout = SlotLayout(plan, slot, slices_of(state))
+    file = WindowFile.create(path / f'{slot}.window', 1 << 18)
+    file.begin(6, PLAN)
+    payload = payload_tensor(file, file.reserve_slot(slot, layout.payload_bytes))
+    for copy in layout.copies(payload, volatile=False):
+        copy.target.copy_(copy.source)
+    header = SlotHeader(
+        version=FORMAT_VERSION, run='run', topology='topology', owner=0, start=6, window=2,
+        slot=slot, iteration=6 + slot, plan=PLAN, payload_bytes=layout.payload_bytes,
+        records=layout.records,
+    )  # fmt: skip
+    return file.seal_slot(header)
+
+
+def test_the_same_bits_verify(tmp_path: Path, state: dict[str, torch.Tensor]) -> None:
+    headers = [captured(tmp_path, state, slot) for slot in (0, 1)]
+    verification = Verification(headers, slices_of(state))
+    for iteration in (5, 6, 7, 8):
+        verification.check(iteration)
+    result = verification.result()
+    assert (result.verified, result.verified_at, result.differing) == (2, 7, ())
+    assert str(result) == 'verified: 2 operators at iteration 7, differing: 0'
+
+
+@pytest.mark.parametrize('tensor', ['expert.0.master', 'expert.1.weight'])
+def test_one_wrong_bit_is_reported_by_name(
+    tensor: str, tmp_path: Path, state: dict[str, torch.Tensor]
+) -> None:
+    headers = [captured(tmp_path, state, 0)]
+    state[tensor].view(torch.uint8)[5] ^= 1
+    verification = Verification(headers, slices_of(state))
+    verification.check(6)
+    operator = tensor.rpartition('.')[0]
+    assert verification.result().differing == (f'{operator} from iteration 6',)
+    assert f'differing: 1 ({operator} from iteration 6)' in str(verification.result())
+
+
+def test_what_is_not_captured_in_the_slot_is_not_judged(
+    tmp_path: Path, state: dict[str, torch.Tensor]
+) -> None:
+    """Slot 1 has nothing of the operator that slot 0 has in full."""
+    headers = [captured(tmp_path, state, 1)]
+    state['expert.0.master'].view(torch.uint8)[5] ^= 1
+    verification = Verification(headers, slices_of(state))
+    verification.check(7)
+    assert verification.result()[:2] == (1, 7) and verification.result().differing == ()
+
+
+def test_without_a_newer_capture_nothing_is_claimed(state: dict[str, torch.Tensor]) -> None:
+    verification = Verification((), slices_of(state))
+    verification.check(6)
+    assert verification.result()[:2] == (0, -1)
+    assert str(verification.result()).startswith('verified: nothing')
