@@ -111,7 +111,7 @@ def slow_set_up_of_new_worker() -> None:
 
 
 def one_bit_wrong_in_the_replay() -> None:
-    """Not a step left out, but a chip that corrupts: one bit of a master weight, in a new process."""
+    """A chip that corrupts: one bit of a master weight is wrong, in a new process."""
     if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
         return
     run = conversion.Conversion.run

@@ -383,7 +383,7 @@ def test_whole_job_on_request(
 def test_a_recovery_verifies_itself(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    """Stage 1 replays iterations 4 to 7; the states after 6 and 7 were captured before the failure."""
+    """Stage 1 replays 4 to 7; the states after 6 and 7 were captured before the failure."""
     flags = flags_of(BASE)
     job = cluster(*flags, '--sparse-ckpt-window', '3')
     assert job.survive(fail_at='3:8:backward') == {3: 1}
