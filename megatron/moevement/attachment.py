@@ -39,6 +39,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.moevement.arguments import refuse_unsupported
 from megatron.moevement.digest import state_digest, write_digest
+from megatron.moevement.ending import finish
 from megatron.moevement.joining import join
 from megatron.moevement.post_step import PostStep
 from megatron.moevement.session import Session
@@ -130,7 +131,6 @@ def attach(
     refuse_unsupported(args)
     job = Attachment(args, sparse, plan)
     yield job
-    torch.distributed.barrier()  # nobody gives up what another may still need to recover
     job.close()
 
 
@@ -242,8 +242,8 @@ class Attachment:
         write_digest(str(path), self.iteration, state_digest(*self._built, self._args))
 
     def close(self) -> None:
-        """The job is over; `attach` calls it."""
-        self._session.close()
+        """The job is over; `attach` calls it. Collective."""
+        finish(self._args, self._session)
 
     def _note_updates(self, optimizer: Any) -> None:
         step = optimizer.step

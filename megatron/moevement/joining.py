@@ -13,6 +13,7 @@ from megatron.moevement import identity
 from megatron.moevement.arguments import not_localized
 from megatron.moevement.membership import Membership, newcomer_report
 from moevement_ext.config import LOCALIZED, SparseCheckpointConfig, node_name
+from moevement_ext.forks import close_connections_in_children
 from moevement_ext.launch.statements import tell_memory, tell_survivors
 from moevement_ext.memory.store import NodeStore
 from moevement_ext.rendezvous import Rendezvous, launcher_store
@@ -30,6 +31,7 @@ def join(
         initialise `torch.distributed` with, without keys of an earlier life of the job; None for
         torch's own.
     """
+    close_connections_in_children()
     launcher = launcher_store(timeout)
     if launcher is None:
         return None, None

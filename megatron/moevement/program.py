@@ -5,9 +5,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
-
-from megatron.moevement import upstream
+from megatron.moevement import ending, upstream
 from megatron.moevement.arguments import config_from_args
 from megatron.moevement.data_position import UpstreamData
 from megatron.moevement.digest import state_digest, write_digest
@@ -30,6 +28,7 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
         upstream.wrap('train', _digesting(args))
     if not args.sparse_ckpt:
         train()
+        ending.announce(args.rank, 0)
         return
     config = config_from_args(args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -38,12 +37,15 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
     session = Session(args, config, membership, data, post_step)
     UpstreamTrainer(args, session, data, post_step).install(localized=membership is not None)
     session.begin()
-    if membership is not None and membership.joining:
-        _train_as_newcomer(train, args, membership)
-    else:
-        train(store=store)
-    torch.distributed.barrier()  # nobody gives up what another may still need to recover
-    session.close()
+    try:
+        if membership is not None and membership.joining:
+            _train_as_newcomer(train, args, membership)
+        else:
+            train(store=store)
+    except SystemExit as planned:
+        ending.exit_as_planned(args, session, planned)
+        raise
+    ending.finish(args, session)
 
 
 def _train_as_newcomer(train: Callable[..., Any], args: Any, membership: Membership) -> None:

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What brings a job to an end of its own: called in each worker before `main`."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.rerun_state_machine import RerunStateMachine
+
+import pretrain_gpt
+from megatron.moevement import upstream
+
+
+def trained_for_an_hour() -> None:
+    """`--exit-duration-in-mins` counts from the start of the program."""
+    pretrain_gpt._PROGRAM_START -= 3600.0
+
+
+def terminated_in_iteration_6() -> None:
+    """Rank 2 gets SIGTERM from outside, as from a batch system."""
+
+    def train_step(original: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
+        if iteration == 5 and os.environ['RANK'] == '2':
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args, iteration=iteration, **kwargs)
+
+    upstream.wrap('train_step', train_step)
+
+
+def result_refused_in_iteration_6() -> None:
+    """The loss of a micro-batch on rank 3 fails validation, and has another value when repeated."""
+    validate = RerunStateMachine.validate_result
+
+    def validated(self: RerunStateMachine, *args: Any, **kwargs: Any) -> None:
+        injector = self.error_injector
+        injector.error_injection_rate = 1
+        injector.should_inject_errors = self.current_iteration == 5 and os.environ['RANK'] == '3'
+        validate(self, *args, **kwargs)
+
+    RerunStateMachine.validate_result = validated
