@@ -55,6 +55,7 @@ _NONE_OF_THIS: dict[str, Any] = {
     'phase_transition_iterations': None, 'async_save': False, 'log_straggler': False,
     'use_gloo_process_groups': False, 'use_torch_fsdp2': False, 'perform_rl_step': False,
     'iterations_to_skip': [], 'skip_train': False, 'data_parallel_random_init': False,
+    'check_for_large_grads': False, 'rerun_mode': 'disabled',
 }  # fmt: skip
 
 

@@ -6,7 +6,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
+from megatron.training import get_args
 
 import pretrain_gpt
 from megatron.moevement import upstream
@@ -28,14 +29,24 @@ def terminated_in_iteration_6() -> None:
     upstream.wrap('train_step', train_step)
 
 
+def large_gradients_in_iteration_8() -> None:
+    """On rank 3; upstream runs the iteration a second time and goes on."""
+
+    def unexpectedly_large(self: RerunStateMachine, *args: Any, **kwargs: Any) -> bool:
+        first = self.state == RerunState.INITIAL_RUN
+        return first and get_args().curr_iteration == 7 and os.environ['RANK'] == '3'
+
+    RerunStateMachine.is_unexpectedly_large = unexpectedly_large
+
+
 def result_refused_in_iteration_6() -> None:
-    """The loss of a micro-batch on rank 3 fails validation, and has another value when repeated."""
+    """The loss of a micro-batch on rank 1 fails validation, and has another value when repeated."""
     validate = RerunStateMachine.validate_result
 
     def validated(self: RerunStateMachine, *args: Any, **kwargs: Any) -> None:
         injector = self.error_injector
         injector.error_injection_rate = 1
-        injector.should_inject_errors = self.current_iteration == 5 and os.environ['RANK'] == '3'
+        injector.should_inject_errors = self.current_iteration == 5 and os.environ['RANK'] == '1'
         validate(self, *args, **kwargs)
 
     RerunStateMachine.validate_result = validated
