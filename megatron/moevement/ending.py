@@ -8,9 +8,13 @@ started elsewhere. All ranks do so together, after a barrier of upstream's own.
 Checked against megatron-core 0.19.2.
 """
 
+import atexit
+import os
+import sys
+import threading
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core.rerun_state_machine import (
@@ -35,20 +39,40 @@ def finish(args: Any, session: Session) -> None:
     session.close()
 
 
-def exit_as_planned(args: Any, session: Session, ending: SystemExit) -> None:
+def exit_as_planned(args: Any, session: Session, ending: SystemExit) -> NoReturn:
     """Upstream ends all processes: give the host memory back if a dense checkpoint has it all.
 
-    Collective, if the exit is one that all ranks make together; any other changes nothing.
+    Collective.
+
+    Raises:
+        SystemExit: `ending` is not one of the exits that all ranks make together.
     """
     code = ending.code or 0
     if code not in (0, *_RERUN):
-        return
+        raise ending
     remove = _saved(args, session.committed) and code == 0
     announce(args.rank, int(code))
     if session.kept_in is not None and args.rank == args.world_size - 1:
         directory = args.save if remove else session.kept_in.parent
         print(report.exit_line(session.committed, remove, directory), flush=True)
     session.close(remove)
+    leave(int(code))
+
+
+def leave(code: int) -> NoReturn:
+    """End the process, all of whose work is done, without taking the interpreter down.
+
+    Some threads cannot be ended: they wait within torch for the launcher's store to say that an
+    epoch is broken, or for a peer that died. If one returns while the interpreter is being taken
+    down, CPython (before 3.14) ends it by `pthread_exit`, which C++ answers with SIGABRT:
+    "terminate called without an active exception".
+    """
+    # What the interpreter does before it lets go of its threads (checked against Python 3.12).
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def announce(rank: int, code: int) -> None:

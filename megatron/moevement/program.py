@@ -18,7 +18,7 @@ from megatron.moevement.upstream_trainer import UpstreamTrainer
 
 
 def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
-    """Call `train`; without `--sparse-ckpt` nothing stands around it.
+    """Call `train`; without `--sparse-ckpt` nothing stands around it, else the process ends then.
 
     Args:
         train: upstream's `pretrain`, ready to be called; takes `store`.
@@ -44,8 +44,8 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
             train(store=store)
     except SystemExit as planned:
         ending.exit_as_planned(args, session, planned)
-        raise
     ending.finish(args, session)
+    ending.leave(0)
 
 
 def _train_as_newcomer(train: Callable[..., Any], args: Any, membership: Membership) -> None:
