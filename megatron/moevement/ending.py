@@ -8,10 +8,6 @@ started elsewhere. All ranks do so together, after a barrier of upstream's own.
 Checked against megatron-core 0.19.2.
 """
 
-import atexit
-import os
-import sys
-import threading
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -26,6 +22,7 @@ from torch.distributed import DistError
 from megatron.moevement import report, upstream
 from megatron.moevement.session import Session
 from moevement_ext.launch.statements import tell_finished
+from moevement_ext.leaving import leave
 from moevement_ext.rendezvous import launcher_store
 
 _RERUN = (EXIT_CODE_RESUME_TO_DISAMBIGUATE, EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
@@ -48,7 +45,7 @@ def exit_as_planned(args: Any, session: Session, ending: SystemExit) -> NoReturn
         SystemExit: `ending` is not one of the exits that all ranks make together.
     """
     code = ending.code or 0
-    if code not in (0, *_RERUN):
+    if code not in (0, *_RERUN) or not torch.distributed.is_initialized():
         raise ending
     remove = _saved(args, session.committed) and code == 0
     announce(args.rank, int(code))
@@ -57,22 +54,6 @@ def exit_as_planned(args: Any, session: Session, ending: SystemExit) -> NoReturn
         print(report.exit_line(session.committed, remove, directory), flush=True)
     session.close(remove)
     leave(int(code))
-
-
-def leave(code: int) -> NoReturn:
-    """End the process, all of whose work is done, without taking the interpreter down.
-
-    Some threads cannot be ended: they wait within torch for the launcher's store to say that an
-    epoch is broken, or for a peer that died. If one returns while the interpreter is being taken
-    down, CPython (before 3.14) ends it by `pthread_exit`, which C++ answers with SIGABRT:
-    "terminate called without an active exception".
-    """
-    # What the interpreter does before it lets go of its threads (checked against Python 3.12).
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def announce(rank: int, code: int) -> None:

@@ -15,6 +15,7 @@ from megatron.moevement.membership import Membership
 from megatron.moevement.post_step import PostStep
 from megatron.moevement.session import Session
 from megatron.moevement.upstream_trainer import UpstreamTrainer
+from moevement_ext.leaving import leave
 
 
 def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
@@ -45,7 +46,7 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
     except SystemExit as planned:
         ending.exit_as_planned(args, session, planned)
     ending.finish(args, session)
-    ending.leave(0)
+    leave(0)
 
 
 def _train_as_newcomer(train: Callable[..., Any], args: Any, membership: Membership) -> None:

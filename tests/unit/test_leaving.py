@@ -11,14 +11,14 @@ import pytest
 from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.timeout(120)
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 # The object is deleted while the interpreter is taken down; that takes long enough to be woken up.
 PROGRAM = '''
 import atexit, sys, threading, time
 from datetime import timedelta
 from torch.distributed import TCPStore
-from megatron.moevement import ending
+from moevement_ext.leaving import leave
 
 store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False)
 
@@ -39,7 +39,7 @@ atexit.register(print, 'written at exit')
 sys.late = Late()
 time.sleep(0.2)
 if sys.argv[2] == 'leave':
-    ending.leave(16)
+    leave(16)
 '''
 
 
