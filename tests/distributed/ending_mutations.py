@@ -7,23 +7,34 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
-from megatron.training import get_args
+from megatron.training import get_args, training
 
-import pretrain_gpt
 from megatron.moevement import upstream
 
 
-def trained_for_an_hour() -> None:
-    """`--exit-duration-in-mins` counts from the start of the program."""
-    pretrain_gpt._PROGRAM_START -= 3600.0
+def an_hour_passes_in_iteration_6() -> None:
+    """Upstream believes that training began an hour earlier."""
+
+    def an_hour_ago() -> None:
+        training._TRAIN_START_TIME -= 3600.0
+
+    _in_iteration_6(an_hour_ago)
 
 
 def terminated_in_iteration_6() -> None:
     """Rank 2 gets SIGTERM from outside, as from a batch system."""
 
-    def train_step(original: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
-        if iteration == 5 and os.environ['RANK'] == '2':
+    def terminate() -> None:
+        if os.environ['RANK'] == '2':
             os.kill(os.getpid(), signal.SIGTERM)
+
+    _in_iteration_6(terminate)
+
+
+def _in_iteration_6(act: Callable[[], None]) -> None:
+    def train_step(original: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
+        if iteration == 5:
+            act()
         return original(*args, iteration=iteration, **kwargs)
 
     upstream.wrap('train_step', train_step)
