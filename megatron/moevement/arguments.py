@@ -212,6 +212,11 @@ def not_localized(args: Any) -> str | None:
         (args.gpu_sniff_test_interval is not None, '--gpu-sniff-test-interval'),
         (bool(args.moe_routing_trace_path), '--moe-routing-trace-path'),
         (
+            args.check_for_large_grads and args.rerun_mode == 'validate_results',
+            '--check-for-large-grads may run an iteration twice, which a stage that replays alone '
+            'cannot; add --rerun-mode disabled',
+        ),
+        (
             args.distributed_backend == 'nccl' and args.use_gloo_process_groups,
             'gloo groups beside those of NCCL; add --disable-gloo-process-groups',
         ),

@@ -39,6 +39,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.moevement.arguments import refuse_unsupported
 from megatron.moevement.digest import state_digest, write_digest
+from megatron.moevement.ending import finish
 from megatron.moevement.joining import join
 from megatron.moevement.operation_count import OperationCount
 from megatron.moevement.post_step import PostStep
@@ -57,6 +58,7 @@ _NONE_OF_THIS: dict[str, Any] = {
     'phase_transition_iterations': None, 'async_save': False, 'log_straggler': False,
     'use_gloo_process_groups': False, 'use_torch_fsdp2': False, 'perform_rl_step': False,
     'iterations_to_skip': [], 'skip_train': False, 'data_parallel_random_init': False,
+    'check_for_large_grads': False, 'rerun_mode': 'disabled',
 }  # fmt: skip
 
 
@@ -133,7 +135,6 @@ def attach(
     refuse_unsupported(args)
     job = Attachment(args, sparse, plan)
     yield job
-    torch.distributed.barrier()  # nobody gives up what another may still need to recover
     job.close()
 
 
@@ -247,8 +248,8 @@ class Attachment:
         write_digest(str(path), self.iteration, state_digest(*self._built, self._args))
 
     def close(self) -> None:
-        """The job is over; `attach` calls it."""
-        self._session.close()
+        """The job is over; `attach` calls it. Collective."""
+        finish(self._args, self._session)
 
     def _note_updates(self, optimizer: Any) -> None:
         step = optimizer.step

@@ -13,6 +13,8 @@ from megatron.moevement import identity
 from megatron.moevement.arguments import not_localized
 from megatron.moevement.membership import Membership, newcomer_report
 from moevement_ext.config import LOCALIZED, SparseCheckpointConfig, node_name
+from moevement_ext.forks import close_connections_in_children
+from moevement_ext.launch.statements import tell_memory, tell_survivors
 from moevement_ext.memory.store import NodeStore
 from moevement_ext.rendezvous import Rendezvous, launcher_store
 
@@ -29,11 +31,14 @@ def join(
         initialise `torch.distributed` with, without keys of an earlier life of the job; None for
         torch's own.
     """
+    close_connections_in_children()
     launcher = launcher_store(timeout)
     if launcher is None:
         return None, None
+    tell_memory(launcher, Path(config.dir) / identity.run_name(args, config))
     reason = not_localized(args)
     if config.recovery == LOCALIZED and reason is None:
+        tell_survivors(launcher)
         membership = _member(args, config, launcher, timeout)
         return membership, membership.store
     if config.recovery == LOCALIZED and args.rank == 0:

@@ -6,9 +6,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
-
-from megatron.moevement import upstream
+from megatron.moevement import ending, upstream
 from megatron.moevement.arguments import config_from_args
 from megatron.moevement.data_position import UpstreamData
 from megatron.moevement.digest import state_digest, write_digest
@@ -19,10 +17,11 @@ from megatron.moevement.operation_count import OperationCount
 from megatron.moevement.post_step import PostStep
 from megatron.moevement.session import Session
 from megatron.moevement.upstream_trainer import UpstreamTrainer
+from moevement_ext.leaving import leave
 
 
 def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
-    """Call `train`; without `--sparse-ckpt` nothing stands around it.
+    """Call `train`; without `--sparse-ckpt` nothing stands around it, else the process ends then.
 
     Args:
         train: upstream's `pretrain`, ready to be called; takes `store`.
@@ -31,6 +30,7 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
     if not args.sparse_ckpt:
         _digest_at_the_end(args)
         train()
+        ending.announce(args.rank, 0)
         return
     config = config_from_args(args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -46,11 +46,13 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
             _train_as_newcomer(train, args, membership)
         else:
             train(store=store)
-        torch.distributed.barrier()  # nobody gives up what another may still need to recover
+        ending.finish(args, session)
+    except SystemExit as planned:
+        ending.exit_as_planned(args, session, planned)
     except Exception as error:
         session.failed_after_training(error)
         raise
-    session.close()
+    leave(0)
 
 
 def _train_as_newcomer(train: Callable[..., Any], args: Any, membership: Membership) -> None:

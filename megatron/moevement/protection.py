@@ -228,14 +228,14 @@ class Protection:
         """Return when everything captured is sealed; training is over."""
         self.checkpointer.drain()
 
-    def close(self) -> None:
-        """Clean exit: stop all threads, delete windows and replicas."""
+    def close(self, remove: bool) -> None:
+        """Stop all threads; with `remove` delete windows and replicas."""
         if hasattr(self, 'checkpointer'):
             self.checkpointer.stop()
             self._replanner.stop()
             self._replicator.stop()
             self._board.stop()
-        self.memory.close(remove=True)
+        self.memory.close(remove)
 
     def replicate_again(self, conversion: Conversion) -> None:
         """Replicas of the window just recovered from may be gone with a node: offer them again."""

@@ -55,6 +55,14 @@ def memory_line(memory: HostMemory) -> str:
     )
 
 
+def exit_line(iteration: int, removed: bool, directory: Any) -> str:
+    """Says at an exit that upstream's flags planned what the job can go on from."""
+    windows, hint = f'kept in {directory}', 'launch the job again, or remove the directory'
+    if removed:
+        windows, hint = 'removed', f'--load {directory}'
+    return f' sparse ckpt | exit at iteration: {iteration} | windows: {windows} | go on: {hint} |'
+
+
 def conversion_line(first: IterationState, last: IterationState) -> str:
     """Announces a finished conversion."""
     return (

@@ -107,11 +107,21 @@ class Session:
             self._alone.enter_context(upstream.without_connections(self._args))
         self._events.emit('worker_started')
 
-    def close(self) -> None:
-        """Clean exit: stop all threads and give the host memory back."""
-        self._events.emit('finished')
+    @property
+    def committed(self) -> int:
+        """Iterations committed on this rank."""
+        return self._events.iteration
+
+    @property
+    def kept_in(self) -> Path | None:
+        """Where windows of this rank are, None while training is unprotected."""
+        return None if self._protection is None else self._protection.memory.store.path
+
+    def close(self, remove: bool = True) -> None:
+        """The end: stop all threads; with `remove` give the host memory back."""
+        self._events.emit('finished', removed=remove)
         if self._protection is not None:
-            self._protection.close()
+            self._protection.close(remove)
         if self._membership is not None:
             self._membership.close()
         self._events.close()

@@ -142,6 +142,20 @@ def dense_checkpoint_iteration(args: Any) -> int:
     return int(iteration)
 
 
+def saved_iteration(args: Any) -> int:
+    """Iteration of the newest dense checkpoint in `--save`, -1 if there is none."""
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename, maybe_msc
+
+    if args.save is None:
+        return -1
+    tracker = get_checkpoint_tracker_filename(args.save)
+    if not maybe_msc.os.path.isfile(tracker):
+        return -1
+    with maybe_msc.open(tracker, 'r') as file:
+        text = file.read().strip()
+    return int(text) if text.isdecimal() else -1
+
+
 def load_dense_checkpoint(
     args: Any, model: Any, optimizer: Any, scheduler: Any, context: Any
 ) -> None:

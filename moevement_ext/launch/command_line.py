@@ -14,7 +14,8 @@ from moevement_ext.launch.config import Action, LaunchConfig, Strike
 
 _DESCRIPTION = """\
 Runs a training program on emulated nodes of this machine. A worker that dies is replaced at once,
-by a hot spare if one is ready; the other workers live on.
+by a hot spare if one is ready; the other workers live on. Those of a program without localized
+recovery cannot: they are all started again.
 
   scripts/local_cluster.py --nodes 4 --spares 1 --kill 2@8 -- pretrain_gpt.py --sparse-ckpt ...
 """
@@ -83,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         '--max-restarts',
         **number,
         default=LaunchConfig.max_restarts,
-        help='Replacements in all; the next death ends the job, as do three errors of one rank '
-        'within ten minutes. Default: %(default)s.',
+        help='Replacements in all, or new starts of all workers together; the next death ends the '
+        'job, as do three errors of one rank within ten minutes. Default: %(default)s.',
     )
     add(
         '--log-dir',

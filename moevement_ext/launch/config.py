@@ -47,7 +47,7 @@ class LaunchConfig:
     spares: int = 0
     """Processes that have imported the program and wait for a worker to die."""
     max_restarts: int = 100
-    """Of all workers together; the next death ends the job."""
+    """Replacements, or new starts of all workers together; the next death ends the job."""
     log_dir: Path | None = None
     """One file per rank is appended to; None: all output goes to stdout, with the rank."""
     strikes: tuple[Strike, ...] = ()

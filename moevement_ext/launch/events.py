@@ -51,6 +51,30 @@ class WorkerEnded:
 
 
 @dataclass(frozen=True)
+class WorkerLostAtExit:
+    """A worker that had done all its work was killed by a signal before its process ended."""
+
+    rank: int
+    pid: int
+    code: int
+    """The negative number of the signal."""
+
+    def __str__(self) -> str:
+        how = describe_exit(self.code)
+        return f'warning: rank {self.rank} (pid {self.pid}) had finished, but {how} at its exit'
+
+
+@dataclass(frozen=True)
+class AllStartAgain:
+    """The others cannot go on without the worker that died: all are killed and started again."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f'all workers start again, since {self.reason}'
+
+
+@dataclass(frozen=True)
 class WorkerEvicted:
     """The others found this worker hung; it is killed."""
 
@@ -107,4 +131,28 @@ class JobFailed:
         return f'job failed: {self.reason}'
 
 
-Event = WorkerStarted | WorkerEnded | WorkerEvicted | SpareReady | SpareEnded | Struck | JobFailed
+@dataclass(frozen=True)
+class MemoryKept:
+    """All workers are gone; what they kept in host memory is not."""
+
+    directory: Path
+
+    def __str__(self) -> str:
+        return (
+            f'windows of this run stay in {self.directory}: launch the same job again to go on '
+            'from them, or remove the directory'
+        )
+
+
+Event = (
+    WorkerStarted
+    | WorkerEnded
+    | WorkerLostAtExit
+    | WorkerEvicted
+    | AllStartAgain
+    | SpareReady
+    | SpareEnded
+    | Struck
+    | JobFailed
+    | MemoryKept
+)

@@ -3,10 +3,12 @@
 
 import os
 import sys
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 _CHUNK = 1 << 16
+_LAST_LINES = 15
 
 
 class _Lines:
@@ -38,6 +40,12 @@ class Relay:
         self._prefix = prefix
         self._on_line = on_line
         self._lines = _Lines()
+        self._last: deque[str] = deque(maxlen=_LAST_LINES)
+
+    @property
+    def last_lines(self) -> list[str]:
+        """The newest lines."""
+        return list(self._last)
 
     def pump(self) -> bool:
         """Pass on one chunk; False if there is nothing (more)."""
@@ -58,8 +66,18 @@ class Relay:
         if lines:
             sys.stdout.write(''.join(f'{self._prefix}{line}\n' for line in lines))
             sys.stdout.flush()
+        self._last.extend(lines)
         for line in lines:
             self._on_line(line)
+
+
+def last_lines(log: Path) -> list[str]:
+    """The newest lines of a log; none if there is no such file."""
+    if not log.exists():
+        return []
+    with log.open('rb') as file:
+        file.seek(max(log.stat().st_size - _CHUNK, 0))
+        return file.read().decode(errors='replace').splitlines()[-_LAST_LINES:]
 
 
 class LogTail:

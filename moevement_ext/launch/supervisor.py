@@ -3,7 +3,8 @@
 
 torchrun restarts all workers of the agent whose worker died. Here the others live on: the failure
 is announced to them in the launcher's store, which outlives them all, and a hot spare or a new
-process takes the place of the dead one.
+process takes the place of the dead one. So it is for a program that says that its workers survive
+(see `statements`); the workers of any other are all started again together, as torchrun does.
 """
 
 import signal
@@ -22,17 +23,21 @@ from moevement_ext.launch.child import Child
 from moevement_ext.launch.config import Action, LaunchConfig, Strike
 from moevement_ext.launch.environment import check_devices, job_environment, rank_environment
 from moevement_ext.launch.events import (
+    AllStartAgain,
     Event,
     JobFailed,
+    MemoryKept,
     Struck,
     WorkerEnded,
     WorkerEvicted,
+    WorkerLostAtExit,
     WorkerStarted,
     describe_exit,
 )
 from moevement_ext.launch.loop import Loop
-from moevement_ext.launch.output import LogTail, Relay
+from moevement_ext.launch.output import LogTail, Relay, last_lines
 from moevement_ext.launch.spare_pool import SparePool
+from moevement_ext.launch.statements import told_finished, told_memory, told_survivors
 from moevement_ext.launch.strikes import Strikes
 from moevement_ext.rendezvous import announce_failure
 
@@ -56,7 +61,7 @@ class Worker:
     relay: Relay | None
     restarts: int = 0
     finished: bool = False
-    """It ended with exit status 0."""
+    """It ended with exit status 0, or with what it had announced."""
     errors: list[float] = field(default_factory=list)
     """When the program itself gave up (seconds of the monotonic clock)."""
 
@@ -99,6 +104,8 @@ class Supervisor:
         self._strikes = Strikes(config)
         self._environment = job_environment(config, self.store.port)
         self._exit_code: int | None = None
+        self._announced_code = 0
+        self._restarts = 0
 
     def run(self) -> int:
         """Start the workers and wait until all have ended well; nothing of the job is left then.
@@ -106,7 +113,8 @@ class Supervisor:
         All processes are killed when the calling thread ends, whatever ends it.
 
         Returns:
-            0; 1 if the job was given up; what `stop` was given if that was called.
+            0, or the exit status that the workers had announced; 1 if the job was given up; what
+            `stop` was given if that was called.
         """
         if self.config.log_dir is not None:
             self.config.log_dir.mkdir(parents=True, exist_ok=True)
@@ -119,7 +127,8 @@ class Supervisor:
             return 1
         finally:
             self._kill_all()
-        return self._exit_code or 0
+            self._report_memory()
+        return self._exit_code or self._announced_code
 
     def stop(self, exit_code: int) -> None:
         """End all workers, with SIGTERM at first, and let `run` return `exit_code`; any thread."""
@@ -176,10 +185,28 @@ class Supervisor:
 
     def _ended(self, worker: Worker) -> None:
         code = self._reap(worker)
-        if code not in (0, EXIT_WHOLE_JOB, -signal.SIGKILL, -signal.SIGTERM):
+        if code == 0:
+            return
+        how = f'rank {worker.rank} (pid {worker.pid}) {describe_exit(code)}'
+        announced = told_finished(self.store, worker.rank, worker.pid)
+        if announced is not None:
+            self._ended_when_done(worker, code, announced, how)
+            return
+        if code not in (EXIT_WHOLE_JOB, -signal.SIGKILL, -signal.SIGTERM):
             worker.errors.append(time.monotonic())
-        if code != 0:
-            self._replace(worker, f'rank {worker.rank} (pid {worker.pid}) {describe_exit(code)}')
+        if told_survivors(self.store):
+            self._replace(worker, how)
+        else:
+            self._start_all_again(worker, how)
+
+    def _ended_when_done(self, worker: Worker, code: int, announced: int, how: str) -> None:
+        """All its work was done: nobody waits for it, so it is not replaced."""
+        if code >= 0 and code != announced:
+            raise LaunchError(f'{how} when it had finished{self._last_words(worker)}')
+        if code < 0:
+            self._report(WorkerLostAtExit(worker.rank, worker.pid, code))
+        worker.finished = True
+        self._announced_code = max(self._announced_code, announced)
 
     def _reap(self, worker: Worker) -> int:
         self._loop.forget(worker.child.death)
@@ -194,28 +221,59 @@ class Supervisor:
 
     def _replace(self, worker: Worker, how: str) -> None:
         announce_failure(self.store, worker.rank, how)
-        self._refuse_in_vain(worker, how)
-        worker.restarts += 1
-        spare = self._spare_process(worker.rank, worker.restarts)
-        worker.child, worker.relay = spare or self._new_process(worker.rank, worker.restarts)
+        self._refuse_in_vain(worker, how, worker.errors)
+        self._start_again(worker, worker.restarts + 1)
+
+    def _start_all_again(self, worker: Worker, how: str) -> None:
+        """The others wait for the dead worker, perhaps for ever, and nothing can wake them up."""
+        for other in self._living():
+            other.child.signal(signal.SIGKILL)
+        for other in self._living():
+            self._reap(other)
+        errors = [at for any_worker in self.workers for at in any_worker.errors]
+        self._refuse_in_vain(worker, how, errors)
+        self._report(AllStartAgain(how))
+        # The same number for all: `torch.distributed` tells the lives of a job apart by it.
+        restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
+        for any_worker in self.workers:
+            self._start_again(any_worker, restarts)
+
+    def _start_again(self, worker: Worker, restarts: int) -> None:
+        worker.restarts = restarts
+        spare = self._spare_process(worker.rank, restarts)
+        worker.child, worker.relay = spare or self._new_process(worker.rank, restarts)
         self._started(worker, was_spare=spare is not None)
 
-    def _refuse_in_vain(self, worker: Worker, how: str) -> None:
-        """Raises if no replacement may be or is worth being started."""
-        finished = [worker.rank for worker in self.workers if worker.finished]
-        if finished:
+    def _refuse_in_vain(self, worker: Worker, how: str, errors: list[float]) -> None:
+        """Raises if no replacement may be or is worth being started; else that counts as one."""
+        done = [other.rank for other in self.workers if self._is_done(other)]
+        if done:
             raise LaunchError(
-                f'{how} when rank {finished[0]} had already finished: '
+                f'{how} when rank {done[0]} had already finished: '
                 'a replacement would wait in vain for its peers.'
             )
-        recent = [at for at in worker.errors if at > time.monotonic() - _ERRORS_WITHIN_S]
+        recent = [at for at in errors if at > time.monotonic() - _ERRORS_WITHIN_S]
         if len(recent) >= _MAX_ERRORS:
             raise LaunchError(
                 f'{how}; it failed by itself {len(recent)} times within '
-                f'{_ERRORS_WITHIN_S / 60:.0f} minutes, so look at its output for the error.'
+                f'{_ERRORS_WITHIN_S / 60:.0f} minutes{self._last_words(worker)}'
             )
-        if sum(worker.restarts for worker in self.workers) >= self.config.max_restarts:
+        if self._restarts >= self.config.max_restarts:
             raise LaunchError(f'{how} and --max-restarts {self.config.max_restarts} is used up.')
+        self._restarts += 1
+
+    def _is_done(self, worker: Worker) -> bool:
+        return worker.finished or told_finished(self.store, worker.rank, worker.pid) is not None
+
+    def _last_words(self, worker: Worker) -> str:
+        """What a dead worker printed last, to be shown after the reason of a failure."""
+        log = self.config.log_of(worker.rank)
+        lines = worker.relay.last_lines if worker.relay is not None else []
+        if log is not None:
+            lines = last_lines(log)
+        if not lines:
+            return '; it printed nothing.'
+        return '; its last lines:\n' + '\n'.join(f'    {line}' for line in lines)
 
     def _pump(self, relay: Relay) -> None:
         if not relay.pump():
@@ -241,6 +299,12 @@ class Supervisor:
         for worker in self._living():
             self._reap(worker)
         self._loop.close()
+
+    def _report_memory(self) -> None:
+        """Say what a job that did not finish left behind."""
+        memory = told_memory(self.store)
+        if memory is not None and memory.exists():
+            self._report(MemoryKept(memory))
 
     def _living(self) -> list[Worker]:
         return [worker for worker in self.workers if not worker.child.ended]

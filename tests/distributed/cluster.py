@@ -42,6 +42,7 @@ def _worker(
     sys.stdout = open(1, 'w', buffering=1, closefd=False)
     sys.stderr = open(2, 'w', buffering=1, closefd=False)
     os.environ.update(env)
+    multiprocessing.set_start_method('fork', force=True)  # as in a program started by itself
     sys.argv = [f'{program}.py', *argv]
     module = import_module(program)
     if mutation is not None:

@@ -74,7 +74,9 @@ def test_whole_job_of_an_own_loop_comes_back_from_host_memory(
     own_loop: Callable[[], Cluster], expected: dict
 ) -> None:
     job = own_loop()
-    assert job.run(fail_at='1:11:norm') == [-9] * 3
+    codes = job.run(fail_at='1:11:norm')
+    assert codes[1] == -9
+    assert {codes[0], codes[2]} <= {-9, 1}  # they may notice before they are killed
     job.finish()
     assert job.events('recovered')[0]['replayed'] > 0
     assert differences(expected, read_digest(job)) == []

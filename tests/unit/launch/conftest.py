@@ -13,6 +13,7 @@ import pytest
 
 from moevement_ext.launch.config import LaunchConfig
 from moevement_ext.launch.events import Event, SpareReady, WorkerStarted
+from moevement_ext.launch.statements import tell_survivors
 from moevement_ext.launch.supervisor import Supervisor
 
 PROGRAM = '''
@@ -48,7 +49,10 @@ def act(action, value):
             wait_for(value)
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == 'exit':
-        sys.exit(int(value))
+        code, _, name = value.partition(':')
+        if name:
+            wait_for(name)
+        sys.exit(int(code))
     elif action == 'print':
         print(value)
     elif action == 'deaf':
@@ -82,9 +86,12 @@ class Job:
         self.on_event: Callable[[Event], object] = lambda event: None
         self.finish_when: Callable[[], bool] = lambda: bool(self.started())
 
-    def supervisor(self, *flags: str, **settings: Any) -> Supervisor:
+    def supervisor(self, *flags: str, survive: bool = True, **settings: Any) -> Supervisor:
+        """With `survive` as if the program had said that a worker can be replaced alone."""
         config = LaunchConfig(str(self.program), flags, **settings)
         self.running = Supervisor(config, self._note)
+        if survive:
+            tell_survivors(self.running.store)
         return self.running
 
     def run(self, *flags: str, **settings: Any) -> int:

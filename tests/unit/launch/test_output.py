@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.launch.output import LogTail, Relay
+from moevement_ext.launch.output import LogTail, Relay, last_lines
 
 
 def test_relay_prints_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,3 +46,19 @@ def test_tail_waits_for_its_file(tmp_path: Path) -> None:
     (tmp_path / 'log').write_text('one\n')
     tail.pump()
     assert lines == ['one']
+
+
+def test_last_lines_of_pipe_and_log(tmp_path: Path) -> None:
+    """Of a log that is long, only its end is read."""
+    reader, writer = os.pipe()
+    relay = Relay(reader, '', lambda line: None)
+    lines = [f'line {number}' for number in range(5000)]
+    os.write(writer, '\n'.join(lines).encode())
+    os.close(writer)
+    relay.finish()
+    os.close(reader)
+    assert relay.last_lines == lines[-15:]
+    log = tmp_path / 'log'
+    assert last_lines(log) == []
+    log.write_text('\n'.join(['x' * 100_000, *lines]))
+    assert last_lines(log) == lines[-15:]

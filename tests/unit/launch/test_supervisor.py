@@ -11,13 +11,17 @@ from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.launch import supervisor
 from moevement_ext.launch.config import Action, Strike
 from moevement_ext.launch.events import (
+    AllStartAgain,
     Event,
     JobFailed,
+    MemoryKept,
     Struck,
     WorkerEnded,
     WorkerEvicted,
+    WorkerLostAtExit,
     WorkerStarted,
 )
+from moevement_ext.launch.statements import tell_memory
 from moevement_ext.rendezvous import present_epoch, why_broken
 from tests.unit.launch.conftest import Job, dies
 
@@ -83,7 +87,134 @@ def test_children_of_a_dead_worker_die_with_it(job: Job) -> None:
     assert dies(job.life(0)['child'])
 
 
+# Starting all again: a program that has not said that its workers survive
+
+
+def test_workers_that_cannot_survive_start_again_together(job: Job) -> None:
+    """As `torch.distributed` needs it: the same number of restarts in all of one life."""
+    job.finish_when = lambda: len(job.started()) == 9
+    flags = ('1.0=kill', '2.1=exit:3')
+    assert job.run(*flags, survive=False, nodes=3) == 0
+    assert ended(job) == {0: [-9, -9, 0], 1: [-9, -9, 0], 2: [-9, 3, 0]}
+    assert [life.restarts for life in job.started()] == [0] * 3 + [1] * 3 + [2] * 3
+    reasons = [event.reason for event in job.events if isinstance(event, AllStartAgain)]
+    pid = job.started(2)[1].pid
+    assert reasons[1] == f'rank 2 (pid {pid}) ended with exit status 3'
+
+
+def test_each_start_of_all_counts_once(job: Job) -> None:
+    job.finish_when = lambda: False
+    flags = ('1.0=kill', '0.1=kill', '1.2=kill')
+    assert job.run(*flags, survive=False, nodes=2, max_restarts=2) == 1
+    assert failure(job).endswith('and --max-restarts 2 is used up.')
+    assert len(job.started()) == 6
+
+
+@pytest.mark.parametrize('logged', [True, False])
+def test_program_that_fails_at_its_start_ends_the_job_with_its_last_lines(
+    job: Job, logged: bool, tmp_path: Path
+) -> None:
+    """Whichever rank is seen to fail first in each life."""
+    job.finish_when = lambda: False
+    failing = [f'{rank}.{life}=exit:2' for rank in range(2) for life in range(9)]
+    printing = [f'{rank}.{life}=print:no such flag' for rank in range(2) for life in range(9)]
+    log_dir = tmp_path / 'logs' if logged else None
+    assert job.run(*printing, *failing, survive=False, nodes=2, log_dir=log_dir) == 1
+    first, *lines = failure(job).splitlines()
+    assert first.endswith('within 10 minutes; its last lines:')
+    assert 'it failed by itself 3 times' in first
+    assert lines[-1] == '    no such flag'
+    assert len(job.started()) == 6
+
+
 # The end
+
+
+@pytest.mark.parametrize('survive', [True, False])
+@pytest.mark.parametrize('last', [True, False])
+def test_rank_that_had_finished_may_die_at_its_exit(job: Job, last: bool, survive: bool) -> None:
+    """Before or after the others have ended; nobody is started in its place."""
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerStarted):
+            job.running.store.set(f'finished/{event.rank}', f'{event.pid} 0')
+            if event.rank == 2:
+                (job.folder / ('others' if last else 'abort')).touch()
+        if isinstance(event, WorkerEnded) and len(ended(job)) == (2 if last else 1):
+            (job.folder / ('abort' if last else 'others')).touch()
+
+    job.on_event = note
+    job.finish_when = lambda: False
+    flags = ('0.0=exit:0:others', '1.0=kill:abort', '2.0=exit:0:others')
+    assert job.run(*flags, survive=survive, nodes=3) == 0
+    assert ended(job) == {0: [0], 1: [-9], 2: [0]}
+    assert WorkerLostAtExit(1, job.started(1)[0].pid, -9) in job.events
+
+
+def test_what_an_earlier_process_had_finished_does_not_count(job: Job) -> None:
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerStarted):
+            job.running.store.set('finished/0', '1 0')
+
+    job.on_event = note
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.run('0.0=kill', nodes=2) == 0
+    assert ended(job) == {0: [-9, 0], 1: [0]}
+
+
+def test_announced_exit_status_is_that_of_the_job(job: Job) -> None:
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerStarted):
+            job.running.store.set(f'finished/{event.rank}', f'{event.pid} 16')
+
+    job.on_event = note
+    assert job.run('0.0=exit:16:finish', '1.0=exit:16:finish', nodes=2) == 16
+    assert ended(job) == {0: [16], 1: [16]}
+    assert len(job.started()) == 2
+
+
+def test_error_after_all_was_done_fails_the_job(job: Job) -> None:
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerStarted):
+            job.running.store.set(f'finished/{event.rank}', f'{event.pid} 0')
+
+    job.on_event = note
+    assert job.run('0.0=print:cannot close', '0.0=exit:1:finish', nodes=2) == 1
+    reason, *lines = failure(job).splitlines()
+    assert reason.endswith('ended with exit status 1 when it had finished; its last lines:')
+    assert lines[-1] == '    cannot close'
+    assert len(job.started()) == 2
+
+
+@pytest.mark.parametrize('finished_first', [True, False])
+def test_no_replacement_once_a_peer_said_that_it_is_done(job: Job, finished_first: bool) -> None:
+    """Whether or not its process has ended already."""
+    job.finish_when = lambda: False
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerStarted) and event.rank == 1:
+            job.running.store.set('finished/0', f'{job.started(0)[0].pid} 0')
+            (job.folder / ('end' if finished_first else 'die')).touch()
+        if isinstance(event, WorkerEnded):
+            (job.folder / 'die').touch()
+
+    job.on_event = note
+    assert job.run('0.0=exit:0:end', '1.0=kill:die', nodes=2) == 1
+    assert 'rank 0 had already finished' in failure(job)
+    assert ended(job) == {0: [0 if finished_first else -9], 1: [-9]}
+
+
+@pytest.mark.parametrize('kept', [True, False])
+def test_what_stays_in_memory_is_said(job: Job, kept: bool, tmp_path: Path) -> None:
+    memory = tmp_path / 'memory' / 'run'
+    if kept:
+        memory.mkdir(parents=True)
+    job.on_event = lambda event: job.running.stop(143) if job.started() else None
+    launcher = job.supervisor()
+    tell_memory(launcher.store, memory)
+    assert launcher.run() == 143
+    said = [event for event in job.events if isinstance(event, MemoryKept)]
+    assert said == ([MemoryKept(memory)] if kept else [])
 
 
 def test_used_up_budget_ends_the_job(job: Job) -> None:
@@ -103,6 +234,7 @@ def test_program_that_fails_by_itself_again_and_again_ends_the_job(job: Job) -> 
     assert job.run(*flags, nodes=2) == 1
     assert 'rank 0' in failure(job)
     assert 'ended with exit status 3; it failed by itself 3 times' in failure(job)
+    assert failure(job).splitlines()[-1] == '    importing'
     assert ended(job) == {0: [-9, 3, 3, 3], 1: [-9]}
 
 

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a process ends that has threads which nobody can end."""
+
+import atexit
+import os
+import sys
+import threading
+from typing import NoReturn
+
+
+def leave(code: int) -> NoReturn:
+    """End the process, all of whose work is done, without taking the interpreter down.
+
+    Some threads cannot be ended: they wait within torch for the launcher's store to say that an
+    epoch is broken, or for a peer that died. If one returns while the interpreter is being taken
+    down, CPython (before 3.14) ends it by `pthread_exit`, which C++ answers with SIGABRT:
+    "terminate called without an active exception".
+    """
+    # What the interpreter does before it lets go of its threads (checked against Python 3.12).
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

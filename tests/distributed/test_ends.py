@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends of a job that no failure brings about: what is left in host memory, and what is said."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.cluster import ROOT, Cluster
+from tests.distributed.conftest import differences, read_digest
+
+pytestmark = pytest.mark.timeout(400)
+
+FLAGS = (
+    '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
+    '--expert-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 12'
+).split()
+WINDOW = ['--sparse-ckpt-window', '2']
+
+# Flags; what happens to the workers.
+PLANNED = {
+    'exit interval': (['--exit-interval', '6'], None),
+    'exit duration': (['--exit-duration-in-mins', '60'], 'an_hour_passes_in_iteration_6'),
+    'exit signal': (['--exit-signal-handler'], 'terminated_in_iteration_6'),
+}
+
+
+def said(job: Cluster) -> str:
+    (line,) = (line for line in job.output(0).splitlines() if ' sparse ckpt | exit at' in line)
+    return line
+
+
+def end_as_planned(job: Cluster, flags: list[str], mutation: str | None) -> None:
+    job.flags += flags
+    place = mutation and f'ending_mutations:{mutation}'
+    assert job.survive(mutation=place) == {}
+    del job.flags[len(job.flags) - len(flags) :]
+
+
+@pytest.mark.parametrize('end', PLANNED)
+def test_nothing_is_left_in_memory_where_a_dense_checkpoint_has_it_all(
+    end: str, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    dense = str(tmp_path / 'dense')
+    job = cluster(*FLAGS, *WINDOW, '--save', dense, '--save-interval', '100')
+    end_as_planned(job, *PLANNED[end])
+    assert said(job).endswith(f'| windows: removed | go on: --load {dense} |')
+    assert not job.memory.exists()
+
+
+@pytest.mark.parametrize('end', PLANNED)
+def test_windows_are_kept_where_nothing_else_has_the_state(
+    end: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = cluster(*FLAGS, *WINDOW)
+    end_as_planned(job, *PLANNED[end])
+    assert f'| windows: kept in {job.memory} | go on: launch the job again' in said(job)
+    assert job.memory.exists()
+    assert job.survive() == {}
+    (recovered,) = job.events('recovered')
+    assert recovered['iteration'] == 6
+    assert differences(reference(*FLAGS), read_digest(job)) == []
+    assert not job.memory.exists()
+
+
+def test_job_that_ran_an_iteration_twice_recovers_as_a_whole(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """Upstream repeats an iteration of large gradients; a stage replaying alone could not."""
+    checked = '--check-for-large-grads'
+    job = cluster(*FLAGS, '--sparse-ckpt-window', '3', checked)
+    mutation = 'ending_mutations:large_gradients_in_iteration_8'
+    assert job.survive(fail_at='3:9:forward', mutation=mutation)[3] == 1
+    assert 'Need to rerun step' in job.output(0)
+    assert f'restarts the whole job: {checked} may run an iteration twice' in job.output(0)
+    assert differences(reference(*FLAGS), read_digest(job)) == []
+
+
+# Under the launcher itself
+
+TWO_STAGES = (
+    '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights '
+    '--train-iters 8'
+).split()
+
+
+def launch(job: Cluster, *flags: str, mutation: str | None = None) -> tuple[int, str]:
+    """Run the job under scripts/local_cluster.py; returns its exit status and all it printed."""
+    job.directory.mkdir(parents=True, exist_ok=True)
+    program = job.directory / 'program.py'
+    broken = f'ending_mutations.{mutation}()\n' if mutation else ''
+    program.write_text(
+        'import pretrain_gpt\nfrom tests.distributed import ending_mutations\n\n'
+        f'{broken}pretrain_gpt.main()\n'
+    )
+    command = [sys.executable, str(ROOT / 'scripts' / 'local_cluster.py'), '--nodes', '2', *flags]
+    done = subprocess.run(
+        [*command, '--', str(program), *job.flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def test_plain_program_that_fails_at_its_start_ends_with_the_reason(
+    cluster: Callable[..., Cluster],
+) -> None:
+    job = cluster('--no-such-flag', sparse=False, ranks=2)
+    code, output = launch(job)
+    assert code == 1
+    _, _, reason = output.partition('[launcher] job failed: rank ')
+    assert 'it failed by itself 3 times within 10 minutes; its last lines:' in reason
+    assert 'error: unrecognized arguments: --no-such-flag' in reason
+
+
+def test_plain_program_starts_again_as_a_whole(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = cluster(*TWO_STAGES, sparse=False, ranks=2)
+    code, output = launch(job, '--kill', '0@4')
+    assert code == 0, output[-5000:]
+    assert '[launcher] all workers start again, since rank 0' in output
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
+
+
+def test_exit_of_the_rerun_machine_keeps_the_windows(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """It asks for the job to be started elsewhere, by an exit status that is passed on."""
+    job = cluster(*TWO_STAGES, *WINDOW, ranks=2)
+    code, output = launch(job, mutation='result_refused_in_iteration_6')
+    assert code == 17, output[-5000:]
+    assert f'exit at iteration: 5 | windows: kept in {job.memory} |' in output
+    assert f'[launcher] windows of this run stay in {job.memory}: launch the same job' in output
+    assert 'start again' not in output
+    code, output = launch(job)
+    assert code == 0, output[-5000:]
+    assert job.events('recovered')[0]['iteration'] == 5
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
+    assert not job.memory.exists()
