@@ -128,6 +128,7 @@ class Session:
         self._protect(required=from_memory)
         if predecessor.candidates and not self._obtain(predecessor):
             load_dense(model, optimizer, scheduler)
+            self._training.renew()
         return model, optimizer, scheduler
 
     def _find(self) -> recovery.Predecessor:
