@@ -86,9 +86,7 @@ _PROGRESS = (
     'skipped_train_samples', 'num_floating_point_operations_so_far', 'do_train', 'do_valid',
     'do_test',
 )  # fmt: skip
-INDIFFERENT = frozenset(
-    (*_DENSE_CHECKPOINTS, *_LOGGING, *_PROFILING, *_HOST, *_LAUNCH, *_PROGRESS)
-)
+INDIFFERENT = frozenset((*_DENSE_CHECKPOINTS, *_LOGGING, *_PROFILING, *_HOST, *_LAUNCH, *_PROGRESS))
 
 _PLAIN = (
     type(None), bool, float, str, bytes, torch.dtype, torch.device, PurePath, timedelta,
@@ -140,7 +138,7 @@ def run_name(args: Any, config: SparseCheckpointConfig) -> str:
 
 
 def _digest(settings: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(_text(settings))
+    return xxhash.xxh3_64_hexdigest(_text(settings).encode())
 
 
 def _text(value: Any) -> str:

@@ -21,7 +21,14 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.utils import get_model_config
 
-from megatron.moevement import identity, iteration_state, recovery, report, upstream
+from megatron.moevement import (
+    identity,
+    iteration_state,
+    parameter_groups,
+    recovery,
+    report,
+    upstream,
+)
 from megatron.moevement.conversion import Conversion
 from megatron.moevement.data_position import DataPosition
 from megatron.moevement.exchange import Exchange
@@ -122,7 +129,8 @@ class Session:
         """
         predecessor = self._find()
         from_memory = self.joining or bool(predecessor.candidates)
-        model, optimizer, scheduler = build(not from_memory)
+        with parameter_groups.of_all_ranks(self._exchange):
+            model, optimizer, scheduler = build(not from_memory)
         self._training = TrainingState(model, optimizer, scheduler)
         self._planner = Planner(self._training, self._exchange, self._args)
         self._protect(required=from_memory)
