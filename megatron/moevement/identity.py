@@ -18,7 +18,7 @@ Checked against megatron-core 0.19.2.
 import enum
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import PurePath
 from typing import Any
@@ -146,15 +146,21 @@ def _text(value: Any) -> str:
     if isinstance(value, _PLAIN) or type(value) is int:
         return repr(value)
     if isinstance(value, Mapping):
-        return '{%s}' % ','.join(sorted(f'{_text(key)}:{_text(value[key])}' for key in value))
+        return _joined(sorted(f'{_text(key)}:{_text(item)}' for key, item in value.items()))
     if isinstance(value, (set, frozenset)):
-        return '{%s}' % ','.join(sorted(map(_text, value)))
+        return _joined(sorted(map(_text, value)))
     if isinstance(value, (list, tuple)):
-        return '[%s]' % ','.join(map(_text, value))
+        return _joined(map(_text, value))
     if isinstance(value, functools.partial):
         return _text([value.func, value.args, value.keywords])
     if hasattr(value, '__qualname__'):  # a function, method or class, with what it closes over
         closed_over = [cell.cell_contents for cell in getattr(value, '__closure__', None) or ()]
         return f'{value.__module__}.{value.__qualname__}{_text(closed_over)}'
     kind = f'{type(value).__module__}.{type(value).__qualname__}'
-    return f'{kind}.{value.name}' if isinstance(value, enum.Enum) else kind + _text(vars(value))
+    if isinstance(value, enum.Enum):
+        return f'{kind}.{value.name}'
+    return kind + _text(getattr(value, '__dict__', {}))
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return f'[{",".join(texts)}]'

@@ -176,7 +176,7 @@ class Session:
         began = time.perf_counter()
         self._conversion = recovery.obtain(
             self._protection.memory, predecessor, self._identity, self._args, self._events,
-            self._exchange,
+            self._exchange, self._training.loader.check,
         )  # fmt: skip
         self._phases.obtain = time.perf_counter() - began
         if self._conversion is None:

@@ -58,7 +58,7 @@ class TrainingState:
         check_complete(self.operators, self.states)
         self.slices = operator_slices(self.operators, self.states)
         distributed = any(isinstance(o, DistributedOptimizer) for o in chained(self.optimizer))
-        self.loader = SlotLoader(self.operators, self.states, self.model, distributed)
+        self.loader = SlotLoader(self.operators, self.slices, self.states, self.model, distributed)
         self.frozen = FrozenOperators(self.operators, self.states, self.model, self.optimizer)
 
     def around_update(
