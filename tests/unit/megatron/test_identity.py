@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever may change a bit of training makes another run; where and how it is launched does not."""
+"""What may change a bit of training makes another run; where and how it is launched does not."""
 
 import argparse
 import enum
