@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store, all_gather_object
 
 _CHUNK_BYTES = 1 << 20
 """Of one value in the store, whose server refuses more than 8 MiB."""
@@ -51,7 +51,7 @@ class Exchange:
         if self._archive is not None:
             _leave(self._archive, name, torch.distributed.get_rank(), own)
         everyone: list[bytes] = [b''] * len(ranks)
-        torch.distributed.all_gather_object(everyone, own, group)
+        all_gather_object(everyone, own, group)
         return everyone
 
     def all_agree(self, name: str, own: bool) -> bool:

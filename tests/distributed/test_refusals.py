@@ -196,7 +196,7 @@ def test_replacement_without_room_says_so_and_with_little_holds_no_replicas(
         shutil.rmtree(node)
         freed = (os.statvfs(limited_tmpfs).f_bavail - free) * os.statvfs(limited_tmpfs).f_frsize
         another_node.needed = freed - replicas // 2
-        hogs.append(_take_all_but(limited_tmpfs, 0))
+        hogs.append(_take_all_but(limited_tmpfs, 1 << 16))
 
     job._wipe = another_node
     assert job.survive(fail_at='1:9:forward') == {1: 2}
