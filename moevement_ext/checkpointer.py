@@ -197,8 +197,8 @@ class SparseCheckpointer:
         self.statistics.exposed_s += self._copier.wait()
         self.statistics.iterations += 1
 
-    def copy_bytes_per_s(self) -> float:
-        """Measured rate of the copies to host memory."""
+    def copy_bytes_per_s(self) -> float | None:
+        """Measured rate of the copies to host memory; None before the first."""
         return self._copier.bytes_per_s()
 
     def replicated(self, start: int, plan: str) -> None:

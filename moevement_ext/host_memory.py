@@ -57,6 +57,7 @@ class HostMemory:
         device: where the tensors of the log come from.
         on_degraded: called with a reason when the log cannot keep all it should.
         exchange: collective over all ranks.
+        hosts_replicas: hold those that are placed here; without them, their owners lack one.
 
     Raises:
         HostMemoryError: over the budget, or the tmpfs is too small.
@@ -75,8 +76,10 @@ class HostMemory:
         device: torch.device,
         on_degraded: Callable[[str], None],
         exchange: Exchange,
+        hosts_replicas: bool = True,
     ) -> None:
         self.rank = rank
+        self._hosts_replicas = hosts_replicas
         self.store = NodeStore(Path(config.dir), run_id, node_name())
         self._token = token
         own = Member(node_name(), capacity_bytes, log_bytes)
@@ -100,15 +103,10 @@ class HostMemory:
         rank = self.rank
         self.windows = OwnerWindows(self.store, rank, rank, own.capacity_bytes, GENERATIONS)
         self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS)
-        hosted = {
-            owner: self.members[owner].capacity_bytes
-            for owner, peers in enumerate(self.holders)
-            if rank in peers
-        }
         if own.log_bytes:
             path = self.store.holder_path(rank) / 'upstream-log'
             self.log = UpstreamLog(path, own.log_bytes, device, max_wait, on_degraded)
-        self.server = ReplicaServer(self.store, rank, hosted, self._token)
+        self.server = ReplicaServer(self.store, rank, self._hosted(rank), self._token)
         if self.log is not None:
             self.server.serve_log(self.log)
 
@@ -210,20 +208,25 @@ class HostMemory:
         else:
             self.store.close()
 
+    def _hosted(self, rank: int) -> dict[int, int]:
+        """Bytes of a window file by owner, of those whose replicas `rank` holds."""
+        if rank == self.rank and not self._hosts_replicas:
+            return {}
+        return {
+            owner: self.members[owner].capacity_bytes
+            for owner, peers in enumerate(self.holders)
+            if rank in peers
+        }
+
     def _plan(self) -> HostMemoryPlan:
         """Bytes of every rank on this node."""
         ranks = {}
         for rank, member in enumerate(self.members):
             if member.node != node_name():
                 continue
-            hosted = sum(
-                self.members[owner].capacity_bytes
-                for owner, peers in enumerate(self.holders)
-                if rank in peers
-            )
             ranks[rank] = RankMemory(
                 own_windows=GENERATIONS * member.capacity_bytes,
-                replicas=GENERATIONS * hosted,
+                replicas=GENERATIONS * sum(self._hosted(rank).values()),
                 ledger=Ledger.bytes_needed(LEDGER_RECORDS),
                 log_ring=member.log_bytes,
             )

@@ -325,7 +325,13 @@ def _fill_idle(window: Window, slots: int, device: torch.device) -> float:
         for slot in range(slots):
             window.capture(slot, copier)
             copier.drain()
-        return copier.bytes_per_s()
+        return _measured(copier)
+
+
+def _measured(copier: Copier) -> float:
+    rate = copier.bytes_per_s()
+    assert rate is not None  # slots were copied
+    return rate
 
 
 def _fill_busy(
@@ -351,7 +357,7 @@ def _fill_busy(
             seconds.append(timed(device, iteration))
             state.set(-1)  # in stream order after the copies: what `wait` is for
             copier.drain()
-        return seconds, copier.bytes_per_s()
+        return seconds, _measured(copier)
 
 
 @contextmanager

@@ -244,16 +244,18 @@ def _mend_adam_state_of_distributed_optimizer() -> None:
     load = DistributedOptimizer.load_state_dict
 
     def describe_allocated(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for group in self.optimizer.param_groups:
-            for parameter in group['params']:
-                _ensure_adam_state(self.optimizer.state[parameter], parameter)
+        if isinstance(self.optimizer, torch.optim.Adam):
+            for group in self.optimizer.param_groups:
+                for parameter in group['params']:
+                    _ensure_adam_state(self.optimizer.state[parameter], parameter)
         return describe(self, *args, **kwargs)
 
     def load_with_own_steps(self: Any, state_dict: Any) -> None:
-        step = float(state_dict['optimizer']['param_groups'][0]['step'])
         load(self, state_dict)
-        for state in self.optimizer.state.values():
-            state['step'] = torch.tensor(step)
+        if isinstance(self.optimizer, torch.optim.Adam):
+            step = float(state_dict['optimizer']['param_groups'][0]['step'])
+            for state in self.optimizer.state.values():
+                state['step'] = torch.tensor(step)
 
     DistributedOptimizer.sharded_state_dict = describe_allocated
     DistributedOptimizer.load_state_dict = load_with_own_steps

@@ -11,7 +11,11 @@ import torch
 
 from megatron.moevement import iteration_state
 from megatron.moevement.operators import operator_inventory
-from megatron.moevement.optimizer_state import chained, parameter_states
+from megatron.moevement.optimizer_state import (
+    chained,
+    counts_steps_per_parameter,
+    parameter_states,
+)
 
 
 def state_digest(model: Sequence[Any], optimizer: Any, scheduler: Any, args: Any) -> dict[str, str]:
@@ -28,17 +32,14 @@ def state_digest(model: Sequence[Any], optimizer: Any, scheduler: Any, args: Any
         'loss_scale': _sha_tensor(optimizer.get_loss_scale()),
         'consumed_train_samples': _sha(repr(args.consumed_train_samples).encode()),
     }
+    # A `step` of the groups is then only what a dense checkpoint left there.
+    per_parameter = all(counts_steps_per_parameter(one.optimizer) for one in chained(optimizer))
     for index, group in enumerate(optimizer.param_groups):
         settings = {key: group.get(key) for key in ('lr', 'weight_decay')}
-        if not _counts_steps_per_parameter(optimizer):
+        if not per_parameter:
             settings['step'] = group.get('step')
         entries[f'group/{index}'] = _sha(repr(settings).encode())
     return entries
-
-
-def _counts_steps_per_parameter(optimizer: Any) -> bool:
-    """Torch's Adam does; a `step` of its groups is only what a dense checkpoint left there."""
-    return all(isinstance(inner.optimizer, torch.optim.Adam) for inner in chained(optimizer))
 
 
 def write_digest(path: str, iteration: int, entries: dict[str, str]) -> None:

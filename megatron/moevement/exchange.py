@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small collectives at start-up; fault-free iterations use none of them."""
 
-import msgspec
+import zlib
+from collections.abc import Iterator, Sequence
+
 import torch
-from torch.distributed import Store
+from torch.distributed import Store, all_gather_object
+
+_CHUNK_BYTES = 1 << 20
+"""Of one value in the store, whose server refuses more than 8 MiB."""
+_COUNT_BYTES = 4
 
 
 class Exchange:
-    """Gives some bytes to all ranks and returns those of every rank, by rank.
+    """Gives some bytes to other ranks and returns theirs.
 
-    At the start of a job it is a collective of all ranks, and what was exchanged is kept in the
-    launcher's store. A process that replaces a lost one reads it there, with what the lost one
-    gave: the others are training.
+    At the start of a job it is a collective, and every rank leaves what it gave in the launcher's
+    store. A process that replaces a lost one reads it there, with what the lost one gave: the
+    others are training.
 
     Args:
         archive: outlives the workers; None where no process is ever replaced.
@@ -20,23 +26,62 @@ class Exchange:
 
     def __init__(self, archive: Store | None = None, joining: bool = False) -> None:
         self._archive = archive
-        self._joining = joining
+        self.joining = joining
 
     def __call__(self, name: str, own: bytes) -> list[bytes]:
-        """Exchange under a name that is used once in the life of the job."""
-        if self._joining:
+        """What every rank gave, by rank, under a name that is used once in the life of the job."""
+        return self.among(name, own, range(torch.distributed.get_world_size()), None)
+
+    def among(
+        self,
+        name: str,
+        own: bytes,
+        ranks: Sequence[int],
+        group: torch.distributed.ProcessGroup | None,
+    ) -> list[bytes]:
+        """What each of some ranks gave, in the order of `ranks`; all of them call this.
+
+        Args:
+            ranks: global ranks, this one among them.
+            group: of those ranks in that order; None: all.
+        """
+        if self.joining:
             assert self._archive is not None  # else nobody could join
-            return msgspec.msgpack.decode(self._archive.get(_key(name)), type=list[bytes])
-        everyone: list[bytes] = [b''] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, own)
-        if self._archive is not None and torch.distributed.get_rank() == 0:
-            self._archive.set(_key(name), msgspec.msgpack.encode(everyone))  # type: ignore[arg-type]
+            return _left_by(self._archive, name, ranks)
+        if self._archive is not None:
+            _leave(self._archive, name, torch.distributed.get_rank(), own)
+        everyone: list[bytes] = [b''] * len(ranks)
+        all_gather_object(everyone, own, group)
         return everyone
 
     def all_agree(self, name: str, own: bool) -> bool:
         """True if it is true on every rank."""
-        return all(answer == b'1' for answer in self(name, b'1' if own else b'0'))
+        answers = self(name, b'1' if own else b'0')
+        return own and all(answer == b'1' for answer in answers)
 
 
-def _key(name: str) -> str:
-    return f'exchange/{name}'
+def _leave(store: Store, name: str, rank: int, own: bytes) -> None:
+    """Compressed, as names of operators repeat; the first chunk says how many there are."""
+    packed = zlib.compress(own)
+    chunks = [packed[at : at + _CHUNK_BYTES] for at in range(0, len(packed), _CHUNK_BYTES)]
+    for index in reversed(range(len(chunks))):  # whoever sees the first can have the others
+        count = len(chunks).to_bytes(_COUNT_BYTES) if index == 0 else b''
+        store.set(_key(name, rank, index), count + chunks[index])  # type: ignore[arg-type]
+
+
+def _left_by(store: Store, name: str, ranks: Sequence[int]) -> list[bytes]:
+    firsts = store.multi_get([_key(name, rank, 0) for rank in ranks])
+    return [
+        zlib.decompress(b''.join(_chunks(store, name, rank, first)))
+        for rank, first in zip(ranks, firsts, strict=True)
+    ]
+
+
+def _chunks(store: Store, name: str, rank: int, first: bytes) -> Iterator[bytes]:
+    yield first[_COUNT_BYTES:]
+    for index in range(1, int.from_bytes(first[:_COUNT_BYTES])):
+        yield store.get(_key(name, rank, index))
+
+
+def _key(name: str, rank: int, chunk: int) -> str:
+    return f'exchange/{name}/{rank}/{chunk}'

@@ -6,6 +6,10 @@ conversion some operators are frozen, so these scalars cannot be computed again 
 record of the committed iteration. The number of tokens that per-token loss divides by comes from
 the last stage; a stage that replays alone gets it from the record, too.
 
+The norm is a float, or with Transformer Engine 2.14 and later a tensor, which nothing waits for
+until the step is done; upstream clips with other bits by the one than by the other, so that a
+replay gives it what it has.
+
 Replaces, in `megatron.core.optimizer.optimizer`: `get_grad_norm_fp32` and
 `MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan`; stands around the model
 configuration's `finalize_model_grads_func`.
@@ -19,6 +23,7 @@ from typing import Any
 import megatron.core.optimizer.optimizer as upstream
 import msgspec
 import torch
+from megatron.core.optimizer import clip_grads
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.testing import faults
@@ -42,6 +47,7 @@ class ScalarRecorder:
             upstream.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
         )
         self._recorded = GlobalScalars()
+        self._grad_norms: list[float | torch.Tensor] = []
         self._num_tokens: torch.Tensor | None = None
         self._replayed: GlobalScalars | None = None
 
@@ -49,12 +55,12 @@ class ScalarRecorder:
         """Take the place of the two functions, for the life of the process."""
         recorder = self
 
-        def grad_norm(*args: Any, **kwargs: Any) -> float:
+        def grad_norm(*args: Any, **kwargs: Any) -> float | torch.Tensor:
             if recorder._replayed is not None:
-                norm = _next(recorder._replayed.grad_norms, 'gradient norm')
+                norm = _as_computed(_next(recorder._replayed.grad_norms, 'gradient norm'))
             else:
                 norm = recorder._grad_norm(*args, **kwargs)
-            recorder._recorded.grad_norms.append(norm)
+            recorder._grad_norms.append(norm)
             return norm
 
         def check_overflow(self: Any) -> bool:
@@ -93,6 +99,8 @@ class ScalarRecorder:
 
     def peek(self) -> GlobalScalars:
         """The scalars that the next `take` will return, which leaves them to it."""
+        self._recorded.grad_norms += [float(norm) for norm in self._grad_norms]
+        self._grad_norms.clear()
         if self._num_tokens is not None:
             self._recorded.num_tokens = int(self._num_tokens.item())
             self._num_tokens = None
@@ -101,6 +109,7 @@ class ScalarRecorder:
     def put_back(self, scalars: GlobalScalars) -> None:
         """Forget what an iteration that was cut off has recorded; the next `take` gives these."""
         self._recorded = _copy(scalars)
+        self._grad_norms.clear()
         self._num_tokens = None
 
     def take(self) -> GlobalScalars:
@@ -123,6 +132,13 @@ class ScalarRecorder:
 
 def _copy(scalars: GlobalScalars) -> GlobalScalars:
     return GlobalScalars(list(scalars.grad_norms), list(scalars.overflows), scalars.num_tokens)
+
+
+def _as_computed(norm: float) -> float | torch.Tensor:
+    """A recorded norm as `get_grad_norm_fp32` returns it: fp32 [1] on the device, or a float."""
+    if clip_grads.multi_tensor_scale_tensor_impl is None:
+        return norm
+    return torch.full([1], norm, dtype=torch.float32, device='cuda')
 
 
 def _next(values: list[Any], what: str) -> Any:

@@ -1,49 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes two launches the same run: windows of another run or layout are refused by name."""
+"""What makes two launches the same run: windows of another run or layout are refused by name.
 
+Every setting counts but those named here, which cannot change a bit of what training computes; a
+flag that upstream adds counts until it is known not to. What decides the parallel layout is
+compared by itself, so that a refusal says which of the two it is.
+
+`--train-iters` counts (`--train-samples` likewise): the learning rate decays over it by default,
+weight decay grows over it, and upstream's datasets are shuffled over as many epochs as all samples
+of the run need. With a longer one the iterations of a window could be replayed on other samples
+than they were trained on. A job that has ended leaves no windows, so this concerns only a job that
+is made longer after a failure: it goes on from its dense checkpoint. Evaluation counts as well, as
+it may draw random numbers, and so does `--ckpt-step`, which asks for a certain checkpoint.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import enum
+import functools
 import os
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from pathlib import PurePath
 from typing import Any
 
-import msgspec
+import torch
 import xxhash
 
 from moevement_ext.config import SparseCheckpointConfig
 
-# Flags that decide which bits training computes. Paths, logging, intervals and host settings do
-# not count, so that a job may be launched again with other ones.
-_TRAINING = (
-    'num_layers', 'hidden_size', 'ffn_hidden_size', 'num_attention_heads', 'num_query_groups',
-    'kv_channels', 'seq_length', 'max_position_embeddings', 'position_embedding_type',
-    'normalization', 'swiglu', 'num_experts', 'num_moe_experts', 'vocab_size', 'padded_vocab_size',
-    'untie_embeddings_and_output_weights', 'add_bias_linear', 'hidden_dropout',
-    'attention_dropout', 'data_path', 'train_data_path', 'split', 'mock_data', 'tokenizer_type',
-    'seed', 'micro_batch_size', 'global_batch_size', 'rampup_batch_size', 'dataloader_type',
-    'optimizer', 'lr', 'min_lr', 'lr_decay_style', 'lr_decay_iters', 'lr_warmup_iters',
-    'lr_warmup_fraction', 'weight_decay', 'start_weight_decay', 'end_weight_decay', 'clip_grad',
-    'adam_beta1', 'adam_beta2', 'adam_eps', 'bf16', 'fp16', 'params_dtype', 'transformer_impl',
-    'use_distributed_optimizer', 'calculate_per_token_loss', 'deterministic_mode',
+_DENSE_CHECKPOINTS = (
+    'save', 'load', 'save_interval', 'save_retain_interval', 'non_persistent_save_interval',
+    'non_persistent_ckpt_type', 'non_persistent_global_ckpt_dir', 'non_persistent_local_ckpt_dir',
+    'non_persistent_local_ckpt_algo', 'exit_on_missing_checkpoint', 'ckpt_format',
+    'auto_detect_ckpt_format', 'ckpt_fully_parallel_save', 'ckpt_fully_parallel_load',
+    'ckpt_fully_parallel_load_exchange_algo', 'ckpt_fully_parallel_save_process_group',
+    'ckpt_fully_parallel_load_process_group', 'ckpt_fully_parallel_save_deprecated',
+    'ckpt_assume_constant_structure', 'ckpt_load_validate_sharding_integrity',
+    'dist_ckpt_strictness', 'dist_ckpt_workers', 'use_dist_ckpt', 'use_dist_ckpt_deprecated',
+    'dist_ckpt_format_deprecated', 'dist_ckpt_optim_fully_reshardable',
+    'distrib_optim_fully_reshardable_mem_efficient', 'async_save', 'async_strategy',
+    'use_persistent_ckpt_worker', 'async_ckpt_cpu_priority', 'async_ckpt_io_priority',
+    'async_ckpt_use_cpu_shm', 'replication', 'replication_jump', 'replication_factor',
+    'verify_integrity', 'no_save_optim', 'no_save_rng',
 )  # fmt: skip
-_LAYOUT = (
-    'world_size', 'tensor_model_parallel_size', 'pipeline_model_parallel_size',
-    'virtual_pipeline_model_parallel_size', 'expert_model_parallel_size',
-    'expert_tensor_parallel_size', 'context_parallel_size', 'sequence_parallel',
+_LOGGING = (
+    'log_interval', 'log_params_norm', 'log_throughput', 'log_progress', 'log_num_zeros_in_grad',
+    'log_timers_to_tensorboard', 'log_loss_scale_to_tensorboard',
+    'log_validation_ppl_to_tensorboard', 'log_memory_to_tensorboard', 'log_memory_interval',
+    'log_device_memory_used', 'log_world_size_to_tensorboard', 'log_energy', 'log_straggler',
+    'timing_log_level', 'timing_log_option', 'barrier_with_L1_time', 'tensorboard_dir',
+    'tensorboard_log_interval', 'tensorboard_queue_size', 'logging_level', 'wandb_project',
+    'wandb_exp_name', 'wandb_save_dir', 'wandb_entity', 'enable_one_logger', 'one_logger_project',
+    'one_logger_run_name', 'one_logger_async', 'app_tag_run_name', 'app_tag_run_version',
+    'moe_per_layer_logging', 'config_logger_dir', 'dump_param_to_param_group_map',
+    'straggler_ctrlr_port', 'straggler_minmax_count', 'disable_straggler_on_startup',
+    'result_rejected_tracker_filename', 'timers',
+)  # fmt: skip
+_PROFILING = (
+    'profile', 'profile_step_start', 'profile_step_end', 'profile_ranks', 'use_pytorch_profiler',
+    'pytorch_profiler_collect_shapes', 'pytorch_profiler_collect_callstack',
+    'pytorch_profiler_collect_chakra', 'record_memory_history', 'memory_snapshot_path',
+    'record_shapes', 'nvtx_ranges', 'run_workload_inspector_server', 'flight_recorder_dump_path',
+    'flight_recorder_trace_buffer_size', 'flight_recorder_dump_on_timeout',
+    'flight_recorder_include_stack_trace', 'flight_recorder_include_only_active',
+    'flight_recorder_extra_dump_on_exec',
+)  # fmt: skip
+_HOST = (
+    'data_cache_path', 'object_storage_cache_path', 'mmap_bin_files', 'num_workers',
+    'num_dataset_builder_threads', 'dataloader_fast_cache_load',
+    'dataloader_defer_npy_index_mmap', 'manual_gc', 'manual_gc_interval', 'manual_gc_eval',
+    'empty_unused_memory_level', 'enable_msc', 'disable_msc_deprecated',
+)  # fmt: skip
+_LAUNCH = (
+    'rank', 'local_rank', 'timeout', 'distributed_timeout_minutes', 'exit_interval',
+    'exit_duration_in_mins', 'exit_signal', 'exit_signal_handler',
+    'exit_signal_handler_for_dataloader', 'exit_signal_handler_for_training',
+    'distributed_timeout_seconds_after_init', 'use_gloo_process_groups', 'train_sync_interval',
+    'check_weight_hash_across_dp_replicas_interval', 'gpu_sniff_test_interval',
+    'adlr_autoresume', 'adlr_autoresume_interval', 'enable_ft_package', 'calc_ft_timeouts',
+    'ft_num_warmup_iters',
+)  # fmt: skip
+# Where training is, not what it is; and what set-up learns from the data.
+_PROGRESS = (
+    'iteration', 'curr_iteration', 'consumed_train_samples', 'consumed_valid_samples',
+    'skipped_train_samples', 'num_floating_point_operations_so_far', 'do_train', 'do_valid',
+    'do_test',
+)  # fmt: skip
+INDIFFERENT = frozenset((*_DENSE_CHECKPOINTS, *_LOGGING, *_PROFILING, *_HOST, *_LAUNCH, *_PROGRESS))
+
+_PLAIN = (
+    type(None), bool, float, str, bytes, torch.dtype, torch.device, PurePath, timedelta,
+)  # fmt: skip
+
+LAYOUT = frozenset((
+    'world_size', 'data_parallel_size', 'tensor_model_parallel_size',
+    'pipeline_model_parallel_size', 'transformer_pipeline_model_parallel_size',
+    'virtual_pipeline_model_parallel_size', 'num_layers_per_virtual_pipeline_stage',
+    'num_virtual_stages_per_pipeline_rank', 'pipeline_model_parallel_layout',
+    'decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers',
+    'num_layers_in_first_pipeline_stage', 'num_layers_in_last_pipeline_stage',
+    'account_for_embedding_in_pipeline_split', 'account_for_loss_in_pipeline_split',
+    'expert_model_parallel_size', 'expert_tensor_parallel_size', 'context_parallel_size',
+    'hierarchical_context_parallel_sizes', 'sequence_parallel',
     'num_distributed_optimizer_instances', 'use_tp_pp_dp_mapping',
-)  # fmt: skip
+    'tensor_parallel_num_weight_shards', 'expert_tensor_parallel_num_weight_shards',
+    'gtp_weight_remat_size', 'expert_gtp_weight_remat_size',
+))  # fmt: skip
 
 
 def run_identity(args: Any, run_id: str) -> str:
-    """Digest of the run id and of the flags that decide which bits training computes."""
-    moe = sorted(name for name in vars(args) if name.startswith('moe_'))
-    return _digest([run_id, *(_flag(args, name) for name in (*_TRAINING, *moe))])
+    """Digest of the run id and of everything that may decide which bits training computes.
+
+    Args:
+        args: upstream's parsed arguments, or what stands for them; read before training begins.
+    """
+    settings = {name: value for name, value in vars(args).items() if counts(name)}
+    return _digest({'run id': run_id, **settings})
+
+
+def counts(name: str) -> bool:
+    """True unless a setting cannot change what training computes, or belongs to the layout."""
+    return name not in INDIFFERENT | LAYOUT and not name.startswith('sparse_ckpt')
 
 
 def topology_identity(args: Any) -> str:
     """Digest of the parallel layout."""
-    return _digest([_flag(args, name) for name in _LAYOUT])
+    return _digest({name: getattr(args, name, None) for name in LAYOUT})
 
 
 def run_name(args: Any, config: SparseCheckpointConfig) -> str:
-    """Directory name of the run: as given, else Slurm's job id, else a digest of the flags."""
+    """Directory name of the run: as given, else Slurm's job id, else a digest of the settings."""
     if config.run_id is not None:
         return config.run_id
     if 'SLURM_JOB_ID' in os.environ:
@@ -51,9 +137,30 @@ def run_name(args: Any, config: SparseCheckpointConfig) -> str:
     return f'run-{run_identity(args, "")}'
 
 
-def _flag(args: Any, name: str) -> str:
-    return f'{name}={getattr(args, name, None)}'
+def _digest(settings: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(_text(settings).encode())
 
 
-def _digest(parts: list[str]) -> str:
-    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(parts))
+def _text(value: Any) -> str:
+    """A value as text that is the same in every process: without addresses, in fixed order."""
+    if isinstance(value, _PLAIN) or type(value) is int:
+        return repr(value)
+    if isinstance(value, Mapping):
+        return _joined(sorted(f'{_text(key)}:{_text(item)}' for key, item in value.items()))
+    if isinstance(value, (set, frozenset)):
+        return _joined(sorted(map(_text, value)))
+    if isinstance(value, (list, tuple)):
+        return _joined(map(_text, value))
+    if isinstance(value, functools.partial):
+        return _text([value.func, value.args, value.keywords])
+    if hasattr(value, '__qualname__'):  # a function, method or class, with what it closes over
+        closed_over = [cell.cell_contents for cell in getattr(value, '__closure__', None) or ()]
+        return f'{value.__module__}.{value.__qualname__}{_text(closed_over)}'
+    kind = f'{type(value).__module__}.{type(value).__qualname__}'
+    if isinstance(value, enum.Enum):
+        return f'{kind}.{value.name}'
+    return kind + _text(getattr(value, '__dict__', {}))
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return f'[{",".join(texts)}]'

@@ -8,6 +8,7 @@ Checked against megatron-core 0.19.2.
 """
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron.moevement.global_scalars import GlobalScalars
-from megatron.moevement.optimizer_state import chained
+from megatron.moevement.optimizer_state import chained, counts_steps_per_parameter
 
 
 class RngState(msgspec.Struct):
@@ -53,7 +54,8 @@ class IterationState(msgspec.Struct):
     rng: RngState
     scalers: list[ScalerState]
     group_steps: list[int | None]
-    """Step counts that optimizers keep per parameter group (TE and Apex)."""
+    """Step counts that optimizers keep per parameter group (TE and Apex), None where they do so
+    per parameter."""
 
 
 def encode(state: IterationState) -> bytes:
@@ -85,7 +87,7 @@ def capture(
         scalars=scalars,
         rng=capture_rng(),
         scalers=[_scaler_state(scaler) for scaler in _scalers(optimizer)],
-        group_steps=[group.get('step') for group in optimizer.param_groups],
+        group_steps=list(_group_steps(optimizer)),
     )
 
 
@@ -156,6 +158,14 @@ def _tensor(state: bytes) -> torch.Tensor:
 def _scalers(optimizer: Any) -> list[Any]:
     scalers = [getattr(inner, 'grad_scaler', None) for inner in chained(optimizer)]
     return [scaler for scaler in scalers if scaler is not None]
+
+
+def _group_steps(optimizer: Any) -> Iterator[int | None]:
+    """A dense checkpoint leaves a `step` in the groups of torch's Adam, too, which never moves."""
+    for inner in chained(optimizer):
+        counted = not counts_steps_per_parameter(inner.optimizer)
+        for group in inner.optimizer.param_groups:
+            yield int(group['step']) if counted and 'step' in group else None
 
 
 def _scaler_state(scaler: Any) -> ScalerState:

@@ -38,7 +38,6 @@ from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.host_memory import held_windows
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.observe.events import EventLog
-from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.recover.agreement import Candidate
 from moevement_ext.recover.rank_state import RankState, Running
 from moevement_ext.recover.verdict import NOWHERE, Localized, Report, WholeJob, decide
@@ -52,11 +51,19 @@ _ANNOUNCEMENT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 
 
+class PlanInForce(msgspec.Struct, frozen=True):
+    """A plan by reference: with the shares of thousands of experts it would be most of a report."""
+
+    version: int
+    origin: int
+    """Where its windows begin now; that of the plan, unless they were begun anew."""
+
+
 class Handover(msgspec.Struct, frozen=True):
     """What survivors tell a new process besides their report."""
 
-    plan: PlanParameters
-    """In force at the survivor's iteration."""
+    plan: PlanInForce
+    """At the survivor's iteration."""
     progress: PostStepProgress
     """In what follows the newest committed iteration."""
     runs: tuple[int, int, int]
@@ -276,7 +283,7 @@ class LocalRecovery:
         memory = self._protection.memory
         first_logged = memory.log.first_iteration if memory.log is not None else None
         handover = Handover(
-            self._protection.present,
+            PlanInForce(self._protection.present.version, self._protection.present.origin),
             self._post_step.progress(),
             (self._args.do_train, self._args.do_valid, self._args.do_test),
             self._operations.base,

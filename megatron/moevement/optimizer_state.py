@@ -105,13 +105,30 @@ def chained(optimizer: Any) -> Iterator[Any]:
         yield optimizer
 
 
+def counts_steps_per_parameter(inner: torch.optim.Optimizer) -> bool:
+    """True of torch's Adam; those of TE and Apex count per parameter group."""
+    return isinstance(inner, torch.optim.Adam)
+
+
 def _allocate(optimizer: Any) -> None:
     """Create Adam's state now, as its first step would, so that captures have fixed sources."""
     inner = optimizer.optimizer
-    optimizer.init_state_fn(inner, optimizer.config)
-    if isinstance(inner, torch.optim.Adam):  # TE and Apex count steps per group
+    if optimizer.config.use_precision_aware_optimizer:
+        _allocate_low_precision(inner)
+    else:
+        optimizer.init_state_fn(inner, optimizer.config)
+    if counts_steps_per_parameter(inner):
         for state in inner.state.values():
             state.setdefault('step', torch.tensor(0.0, dtype=torch.float32))
+
+
+def _allocate_low_precision(inner: Any) -> None:
+    """As the step of TE's FusedAdam does; upstream's `init_state_fn` leaves out an argument that
+    has had no default since TE 2.1."""
+    for parameter in _all_params(inner):
+        if not inner.state[parameter]:
+            remainders = inner.store_param_remainders and parameter.dtype == torch.bfloat16
+            inner.initialize_state(parameter, remainders)
 
 
 def _states_of(optimizer: Any, names: dict[torch.nn.Parameter, str]) -> Iterator[ParameterState]:

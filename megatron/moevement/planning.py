@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives the planner what it needs: bytes of every operator on every rank, stage by stage."""
+"""Gives the planner what it needs: bytes of every operator on every rank of this rank's stage.
 
-from collections.abc import Mapping
+Of other stages it needs little: every rank plans its own, and what all plans are computed from goes
+into the digest of the window.
+"""
+
+from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
 import msgspec
+import torch
 import xxhash
 from megatron.core import parallel_state
 
@@ -19,7 +24,8 @@ from moevement_ext.memory.window_format import window_capacity
 from moevement_ext.plan.ordering import order_by_popularity
 from moevement_ext.plan.window import (
     OperatorBytes,
-    plan_stages,
+    balanced,
+    largest_slots,
     window_bytes_bound,
 )
 
@@ -27,30 +33,56 @@ from moevement_ext.plan.window import (
 class RankOperators(msgspec.Struct, frozen=True):
     """What one rank holds: bytes captured of each operator, in full and as compute weights."""
 
-    stage: int
     sizes: dict[str, tuple[int, int]]
     kinds: dict[str, str]
     tied: list[str]
-    twins: list[int]
-    """Ranks that hold the same state."""
+
+
+class RankSummary(msgspec.Struct, frozen=True):
+    """What the ranks of all stages know of one rank; a few bytes, whatever the model."""
+
+    stage: int
+    operators: str
+    """Digest of its `RankOperators`."""
+    tied: bool
+    """It holds weights that first and last stage share."""
+    family: int
+    """Lowest of the ranks that hold the same state."""
 
 
 class Planner:
-    """Plans the windows of all stages; every rank computes the same. Collective construction."""
+    """Plans the windows of this rank's stage. Collective construction.
+
+    Costs as much as the ranks of one stage have operators, whatever the number of stages.
+    """
 
     def __init__(self, training: TrainingState, exchange: Exchange, args: Any) -> None:
         slices = training.slices
         own = RankOperators(
-            stage=parallel_state.get_pipeline_model_parallel_rank(),
             sizes={name: (item.full_bytes, item.light_bytes) for name, item in slices.items()},
             kinds={name: operator.kind for name, operator in training.operators.items()},
             tied=training.tied,
-            twins=twins(args),
         )
-        encoded = exchange('operators', msgspec.msgpack.encode(own))
-        self._ranks = [msgspec.msgpack.decode(item, type=RankOperators) for item in encoded]
+        encoded = msgspec.msgpack.encode(own)
+        summary = RankSummary(
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            operators=xxhash.xxh3_64_hexdigest(encoded),
+            tied=bool(training.tied),
+            family=min([args.rank, *twins(args)]),
+        )
+        stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        members = torch.distributed.get_process_group_ranks(stage)
         self._own = own
         self._training = training
+        self._members = [
+            msgspec.msgpack.decode(item, type=RankOperators)
+            for item in exchange.among('operators', encoded, members, stage)
+        ]
+        self._ranks = [
+            msgspec.msgpack.decode(item, type=RankSummary)
+            for item in exchange('ranks', msgspec.msgpack.encode(summary))
+        ]
+        self._largest_slots: list[list[int]] = []
 
     @property
     def stage_of(self) -> list[int]:
@@ -60,38 +92,56 @@ class Planner:
     @property
     def twins(self) -> list[list[int]]:
         """Ranks that hold the same state, by rank."""
-        return [rank.twins for rank in self._ranks]
+        families: dict[int, list[int]] = {}
+        for rank, summary in enumerate(self._ranks):
+            families.setdefault(summary.family, []).append(rank)
+        return [
+            [other for other in families[summary.family] if other != rank]
+            for rank, summary in enumerate(self._ranks)
+        ]
 
     @property
     def tied(self) -> bool:
         """First and last stage share the embedding's weights."""
         return any(rank.tied for rank in self._ranks)
 
-    def stages(self, popularity: Mapping[str, float]) -> list[list[OperatorBytes]]:
-        """Operators of every stage in capture order, with their bytes on each of its ranks."""
-        numbers = sorted({rank.stage for rank in self._ranks})
-        return [self._stage(number, popularity) for number in numbers]
-
-    def schedule(
-        self,
-        origin: int,
-        window: int | None,
-        budget: int,
-        popularity: Mapping[str, float],
-    ) -> ScheduledPlan:
+    def schedule(self, origin: int, window: int, shares: Mapping[str, float]) -> ScheduledPlan:
         """The plan of this rank's stage from iteration `origin` on.
 
-        Args:
-            window: W, or None for the shortest that is within `budget` on every rank.
-            budget: bytes per rank and iteration that can be hidden.
-            popularity: share of tokens by expert operator; unknown ones keep their order.
+        Its digest is of all that the plans of all stages are computed from, so that windows of
+        ranks that plan differently never count as one.
 
-        Raises:
-            InfeasiblePlan: no window is within the budget.
+        Args:
+            window: W, of all stages.
+            shares: share of tokens by expert operator; unknown ones keep their order.
         """
-        plans = plan_stages(self.stages(popularity), window=window, budget=budget)
-        digest = xxhash.xxh3_64_hexdigest('/'.join(plan.digest() for plan in plans).encode())
-        return ScheduledPlan(origin, plans[self._own.stage], digest)
+        everything = [
+            [rank.operators for rank in self._ranks], window, sorted(shares.items()),
+        ]  # fmt: skip
+        digest = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(everything))
+        return ScheduledPlan(origin, balanced(self._operators(shares), window), digest)
+
+    def compare_windows(self, longest: int, exchange: Exchange) -> None:
+        """Prepare `shortest_window`. Collective."""
+        own = largest_slots(self._operators({}), longest)
+        encoded = exchange('largest-slots', msgspec.msgpack.encode(own))
+        of_stage = dict(zip(self.stage_of, encoded, strict=True))
+        self._largest_slots = [
+            msgspec.msgpack.decode(item, type=list[int]) for item in of_stage.values()
+        ]
+
+    def shortest_window(self, budget: int) -> int | None:
+        """The fewest slots that are within `budget` bytes on every rank of every stage.
+
+        The order of the operators is that of the start; another one moves the limit by less than
+        an operator. None if even the longest window has a slot over the budget.
+        """
+        fitting = (
+            next((w for w, largest in enumerate(slots, 1) if largest <= budget), None)
+            for slots in self._largest_slots
+        )
+        found = list(fitting)
+        return None if None in found else max(w for w in found if w is not None)
 
     def capacity(self, window: int, context_bytes: int) -> int:
         """Bytes of a window file of this rank that suffice for any plan of up to W slots."""
@@ -104,13 +154,13 @@ class Planner:
         """Bytes of a dense capture on this rank: every operator in full."""
         return sum(full for full, _ in self._own.sizes.values())
 
-    def _stage(self, number: int, popularity: Mapping[str, float]) -> list[OperatorBytes]:
-        members = [rank for rank in self._ranks if rank.stage == number]
-        names = self._ordered(members, popularity)
-        return operator_bytes(names, [member.sizes for member in members])
+    def _operators(self, shares: Mapping[str, float]) -> list[OperatorBytes]:
+        """Of this stage in capture order, with their bytes on each of its ranks."""
+        names = self._ordered(self._members, shares)
+        return operator_bytes(names, [member.sizes for member in self._members])
 
     @staticmethod
-    def _ordered(members: list[RankOperators], popularity: Mapping[str, float]) -> list[str]:
+    def _ordered(members: Sequence[RankOperators], popularity: Mapping[str, float]) -> list[str]:
         """Tied operators first (all ranks that share them thaw them together), experts next,
         turn by turn over the ranks so that every slot loads all of them, the rest last."""
         tied = list(dict.fromkeys(name for member in members for name in member.tied))
@@ -142,6 +192,4 @@ class Planner:
         )  # fmt: skip
 
     def _all_names(self) -> set[str]:
-        return {
-            name for rank in self._ranks if rank.stage == self._own.stage for name in rank.sizes
-        }
+        return {name for member in self._members for name in member.sizes}

@@ -4,7 +4,7 @@
 import logging
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,15 +25,20 @@ from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.slot import WindowName
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.observe.events import EventLog
-from moevement_ext.plan.replanning import PlanParameters, Replanner, WindowLoad, decide
-from moevement_ext.plan.window import InfeasiblePlan, hideable_budget
+from moevement_ext.plan.replanning import (
+    PlanParameters,
+    Replanner,
+    WindowLoad,
+    decide,
+    published_plan,
+)
+from moevement_ext.plan.window import hideable_budget
 from moevement_ext.recover.verification import Verification
 from moevement_ext.replicate.persistence import PersistenceBoard
 from moevement_ext.replicate.replicator import Replicator
 
 logger = logging.getLogger(__name__)
 
-UNLIMITED = 1 << 62
 _FIRST_WINDOW = 2  # of `auto`, until times are measured: the first window is persisted soon
 _LATE_ITERATIONS = 4  # that persisting a window may lag behind, for the log to reach back
 
@@ -82,6 +87,8 @@ class Protection:
         self._windows_seen = 0
         self._slot = 0
         self._step_began = 0.0
+        if config.window == AUTO:
+            planner.compare_windows(config.longest_window, exchange)
         capacity = planner.capacity(config.longest_window, context_bytes)
         # A window may become persisted only when its successor is nearly complete.
         self.log_iterations = 2 * config.longest_window + _LATE_ITERATIONS
@@ -102,6 +109,18 @@ class Protection:
         if self._config.window == AUTO:
             window = min(window, _FIRST_WINDOW)
         return PlanParameters(0, iteration, window, {})
+
+    def agreed_plan(
+        self, version: int, origin: int, store: torch.distributed.Store
+    ) -> PlanParameters:
+        """The plan that a running job has in force.
+
+        Args:
+            version: of the plan.
+            origin: where its windows begin.
+            store: the one that the others gave to `start`.
+        """
+        return msgspec.structs.replace(published_plan(store, version), origin=origin)
 
     def start(self, present: PlanParameters, store: torch.distributed.Store) -> None:
         """Begin to capture.
@@ -249,16 +268,26 @@ class Protection:
     def _reserve(
         self, run_id: str, capacity: int, log_bytes: int, exchange: Exchange
     ) -> HostMemory:
-        """Host memory of this rank; if any rank fails, all do."""
+        """Host memory of this rank; if any rank fails at the start, all do.
+
+        A process that joins a running job, perhaps on another node, does without holding replicas
+        for others if that helps; it is needed more than they are.
+        """
+        reserve = partial(
+            HostMemory, self._config, run_id, self._identity.run, self._identity.rank, capacity,
+            log_bytes, self._training.device, self._degraded, partial(exchange, 'members'),
+        )  # fmt: skip
         memory: HostMemory | None = None
         problem: HostMemoryError | None = None
         try:
-            memory = HostMemory(
-                self._config, run_id, self._identity.run, self._identity.rank, capacity,
-                log_bytes, self._training.device, self._degraded, partial(exchange, 'members'),
-            )  # fmt: skip
+            memory = reserve()
         except HostMemoryError as error:
             problem = error
+        if problem is not None and exchange.joining:
+            memory = reserve(hosts_replicas=False)
+            reason = f'this rank holds no replicas for others: {problem}'
+            logger.warning('sparse checkpointing: protection is reduced: %s', reason)
+            self._events.emit('protection_reduced', reason=reason)
         if exchange.all_agree('reserved', memory is not None):
             assert memory is not None
             return memory
@@ -271,9 +300,7 @@ class Protection:
             self._replicator.submit(file, slot)
 
     def _schedule(self, parameters: PlanParameters) -> ScheduledPlan:
-        schedule = self._planner.schedule(
-            parameters.origin, parameters.window, UNLIMITED, parameters.shares
-        )
+        schedule = self._planner.schedule(parameters.origin, parameters.window, parameters.shares)
         self._parameters[schedule.origin, schedule.digest] = parameters
         return schedule
 
@@ -292,25 +319,17 @@ class Protection:
             fraction=self._config.reorder_fraction,
         )
 
-    def _best_window(
-        self, shares: Mapping[str, float], iteration_s: float, bytes_per_s: float
-    ) -> int:
+    def _best_window(self, iteration_s: float, bytes_per_s: float) -> int:
         """The fewest slots that hide behind an iteration, at most `--sparse-ckpt-max-window`."""
-        budget = hideable_budget(bytes_per_s, iteration_s)
-        longest = self._config.longest_window
-        try:
-            window = self._planner.schedule(0, None, budget, shares).plan.window
-        except InfeasiblePlan as error:
-            logger.warning('no window hides completely: %s', error)
-            return longest
-        if window > longest:
+        window = self._planner.shortest_window(hideable_budget(bytes_per_s, iteration_s))
+        if window is None:
+            window = self._config.longest_window
             logger.warning(
-                'hiding every slot needs %d iterations per window; --sparse-ckpt-max-window allows '
-                '%d, so iterations will be longer',
+                'iterations will be longer: no window of up to --sparse-ckpt-max-window %d hides '
+                'every slot; allow a longer one, or spread the state over more ranks',
                 window,
-                longest,
             )
-        return min(window, longest)
+        return window
 
     def _adopt(self, parameters: PlanParameters) -> None:
         """On the replanner's thread."""

@@ -8,6 +8,7 @@ a replica, the dense checkpoint on disk, the start.
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.host_memory import HostMemory, held_windows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.refused import RefusedWindow
+from moevement_ext.memory.slot import SlotHeader
 from moevement_ext.memory.store import NodeStore
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.observe.events import EventLog
@@ -87,14 +89,18 @@ def obtain(
     args: Any,
     events: EventLog,
     exchange: Exchange,
+    check: Callable[[SlotHeader], None],
 ) -> Conversion | None:
     """The newest window that every rank holds, or fetched, whole and undamaged. Collective.
+
+    Args:
+        check: raises RefusedWindow of a slot that is not of the model at hand.
 
     Returns:
         Its conversion, or None: go on with the next tier.
     """
     for candidate in predecessor.candidates:
-        file = _verified(memory, candidate, predecessor, identity)
+        file = _verified(memory, candidate, predecessor, identity, check)
         if exchange.all_agree(f'verified/{candidate.start}', file is not None):
             assert file is not None
             memory.windows.persisted(candidate.start, candidate.plan)
@@ -133,10 +139,17 @@ def newest_committed(store: NodeStore, identity: Identity) -> int:
 
 
 def _verified(
-    memory: HostMemory, candidate: Candidate, predecessor: Predecessor, identity: Identity
+    memory: HostMemory,
+    candidate: Candidate,
+    predecessor: Predecessor,
+    identity: Identity,
+    check: Callable[[SlotHeader], None],
 ) -> WindowFile | None:
     try:
-        return verified_window(memory, candidate, predecessor.inventories, identity)
+        file = verified_window(memory, candidate, predecessor.inventories, identity)
+        for slot in file.slots():
+            check(file.header(slot))
+        return file
     except RefusedWindow as refusal:
         logger.warning('refused: %s', refusal)
         return None

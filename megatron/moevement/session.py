@@ -21,7 +21,14 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.utils import get_model_config
 
-from megatron.moevement import identity, iteration_state, recovery, report, upstream
+from megatron.moevement import (
+    identity,
+    iteration_state,
+    parameter_groups,
+    recovery,
+    report,
+    upstream,
+)
 from megatron.moevement.conversion import Conversion
 from megatron.moevement.data_position import DataPosition
 from megatron.moevement.exchange import Exchange
@@ -142,12 +149,14 @@ class Session:
         """
         predecessor = self._find()
         from_memory = self.joining or bool(predecessor.candidates)
-        model, optimizer, scheduler = build(not from_memory)
+        with parameter_groups.of_all_ranks(self._exchange):
+            model, optimizer, scheduler = build(not from_memory)
         self._training = TrainingState(model, optimizer, scheduler)
         self._planner = Planner(self._training, self._exchange, self._args)
         self._protect(required=from_memory)
         if predecessor.candidates and not self._obtain(predecessor):
             load_dense(model, optimizer, scheduler)
+            self._training.renew()
         return model, optimizer, scheduler
 
     def _find(self) -> recovery.Predecessor:
@@ -188,7 +197,7 @@ class Session:
         self._protection.expect_captured(predecessor.candidates[0].start)
         self._conversion = recovery.obtain(
             self._protection.memory, predecessor, self._identity, self._args, self._events,
-            self._exchange,
+            self._exchange, self._training.loader.check,
         )  # fmt: skip
         self._phases.obtain = time.perf_counter() - began
         if self._conversion is None:
@@ -232,7 +241,10 @@ class Session:
         """Begin to capture, with the plan of the job this process joins or with a first one."""
         store = own_store(self._membership, self._exchange)
         if self._membership is not None and self.joining:
-            protection.start(handovers(self._membership.reports)[0].plan, store)
+            in_force = handovers(self._membership.reports)[0].plan
+            protection.start(
+                protection.agreed_plan(in_force.version, in_force.origin, store), store
+            )
             return
         if self._conversion is not None:
             iteration_state.restore_counters(self._conversion.last, self._args)

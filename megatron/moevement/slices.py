@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators as slices to capture, and the way back: slices of a slot into the training state."""
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,8 +10,9 @@ import torch
 from megatron.moevement.operators import Operator
 from megatron.moevement.optimizer_state import ParameterState, complete_restore
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.slot import Record, SlotHeader
-from moevement_ext.recover.context import SlotContext
+from moevement_ext.recover.context import SlotContext, decode_context
 
 
 def operator_slices(
@@ -51,11 +52,26 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1)
 
 
+class _Part(NamedTuple):
+    """What is captured of a tensor, and must be there to be loaded."""
+
+    operator: str
+    tensor: str
+    part: str
+    dtype: str
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f'{self.tensor} ({self.part}, {self.dtype}, elements {self.start} to {self.end})'
+
+
 class SlotLoader:
     """Loads slots into the training state of this rank. Training thread only.
 
     Args:
         operators: inventory of this rank.
+        slices: what is captured of them.
         states: optimizer state by parameter.
         model: model chunks of this rank.
         distributed: the optimizer is upstream's distributed one.
@@ -64,11 +80,13 @@ class SlotLoader:
     def __init__(
         self,
         operators: Mapping[str, Operator],
+        slices: Mapping[str, OperatorSlices],
         states: Mapping[torch.nn.Parameter, ParameterState],
         model: Sequence[Any],
         distributed: bool,
     ) -> None:
         self._operators = operators
+        self._slices = slices
         self._states = {state.name: state for state in states.values()}
         self._model = model
         self._distributed = distributed
@@ -76,9 +94,46 @@ class SlotLoader:
             name: buffer for item in operators.values() for name, buffer in item.buffers.items()
         }
 
+    def check(self, header: SlotHeader) -> None:
+        """Compare what a slot holds with what this model needs of it.
+
+        Raises:
+            RefusedWindow: it is of another model; the message names a parameter.
+        """
+        context = decode_context(header.context)
+        needed = set(self._needed(context))
+        held = {
+            _Part(item.operator, item.tensor, item.part, item.dtype, item.start, item.end)
+            for item in header.records
+        }
+        where = f'slot {header.slot} of window {header.start}'
+        for part in sorted(needed - held):
+            raise RefusedWindow(f'{where} has no {part} of {part.operator}, which the model needs')
+        for part in sorted(held - needed):
+            raise RefusedWindow(f'{where} has {part} of {part.operator}, which the model has not')
+        absent = self._operators.keys() - {*context.full, *context.light}
+        if header.slot == 0 and absent:
+            raise RefusedWindow(f'{where} has nothing of {min(absent)}, which the model has')
+
+    def _needed(self, context: SlotContext) -> Iterator[_Part]:
+        parts = [
+            *(item for name in context.full if name in self._slices
+              for item in self._slices[name].full),
+            *(item for name in context.light if name in self._slices
+              for item in self._slices[name].light),
+        ]  # fmt: skip
+        for item in parts:
+            dtype = str(item.source.dtype).removeprefix('torch.')
+            yield _Part(item.operator, item.tensor, item.part, dtype, item.start, item.end)
+
     @torch.no_grad()
     def load(self, header: SlotHeader, payload: np.ndarray, context: SlotContext) -> None:
-        """Put one verified slot into place. Collective over the ranks of the stage."""
+        """Put one verified slot into place. Collective over the ranks of the stage.
+
+        Raises:
+            RefusedWindow: it is of another model.
+        """
+        self.check(header)
         for record in header.records:
             content = torch.from_numpy(payload[record.offset : record.offset + record.nbytes])
             self.restore(record, content.view(getattr(torch, record.dtype)))

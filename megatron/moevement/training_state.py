@@ -24,6 +24,9 @@ from moevement_ext.testing import faults
 class TrainingState:
     """Operators of this rank with their slices, and the ways to load and freeze them.
 
+    To be renewed when a dense checkpoint was loaded, which puts other tensors in the place of the
+    optimizer's.
+
     Args:
         model: model chunks of this rank, wrapped by upstream.
         optimizer: upstream's optimizer.
@@ -40,20 +43,23 @@ class TrainingState:
         for _, router in router_modules(model):
             router._maintain_float32_expert_bias()  # upstream does it in the first forward
         self.operators = operator_inventory(model)
+        self.tied = tied_operators(model, self.operators)
+        self.device = next(model[0].parameters()).device
+        self.renew()
+
+    def renew(self) -> None:
+        """Find the state of all operators where it is now."""
         names = {
             parameter: name
             for operator in self.operators.values()
             for name, parameter in operator.parameters.items()
         }
-        states = parameter_states(optimizer, names)
-        check_complete(self.operators, states)
-        self.tied = tied_operators(model, self.operators)
-        self.slices = operator_slices(self.operators, states)
-        distributed = any(isinstance(o, DistributedOptimizer) for o in chained(optimizer))
-        self.states = states
-        self.loader = SlotLoader(self.operators, states, model, distributed)
-        self.frozen = FrozenOperators(self.operators, states, model, optimizer)
-        self.device = next(iter(names)).device
+        self.states = parameter_states(self.optimizer, names)
+        check_complete(self.operators, self.states)
+        self.slices = operator_slices(self.operators, self.states)
+        distributed = any(isinstance(o, DistributedOptimizer) for o in chained(self.optimizer))
+        self.loader = SlotLoader(self.operators, self.slices, self.states, self.model, distributed)
+        self.frozen = FrozenOperators(self.operators, self.states, self.model, self.optimizer)
 
     def around_update(
         self,

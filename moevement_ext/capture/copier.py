@@ -71,9 +71,9 @@ class Copier:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
         return time.perf_counter() - began
 
-    def bytes_per_s(self) -> float:
-        """Measured rate of all copies so far; infinite before the first."""
-        return self._copied_bytes / self._copy_s if self._copy_s else float('inf')
+    def bytes_per_s(self) -> float | None:
+        """Measured rate of all copies so far; None before the first."""
+        return self._copied_bytes / self._copy_s if self._copied_bytes and self._copy_s else None
 
     def drain(self) -> None:
         """Return when everything started is copied and sealed."""

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # A plan decided in window k is in the store well before window k + 2 ends on any rank.
 _WINDOWS_AHEAD = 3
+_VERSIONS_KEPT = 4  # in the store; the one in force is the newest or the one before
 
 
 class WindowLoad(msgspec.Struct, frozen=True):
@@ -30,7 +31,8 @@ class WindowLoad(msgspec.Struct, frozen=True):
     tokens: dict[str, int]
     """Tokens routed to each expert operator in the window's first iteration."""
     iteration_s: float
-    copy_bytes_per_s: float
+    copy_bytes_per_s: float | None
+    """None until something was copied: a window may pass without a capture."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):
@@ -59,7 +61,7 @@ def decide(
     present: PlanParameters,
     loads: Sequence[WindowLoad],
     *,
-    best_window: Callable[[Mapping[str, float], float, float], int] | None,
+    best_window: Callable[[float, float], int] | None,
     change: float,
     fraction: float,
 ) -> PlanParameters | None:
@@ -68,7 +70,7 @@ def decide(
     Args:
         present: the plan in force in the observed window.
         loads: what every rank saw in that window.
-        best_window: W for given shares, iteration seconds and bytes per second; None: W is fixed.
+        best_window: W for given iteration seconds and bytes per second; None: W is fixed.
         change: relative change of a share that counts.
         fraction: of the experts that must have changed.
     """
@@ -76,10 +78,10 @@ def decide(
     reorder = bool(shares) and _moved(present.shares, shares, change, fraction)
     window = present.window
     settled = present.version > 0 and not reorder  # measured once; noise must not change W
-    if best_window is not None and not settled:
-        slowest_copy = min(load.copy_bytes_per_s for load in loads)
+    rates = [load.copy_bytes_per_s for load in loads if load.copy_bytes_per_s is not None]
+    if best_window is not None and not settled and rates:
         iteration_s = float(np.median([load.iteration_s for load in loads]))
-        window = best_window(shares if reorder else present.shares, iteration_s, slowest_copy)
+        window = best_window(iteration_s, min(rates))
     if not reorder and window == present.window:
         return None
     return PlanParameters(
@@ -88,6 +90,14 @@ def decide(
         window=window,
         shares=shares if reorder else present.shares,
     )
+
+
+def published_plan(store: Store, version: int) -> PlanParameters:
+    """The plan of a version that is or was in force in the job, from the store of its replanners.
+
+    Waits for it as long as the store does.
+    """
+    return msgspec.json.decode(store.get(_plan_key(version)), type=PlanParameters)
 
 
 class Replanner:
@@ -137,7 +147,7 @@ class Replanner:
         self._thread.join()
 
     def _run(self) -> None:
-        self._attempt(self._follow)  # a rank that joins a running job learns of the next plan
+        self._attempt(self._begin)
         while True:
             with self._changed:
                 while self._observed is None and not self._stopping.is_set():
@@ -154,8 +164,17 @@ class Replanner:
         except Exception:  # planning must not fail training; the present plan stays
             logger.warning('cannot re-plan', exc_info=True)
 
+    def _begin(self) -> None:
+        if self._present.version == 0:  # the first plan has no shares, so all ranks may leave it
+            self._leave(self._present)
+        self._follow()  # a rank that joins a running job learns of the next plan
+
+    def _leave(self, plan: PlanParameters) -> None:
+        self._store.set(_plan_key(plan.version), msgspec.json.encode(plan).decode())
+
     def _publish(self, load: WindowLoad) -> None:
         self._store.set(f'load/{self._rank}', msgspec.json.encode(load).decode())
+        self._store.add(_count_key(load.start), 1)
         if self._rank == 0 and load.start >= self._present.origin:
             self._lead(load.start)
         self._follow()
@@ -163,28 +182,44 @@ class Replanner:
     def _lead(self, start: int) -> None:
         """On rank 0: decide once every rank has published this window, unless it is overtaken."""
         while not self._stopping.is_set() and self._observed is None:
-            loads = self._loads()
-            if len(loads) == self._world_size and all(load.start == start for load in loads):
-                chosen = self._decide(self._present, loads)
-                if chosen is not None:
-                    self._store.set('plan', msgspec.json.encode(chosen).decode())
-                return
+            # One number says when it is worth while to read them all; a rank that ran the window
+            # again counts twice.
+            if self._store.add(_count_key(start), 0) >= self._world_size:
+                loads = self._loads()
+                if all(load.start == start for load in loads):
+                    self._store.delete_key(_count_key(start))
+                    self._announce(self._decide(self._present, loads))
+                    return
             self._stopping.wait(0.02)
 
+    def _announce(self, chosen: PlanParameters | None) -> None:
+        if chosen is not None:
+            self._leave(chosen)
+            self._store.set(_NEWEST, str(chosen.version))
+            self._store.delete_key(_plan_key(chosen.version - _VERSIONS_KEPT))
+
     def _loads(self) -> list[WindowLoad]:
-        keys = [f'load/{rank}' for rank in range(self._world_size)]
-        if not self._store.check(keys):
-            return []
-        values = self._store.multi_get(keys)
+        values = self._store.multi_get([f'load/{rank}' for rank in range(self._world_size)])
         return [msgspec.json.decode(value, type=WindowLoad) for value in values]
 
     def _follow(self) -> None:
-        if not self._store.check(['plan']):
+        if not self._store.check([_NEWEST]):
             return
-        plan = msgspec.json.decode(self._store.get('plan'), type=PlanParameters)
-        if plan.version > self._present.version:
-            self._present = plan
-            self._adopt(plan)
+        newest = int(self._store.get(_NEWEST))
+        if newest > self._present.version:
+            self._present = published_plan(self._store, newest)
+            self._adopt(self._present)
+
+
+_NEWEST = 'plan/newest'
+
+
+def _plan_key(version: int) -> str:
+    return f'plan/{version}'
+
+
+def _count_key(start: int) -> str:
+    return f'loads/{start}'
 
 
 def _layer(name: str) -> str:

@@ -190,9 +190,11 @@ def balanced(
     def caps(load: int) -> np.ndarray:
         return np.array([load * own // reference for own in budgets], dtype=np.int64)
 
+    alone = totals.alone()
+
     def fits(load: int) -> bool:
         limit = caps(load)
-        return bool((totals.alone() <= limit).all()) and len(_fill(totals, limit)) <= window
+        return bool((alone <= limit).all()) and len(_fill(totals, limit)) <= window
 
     everything = totals.slot(0, totals.count)
     loads = (
@@ -204,6 +206,17 @@ def balanced(
     names = [operator.name for operator in operators]
     filled = [tuple(names[start:end]) for start, end in pairwise([0, *ends])]
     return WindowPlan(tuple(filled + [()] * (window - len(filled))))
+
+
+def largest_slots(operators: Sequence[OperatorBytes], longest: int) -> list[int]:
+    """Bytes of the largest slot, over slots and ranks, with windows of 1, 2, ... `longest` slots.
+
+    In the given order no plan of that many slots is within a lower budget.
+    """
+    return [
+        max(max(slot, default=0) for slot in balanced(operators, window).slot_bytes(operators))
+        for window in range(1, longest + 1)
+    ]
 
 
 def plan_stages(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must not be loaded is refused by name, the next tier is used, and no bit is harmed."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +165,46 @@ def test_memory_that_is_full_at_a_restart_loses_no_progress(
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
     assert len(job.events('recovered')) == 1
+
+
+def _take_all_but(directory: Path, spare: int) -> Path:
+    """Somebody else fills a tmpfs, but for so many bytes."""
+    hog = directory / 'hog'
+    free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
+    with open(hog, 'wb') as file:
+        os.posix_fallocate(file.fileno(), 0, free - spare)
+    return hog
+
+
+def test_replacement_without_room_says_so_and_with_little_holds_no_replicas(
+    cluster: Make, reference: Callable, limited_tmpfs: Path
+) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-max-wait', '0.1', nodes=4)
+    job.flags += ['--sparse-ckpt-dir', str(limited_tmpfs)]
+    node = limited_tmpfs / job.name / 'node1'
+    hogs: list[Path] = []
+
+    def another_node(rank: int, nodes: object) -> None:
+        """The replacement finds no memory at first, later enough for its own windows."""
+        if hogs:
+            hogs.pop().unlink()
+            _take_all_but(limited_tmpfs, another_node.needed)
+            return
+        replicas = sum(file.stat().st_size for file in node.glob('1/[!1]/*.window'))
+        assert replicas
+        free = os.statvfs(limited_tmpfs).f_bavail
+        shutil.rmtree(node)
+        freed = (os.statvfs(limited_tmpfs).f_bavail - free) * os.statvfs(limited_tmpfs).f_frsize
+        another_node.needed = freed - replicas // 2
+        hogs.append(_take_all_but(limited_tmpfs, 1 << 16))
+
+    job._wipe = another_node
+    assert job.survive(fail_at='1:9:forward') == {1: 2}
+    assert differences(reference(*BASE), read_digest(job)) == []
+    output = job.output(life=0)
+    assert 'mount a larger tmpfs' in output and 'AssertionError' not in output
+    reasons = [event['reason'] for event in job.events('protection_reduced', rank=1)]
+    assert any('holds no replicas for others' in reason for reason in reasons)
 
 
 def test_full_memory_directory_stops_a_strict_run(cluster: Make, small_tmpfs: Path) -> None:

@@ -8,13 +8,16 @@ from functools import partial
 
 import msgspec
 import pytest
+import torch
 from torch.distributed import TCPStore
 
+from moevement_ext.capture.copier import Copier
 from moevement_ext.plan.replanning import (
     PlanParameters,
     Replanner,
     WindowLoad,
     decide,
+    published_plan,
     shares_of,
 )
 
@@ -66,7 +69,7 @@ def test_dense_models_are_not_replanned_by_popularity() -> None:
 def test_auto_window_is_chosen_for_the_median_iteration_and_the_slowest_copy() -> None:
     asked = []
 
-    def best(shares: dict, iteration_s: float, bytes_per_s: float) -> int:
+    def best(iteration_s: float, bytes_per_s: float) -> int:
         asked.append((iteration_s, bytes_per_s))
         return 5
 
@@ -76,6 +79,24 @@ def test_auto_window_is_chosen_for_the_median_iteration_and_the_slowest_copy() -
     chosen = decide(present, loads, best_window=best, change=0.1, fraction=0.25)
     assert asked == [(2.0, 1e9)]
     assert chosen == PlanParameters(1, 10, 5, present.shares)
+
+
+def test_rates_that_were_never_measured_are_left_out() -> None:
+    present = PlanParameters(0, 0, 2, shares_of([load(4, BALANCED)]))
+    best = partial(
+        decide, present, best_window=lambda _, rate: int(rate), change=0.1, fraction=0.25
+    )
+    unmeasured = WindowLoad(4, BALANCED, 1.0, None)
+    assert best([unmeasured, unmeasured]) is None
+    chosen = best([unmeasured, WindowLoad(4, BALANCED, 1.0, 7.0)])
+    assert chosen is not None and chosen.window == 7
+
+
+def test_load_without_a_measured_rate_reaches_the_deciding_rank() -> None:
+    copier = Copier(torch.device('cpu'))
+    unmeasured = WindowLoad(4, BALANCED, 1.0, copier.bytes_per_s())
+    copier.stop()
+    assert msgspec.json.decode(msgspec.json.encode(unmeasured), type=WindowLoad) == unmeasured
 
 
 def test_auto_window_stays_once_it_is_measured() -> None:
@@ -103,13 +124,17 @@ def test_all_ranks_adopt_the_same_plans_in_order() -> None:
     assert first == [first[0]] * 3 and second == [second[0]] * 3
     assert (first[0].version, second[0].version) == (1, 2)
     assert second[0].shares['layer1.expert0'] == 100 / 175
+    # A rank that joins is told a number, and finds the plan in force under it.
+    begun = PlanParameters(0, 0, 2, {})
+    assert [published_plan(master, version) for version in range(3)] == [begun, first[0], second[0]]
 
 
 def test_a_rank_that_joins_late_adopts_the_plan_in_force_at_once() -> None:
     """It takes the place of a lost one; without the plan its next windows would not count."""
     master = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
     plan = PlanParameters(3, 12, 2, {'layer1.expert0': 0.5})
-    master.set('plan', msgspec.json.encode(plan).decode())
+    master.set('plan/3', msgspec.json.encode(plan).decode())
+    master.set('plan/newest', '3')
     adopted: queue.Queue[PlanParameters] = queue.Queue()
 
     def join(present: PlanParameters) -> Replanner:
@@ -129,7 +154,7 @@ def test_a_plan_that_cannot_be_read_does_not_end_the_thread(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
-    store.set('plan', 'no plan')
+    store.set('plan/newest', 'no number')
     adopted: queue.Queue[PlanParameters] = queue.Queue()
     replanner = Replanner(store, 0, 1, PlanParameters(0, 0, 2, {}), fixed, adopted.put)
     try:

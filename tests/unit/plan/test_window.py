@@ -19,6 +19,7 @@ from moevement_ext.plan.window import (
     bytes_over_budget,
     fewest_slots,
     hideable_budget,
+    largest_slots,
     plan_stages,
     window_bytes_bound,
 )
@@ -148,6 +149,21 @@ def test_fewest_is_balanced_at_its_window(case):
     best = min(largest(operators, slots, budgets) for slots in partitions(operators, plan.window))
     found = largest(operators, plan.slots, budgets)
     assert in_scaled_bytes(found, budgets) == in_scaled_bytes(best, budgets)
+
+
+@BOUNDED
+@given(operators_lists(), st.integers(1, 120))
+def test_fewest_slots_follow_from_the_largest_slot_of_each_window(operators, budget):
+    """So ranks need not know the operators of other stages to find the window of all."""
+    longest = len(operators) + 1
+    fitting = [
+        window for window, size in enumerate(largest_slots(operators, longest), 1) if size <= budget
+    ]
+    try:
+        expected = [fewest_slots(operators, budget).window]
+    except InfeasiblePlan:
+        expected = []
+    assert fitting[:1] == expected
 
 
 @BOUNDED

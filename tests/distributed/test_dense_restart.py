@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job that went on from a dense checkpoint is protected as one that began from the start."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.cluster import Cluster
+from tests.distributed.conftest import differences, read_digest
+
+Make = Callable[..., Cluster]
+PP2 = '--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 14'
+SETUPS = {
+    'bf16-distributed': f'--bf16 --use-distributed-optimizer {PP2}',
+    'bf16-plain': f'--bf16 {PP2}',
+    'fp32': PP2,
+}
+
+
+def _flip_byte_of_every_window(job: Cluster, owner: int) -> None:
+    """Their headers stay whole, so that the damage is found only when a window is verified."""
+    windows = list(job.memory.rglob(f'{owner}/window-*.window'))
+    assert windows
+    for path in windows:
+        with open(path, 'r+b') as file:
+            file.seek(70_000)
+            byte = file.read(1)[0]
+            file.seek(70_000)
+            file.write(bytes([byte ^ 0xFF]))
+
+
+@pytest.mark.parametrize('setup', SETUPS)
+@pytest.mark.parametrize('windows', ['lost', 'damaged'])
+def test_windows_captured_after_a_dense_restart_give_the_same_bits(
+    windows: str, setup: str, cluster: Make, reference: Callable, tmp_path: Path
+) -> None:
+    flags = SETUPS[setup].split()
+    dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
+    job = cluster(*flags, *dense, '--save-interval', '4', '--sparse-ckpt-window', '3')
+    assert -9 in job.run(fail_at='1:6:forward')
+    if windows == 'lost':
+        shutil.rmtree(job.memory)
+    else:
+        _flip_byte_of_every_window(job, owner=1)
+    assert -9 in job.run(fail_at='1:12:forward')
+    assert 'loaded checkpoint' in job.output(life=1)
+    job.finish()
+    (recovered,) = job.events('recovered')
+    assert recovered['replayed'] >= 2
+    assert differences(reference(*flags), read_digest(job)) == []

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages hold different kinds of parameters, so that their optimizers differ by what they hold."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.distributed.cluster import Cluster
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.test_localized_recovery import check_localized, victims
+
+UNTIED = '--untie-embeddings-and-output-weights --train-iters 12'
+NO_EXPERTS_FIRST = (
+    f'--bf16 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {UNTIED} '
+    '--moe-layer-freq [0,0,1,1]'
+)
+OTHER_RATE_AT_THE_ENDS = (
+    f'--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 4 {UNTIED} '
+    '--decoupled-lr 1e-3 --decoupled-min-lr 1e-4'
+)
+CASES = {
+    'stage without experts': (NO_EXPERTS_FIRST, '0:9:forward,1:9:forward'),
+    'stage with experts': (NO_EXPERTS_FIRST, '2:9:backward,3:9:backward'),
+    'stage without embedding': (OTHER_RATE_AT_THE_ENDS, '1:9:forward'),
+}
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_replacement_has_the_parameter_groups_of_the_lost_worker(
+    case: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    setup, fail_at = CASES[case]
+    flags = setup.split()
+    job = cluster(*flags, '--sparse-ckpt-window', '3', nodes=4)
+    assert job.survive(fail_at=fail_at) == victims(fail_at)
+    assert differences(reference(*flags), read_digest(job)) == []
+    check_localized(job)
