@@ -14,7 +14,7 @@ from dataclasses import dataclass
 PHASES = (
     'forward', 'backward', 'p2p', 'reduce', 'optimizer', 'norm', 'step', 'after-step',
     'capture', 'seal', 'replicate', 'evaluate', 'save',
-    'detect', 'regroup', 'fetch', 'load', 'convert', 'catch-up',
+    'detect', 'regroup', 'connect', 'fetch', 'load', 'convert', 'catch-up',
 )  # fmt: skip
 
 _FAULT = re.compile(rf'(\d+):(\d+):({"|".join(PHASES)})(?::(\d+))?')
