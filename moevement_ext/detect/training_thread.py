@@ -20,6 +20,8 @@ import torch
 
 _SHOWN_FRAMES = 12
 _MOST_BETWEEN_LOOKS_S = 2.0
+_COMPUTES = 0.05
+"""Share of the time between two looks."""
 _LIBRARY = sysconfig.get_path('stdlib')
 _PACKAGES = sysconfig.get_path('purelib')
 _ROOT = Path(__file__).parents[2]
@@ -44,12 +46,14 @@ class TrainingThread:
     """The thread that makes this object, as another one sees it.
 
     A thread counts as moving when it is at another place of its program at two looks in turn,
-    wherever that is; so nothing has to be counted in the training loop.
+    wherever that is, or has computed in between; so nothing has to be counted in the training loop.
     """
 
     def __init__(self) -> None:
         self._ident = threading.get_ident()
         self._place: list[tuple[CodeType, int]] = []
+        self._clock = time.pthread_getcpuclockid(self._ident)
+        self._computed_s = 0.0
         self._still_s = 0.0
         self._looked = time.monotonic()
 
@@ -58,9 +62,13 @@ class TrainingThread:
         frames = self._frames()
         place = [(frame.f_code, frame.f_lasti) for frame in frames]
         now = time.monotonic()
-        if place == self._place:
-            # No more than that: all of this process may have been stopped in between.
-            self._still_s += min(now - self._looked, _MOST_BETWEEN_LOOKS_S)
+        # No more than that: all of this process may have been stopped in between.
+        between_s = min(now - self._looked, _MOST_BETWEEN_LOOKS_S)
+        computed_s = time.clock_gettime(self._clock)
+        computes = computed_s - self._computed_s > _COMPUTES * between_s
+        self._computed_s = computed_s
+        if place == self._place and not computes:
+            self._still_s += between_s
         else:
             self._place, self._still_s = place, 0.0
         self._looked = now

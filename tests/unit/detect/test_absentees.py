@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.detect import absentees
 from moevement_ext.detect.absentees import Absentees
-from moevement_ext.rendezvous import Rendezvous, break_epoch
+from moevement_ext.rendezvous import Rendezvous, break_epoch, present_epoch
 
 HANG_S = 1.0
 TIMEOUT = timedelta(seconds=60)
@@ -19,7 +19,7 @@ TIMEOUT = timedelta(seconds=60)
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    break_epoch(store, 0, 'rank 3 died')
+    break_epoch(store, present_epoch(store), 'rank 3 died')
     yield store
 
 

@@ -35,12 +35,20 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == 'sparse-ckpt-watch']
 
 
+def wait_for_end_of_threads() -> None:
+    """Each ends by itself."""
+    for thread in threads():
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
 class Job:
     """Ranks that watch the present epoch of a real store, and what woke them up."""
 
     def __init__(self) -> None:
         self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
         assert present_epoch(self.store) == 0
+        self.watches: list[EpochWatch] = []
         self.woken: queue.Queue[tuple[int, str]] = queue.Queue()
 
     def watch(
@@ -59,6 +67,7 @@ class Job:
             hang_timeout_s,
             lambda reason: self.woken.put((rank, reason)),
         )
+        self.watches.append(watch)
         if judges:
             watch.judge()
         return watch
@@ -71,11 +80,11 @@ class Job:
         return int(self.store.get(key)) if self.store.check([key]) else 0
 
     def end(self) -> None:
-        """Break the epoch, which ends the threads of all its watches."""
+        """Stop all watches and break the epoch, which ends their threads."""
+        for watch in self.watches:
+            watch.stop()
         break_epoch(self.store, present_epoch(self.store), 'the test is over')
-        for thread in threads():
-            thread.join(DEADLINE_S)
-            assert not thread.is_alive()
+        wait_for_end_of_threads()
 
 
 @pytest.fixture
@@ -103,7 +112,8 @@ def test_everybody_wakes_up_at_once_when_the_epoch_is_broken(job: Job) -> None:
             assert watch.broken.is_set() and watch.reason == f'reason {epoch}'
             watch.stop()
     assert statistics.median(delays) < 0.2
-    assert threads() == [] and job.woken.empty()
+    wait_for_end_of_threads()
+    assert job.woken.empty()
 
 
 def test_an_epoch_that_was_broken_before_wakes_up_too(job: Job) -> None:
@@ -201,9 +211,7 @@ def test_stop_ends_the_beating_and_nothing_is_noticed_any_more(job: Job, fast_be
     assert len(threads()) == 2
     watch.stop()
     break_epoch(job.store, 0, 'after the stop')
-    for thread in threads():
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
+    wait_for_end_of_threads()
     beats = job.store.add('beat/0/0', 0)
     time.sleep(0.2)
     assert job.store.add('beat/0/0', 0) == beats
@@ -270,9 +278,7 @@ def test_a_store_that_is_gone_is_reported_and_no_failure_of_a_rank(
         time.sleep(0.01)
     time.sleep(2.0)  # it is tried again all the while
     watch.stop()
-    for thread in threads():
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
+    wait_for_end_of_threads()
     assert woken == []
     assert caplog.text.count(LOST) == 1
 
