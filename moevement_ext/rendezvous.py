@@ -223,7 +223,7 @@ class Rendezvous:
         not have ended yet.
         """
         if self.rank == 0:
-            for key in self.store.list_keys():  # type: ignore[attr-defined]
+            for key in self.store.list_keys():
                 found = _OF_AN_EPOCH.fullmatch(key)
                 if found and int(found[1]) < epoch - 1:
                     self.store.delete_key(key)

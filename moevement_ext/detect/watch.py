@@ -89,7 +89,7 @@ class EpochWatch:
         with self._concluding:
             pass  # others may still be being woken up
 
-    def _start(self, body: Callable[[Store], bool]) -> None:
+    def _start(self, body: Callable[[Store], None]) -> None:
         def run() -> None:
             delay = _FIRST_RETRY_SECONDS
             while not self._stopping.is_set():

@@ -14,7 +14,7 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import OpType, Work
+from torch._C._distributed_c10d import OpType, Work  # type: ignore[attr-defined]
 
 PARTS: dict[str, tuple[str, ...]] = {
     '_C._distributed_c10d': ('OpType', 'Work'),
@@ -47,7 +47,7 @@ def install() -> None:
 
     Not for processes that use NCCL, too: a wait in slices would block there.
     """
-    Work.wait = _wait  # type: ignore[method-assign]
+    Work.wait = _wait  # type: ignore[method-assign, assignment]
 
 
 def end() -> None:
@@ -69,7 +69,8 @@ def _wait(work: Work, timeout: timedelta | None = None) -> bool:
         return _torch_wait(work, timeout)
     if _ended.is_set():
         raise WaitEnded
-    if work._get_op_type() in _WITHOUT_SLICES:
+    kind: int = work._get_op_type()  # type: ignore[attr-defined]
+    if kind in _WITHOUT_SLICES:
         return _wait_by_another(work)
     return _wait_in_slices(work)
 
