@@ -49,6 +49,9 @@ class SparseCheckpointConfig:
     """Seconds without a sign of life after which a worker counts as hung."""
     verify: str = REPORT
     """Compare a recovered state with captures newer than its window: 'off', 'report', or 'stop'."""
+    stuck_timeout: float = 600.0
+    """Seconds without progress of its training thread, which waits for no other rank, after which
+    a worker replaces itself; 0: never."""
     strict: bool = False
     """Fail instead of training on with reduced protection when memory cannot be set up."""
     events: str | None = None
@@ -67,6 +70,11 @@ class SparseCheckpointConfig:
         _at_least('--sparse-ckpt-max-wait', self.max_wait, 0)
         _at_least('--sparse-ckpt-reorder-change', self.reorder_change, 0)
         _at_least('--sparse-ckpt-hang-timeout', self.hang_timeout, 2)
+        if self.stuck_timeout != 0 and not self.stuck_timeout >= self.hang_timeout:
+            raise ConfigurationError(
+                f'--sparse-ckpt-stuck-timeout {self.stuck_timeout:g} must be 0 (never) or at least '
+                f'--sparse-ckpt-hang-timeout ({self.hang_timeout:g}).'
+            )
         if self.recovery not in (LOCALIZED, WHOLE_JOB):
             raise ConfigurationError(
                 f'--sparse-ckpt-recovery {self.recovery!r} must be {LOCALIZED} or {WHOLE_JOB}.'

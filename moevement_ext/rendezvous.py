@@ -9,11 +9,14 @@ epoch is the agreed verdict that a failure happened: everybody then joins the ne
 of what it still has, and a rank that does not join is gone.
 
 Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/<e>/<rank>` (life,
-report), `joined/<e>` and `alive/<e>` (counts), `full/<e>` and `met/<e>` (all have come; all have
-answered).
+report), `here/<e>` (ranks that have joined, in one value), `joined/<e>` and `alive/<e>` (counts),
+`full/<e>` and `met/<e>` (all have come; all have answered), `beat/<e>/<rank>` (signs of life),
+`epoch/<e>/...` (what the ranks of an epoch tell each other). Rank 0 deletes those of an epoch when
+all have met for the second time since.
 """
 
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -27,6 +30,7 @@ from moevement_ext.errors import SparseCheckpointError
 _FIRST_POLL_SECONDS = 0.005
 _LAST_POLL_SECONDS = 0.1
 _SEPARATOR = b'/'
+_OF_AN_EPOCH = re.compile(r'(?:broken|join|here|joined|alive|full|met|beat|epoch)/(\d+)(?:/.*)?')
 
 
 class EpochBroken(SparseCheckpointError):
@@ -89,10 +93,19 @@ def broken_since(store: Store, epoch: int) -> float | None:
     return float(found[0]) if found else None
 
 
+def is_over(store: Store, epoch: int) -> bool:
+    """True if everybody moves on, or has moved on, to a later one; one request."""
+    return present_epoch(store) > epoch
+
+
 def absent(store: Store, world_size: int) -> list[int]:
     """Ranks that have not joined the present epoch."""
-    epoch = present_epoch(store)
-    return [rank for rank in range(world_size) if not store.check([_place(epoch, rank)])]
+    return _absent_in(store, present_epoch(store), world_size)
+
+
+def beat_key(epoch: int, rank: int) -> str:
+    """Counts the signs of life of a rank."""
+    return f'beat/{epoch}/{rank}'
 
 
 class Rendezvous:
@@ -144,6 +157,7 @@ class Rendezvous:
                 break_epoch(self.store, epoch, f'rank {self.rank} was started again')
                 continue
             if self._wait_for_all(epoch, deadline):
+                self._forget_before(epoch)
                 return self._meeting(epoch)
 
     def barrier(self, meeting: Meeting, name: str, timeout: timedelta) -> None:
@@ -154,8 +168,9 @@ class Rendezvous:
             SparseCheckpointError: some ranks did not come in time.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        self._count(meeting.epoch, name, f'{name}-all')
-        if not self._poll(meeting.epoch, f'{name}-all/{meeting.epoch}', deadline):
+        barrier = f'epoch/{meeting.epoch}/barrier/{name}'
+        self._count(barrier, f'{barrier}/all')
+        if not self._poll(meeting.epoch, f'{barrier}/all', deadline):
             raise EpochBroken(why_broken(self.store, meeting.epoch) or 'unknown')
 
     def _join(self, epoch: int, report: bytes, survivor: bool) -> bool:
@@ -166,7 +181,8 @@ class Rendezvous:
         if found == mine:
             if epoch not in self._joined:
                 self._joined.add(epoch)
-                self._count(epoch, 'joined', 'full')
+                self.store.append(f'here/{epoch}', f'{self.rank},')  # type: ignore[attr-defined]
+                self._count(f'joined/{epoch}', f'full/{epoch}')
             return True
         if survivor and not self._is_mine(found):
             raise FencedOut(f'rank {self.rank} was replaced by another process; this one ends')
@@ -176,12 +192,14 @@ class Rendezvous:
         """False if the epoch was broken before everybody was there and alive."""
         if not self._poll(epoch, f'full/{epoch}', deadline):
             return False
-        self._count(epoch, 'alive', 'met')  # a place may be that of a rank that died waiting
+        self._count(
+            f'alive/{epoch}', f'met/{epoch}'
+        )  # a place may be that of a rank that died waiting
         return self._poll(epoch, f'met/{epoch}', deadline)
 
-    def _count(self, epoch: int, name: str, complete: str) -> None:
-        if self.store.add(f'{name}/{epoch}', 1) == self.world_size:
-            self.store.set(f'{complete}/{epoch}', '1')
+    def _count(self, counter: str, complete: str) -> None:
+        if self.store.add(counter, 1) == self.world_size:
+            self.store.set(complete, '1')
 
     def _poll(self, epoch: int, key: str, deadline: float) -> bool:
         """Wait for `key`; False if the epoch is over."""
@@ -198,8 +216,20 @@ class Rendezvous:
             delay = min(2 * delay, _LAST_POLL_SECONDS)
         return True
 
+    def _forget_before(self, epoch: int) -> None:
+        """Delete the keys of epochs that nobody looks at any more.
+
+        All have met, so that none waits in an earlier epoch; threads that watched the last one may
+        not have ended yet.
+        """
+        if self.rank == 0:
+            for key in self.store.list_keys():
+                found = _OF_AN_EPOCH.fullmatch(key)
+                if found and int(found[1]) < epoch - 1:
+                    self.store.delete_key(key)
+
     def _missing(self, epoch: int) -> str:
-        missing = [r for r in range(self.world_size) if not self.store.check([_place(epoch, r)])]
+        missing = _absent_in(self.store, epoch, self.world_size)
         return (
             f'Ranks {missing[:8] or "that had joined"} did not come in time. See the log of their '
             'node; --distributed-timeout-minutes sets the time.'
@@ -217,6 +247,12 @@ class Rendezvous:
 
 def _place(epoch: int, rank: int) -> str:
     return f'join/{epoch}/{rank}'
+
+
+def _absent_in(store: Store, epoch: int, world_size: int) -> list[int]:
+    key = f'here/{epoch}'
+    here = store.get(key).decode() if store.check([key]) else ''
+    return sorted(set(range(world_size)) - {int(rank) for rank in here.split(',') if rank})
 
 
 def _how_broken(store: Store, epoch: int) -> tuple[str, str] | None:

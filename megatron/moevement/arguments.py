@@ -118,6 +118,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         'deterministic kernels a replay may differ.',
     )
     group.add_argument(
+        '--sparse-ckpt-stuck-timeout',
+        type=float,
+        default=_DEFAULTS.stuck_timeout,
+        help='Seconds for which the training thread of a worker may stand still, waiting for no '
+        'other worker (a data loader, a file system), before it is replaced; 0: for ever.',
+    )
+    group.add_argument(
         '--sparse-ckpt-strict',
         action='store_true',
         help='Stop when windows or replicas cannot be set up, instead of training unprotected.',

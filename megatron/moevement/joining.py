@@ -56,4 +56,7 @@ def _member(
         newcomer_report, store, identity.run_identity(args, run_id),
         identity.topology_identity(args), args.rank,
     )  # fmt: skip
-    return Membership(launcher, args.rank, args.world_size, timeout, config.hang_timeout, report)
+    return Membership(
+        launcher, args.rank, args.world_size, timeout, config.hang_timeout, report,
+        stuck_timeout_s=config.stuck_timeout,
+    )  # fmt: skip

@@ -185,6 +185,7 @@ class LocalRecovery:
         Raises:
             Exception: whatever is this rank's own fault.
         """
+        self._membership.settle()
         again = self._membership.joining
         if not again:
             self._watch()

@@ -1,7 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This process among all ranks of the job: the present epoch, how it ends, and the next one."""
+"""This process among all ranks of the job: the present epoch, how it ends, and the next one.
 
+A process goes through epochs (see `rendezvous`): it *meets* the others, sets up or recovers,
+trains, and *leaves* when the epoch is broken. Who does that:
+
+- *Setting up*, before `settle`, a new process of a running job cannot be interrupted: it builds
+  its model. When its epoch is broken it joins the next one from a thread of its own, with the
+  report it came with: it has nothing else yet, and captures nothing. So nobody takes it for hung.
+  The training thread finds the newest meeting when it calls `settle`, and that one only: those
+  between came to nothing, since all others wait for the new process before they train.
+- *From `settle` on* the training thread alone leaves and meets. It is told by what it waits for:
+  process groups, stores and barriers raise. What it is busy with (a write, a loader) is waited for.
+- A training thread that is stuck, in a wait that was ended or by itself, cannot leave. Another
+  thread ends the process, with a status of its own (`EXIT_STUCK`), and its launcher replaces it.
+- Signs of life go on until the training thread has left: a late rank does not count as hung.
+"""
+
+import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -11,7 +28,10 @@ import msgspec
 from torch.distributed import DistError, PrefixStore, Store
 
 from moevement_ext.config import node_name
+from moevement_ext.detect.absentees import Absentees
+from moevement_ext.detect.training_thread import TrainingThread
 from moevement_ext.detect.watch import EpochWatch
+from moevement_ext.errors import EXIT_STUCK, SparseCheckpointError
 from moevement_ext.host_memory import held_windows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.store import NodeStore
@@ -23,15 +43,19 @@ from moevement_ext.rendezvous import (
     EpochBroken,
     Meeting,
     Rendezvous,
-    absent,
     break_epoch,
     broken_since,
+    why_broken,
 )
 from moevement_ext.replicate.log_reader import ReaderClosed
+
+logger = logging.getLogger(__name__)
 
 _UPDATE_GRACE_SECONDS = 1.0
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 """For all ranks to connect when all have said that they are about to."""
+_OUT_OF_WAITS_SECONDS = 5.0
+"""After which a thread is never going to leave a wait that was ended; it takes a quarter second."""
 
 
 class Membership:
@@ -43,7 +67,9 @@ class Membership:
         world_size: number of ranks.
         timeout: how long to wait for others.
         hang_timeout_s: seconds without a sign of life after which a rank counts as hung.
-        report: what this process brings to the first meeting.
+        report: what this process brings to the first meeting, and to others while it sets up.
+        stuck_timeout_s: seconds for which the training thread may stand still, unless it waits for
+            others; 0: for ever.
     """
 
     def __init__(
@@ -54,14 +80,21 @@ class Membership:
         timeout: timedelta,
         hang_timeout_s: float,
         report: Callable[[], Report],
+        stuck_timeout_s: float = 0.0,
     ) -> None:
         self._store = store
         self._timeout = timeout
         self._hang_timeout_s = hang_timeout_s
-        self._watch_stores = store.clone(), store.clone()
+        self._stuck_timeout_s = stuck_timeout_s
         self._groups: ProcessGroups | None = None
+        self._training_thread: TrainingThread | None = None
+        self._unblocked_at: float | None = None
         self._wake: Callable[[], None] = lambda: None
         self._in_use: list[Store] = []
+        self._setting_up = threading.Lock()
+        """Held by who moves on to the next epoch before `settle`."""
+        self._settled = False
+        self._lost: SparseCheckpointError | None = None
         self.reason = ''
         self.detect_s = 0.0
         self.not_updating = threading.Event()
@@ -69,13 +102,15 @@ class Membership:
         self.not_updating.set()
         self._rendezvous = Rendezvous(store, rank, world_size)
         self._rendezvous.predecessor_took_part()
-        self._arrive(self._rendezvous.meet(_encoded(report), timeout))
-        self.origin = max(
-            [report.origin for report in self.reports if report.survivor] or [NOWHERE]
-        )
-        self.joining = self.origin != NOWHERE
-        if not self.joining:
-            self.origin = self._meeting.epoch
+        self._brought = msgspec.msgpack.encode(report())
+        with self._setting_up:
+            self._arrive(self._rendezvous.meet(lambda: self._brought, timeout))
+            self.origin = max(
+                [report.origin for report in self.reports if report.survivor] or [NOWHERE]
+            )
+            self.joining = self.origin != NOWHERE
+            if not self.joining:
+                self.origin = self._meeting.epoch
 
     @property
     def store(self) -> Store:
@@ -92,16 +127,33 @@ class Membership:
         """A failure was announced in the present epoch."""
         return self._watch.broken.is_set()
 
-    def watch(self, distributed_backend: str, wake: Callable[[], None]) -> None:
-        """Have waits of this process end when an epoch does, and report the next rank if it hangs.
+    def settle(self) -> None:
+        """The set-up is over; `reports` and `store` are those of the newest meeting.
 
-        Called when process groups exist: by then all have set up, but for new processes.
+        Training thread, which leaves and meets itself from now on. Waits for a meeting that is
+        under way.
+
+        Raises:
+            FencedOut: this process has been replaced meanwhile.
+            SparseCheckpointError: somebody did not come in time.
+        """
+        with self._setting_up:
+            self._settled = True
+        if self._lost is not None:
+            raise self._lost
+
+    def watch(self, distributed_backend: str, wake: Callable[[], None]) -> None:
+        """Have waits of this process end when an epoch does, and report who hangs.
+
+        Training thread. Called when process groups exist: by then all have set up, but for new
+        processes.
 
         Args:
             distributed_backend: upstream's `--distributed-backend`.
             wake: called on the watching thread besides: ends waits that are not torch's.
         """
         self._wake = wake
+        self._training_thread = TrainingThread()
         self._watch.judge()
         if self._groups is None:
             self._groups = ProcessGroups(distributed_backend)
@@ -114,10 +166,12 @@ class Membership:
         `reason` and `detect_s` then say why the epoch ended and how long before this call that was
         announced: by the launcher, which saw a worker die, or by another rank.
         """
-        break_epoch(self._store, self._meeting.epoch, reason)
-        announced = broken_since(self._store, self._meeting.epoch) or time.time()
+        epoch = self._meeting.epoch
+        self._store = self._rendezvous.store = self._store.clone()  # the other may have been lost
+        break_epoch(self._store, epoch, reason)
+        announced = broken_since(self._store, epoch) or time.time()
         self.detect_s = max(time.time() - announced, 0.0)  # the clock of another node may be ahead
-        self._watch.broken.wait(self._timeout.total_seconds())
+        self._watch.conclude(why_broken(self._store, epoch) or reason)
         self._watch.stop()
         self.reason = self._watch.reason or reason
 
@@ -128,19 +182,13 @@ class Membership:
             FencedOut: this process has been replaced.
             SparseCheckpointError: somebody did not come in time.
         """
-        before = self._meeting.epoch
-        patience = threading.Timer(self._hang_timeout_s, self._evict_absent, [self._store.clone()])
-        patience.start()
+        before, pids = self._meeting.epoch, [report.pid for report in self.reports]
+        absentees = Absentees(self._store.clone(), before, pids, self._hang_timeout_s)
         try:
             self._arrive(self._rendezvous.meet(_encoded(report), self._timeout, after=before))
         finally:
-            patience.cancel()
+            absentees.stop()
         return self.reports
-
-    def _evict_absent(self, store: Store) -> None:
-        """Have ranks killed that neither came nor were replaced: they hang, too."""
-        for rank in absent(store, self._rendezvous.world_size):
-            store.set(f'evict/{rank}', str(self.reports[rank].pid))
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks of the epoch.
@@ -186,25 +234,73 @@ class Membership:
     def _arrive(self, meeting: Meeting) -> None:
         self._meeting = meeting
         self.reports = [msgspec.msgpack.decode(item, type=Report) for item in meeting.reports]
+        self._unblocked_at = None
         # Signs of life from now on: the set-up of a new process may take long.
         self._watch = EpochWatch(
-            self._watch_stores,
+            self._store.clone,
             meeting.epoch,
             self._rendezvous.rank,
             [report.pid for report in self.reports],
             self._hang_timeout_s,
             self._on_broken,
+            self._look_at_training_thread,
         )
 
     def _on_broken(self, reason: str) -> None:
-        """On the watching thread."""
+        """On the watching thread, or on that which leaves."""
         self.not_updating.wait(_UPDATE_GRACE_SECONDS)
         self._unblock()
+        self._unblocked_at = time.monotonic()
+        if not self._settled:
+            threading.Thread(target=self._join_next, name='sparse-ckpt-join', daemon=True).start()
 
     def _unblock(self) -> None:
         if self._groups is not None:
             self._groups.unblock()
         self._wake()
+
+    def _join_next(self) -> None:
+        """While the training thread sets up: the next epoch, with the same report."""
+        with self._setting_up:
+            if self._settled or not self.joining or self._lost is not None:
+                return
+            self._watch.stop()
+            before = self._meeting.epoch
+            logger.warning('sparse checkpointing: joining again: %s', self._watch.reason)
+            try:
+                self._rendezvous.store = self._store.clone()
+                self._arrive(
+                    self._rendezvous.meet(lambda: self._brought, self._timeout, after=before)
+                )
+            except SparseCheckpointError as error:  # raised by `settle`
+                self._lost = error
+
+    def _look_at_training_thread(self, store: Store) -> None:
+        """On the beating thread: end this process when that thread is never going to leave."""
+        thread = self._training_thread
+        if thread is None:
+            return
+        look, unblocked_at = thread.look(), self._unblocked_at
+        if not look.waits_for_others:
+            limit, still_s = self._stuck_timeout_s, look.still_s
+        elif unblocked_at is not None:
+            limit = _OUT_OF_WAITS_SECONDS
+            still_s = min(look.still_s, time.monotonic() - unblocked_at)
+        else:
+            return
+        if limit and still_s > limit:
+            self._replace(store, f'its training thread has stood still for {still_s:.0f} s', thread)
+
+    def _replace(self, store: Store, what: str, thread: TrainingThread) -> None:
+        """End this process, so that its launcher starts another in its place."""
+        rank = self._rendezvous.rank
+        logger.error(
+            'sparse checkpointing: rank %d replaces itself: %s:\n%s', rank, what, thread.stack()
+        )
+        break_epoch(store, self._meeting.epoch, f'rank {rank} is stuck: {what}')
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_STUCK)
 
 
 def newcomer_report(store: NodeStore, run: str, topology: str, rank: int) -> Report:

@@ -3,7 +3,10 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -11,9 +14,12 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo, Store
 
+from moevement_ext.regroup import waits
+
 NAME = 'gloo'
 PARTS: dict[str, tuple[str, ...]] = {
-    'distributed.ProcessGroupGloo': ('_set_default_timeout', 'options', 'recv')
+    'distributed.ProcessGroupGloo': ('_set_default_timeout', 'options', 'recv'),
+    **waits.PARTS,
 }
 """Private parts of torch that this uses (see ``internals.check``)."""
 
@@ -21,6 +27,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 _MAX_THREADS = 32
 _LAST_TAG = 2**31 - 1
 """Nobody sends with the highest tags."""
+_POLL_SECONDS = 0.02
 
 
 class Gloo:
@@ -42,8 +49,12 @@ class Gloo:
         options: timedelta,
         device: torch.device | None,
         timeout: timedelta,
+        interrupted: Callable[[], bool],
     ) -> ProcessGroupGloo:
         """A backend connected with all others that connect through ``store``.
+
+        A thread does it that is abandoned when it takes too long: gloo waits half a minute for a
+        peer that died when it had published its address, whatever the timeout.
 
         Args:
             rank: in the group.
@@ -51,11 +62,21 @@ class Gloo:
             options: time allowed to an operation later.
             device: not used by gloo.
             timeout: for the others to come.
+            interrupted: true when nobody is to be waited for any more.
 
         Raises:
-            RuntimeError: they did not come, or left.
+            RuntimeError: they did not come, or left, or this was interrupted.
         """
-        backend = ProcessGroupGloo(store, rank, size, timeout=timeout)
+        connected: queue.SimpleQueue[ProcessGroupGloo | Exception] = queue.SimpleQueue()
+
+        def connect() -> None:
+            try:
+                connected.put(ProcessGroupGloo(store, rank, size, timeout=timeout))
+            except Exception as error:  # raised where it is waited for
+                connected.put(error)
+
+        threading.Thread(target=connect, name='sparse-ckpt-connect', daemon=True).start()
+        backend = _in_time(connected, timeout, interrupted)
         backend._set_default_timeout(options)
         return backend
 
@@ -75,6 +96,26 @@ class Gloo:
             # Each waits 1 ms, then for threads of its own; together that is faster by far.
             with ThreadPoolExecutor(min(len(backends), _MAX_THREADS)) as pool:
                 list(pool.map(_close_one, backends))
+
+
+def _in_time(
+    connected: queue.SimpleQueue[ProcessGroupGloo | Exception],
+    timeout: timedelta,
+    interrupted: Callable[[], bool],
+) -> ProcessGroupGloo:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            result = connected.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            if interrupted():
+                raise RuntimeError('gloo was interrupted while it was being connected') from None
+            if time.monotonic() > deadline:
+                raise RuntimeError('gloo did not connect in time') from None
+            continue
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 def _close_one(backend: ProcessGroupGloo) -> None:

@@ -128,8 +128,10 @@ def install(
     kind: str,
     devices: Sequence[torch.device],
     store: Store,
-) -> None:
+) -> list[Backend]:
     """Make ``backend`` the only one of ``group`` and tell torch's tables. Training thread.
+
+    Returns the old ones; their threads are joined when they are destroyed.
 
     Args:
         kind: torch's name of the backend: 'gloo', 'nccl' or 'fake'.
@@ -141,7 +143,6 @@ def install(
     """
     name, description = group.group_name, group.group_desc
     number = getattr(ProcessGroup.BackendType, 'CUSTOM' if kind == 'fake' else kind.upper())
-    # Their threads are joined when they are destroyed: after the release, with the GIL free.
     old = [group._get_backend(device) for device in devices]
     releaser.release(group)
     for device in devices:
@@ -154,7 +155,7 @@ def install(
     world.pg_backend_config[group] = ','.join(f'{device.type}:{kind}' for device in devices)
     if any(group._get_backend(device) is not backend for device in devices):
         raise UnsupportedTorchError('does not let go of the old backend of a process group')
-    old.clear()
+    return old
 
 
 def fake_backend(rank: int, size: int) -> Backend:

@@ -11,6 +11,8 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
+from moevement_ext.testing import faults
+
 _POLL_SECONDS = 0.005
 
 
@@ -34,6 +36,7 @@ class InterruptibleStore(Store):
     def set(self, key: str, value: str) -> None:
         """Set a value."""
         self._store.set(key, value)
+        faults.point('connect')  # the address of this rank is published
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""

@@ -6,7 +6,7 @@ TORCH_NCCL_ASYNC_ERROR_HANDLING=0: else torch's own watchdog may end it before i
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -49,6 +49,7 @@ class Nccl:
         options: ProcessGroupNCCL.Options,
         device: torch.device | None,
         timeout: timedelta,
+        interrupted: Callable[[], bool],
     ) -> ProcessGroupNCCL:
         """A backend for the ranks that connect through ``store``.
 
@@ -61,6 +62,7 @@ class Nccl:
             options: of the predecessor.
             device: that the group is bound to.
             timeout: not used; NCCL waits as long as ``options`` say.
+            interrupted: not used.
 
         Raises:
             RuntimeError: the device is bound and the other ranks did not come.

@@ -8,7 +8,7 @@ buckets, optimizers and schedules hold of them stays valid.
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -18,9 +18,11 @@ from torch._C._distributed_c10d import Backend, ProcessGroup
 from torch.distributed import PrefixStore, Store, default_pg_timeout
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.regroup import gloo, internals
+from moevement_ext.regroup import gloo, internals, waits
 
 FAKE = 'fake'
+_DESTROY_SECONDS = 0.5
+"""Far more than it takes to destroy backends in which nothing is pending."""
 _KINDS = {
     'FakeProcessGroup': FAKE,
     'ProcessGroupGloo': gloo.NAME,
@@ -50,8 +52,9 @@ class Kind(Protocol):
         options: Any,
         device: torch.device | None,
         timeout: timedelta,
+        interrupted: Callable[[], bool],
     ) -> Backend:
-        """A backend connected with all that connect through ``store``."""
+        """A backend connected with all that connect through ``store``, until interrupted."""
 
     def forget(self, store: Store, rank: int) -> None:
         """Remove what ``connect`` left in the store."""
@@ -116,13 +119,14 @@ class ProcessGroups:
         self._addresses: list[tuple[Kind, Store, int]] = []
         with self._lock:
             self._take_up()
+        if self._kinds.keys() == {gloo.NAME}:
+            waits.install()
 
     def unblock(self) -> None:
         """End everything that waits in a process group with a real backend. Any thread, idempotent.
 
-        On gloo every operation, pending or to come, raises (a receive from any source only when it
-        runs out of time). On NCCL waits return, see ``Nccl.close``. A ``renew`` that is under way
-        raises once the group it is at is connected or out of time.
+        On gloo every operation, pending or to come, raises, also when it is half transferred (see
+        ``waits``). On NCCL waits return, see ``Nccl.close``. A ``renew`` that is under way raises.
         """
         closing: list[tuple[str, Backend]] = []
         try:
@@ -134,6 +138,9 @@ class ProcessGroups:
                 closing += self._pop_open()
         finally:
             self._close(closing)
+            with self._lock:
+                if self._unblocked:  # no `renew` has begun since
+                    waits.end()
 
     def renew(self, store: Store, members: Collection[int] | None, timeout: timedelta) -> None:
         """Give every group a new backend. Training thread, when nothing is pending.
@@ -154,6 +161,7 @@ class ProcessGroups:
         """
         with self._lock:
             self._unblocked = False
+            waits.resume()
             self._take_up()
             groups = sorted(
                 self._groups.values(), key=lambda group: (group.ranks, group.occurrence)
@@ -167,8 +175,11 @@ class ProcessGroups:
         backends = self._connect(inside, stores, timeout)
         with self._lock:
             self._raise_if_unblocked()
+            replaced: list[Backend] = []
             for group in groups:
-                self._install(group, backends.get(group.group), stores[group.group])
+                store_of = stores[group.group]
+                replaced += self._install(group, backends.get(group.group), store_of)
+        _destroy(replaced)
         self._used = store
 
     def _connect(
@@ -200,15 +211,16 @@ class ProcessGroups:
         kind, rank = self._kinds[group.kind], group.ranks.index(self._rank)
         self._addresses.append((kind, store, rank))
         return kind.connect(
-            store, rank, len(group.ranks), group.options, group.group.bound_device_id, timeout
-        )
+            store, rank, len(group.ranks), group.options, group.group.bound_device_id, timeout,
+            lambda: self._unblocked,
+        )  # fmt: skip
 
-    def _install(self, group: _Group, backend: Backend | None, store: Store) -> None:
+    def _install(self, group: _Group, backend: Backend | None, store: Store) -> list[Backend]:
         kind = group.kind
         if backend is None:
             kind = FAKE
             backend = internals.fake_backend(group.ranks.index(self._rank), len(group.ranks))
-        internals.install(self._releaser, group.group, backend, kind, group.devices, store)
+        return internals.install(self._releaser, group.group, backend, kind, group.devices, store)
 
     def _raise_if_unblocked(self) -> None:
         if self._unblocked:
@@ -271,6 +283,17 @@ class ProcessGroups:
                 'one of them and leave TORCH_DISTRIBUTED_DEBUG=DETAIL unset.'
             )
         return _KINDS[classes.pop()]
+
+
+def _destroy(backends: list[Backend]) -> None:
+    """Let go of closed backends. On a thread of its own, which is left behind if need be.
+
+    Threads of theirs are joined, and one that is at a half transferred operation of gloo ends only
+    when the group's time is up.
+    """
+    thread = threading.Thread(target=backends.clear, name='sparse-ckpt-destroy', daemon=True)
+    thread.start()
+    thread.join(_DESTROY_SECONDS)
 
 
 def stand_in_for(backend: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 PHASES = (
     'forward', 'backward', 'p2p', 'reduce', 'optimizer', 'norm', 'step', 'after-step',
     'capture', 'seal', 'replicate', 'evaluate', 'evaluate-forward', 'evaluated', 'save', 'saved',
-    'detect', 'regroup', 'fetch', 'load', 'convert', 'catch-up', 'replayed', 'resume',
+    'detect', 'regroup', 'connect', 'fetch', 'load', 'convert', 'catch-up', 'replayed', 'resume',
 )  # fmt: skip
 
 _FAULT = re.compile(rf'(\d+):(\d+):({"|".join(PHASES)})(?::(\d+))?')

@@ -29,6 +29,8 @@ NAN = float('nan')
         ('host_memory_gb', NAN, 'above 0'),
         ('hang_timeout', 1.5, 'at least 2'),
         ('hang_timeout', NAN, 'at least 2'),
+        ('stuck_timeout', 59, r'0 \(never\) or at least --sparse-ckpt-hang-timeout \(60\)'),
+        ('stuck_timeout', NAN, r'0 \(never\) or at least'),
         ('recovery', 'global', 'localized or whole-job'),
         ('recovery', '', 'localized or whole-job'),
         ('reorder_fraction', 0, r'in \(0, 1\]'),
@@ -47,8 +49,12 @@ def test_a_broken_rule_names_flag_value_and_rule(field: str, value: Any, rule: s
 def test_limits_themselves_are_allowed() -> None:
     SparseCheckpointConfig(
         window=1, max_window=1, replicas=0, max_wait=0, reorder_change=0, reorder_fraction=1,
-        hang_timeout=2,
+        hang_timeout=2, stuck_timeout=2,
     )  # fmt: skip
+
+
+def test_a_stuck_training_thread_may_be_waited_for_for_ever() -> None:
+    assert SparseCheckpointConfig(stuck_timeout=0).stuck_timeout == 0
 
 
 def test_either_way_to_recover_is_allowed_and_survivors_keep_their_state_by_default() -> None:

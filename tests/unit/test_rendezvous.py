@@ -19,6 +19,7 @@ from moevement_ext.rendezvous import (
     Meeting,
     Rendezvous,
     announce_failure,
+    beat_key,
     break_epoch,
     broken_since,
     launcher_store,
@@ -191,6 +192,32 @@ def test_timeout_says_that_somebody_no_longer_answers(launcher: TCPStore) -> Non
         Rendezvous(connect(launcher), 0, WORLD).meet(report_of(0), SHORT)
 
 
+def test_fifty_epochs_leave_no_more_keys_than_three(
+    launcher: TCPStore, connections: list[TCPStore]
+) -> None:
+    """Beats, barriers and what ranks tell each other included; what is not of an epoch stays."""
+    launcher.set('job/0/plan', 'kept')
+    launcher.set('evict/0', '1')
+    lives = lives_of(connections)
+    counts, epoch = [], None
+    for _ in range(50):
+        meetings = meet_all(lives, after=epoch)
+        epoch = assert_one_new_epoch(meetings)
+        with ThreadPoolExecutor(WORLD) as threads:
+            list(
+                threads.map(
+                    lambda at: at[0].barrier(at[1], 'ready', TIMEOUT),
+                    zip(lives, meetings, strict=True),
+                )
+            )
+        for rank in range(WORLD):
+            launcher.add(beat_key(epoch, rank), 1)
+            meetings[rank].store.set(f'address/{rank}', 'somewhere')
+        counts.append(launcher.num_keys())
+    assert max(counts) == counts[2]
+    assert launcher.check(['job/0/plan', 'evict/0'])
+
+
 # After a failure
 
 
@@ -334,7 +361,7 @@ def test_nobody_passes_a_barrier_before_all_have_come(
 
 def wait_for_arrivals(launcher: TCPStore, name: str, count: int) -> None:
     """Poll until as many ranks of epoch 0 are in the barrier."""
-    while launcher.add(f'{name}/0', 0) < count:
+    while launcher.add(f'epoch/0/barrier/{name}', 0) < count:
         pass
 
 

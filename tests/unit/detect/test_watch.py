@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
 import queue
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed import TCPStore
 
@@ -32,14 +35,20 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == 'sparse-ckpt-watch']
 
 
+def wait_for_end_of_threads() -> None:
+    """Each ends by itself."""
+    for thread in threads():
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
 class Job:
     """Ranks that watch the present epoch of a real store, and what woke them up."""
 
     def __init__(self) -> None:
         self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
         assert present_epoch(self.store) == 0
-        self.connections: dict[int, tuple[TCPStore, TCPStore]] = {}
-        """Of the newest watch of each rank, whose earlier ones have ended."""
+        self.watches: list[EpochWatch] = []
         self.woken: queue.Queue[tuple[int, str]] = queue.Queue()
 
     def watch(
@@ -50,16 +59,15 @@ class Job:
         epoch: int | None = None,
         judges: bool = True,
     ) -> EpochWatch:
-        if rank not in self.connections:
-            self.connections[rank] = connect(self.store.port), connect(self.store.port)
         watch = EpochWatch(
-            self.connections[rank],
+            lambda: connect(self.store.port),
             present_epoch(self.store) if epoch is None else epoch,
             rank,
             pids,
             hang_timeout_s,
             lambda reason: self.woken.put((rank, reason)),
         )
+        self.watches.append(watch)
         if judges:
             watch.judge()
         return watch
@@ -72,11 +80,11 @@ class Job:
         return int(self.store.get(key)) if self.store.check([key]) else 0
 
     def end(self) -> None:
-        """Break the epoch, which ends the threads of all its watches."""
+        """Stop all watches and break the epoch, which ends their threads."""
+        for watch in self.watches:
+            watch.stop()
         break_epoch(self.store, present_epoch(self.store), 'the test is over')
-        for thread in threads():
-            thread.join(DEADLINE_S)
-            assert not thread.is_alive()
+        wait_for_end_of_threads()
 
 
 @pytest.fixture
@@ -104,7 +112,8 @@ def test_everybody_wakes_up_at_once_when_the_epoch_is_broken(job: Job) -> None:
             assert watch.broken.is_set() and watch.reason == f'reason {epoch}'
             watch.stop()
     assert statistics.median(delays) < 0.2
-    assert threads() == [] and job.woken.empty()
+    wait_for_end_of_threads()
+    assert job.woken.empty()
 
 
 def test_an_epoch_that_was_broken_before_wakes_up_too(job: Job) -> None:
@@ -155,9 +164,9 @@ import os, sys, threading
 from datetime import timedelta
 from torch.distributed import TCPStore
 from moevement_ext.detect.watch import EpochWatch
-stores = [TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False) for _ in range(2)]
+connect = lambda: TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False)
 woken = threading.Event()
-watch = EpochWatch(tuple(stores), 0, 1, [0, os.getpid()], 600.0, lambda reason: woken.set())
+watch = EpochWatch(connect, 0, 1, [0, os.getpid()], 600.0, lambda reason: woken.set())
 woken.wait(60)
 print(watch.reason, flush=True)
 """
@@ -201,10 +210,11 @@ def test_stop_ends_the_beating_and_nothing_is_noticed_any_more(job: Job, fast_be
     job.store.wait(['beat/0/0'], TIMEOUT)
     assert len(threads()) == 2
     watch.stop()
-    [waiting] = threads()
     break_epoch(job.store, 0, 'after the stop')
-    waiting.join(DEADLINE_S)
-    assert not waiting.is_alive()
+    wait_for_end_of_threads()
+    beats = job.store.add('beat/0/0', 0)
+    time.sleep(0.2)
+    assert job.store.add('beat/0/0', 0) == beats
     assert job.woken.empty() and not watch.broken.is_set() and watch.reason is None
 
 
@@ -217,8 +227,7 @@ def test_stop_lets_others_be_woken_up_first(job: Job) -> None:
         assert go_on.wait(DEADLINE_S)
         order.append('woken')
 
-    stores = connect(job.store.port), connect(job.store.port)
-    watch = EpochWatch(stores, 0, 0, [100], NEVER_HUNG_S, wake)
+    watch = EpochWatch(lambda: connect(job.store.port), 0, 0, [100], NEVER_HUNG_S, wake)
     break_epoch(job.store, 0, 'test')
     assert waking.wait(DEADLINE_S)
 
@@ -256,11 +265,85 @@ def test_a_store_that_is_gone_is_reported_and_no_failure_of_a_rank(
         assert server.stdout is not None
         port = int(server.stdout.readline())
         woken: list[str] = []
-        EpochWatch((connect(port), connect(port)), 0, 0, [0, 1], NEVER_HUNG_S, woken.append)
+        short = timedelta(seconds=0.5)
+        watch = EpochWatch(
+            lambda: TCPStore('127.0.0.1', port, is_master=False, timeout=short),
+            0, 0, [0, 1], NEVER_HUNG_S, woken.append,
+        )  # fmt: skip
         connect(port).wait(['beat/0/0'], TIMEOUT)
         server.kill()
-    for thread in threads():
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
+    deadline = time.monotonic() + DEADLINE_S
+    while LOST not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(2.0)  # it is tried again all the while
+    watch.stop()
+    wait_for_end_of_threads()
     assert woken == []
-    assert 'the store of the launcher is gone' in caplog.text
+    assert caplog.text.count(LOST) == 1
+
+
+LOST = 'the connection to the store of the launcher was lost'
+
+
+def connections(port: int) -> set[int]:
+    """File descriptors of this process that are connected to a port."""
+    found = psutil.Process().net_connections('tcp')
+    return {one.fd for one in found if one.raddr and one.raddr.port == port}
+
+
+def test_lost_connections_are_made_anew(
+    job: Job, fast_beats: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_the_test = connections(job.store.port)
+    watch = job.watch(0, [100])
+    while job.beats(0) < 3:
+        assert not watch.broken.wait(0.01)
+    for fd in connections(job.store.port) - of_the_test:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    beats = job.beats(0)
+    while job.beats(0) < beats + 3:
+        assert not watch.broken.wait(0.01)
+    assert caplog.text.count(LOST) == 1
+    break_epoch(job.store, 0, 'rank 7 died')
+    assert job.next_woken() == (0, 'rank 7 died')
+
+
+class Deaf(TCPStore):
+    """Its connection was dropped on the way, without a word to either side, while it was idle."""
+
+    def wait(self, *args: object) -> None:  # type: ignore[override]
+        threading.Event().wait(DEADLINE_S)
+
+
+def test_the_end_is_noticed_although_nobody_is_woken_up(job: Job, fast_beats: None) -> None:
+    woken: queue.Queue[str] = queue.Queue()
+    port = job.store.port
+    watch = EpochWatch(
+        lambda: Deaf('127.0.0.1', port, is_master=False), 0, 0, [100], NEVER_HUNG_S, woken.put
+    )
+    break_epoch(job.store, 0, 'rank 7 died')
+    assert woken.get(timeout=DEADLINE_S / 4) == 'rank 7 died'
+    watch.stop()
+    for thread in threads():
+        thread.name = 'deaf'  # it never ends
+
+
+def test_who_learns_of_the_end_itself_does_not_depend_on_the_store(job: Job) -> None:
+    watch = job.watch(0, [100])
+    watch.conclude('I lost a peer')
+    assert watch.broken.is_set() and job.next_woken() == (0, 'I lost a peer')
+    break_epoch(job.store, 0, 'I lost a peer')
+    watch.stop()
+    assert job.woken.empty()
+
+
+def test_signs_of_life_go_on_until_the_rank_has_left(job: Job, fast_beats: None) -> None:
+    watch = job.watch(0, [100])
+    break_epoch(job.store, 0, 'rank 7 died')
+    job.next_woken()
+    beats = job.store.add('beat/0/0', 0)
+    while job.store.add('beat/0/0', 0) < beats + 3:
+        time.sleep(0.01)
+    watch.stop()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices a training thread that stands still, looked at from another thread.
+
+A process whose training thread is stuck (in a data loader, in a write to a dead file server) still
+gives signs of life; all others wait for it in their collectives. Who waits for others is not at
+fault, so each process judges itself: what of its stack is not Python's standard library, innermost,
+says whether it waits inside a process group, or in the engine, or is stuck by itself.
+"""
+
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+
+_SHOWN_FRAMES = 12
+_MOST_BETWEEN_LOOKS_S = 2.0
+_COMPUTES = 0.05
+"""Share of the time between two looks."""
+_LIBRARY = sysconfig.get_path('stdlib')
+_PACKAGES = sysconfig.get_path('purelib')
+_ROOT = Path(__file__).parents[2]
+_WAITING_FOR_OTHERS = (
+    torch.distributed.distributed_c10d.__file__,
+    str(_ROOT / 'moevement_ext'),
+    str(_ROOT / 'megatron' / 'moevement'),
+)
+"""Files and directories of code that waits for other ranks."""
+
+
+class Look(NamedTuple):
+    """What was seen of the thread."""
+
+    still_s: float
+    """Seconds for which it has been at the same place of its program."""
+    waits_for_others: bool
+    """It is inside a process group, or the engine."""
+
+
+class TrainingThread:
+    """The thread that makes this object, as another one sees it.
+
+    A thread counts as moving when it is at another place of its program at two looks in turn,
+    wherever that is, or has computed in between; so nothing has to be counted in the training loop.
+    """
+
+    def __init__(self) -> None:
+        self._ident = threading.get_ident()
+        self._place: list[tuple[CodeType, int]] = []
+        self._clock = time.pthread_getcpuclockid(self._ident)
+        self._computed_s = 0.0
+        self._still_s = 0.0
+        self._looked = time.monotonic()
+
+    def look(self) -> Look:
+        """Called every now and then, always by the same thread."""
+        frames = self._frames()
+        place = [(frame.f_code, frame.f_lasti) for frame in frames]
+        now = time.monotonic()
+        # No more than that: all of this process may have been stopped in between.
+        between_s = min(now - self._looked, _MOST_BETWEEN_LOOKS_S)
+        computed_s = time.clock_gettime(self._clock)
+        computes = computed_s - self._computed_s > _COMPUTES * between_s
+        self._computed_s = computed_s
+        if place == self._place and not computes:
+            self._still_s += between_s
+        else:
+            self._place, self._still_s = place, 0.0
+        self._looked = now
+        return Look(self._still_s, _waits_for_others(frames) or _device_is_busy())
+
+    def stack(self) -> str:
+        """Where it is, for the log."""
+        return ''.join(
+            traceback.format_stack(sys._current_frames().get(self._ident), _SHOWN_FRAMES)
+        )
+
+    def _frames(self) -> list[FrameType]:
+        """Innermost first; none if the thread has ended."""
+        frames, frame = [], sys._current_frames().get(self._ident)
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        return frames
+
+
+def _waits_for_others(frames: list[FrameType]) -> bool:
+    for frame in frames:
+        file = frame.f_code.co_filename
+        if not _of_standard_library(file):
+            return file.startswith(_WAITING_FOR_OTHERS)
+    return True
+
+
+def _of_standard_library(file: str) -> bool:
+    return file.startswith('<frozen') or (
+        file.startswith(_LIBRARY) and not file.startswith(_PACKAGES)
+    )
+
+
+def _device_is_busy() -> bool:
+    """The thread may wait for the GPU, and that for collectives."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return False
+    return not torch.cuda.default_stream().query()

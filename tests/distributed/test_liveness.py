@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nobody waits for the stuck, and nobody who is on the way is taken for stuck."""
+
+import os
+import signal
+from collections.abc import Callable
+
+from tests.distributed.cluster import Cluster
+from tests.distributed.conftest import differences, read_digest
+
+UNTIED = '--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights'
+BASE = f'{UNTIED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --train-iters 12'
+PP4 = f'{UNTIED} --pipeline-model-parallel-size 4 --train-iters 12'
+LATE_SECONDS = 15.0
+"""On a loaded machine; who waits for a dead peer comes after 30 or 60."""
+
+
+def latecomers(job: Cluster) -> list[tuple[int, float]]:
+    """Who came to a meeting long after it was told of the failure, or after the first."""
+    told = {rank: times(job, 'detect', rank) for rank in range(job.ranks)}
+    came = {rank: times(job, 'meet', rank) for rank in range(job.ranks)}
+    late = [
+        (rank, meet - detect)
+        for rank in range(job.ranks)
+        for detect, meet in zip(told[rank], came[rank], strict=False)
+        if meet - detect > LATE_SECONDS
+    ]
+    first = min(time for found in came.values() for time in found)
+    return late + [
+        (rank, found[0] - first) for rank, found in came.items()
+        if found and found[0] - first > LATE_SECONDS
+    ]  # fmt: skip
+
+
+def times(job: Cluster, phase: str, rank: int) -> list[float]:
+    return [
+        event['time'] for event in job.events('recovery_phase', rank) if event['phase'] == phase
+    ]
+
+
+def check(job: Cluster, expected: dict) -> None:
+    assert differences(expected, read_digest(job)) == []
+    for rank in range(job.ranks):
+        assert job.events('next_tier', rank) == []
+    assert latecomers(job) == []
+
+
+def test_worker_whose_loader_blocks_replaces_itself(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """It beats, and all others wait for it; none of them counts as stuck."""
+    flags = BASE.split()
+    job = cluster(
+        *flags, '--sparse-ckpt-window', '3',
+        '--sparse-ckpt-hang-timeout', '10', '--sparse-ckpt-stuck-timeout', '10',
+    )  # fmt: skip
+    mutation = 'liveness_mutations:loader_of_rank_2_blocks'
+    assert job.survive(mutation=mutation, evict=False) == {2: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+    for rank in (0, 1, 3):
+        (failure,) = job.events('failure_detected', rank)
+        assert 'rank 2 is stuck: its training thread has stood still' in failure['reason']
+    assert 'liveness_mutations.py' in (job.directory / 'life0-rank2.log').read_text()
+
+
+def test_death_while_all_connect(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """It has published its address; whoever connects to it would wait for half a minute."""
+    flags = PP4.split()
+    job = cluster(*flags, '--sparse-ckpt-window', '3', nodes=4)
+    assert job.survive(fail_at='1:9:forward,2:9:connect') == {1: 1, 2: 1}
+    check(job, reference(*flags))
+
+
+def test_new_worker_that_sets_up_when_another_dies_is_kept(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """For longer than the time after which a worker counts as hung."""
+    flags = PP4.split()
+    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4', nodes=4)
+    struck: list[int] = []
+
+    def strike(workers: list, start: Callable) -> None:
+        if not struck and len(job.events('worker_started', rank=1)) == 2:
+            struck.append(workers[2].pid)
+            os.kill(workers[2].pid, signal.SIGKILL)
+
+    mutation = 'local_mutations:slow_set_up_of_new_worker'
+    assert job.survive(fail_at='1:9:forward', strike=strike, mutation=mutation) == {1: 1, 2: 1}
+    check(job, reference(*flags))
+    assert 'joining again' in job.output(0)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A peer dies, or stops, in the middle of a big message or of connecting: nobody waits for it."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from moevement_ext.regroup.gloo import Gloo
+from moevement_ext.regroup.interruptible_store import InterruptibleStore
+from tests.unit.regroup import ranks
+from tests.unit.regroup.ranks import DEADLINE, Job, cluster
+
+MIB = 1 << 20
+OUT_SECONDS = 2.0
+"""For a training thread to get out of an operation; gloo alone takes the group's 77 s, or 30 s."""
+STRIKES = {'kill': signal.SIGKILL, 'stop': signal.SIGSTOP}
+
+
+@pytest.mark.parametrize('mib', [64, 192])
+@pytest.mark.parametrize('strike', STRIKES)
+@pytest.mark.parametrize('operation', ['recv', 'send'])
+def test_half_transferred_message_is_not_waited_for(operation: str, strike: str, mib: int) -> None:
+    with cluster(2) as job:
+        (pid,) = job.all(process_id, ranks=[1])
+        job.ranks[1].start(peer_of, operation, mib, strike)
+        assert job.ranks[0].call(seconds_out_of, operation, mib, strike, pid) < OUT_SECONDS
+        assert_goes_on_with_another(job)
+
+
+@pytest.mark.parametrize('operation', ['all_reduce', 'reduce_scatter', 'all_gather'])
+def test_half_transferred_collective_is_not_waited_for(operation: str) -> None:
+    with cluster(2) as job:
+        job.ranks[1].start(stop_in_collective, operation)
+        assert job.ranks[0].call(seconds_out_of_collective, operation) < OUT_SECONDS
+        assert_goes_on_with_another(job)
+
+
+def assert_goes_on_with_another(job: ranks.Cluster) -> None:
+    """The survivor is of use as it is."""
+    job.ranks[1].kill()
+    job.replace(1)
+    job.renew()
+    job.all(ranks.collectives)
+
+
+def process_id(job: Job) -> int:
+    return os.getpid()
+
+
+def peer_of(job: Job, operation: str, mib: int, strike: str) -> None:
+    """The other side, which strikes itself as soon as the first byte has come."""
+    data = torch.ones(mib * MIB, dtype=torch.uint8)
+    if operation == 'recv':
+        work = dist.isend(data, 0)
+    else:
+        data.zero_()
+        work = dist.irecv(data, 0)
+        strike_when_moving(data, os.getpid(), strike)
+    assert work is not None
+    work.wait()
+
+
+def strike_when_moving(data: torch.Tensor, pid: int, strike: str) -> None:
+    first = data[:1].numpy()
+    while not first[0]:
+        time.sleep(0)
+    os.kill(pid, STRIKES[strike])
+
+
+def seconds_out_of(job: Job, operation: str, mib: int, strike: str, peer: int) -> float:
+    """How long a thread still waits after `unblock`, when the peer was struck half-way."""
+    data = torch.ones(mib * MIB, dtype=torch.uint8)
+    if operation == 'recv':
+        data.zero_()
+        work = dist.irecv(data, 1)
+        strike_when_moving(data, peer, strike)
+    else:
+        work = dist.isend(data, 1)
+    assert work is not None
+    seconds = seconds_to_end(job, work.wait)
+    if operation == 'recv':
+        assert not data.all(), 'it was not half-way'
+    return seconds
+
+
+def seconds_to_end(job: Job, wait: Callable[[], Any]) -> float:
+    errors: list[str] = []
+    waiting = threading.Thread(target=ranks._collect_error, args=(wait, errors), daemon=True)
+    waiting.start()
+    waiting.join(0.5)
+    began = time.monotonic()
+    job.process_groups.unblock()
+    waiting.join(DEADLINE.total_seconds() / 2)
+    assert len(errors) == 1, 'it is still waited for' if waiting.is_alive() else 'it returned'
+    return time.monotonic() - began
+
+
+def begin_collective(job: Job, operation: str) -> Any:
+    data = torch.ones(64 * MIB, dtype=torch.uint8)
+    return {
+        'all_reduce': lambda: dist.all_reduce(data, async_op=True),
+        'reduce_scatter': lambda: dist.reduce_scatter_tensor(
+            torch.zeros(32 * MIB, dtype=torch.uint8), data, async_op=True
+        ),
+        'all_gather': lambda: dist.all_gather_into_tensor(
+            torch.zeros(128 * MIB, dtype=torch.uint8), data, async_op=True
+        ),
+    }[operation]()
+
+
+def stop_in_collective(job: Job, operation: str) -> None:
+    work = begin_collective(job, operation)
+    time.sleep(0.01)  # it takes far longer
+    os.kill(os.getpid(), signal.SIGSTOP)
+    work.wait()
+
+
+def seconds_out_of_collective(job: Job, operation: str) -> float:
+    return seconds_to_end(job, begin_collective(job, operation).wait)
+
+
+# ---- connecting
+
+
+def test_peer_that_dies_when_it_has_published_its_address_is_not_waited_for() -> None:
+    """Whoever of the two turns out to be the one that listens: several tries."""
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context('forkserver')
+    peer = context.Process(target=publish, args=(store.port,), daemon=True)
+    peer.start()
+    store.wait(['group/0/1'], DEADLINE)
+    peer.kill()
+    peer.join()
+    for _ in range(6):
+        broken = threading.Event()
+        threading.Timer(0.3, broken.set).start()
+        mine = InterruptibleStore(PrefixStore('group', store.clone()), broken, DEADLINE)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError):
+            Gloo().connect(mine, 0, 2, DEADLINE, None, DEADLINE, broken.is_set)
+        assert time.monotonic() - began < OUT_SECONDS
+    connecting = [t for t in threading.enumerate() if t.name == 'sparse-ckpt-connect']
+    assert len(connecting) <= 6, 'one thread is left for each'
+
+
+def publish(port: int) -> None:
+    store = TCPStore('127.0.0.1', port, is_master=False)
+    ProcessGroupGloo(PrefixStore('group', store), 1, 2, timedelta(seconds=60))
+
+
+def test_connecting_ends_in_time_by_itself() -> None:
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        limit = timedelta(seconds=0.5)
+        Gloo().connect(store.clone(), 0, 2, DEADLINE, None, limit, lambda: False)
+    assert time.monotonic() - began < DEADLINE.total_seconds() / 2
