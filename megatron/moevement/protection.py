@@ -233,8 +233,8 @@ class Protection:
         problem: HostMemoryError | None = None
         try:
             memory = HostMemory(
-                self._config, run_id, self._identity.run, self._identity.rank, capacity,
-                log_bytes, self._training.device, self._degraded, partial(exchange, 'members'),
+                self._config, run_id, self._identity.rank, capacity, log_bytes,
+                self._training.device, self._degraded, partial(exchange, 'members'),
             )  # fmt: skip
         except HostMemoryError as error:
             problem = error

@@ -44,7 +44,9 @@ def make_directories(root: Path, path: Path) -> None:
                 os.mkdir(level, 0o700)
             _check_directory(level)
     except PermissionError as error:
-        raise ForeignFileError(f'{error.filename} cannot be used: {error.strerror}. {_REMEDY}') from error
+        raise ForeignFileError(
+            f'{error.filename} cannot be used: {error.strerror}. {_REMEDY}'
+        ) from error
 
 
 def check_directories(root: Path, path: Path) -> None:

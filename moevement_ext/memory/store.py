@@ -446,10 +446,10 @@ def _require_complete(file: WindowFile) -> None:
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the subdirectories named by a rank; none if ``path`` is gone."""
+    """Yield the subdirectories named by a rank; none if ``path`` is gone or not readable."""
     try:
         entries = sorted(path.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return
     for entry in entries:
         if entry.name.isdecimal() and entry.is_dir():
@@ -459,7 +459,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, Path]]:
 def _committed_in(path: Path) -> list[WindowRef]:
     try:
         names = os.listdir(path)
-    except FileNotFoundError:
+    except OSError:
         return []
     matches = [match for match in map(_COMMITTED.fullmatch, names) if match]
     return [WindowRef(int(match[1]), match[2], path / match[0]) for match in matches]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What another user of the node may have put where a run keeps its memory. Needs two users: root."""
+"""What another user of the node may have put where a run keeps its memory."""
 
 import os
 import socket
@@ -223,7 +223,9 @@ def test_a_second_user_with_the_same_directory_is_told_so(public: Path) -> None:
     first = NodeStore(public / 'memory', 'run-a', 'node0')
     OwnerWindows(first, 0, 0, capacity())
     refusals = ('cannot be used: Permission denied', 'belongs to user 0')
-    for place, refusal in zip(((public / 'memory', 'run-b'), (public, 'memory')), refusals):
+    for place, refusal in zip(
+        ((public / 'memory', 'run-b'), (public, 'memory')), refusals, strict=True
+    ):
         windows, error = as_second_user(*place).splitlines()
         assert windows == '[]'
         assert error.startswith('ForeignFileError') and refusal in error
