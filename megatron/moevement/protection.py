@@ -151,10 +151,16 @@ class Protection:
         """Go on from this window, which is protected already; later ones are captured again."""
         file = conversion.file()
         name = conversion.window
+        self.withdraw_after(name)
         self.memory.windows.persisted(*name)
         self.memory.windows.discard_after(name.start)
         self.checkpointer.roll_back(name.start)
         self._replicate_again(name, file)
+
+    def withdraw_after(self, window: WindowName) -> None:
+        """This rank will go back to `window`: nobody relies on its later ones any more."""
+        self._replicator.discard_after(window.start)
+        self._board.withdraw_after(window)
 
     def reach_peers(self) -> None:
         """Offer everything again if holders of this rank's replicas have become new processes."""

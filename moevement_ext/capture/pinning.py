@@ -48,7 +48,7 @@ def _register(file: MappedFile) -> None:
         _clear_error()
         logger.warning(
             'sparse checkpointing: %s cannot be registered as pinned memory (CUDA error %d): '
-            'copies to it hold up training. Raise the limit on locked memory (ulimit -l unlimited).',
+            'copies to it hold up training. Raise the limit on locked memory: ulimit -l unlimited.',
             file.path,
             int(status),
         )
