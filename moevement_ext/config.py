@@ -29,12 +29,14 @@ class SparseCheckpointConfig:
     """The longest window 'auto' may choose; host memory is reserved for it."""
     replicas: int = 2
     """Copies of each rank's windows on other failure domains."""
-    dir: str = '/dev/shm/moevement'
-    """Directory in a tmpfs."""
+    dir: str = f'/dev/shm/moevement-{os.geteuid()}'
+    """Directory in a tmpfs, of this user."""
     run_id: str | None = None
     """Names the run; a job launched again with the same id finds its windows."""
     host_memory_gb: float | None = None
     """GiB of host memory per node for windows and replicas; None: what the tmpfs has free."""
+    interface: str | None = None
+    """Network interface on which ranks reach each other's host memory; None: chosen."""
     topology: str | None = None
     """JSON file {node name: failure domain}."""
     max_wait: float = 1.0

@@ -22,8 +22,9 @@ from moevement_ext.memory.store import NodeStore, OwnerWindows
 from moevement_ext.memory.upstream_log import UpstreamLog
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.recover.agreement import Candidate, HeldWindow
-from moevement_ext.replicate.address import local_host
+from moevement_ext.replicate.address import host_identity, local_host
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.placement import place_replicas
 from moevement_ext.replicate.server import ReplicaServer
 
@@ -42,6 +43,10 @@ class Member(msgspec.Struct, frozen=True):
     node: str
     capacity_bytes: int
     log_bytes: int
+    host: str
+    """The real host, which emulated nodes share."""
+    secret: bytes
+    """Of this life of the job, from rank 0; what the other ranks draw is not used."""
 
 
 class HostMemory:
@@ -50,7 +55,6 @@ class HostMemory:
     Args:
         config: settings.
         run_id: directory name of the run.
-        token: run identity; peers of another run are refused.
         rank: global rank.
         capacity_bytes: size of one window file of this rank.
         log_bytes: size of the upstream log of this rank; 0: it keeps none.
@@ -60,7 +64,8 @@ class HostMemory:
         hosts_replicas: hold those that are placed here; without them, their owners lack one.
 
     Raises:
-        HostMemoryError: over the budget, or the tmpfs is too small.
+        HostMemoryError: over the budget, the tmpfs is too small, not ours or not writable, or no
+            other host could reach this one.
         StoreInUseError: another live job has the same run id.
         ConfigurationError: the topology file is wrong.
     """
@@ -69,7 +74,6 @@ class HostMemory:
         self,
         config: SparseCheckpointConfig,
         run_id: str,
-        token: str,
         rank: int,
         capacity_bytes: int,
         log_bytes: int,
@@ -81,32 +85,41 @@ class HostMemory:
         self.rank = rank
         self._hosts_replicas = hosts_replicas
         self.store = NodeStore(Path(config.dir), run_id, node_name())
-        self._token = token
-        own = Member(node_name(), capacity_bytes, log_bytes)
+        own = Member(node_name(), capacity_bytes, log_bytes, host_identity(), new_secret())
         self.members = _exchange_members(own, exchange)
+        self._secret = self.members[0].secret  # one replaced later still has that of the others
         self.domains = failure_domains([member.node for member in self.members], config.topology)
         self.holders = place_replicas(self.domains, config.replicas)
         self.members[rank] = own  # a replacement may run on another node; replicas stay placed
         self.log: UpstreamLog | None = None
         self._fetching: ReplicaClient | None = None
         self.plan = self._plan()
-        self.plan.check(config.host_memory_gb, self.store.path)
         try:
-            self._reserve(own, device, config.max_wait, on_degraded)
+            self.plan.check(config.host_memory_gb, self.store.path)
+            self._reserve(own, device, config, on_degraded)
         except HostMemoryError:
             self.give_up()
             raise
+        except OSError as error:  # costs protection as well, and not the training
+            self.give_up()
+            raise HostMemoryError(f'{self.store.path}: {error}') from error
 
     def _reserve(
-        self, own: Member, device: torch.device, max_wait: float, on_degraded: Callable[[str], None]
+        self,
+        own: Member,
+        device: torch.device,
+        config: SparseCheckpointConfig,
+        on_degraded: Callable[[str], None],
     ) -> None:
         rank = self.rank
         self.windows = OwnerWindows(self.store, rank, rank, own.capacity_bytes, GENERATIONS)
         self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS)
         if own.log_bytes:
             path = self.store.holder_path(rank) / 'upstream-log'
-            self.log = UpstreamLog(path, own.log_bytes, device, max_wait, on_degraded)
-        self.server = ReplicaServer(self.store, rank, self._hosted(rank), self._token)
+            self.log = UpstreamLog(path, own.log_bytes, device, config.max_wait, on_degraded)
+        hosts = {member.host for member in self.members}
+        address = local_host(config.interface, several_hosts=len(hosts) > 1)
+        self.server = ReplicaServer(self.store, rank, self._hosted(rank), self._secret, address)
         if self.log is not None:
             self.server.serve_log(self.log)
 
@@ -116,14 +129,15 @@ class HostMemory:
 
     def connect(self, exchange: Exchange) -> None:
         """Tell the others where this rank's server listens. Collective."""
-        address = msgspec.msgpack.encode((local_host(), self.server.address[1]))
+        address = msgspec.msgpack.encode(self.server.address)
         decoded = (msgspec.msgpack.decode(item, type=tuple[str, int]) for item in exchange(address))
         self.addresses = list(decoded)
-        self.addresses[self.rank] = (local_host(), self.server.address[1])
+        self.addresses[self.rank] = self.server.address
 
     def client(self, rank: int) -> ReplicaClient:
         """A new client of another rank's server."""
-        return ReplicaClient(self.addresses[rank], self._token)
+        log_bytes = self.members[rank].log_bytes
+        return ReplicaClient(self.addresses[rank], self._secret, max_record_bytes=log_bytes)
 
     def peer_addresses(self) -> list[tuple[str, int]]:
         """Where the holders of this rank's replicas listen now."""
@@ -192,6 +206,8 @@ class HostMemory:
             self.server.stop()
         if self.log is not None:
             self.log.close()
+        if hasattr(self, 'ledger'):
+            self.ledger.close()
         if any(window.holder == self.rank for window in self.store.scan()):
             self.store.close()
         else:

@@ -71,6 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         'has free.',
     )
     group.add_argument(
+        '--sparse-ckpt-interface',
+        default=None,
+        metavar='NAME',
+        help='Network interface over which windows and logs travel. Default: that of '
+        'GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the one that faces the master.',
+    )
+    group.add_argument(
         '--sparse-ckpt-topology',
         default=None,
         help='JSON file that maps node names to failure domains. Default: each node is its own.',

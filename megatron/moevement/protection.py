@@ -183,6 +183,7 @@ class Protection:
         """Go on from this window, which is protected already; later ones are captured again."""
         file = conversion.file()
         name = conversion.window
+        self.withdraw_after(name)
         self.memory.windows.persisted(*name)
         self.memory.windows.discard_after(name.start)
         self.checkpointer.roll_back(name.start)
@@ -195,6 +196,11 @@ class Protection:
         self.checkpointer.schedule_next(
             self._schedule(msgspec.structs.replace(self.present, origin=iteration))
         )
+
+    def withdraw_after(self, window: WindowName) -> None:
+        """This rank will go back to `window`: nobody relies on its later ones any more."""
+        self._replicator.discard_after(window.start)
+        self._board.withdraw_after(window)
 
     def reach_peers(self) -> None:
         """Offer everything again if holders of this rank's replicas have become new processes."""
@@ -274,8 +280,8 @@ class Protection:
         for others if that helps; it is needed more than they are.
         """
         reserve = partial(
-            HostMemory, self._config, run_id, self._identity.run, self._identity.rank, capacity,
-            log_bytes, self._training.device, self._degraded, partial(exchange, 'members'),
+            HostMemory, self._config, run_id, self._identity.rank, capacity, log_bytes,
+            self._training.device, self._degraded, partial(exchange, 'members'),
         )  # fmt: skip
         memory: HostMemory | None = None
         problem: HostMemoryError | None = None

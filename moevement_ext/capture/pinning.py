@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mapped files as tensors; with CUDA their pages are pinned once, so copies are asynchronous."""
 
+import logging
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -9,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moevement_ext.errors import SparseCheckpointError
+logger = logging.getLogger(__name__)
 
 
 class MappedFile(Protocol):
@@ -25,8 +27,8 @@ _registered: 'weakref.WeakSet[MappedFile]' = weakref.WeakSet()
 def pin(file: MappedFile) -> None:
     """Register the pages of `file` with CUDA, once; without CUDA nothing happens.
 
-    Raises:
-        SparseCheckpointError: the pages cannot be locked.
+    Where they cannot be locked they are used as they are: copies then hold up training, but are
+    right, and training goes on (invariant I6).
     """
     if torch.cuda.is_available() and file not in _registered:
         _register(file)
@@ -41,11 +43,21 @@ def payload_tensor(file: MappedFile, view: np.ndarray) -> torch.Tensor:
 def _register(file: MappedFile) -> None:
     pointer = file.array.ctypes.data
     status = torch.cuda.cudart().cudaHostRegister(pointer, file.array.size, 0)
+    _registered.add(file)  # also if it failed: it is not tried, and not reported, again
     if int(status) != 0:
-        raise SparseCheckpointError(
-            f'{file.path} cannot be registered as pinned memory (CUDA error {int(status)}). '
-            'Raise the limit on locked memory (ulimit -l unlimited).'
+        _clear_error()
+        logger.warning(
+            'sparse checkpointing: %s cannot be registered as pinned memory (CUDA error %d): '
+            'copies to it hold up training. Raise the limit on locked memory: ulimit -l unlimited.',
+            file.path,
+            int(status),
         )
-    _registered.add(file)
+        return
     # Another file may be mapped to the same pages once this one is gone.
     weakref.finalize(file, torch.cuda.cudart().cudaHostUnregister, pointer).atexit = False
+
+
+def _clear_error() -> None:
+    """CUDA keeps the status of a failed call, and the next kernel launch would raise it."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device='cuda')

@@ -123,8 +123,8 @@ def reserved_bytes(directory: Path) -> int:
         for name in names:
             try:
                 total += os.stat(os.path.join(folder, name)).st_blocks * 512
-            except FileNotFoundError:
-                continue  # another rank is recycling while we count
+            except OSError:
+                continue  # another rank is recycling while we count, or it is not ours
     return total
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from moevement_ext.memory.budget import preallocate
+from moevement_ext.memory import private
+from moevement_ext.memory.budget import HostMemoryError, preallocate
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,8 @@ class Ledger:
     def _create(self) -> mmap.mmap:
         size = self.bytes_needed(self.capacity)
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._new_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._new_path.unlink(missing_ok=True)  # left by a process that was killed here
+        fd = private.open_file(self._new_path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             preallocate(fd, size, self._new_path)
             ring = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -159,8 +161,12 @@ class Ledger:
     def _read_existing(self) -> list[LedgerEntry]:
         """Return the entries of an earlier process, in the order in which they were appended."""
         try:
-            content = self.path.read_bytes()
+            with os.fdopen(private.open_file(self.path, os.O_RDONLY), 'rb') as file:
+                content = file.read()
         except FileNotFoundError:
+            return []
+        except (HostMemoryError, OSError) as error:
+            logger.warning('the entries of an earlier ledger are ignored: %s', error)
             return []
         if len(content) < PREAMBLE_BYTES or _PREAMBLE.unpack_from(content)[:3] != (
             _MAGIC,

@@ -12,20 +12,19 @@ alone tell a restarted process, or any reader, what can be trusted.
 """
 
 import enum
-import fcntl
 import itertools
 import logging
 import os
 import re
 import shutil
 import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.memory import private
 from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.holder_lock import HolderLock
 from moevement_ext.memory.refused import RefusedWindow, TruncatedWindow
 from moevement_ext.memory.slot import SlotHeader, WindowName
 from moevement_ext.memory.window_file import WindowFile
@@ -35,10 +34,6 @@ logger = logging.getLogger(__name__)
 _PATH_PART = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,200}')
 _PLAN = re.compile(r'[A-Za-z0-9_]{1,100}')
 _COMMITTED = re.compile(r'window-(\d{1,18})-([A-Za-z0-9_]{1,100})\.window')
-
-
-class StoreInUseError(SparseCheckpointError):
-    """A live process already holds the directory of this rank."""
 
 
 class WindowRef(NamedTuple):
@@ -63,7 +58,7 @@ class NodeStore:
     """The directory of one run on one node; safe to construct in every rank of the node.
 
     Args:
-        root: directory in a tmpfs, e.g. ``/dev/shm/moevement``.
+        root: directory in a tmpfs, e.g. ``/dev/shm/moevement-1000``.
         run_id: ``--sparse-ckpt-run-id``.
         node: name of this node (or of this emulated node).
     """
@@ -78,7 +73,7 @@ class NodeStore:
         self.root = Path(root)
         self.run_id = run_id
         self.path = self.root / run_id / node
-        self._locks: dict[int, _HolderLock] = {}
+        self._locks: dict[int, HolderLock] = {}
 
     def holder_path(self, holder: int) -> Path:
         """Return the directory of everything rank ``holder`` keeps."""
@@ -93,17 +88,26 @@ class NodeStore:
 
         Raises:
             StoreInUseError: another live job uses the same run id on this node.
+            ForeignFileError: a directory on the way is not this user's own.
         """
         if holder not in self._locks:
             path = self.holder_path(holder)
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._locks[holder] = _HolderLock(path / 'lock')
+            private.make_directories(self.root, path)
+            self._locks[holder] = HolderLock(path / 'lock')
 
     def scan(self) -> list[FoundWindow]:
         """Return all committed windows on this node, of whichever holder, newest first.
 
         Only names are read and nothing stays mapped; what a file holds is verified when loaded.
+        There are none in directories that are not this user's own.
         """
+        try:
+            private.check_directories(self.root, self.path)
+        except FileNotFoundError:
+            return []
+        except (HostMemoryError, OSError) as error:
+            logger.warning('windows of earlier processes are not used: %s', error)
+            return []
         found = [
             FoundWindow(holder, owner, ref.start, ref.plan, ref.path)
             for holder, holder_path in _numbered(self.path)
@@ -119,11 +123,15 @@ class NodeStore:
         self._locks.clear()
 
     def remove_rank(self, holder: int) -> None:
-        """Delete everything ``holder`` keeps, for a clean exit, and the run if it is empty then."""
-        shutil.rmtree(self.holder_path(holder), ignore_errors=True)
+        """Delete everything ``holder`` keeps, for a clean exit, and the run if it is empty then.
+
+        Nothing happens if this object has not locked it: it is somebody else's.
+        """
         lock = self._locks.pop(holder, None)
-        if lock is not None:
-            lock.release()
+        if lock is None:
+            return
+        shutil.rmtree(self.holder_path(holder), ignore_errors=True)
+        lock.release()
         self._remove_empty()
 
     def remove(self) -> None:
@@ -193,7 +201,7 @@ class OwnerWindows:
         self.owner = owner
         self.capacity_bytes = capacity_bytes
         self.path = store.holder_path(holder) / str(owner)
-        self.path.mkdir(mode=0o700, exist_ok=True)
+        private.make_directories(store.root, self.path)
         self._wanted = generations
         self._persisted: WindowName | None = None
         self._lock = threading.Lock()
@@ -399,12 +407,17 @@ class OwnerWindows:
                 self._adopt_free(path)
 
     def _adopt_free(self, path: Path) -> None:
-        right_size = path.stat().st_size == self.capacity_bytes
+        right_size = path.lstat().st_size == self.capacity_bytes
         if not right_size or len(self._fitting()) >= self._wanted:
             path.unlink()
             return
         index = self._next_index()
-        file = WindowFile.adopt(path, self.capacity_bytes)
+        try:
+            file = WindowFile.adopt(path, self.capacity_bytes)
+        except private.ForeignFileError as error:
+            logger.warning('not adopted, but removed: %s', error)
+            path.unlink()
+            return
         file.rename(self.path / f'free-{index}.window')
         self._generations.append(_Generation(file, index, _State.FREE))
 
@@ -427,50 +440,6 @@ class OwnerWindows:
             for k in itertools.count()
             if k not in used and not (self.path / f'free-{k}.window').exists()
         )
-
-
-class _HolderLock:
-    """An flock on a file, held until released or until this process, not its forks, is gone."""
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.read(self._fd, 32).decode(errors='replace') or 'unknown'
-            os.close(self._fd)
-            raise StoreInUseError(
-                f'{path.parent} is in use by the live process {pid}: another job runs with the '
-                f'same --sparse-ckpt-run-id. Give each job its own --sparse-ckpt-run-id, or end '
-                f'the other job first.'
-            ) from None
-        os.truncate(self._fd, 0)
-        os.pwrite(self._fd, str(os.getpid()).encode(), 0)
-        _LIVE_LOCKS.add(self)
-
-    def release(self) -> None:
-        """Give up the lock; in a fork, which never had it, nothing happens."""
-        if self in _LIVE_LOCKS:
-            _LIVE_LOCKS.discard(self)
-            os.close(self._fd)
-
-    def forget(self) -> None:
-        """In a forked child: close the inherited descriptor, which leaves the parent's lock."""
-        os.close(self._fd)
-
-
-# An flock lives as long as any inherited descriptor. Data loader workers that outlive a killed
-# trainer for a moment would lock out its successor, so forked children drop it at once.
-_LIVE_LOCKS: 'weakref.WeakSet[_HolderLock]' = weakref.WeakSet()
-
-
-def _drop_inherited_locks() -> None:
-    for lock in list(_LIVE_LOCKS):
-        lock.forget()
-    _LIVE_LOCKS.clear()
-
-
-os.register_at_fork(after_in_child=_drop_inherited_locks)
 
 
 def _left_in(path: Path) -> list[SlotHeader]:
@@ -507,10 +476,10 @@ def _require_complete(file: WindowFile) -> None:
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the subdirectories named by a rank; none if ``path`` is gone."""
+    """Yield the subdirectories named by a rank; none if ``path`` is gone or not readable."""
     try:
         entries = sorted(path.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return
     for entry in entries:
         if entry.name.isdecimal() and entry.is_dir():
@@ -520,7 +489,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, Path]]:
 def _committed_in(path: Path) -> list[WindowRef]:
     try:
         names = os.listdir(path)
-    except FileNotFoundError:
+    except OSError:
         return []
     matches = [match for match in map(_COMMITTED.fullmatch, names) if match]
     return [WindowRef(int(match[1]), match[2], path / match[0]) for match in matches]

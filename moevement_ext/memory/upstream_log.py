@@ -29,6 +29,7 @@ import torch
 import xxhash
 
 from moevement_ext.capture.pinning import pin
+from moevement_ext.memory import private
 from moevement_ext.memory.budget import gib, preallocate
 from moevement_ext.memory.log_record import Direction, LogGap, LoggedTensor, LogKey
 from moevement_ext.memory.ring import Ring
@@ -86,8 +87,7 @@ class UpstreamLog:
         array: uint8 view over the whole map.
 
     Raises:
-        HostMemoryError: no space for the file.
-        SparseCheckpointError: its pages cannot be pinned.
+        HostMemoryError: no space for the file, or the file there is not this user's own.
     """
 
     def __init__(
@@ -412,7 +412,7 @@ def _map(path: Path, capacity: int) -> Bytes:
         raise ValueError(f'an upstream log of {capacity} bytes keeps nothing')
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Pages of an earlier file are used again rather than given back and zeroed.
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         os.ftruncate(fd, min(os.fstat(fd).st_size, capacity))
         preallocate(fd, capacity, path)

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from moevement_ext.memory import private
 from moevement_ext.memory.budget import HostMemoryError, preallocate
 from moevement_ext.memory.refused import (
     CorruptWindow,
@@ -99,7 +100,7 @@ class WindowFile:
         Raises:
             HostMemoryError: the file system has not that much left; nothing stays behind.
         """
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             return cls._blank(fd, path, capacity)
         except BaseException:
@@ -110,8 +111,12 @@ class WindowFile:
 
     @classmethod
     def adopt(cls, path: Path, capacity: int) -> 'WindowFile':
-        """Reuse the space of an existing file; what it held is forgotten."""
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        """Reuse the space of an existing file; what it held is forgotten.
+
+        Raises:
+            ForeignFileError: others may have the file open.
+        """
+        fd = private.open_file(path, os.O_RDWR)
         try:
             return cls._blank(fd, path, capacity)
         finally:
@@ -128,9 +133,11 @@ class WindowFile:
             RefusedWindow: no readable, whole, known window file (typed by the reason).
         """
         try:
-            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+            fd = private.open_file(path, os.O_RDWR if writable else os.O_RDONLY)
         except OSError as error:
             raise RefusedWindow(f'{path}: cannot be opened: {error.strerror}') from error
+        except HostMemoryError as error:
+            raise RefusedWindow(str(error)) from error
         try:
             array = _map(fd, writable) if os.fstat(fd).st_size else np.empty(0, np.uint8)
         except (OSError, ValueError) as error:

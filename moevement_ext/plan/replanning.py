@@ -13,9 +13,10 @@ from functools import partial
 
 import msgspec
 import numpy as np
-from torch.distributed import Store
+from torch.distributed import DistError, Store
 
 from moevement_ext.plan.ordering import changed_enough
+from moevement_ext.replicate.store_connection import StoreConnection
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class Replanner:
         decide: Callable[[PlanParameters, Sequence[WindowLoad]], PlanParameters | None],
         adopt: Callable[[PlanParameters], None],
     ) -> None:
-        self._store = store
+        self._connection = StoreConnection(store, 'so windows are not planned anew')
         self._rank = rank
         self._world_size = world_size
         self._present = present
@@ -160,7 +161,7 @@ class Replanner:
 
     def _attempt(self, step: Callable[[], None]) -> None:
         try:
-            step()
+            self._stopping.wait(self._connection.attempt(step, DistError))
         except Exception:  # planning must not fail training; the present plan stays
             logger.warning('cannot re-plan', exc_info=True)
 
@@ -171,6 +172,10 @@ class Replanner:
 
     def _leave(self, plan: PlanParameters) -> None:
         self._store.set(_plan_key(plan.version), msgspec.json.encode(plan).decode())
+
+    @property
+    def _store(self) -> Store:
+        return self._connection.store
 
     def _publish(self, load: WindowLoad) -> None:
         self._store.set(f'load/{self._rank}', msgspec.json.encode(load).decode())

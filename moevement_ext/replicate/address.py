@@ -1,14 +1,126 @@
 # SPDX-License-Identifier: Apache-2.0
 """The address under which the other ranks reach this process."""
 
+import ipaddress
 import os
 import socket
+from collections.abc import Iterable, Mapping
+
+import psutil
+
+from moevement_ext.memory.budget import HostMemoryError
+
+_FLAG = '--sparse-ckpt-interface'
+_VARIABLES = ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME')
+# Of documentation only (RFC 5737 and 3849): whoever asks for the way there gets the default route.
+_ELSEWHERE = {socket.AF_INET: '192.0.2.1', socket.AF_INET6: '2001:db8::1'}
 
 
-def local_host() -> str:
-    """IP of the interface that faces the job's master (`MASTER_ADDR`); nothing is sent."""
+class NoAddressError(HostMemoryError):
+    """Ranks on other hosts could not reach this one; the message names the flag that helps."""
+
+
+def host_identity() -> str:
+    """Name of the real host, the same for all emulated nodes and other for every machine."""
+    try:
+        with open('/proc/sys/kernel/random/boot_id') as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ''
+    return f'{socket.gethostname()}/{boot}'
+
+
+def local_host(interface: str | None = None, several_hosts: bool = False) -> str:
+    """IP under which the other ranks reach this host; nothing is sent.
+
+    In this order: of the interface asked for, by flag or as gloo and NCCL are told; of the
+    interface that faces the job's master (`MASTER_ADDR`); of the default route; of the only
+    interface there is.
+
+    Args:
+        interface: `--sparse-ckpt-interface`.
+        several_hosts: others are on other machines, so the loopback interface will not do.
+
+    Raises:
+        NoAddressError: the interface has no address, or none can be chosen.
+    """
+    addresses = _addresses()
+    if interface is not None:
+        return _of_interfaces([interface], addresses, f'{_FLAG} {interface}')
+    for variable in _VARIABLES:
+        value = os.environ.get(variable)
+        if value:
+            names = _named(value, addresses, exact=variable == _VARIABLES[0])
+            return _of_interfaces(names, addresses, f'{variable}={value}')
     master = os.environ.get('MASTER_ADDR', '127.0.0.1')
-    family, kind, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
+    facing = _facing(master)
+    # Debian maps a host's own name to 127.0.1.1, so on its own host the master is loopback.
+    if facing is not None and not (several_hosts and _is_loopback(facing)):
+        return facing
+    return _of_this_host(addresses, master)
+
+
+def _addresses() -> dict[str, list[str]]:
+    """Addresses that others can use, IPv4 first, by interface that is up."""
+    up = {name for name, status in psutil.net_if_stats().items() if status.isup}
+    found: dict[str, list[str]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        ips = [entry.address for entry in entries if entry.family in _ELSEWHERE]
+        # What begins with fe80: is of no use without the number of an interface of the reader.
+        usable = [ip for ip in ips if not ipaddress.ip_address(ip.partition('%')[0]).is_link_local]
+        if name in up and usable:
+            found[name] = sorted(usable, key=lambda ip: ':' in ip)
+    return found
+
+
+def _named(value: str, known: Iterable[str], exact: bool) -> list[str]:
+    """The interfaces that a variable names: a list, of NCCL also of prefixes, or of exceptions."""
+    names = value.lstrip('^=').split(',')
+    if exact or value.startswith('='):
+        return names
+    prefixes = tuple(names)
+    if value.startswith('^'):
+        return [name for name in known if not name.startswith((*prefixes, 'lo'))]
+    return [name for name in known if name.startswith(prefixes)]
+
+
+def _of_interfaces(names: Iterable[str], addresses: Mapping[str, list[str]], setting: str) -> str:
+    for name in names:
+        if name in addresses:
+            return addresses[name][0]
+    raise NoAddressError(
+        f'{setting}: no such interface is up with an address on {socket.gethostname()}; there are '
+        f'{", ".join(sorted(addresses)) or "none"}. Name one of them by {_FLAG}.'
+    )
+
+
+def _facing(host: str) -> str | None:
+    """IP of the interface from which packets to `host` would leave; None: there is no way."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _of_this_host(addresses: Mapping[str, list[str]], master: str) -> str:
+    for target in _ELSEWHERE.values():
+        facing = _facing(target)
+        if facing is not None and not _is_loopback(facing):
+            return facing
+    others = {name: ips for name, ips in addresses.items() if not _is_loopback(ips[0])}
+    if len(others) == 1:
+        return others.popitem()[1][0]
+    raise NoAddressError(
+        f'MASTER_ADDR {master} is the loopback interface on {socket.gethostname()}, which other '
+        f'hosts cannot reach, and of {", ".join(sorted(others)) or "no interface"} none can be '
+        f'preferred. Name the interface by {_FLAG} (or GLOO_SOCKET_IFNAME).'
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    ip = ipaddress.ip_address(address.partition('%')[0])
+    mapped = getattr(ip, 'ipv4_mapped', None)
+    return (mapped or ip).is_loopback

@@ -9,17 +9,17 @@ import xxhash
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.log_record import CorruptLog, LoggedTensor, LogKey
+from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.slot import SlotHeader, WindowName, frame_checksum
 from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.replicate import greeting
 from moevement_ext.replicate.transport import (
-    PROTOCOL_VERSION,
     Ack,
     CommitWindow,
     Connection,
     DiscardAfter,
     FetchLog,
     FetchWindow,
-    Hello,
     ListWindows,
     LogHead,
     NotYet,
@@ -48,19 +48,30 @@ class PeerRefused(SparseCheckpointError):
 class ReplicaClient:
     """One peer. One thread at a time uses it; it connects on first use and after a loss.
 
+    What the peer says is not believed before it has proved that it belongs to the job, and never
+    decides alone how much memory is taken.
+
     Every method raises ``PeerLost`` naming the address when the peer does not answer in time, and
     ``PeerRefused`` with the peer's reason. All requests may be repeated safely.
 
     Args:
         address: host and port of its ``ReplicaServer``.
-        token: run identity.
+        secret: of this life of the job.
         timeout_s: time for one exchange, besides time to move its bytes.
+        max_record_bytes: the largest record of its log, which cannot be larger than the log.
     """
 
-    def __init__(self, address: tuple[str, int], token: str, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        timeout_s: float = 30.0,
+        max_record_bytes: int = 2**30,
+    ) -> None:
         self.address = address
-        self._token = token
+        self._secret = secret
         self._timeout_s = timeout_s
+        self._max_record_bytes = max_record_bytes
         self._connection: Connection | None = None
 
     def put_slot(
@@ -148,13 +159,9 @@ class ReplicaClient:
             # The peer reads the whole window before it answers; its size is not known yet.
             connection.set_deadline(self._timeout_s, into.capacity)
             head = _expect(connection, WindowHead)
-            connection.set_deadline(self._timeout_s, head.nbytes)
+            connection.set_deadline(self._timeout_s, min(head.nbytes, into.capacity))
             for _ in range(head.slots):
-                slot = _expect(connection, SlotHead)
-                header = into.write_blob(
-                    slot.slot, slot.payload_bytes, slot.frame_bytes, connection.receive_into
-                )
-                into.verify_payloads([header])
+                header = self._receive_slot(connection, into)
                 received(into, header)
             _expect(connection, Ack)
         return into.verify_identity(None, None, owner, start, plan)
@@ -174,6 +181,11 @@ class ReplicaClient:
             if isinstance(reply, NotYet):
                 return None
             tensor = _require(reply, LogHead).tensor
+            if tensor.nbytes > self._max_record_bytes:
+                raise CorruptLog(
+                    f'{key}: the peer announces {tensor.nbytes} bytes, but no record of its log '
+                    f'has more than {self._max_record_bytes}'
+                )
             connection.set_deadline(self._timeout_s, tensor.nbytes)
             data = bytearray(tensor.nbytes)
             connection.receive_into(memoryview(data))
@@ -181,6 +193,18 @@ class ReplicaClient:
         if xxhash.xxh3_64_intdigest(data) != tensor.checksum:
             raise CorruptLog(f'{key}, from peer {host}:{port}, is damaged: checksum mismatch')
         return tensor, data
+
+    def _receive_slot(self, connection: Connection, into: WindowFile) -> SlotHeader:
+        slot = _expect(connection, SlotHead)
+        try:
+            header = into.write_blob(
+                slot.slot, slot.payload_bytes, slot.frame_bytes, connection.receive_into
+            )
+        except ValueError as error:  # a slot that came before, or with a number no window has
+            host, port = self.address
+            raise RefusedWindow(f'peer {host}:{port} sends no window: {error}') from error
+        into.verify_payloads([header])
+        return header
 
     def interrupt(self) -> None:
         """Let an exchange in progress end with ``PeerLost``; from any thread."""
@@ -220,12 +244,10 @@ class ReplicaClient:
         sock = socket.create_connection(self.address, timeout=self._timeout_s)
         connection = self._connection = Connection(sock)
         connection.set_deadline(self._timeout_s)
-        connection.send(Hello(PROTOCOL_VERSION, self._token))
-        try:
-            _expect(connection, Ack)
-        except PeerRefused:
+        reason = greeting.introduce(connection, self._secret)
+        if reason is not None:
             self.close()
-            raise
+            raise PeerRefused(reason)
         return connection
 
 

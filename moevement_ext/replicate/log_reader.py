@@ -15,6 +15,16 @@ from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 
 MAX_BYTES_AHEAD = 256 * 2**20
 
+# By name rather than by attribute of torch: names come from the wire.
+_DTYPES = {
+    str(dtype).removeprefix('torch.'): dtype
+    for dtype in (
+        *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.bool),
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    )
+}
+
 _JOIN_SECONDS = 5.0  # only a connection that is just being opened keeps the thread longer
 
 
@@ -147,11 +157,14 @@ class LogReader:
 
 def _as_tensor(logged: LoggedTensor, data: bytearray) -> torch.Tensor:
     """Return the tensor over the memory of ``data``, without a copy."""
-    dtype = getattr(torch, logged.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = _DTYPES.get(logged.dtype)
+    if dtype is None:
         raise CorruptLog(f'unknown dtype {logged.dtype!r}')
     if math.prod(logged.shape) * dtype.itemsize != len(data):
         raise CorruptLog(f'{len(data)} bytes do not make {dtype} of shape {logged.shape}')
-    if not data:
-        return torch.empty(logged.shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(logged.shape)
+    try:
+        if not data:
+            return torch.empty(logged.shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(logged.shape)
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes beyond what torch can count
+        raise CorruptLog(f'no tensor has the shape {logged.shape}') from error

@@ -202,8 +202,7 @@ class Replicator:
                 reason = f'window {job.name.start} was recycled before all replicas had it'
                 return partial(self._on_degraded, reason)
             if self._is_replicated(job):
-                self._drop(job.name)
-                return partial(self._on_window_replicated, *job.name)
+                return partial(self._tell, job)
         now = time.monotonic()
         due = [(rank, peer) for rank, peer in self._peers.items() if peer.retry_at <= now]
         for rank, peer in due:
@@ -216,6 +215,13 @@ class Replicator:
             if step is not None:
                 return partial(self._attempt, rank, peer, step)
         return None
+
+    def _tell(self, job: _Job) -> None:
+        """Report a window, unless it was dropped: after ``discard_after`` it is not any more."""
+        with self._changed:
+            if job in self._jobs:
+                self._drop(job.name)
+                self._on_window_replicated(*job.name)
 
     def _is_replicated(self, job: _Job) -> bool:
         return job.complete and all(job.name in peer.committed for peer in self._peers.values())

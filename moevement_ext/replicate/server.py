@@ -3,17 +3,18 @@
 upstream log of its rank.
 
 One thread accepts, one thread per connection works. Nothing here ever raises into training: what
-goes wrong is answered with ``Refused`` or ends the connection.
+goes wrong is answered with ``Refused`` or ends the connection. Whoever has not proved to belong to
+the job gets a thread for some seconds and 256 bytes, and only so many at a time.
 """
 
-import hmac
 import logging
 import os
+import socket
 import socketserver
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.log_record import LogGap
@@ -21,15 +22,14 @@ from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.slot import WindowName, frame_checksum
 from moevement_ext.memory.store import NodeStore, OwnerWindows
 from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.replicate import greeting
 from moevement_ext.replicate.transport import (
-    PROTOCOL_VERSION,
     Ack,
     CommitWindow,
     Connection,
     DiscardAfter,
     FetchLog,
     FetchWindow,
-    Hello,
     ListWindows,
     LogHead,
     NotYet,
@@ -53,6 +53,10 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS = (RefusedWindow, HostMemoryError, LogGap, ValueError)
 _POLL_SECONDS = 0.1  # longest delay of stop()
+_GREETING_SECONDS = 5.0
+_MAX_STRANGERS = 32
+"""Connections that have not greeted yet; the oldest gives way, so that peers always get in."""
+_MAX_CONNECTIONS = 512
 _LOG_WAIT_SECONDS = 0.5
 """A record that is not in the log yet is waited for so long before the client must ask again."""
 
@@ -64,8 +68,8 @@ class ReplicaServer:
         store: store of this node.
         rank: the holder.
         capacities: bytes of a window file, by owner this rank holds replicas for.
-        token: run identity every client must present.
-        host: interface to listen on; 0.0.0.0 is all.
+        secret: of this life of the job; every client must prove that it knows it.
+        host: address to listen on, of either family: the one that is announced.
         port: 0 lets the system choose.
         generations: replica windows kept per owner.
         timeout_s: time for one exchange once it has begun, besides time to move its bytes.
@@ -79,14 +83,14 @@ class ReplicaServer:
         store: NodeStore,
         rank: int,
         capacities: Mapping[int, int],
-        token: str,
-        host: str = '0.0.0.0',
+        secret: bytes,
+        host: str = '127.0.0.1',
         port: int = 0,
         generations: int = 3,
         timeout_s: float = 30.0,
     ) -> None:
         self._store = store
-        self._token = token
+        self._secret = secret
         self._timeout_s = timeout_s
         self._inboxes = {
             owner: _Inbox(OwnerWindows(store, rank, owner, capacity, generations))
@@ -94,6 +98,7 @@ class ReplicaServer:
         }
         self._log: UpstreamLog | None = None
         self._connections: dict[Connection, threading.Thread] = {}
+        self._strangers: dict[Connection, threading.Thread] = {}  # of them, oldest first
         self._lock = threading.Lock()
         self._listener = _Listener((host, port), self)
         self._thread = threading.Thread(
@@ -129,12 +134,41 @@ class ReplicaServer:
         for thread in [self._thread, *open_now.values()]:
             thread.join(self._timeout_s)
 
-    def serve(self, connection: Connection) -> None:
-        """Serve one connection until it ends; called on its own thread."""
+    def accept(self, connection: Connection) -> None:
+        """Serve a new connection on a thread of its own, if there is room for it."""
+        if not self._has_room():
+            connection.close()
+            return
+        thread = threading.Thread(
+            target=self._serve, args=(connection,), name='replica-connection', daemon=True
+        )
         with self._lock:
-            self._connections[connection] = threading.current_thread()
+            self._connections[connection] = self._strangers[connection] = thread
         try:
-            self._greet(connection)
+            thread.start()
+        except BaseException:  # no more threads
+            self._forget(connection)
+            raise
+
+    def _has_room(self) -> bool:
+        """Make room among the strangers if need be; only the accepting thread takes it."""
+        with self._lock:
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                return False
+            if len(self._strangers) < _MAX_STRANGERS:
+                return True
+            oldest, thread = next(iter(self._strangers.items()))
+        oldest.shutdown()
+        thread.join(_POLL_SECONDS)
+        return not thread.is_alive()
+
+    def _serve(self, connection: Connection) -> None:
+        """Serve one connection until it ends."""
+        try:
+            connection.set_deadline(_GREETING_SECONDS)
+            greeting.admit(connection, self._secret)
+            with self._lock:
+                del self._strangers[connection]
             while True:
                 connection.set_deadline(None)
                 request = connection.receive_request()
@@ -142,25 +176,16 @@ class ReplicaServer:
                 self._answer(connection, request)
         except OSError as error:
             logger.debug('connection ended: %s', error)
+        except Exception:  # whatever a peer has sent, it costs no more than its connection
+            logger.exception('connection ended')
         finally:
-            with self._lock:
-                del self._connections[connection]
-            connection.close()
+            self._forget(connection)
 
-    def _greet(self, connection: Connection) -> None:
-        connection.set_deadline(self._timeout_s)
-        hello = connection.receive_request()
-        if not isinstance(hello, Hello):
-            raise ProtocolError('the first message must be Hello')
-        if hello.version != PROTOCOL_VERSION:
-            reason = f'protocol version {hello.version}, this holder speaks {PROTOCOL_VERSION}'
-        elif not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            reason = 'this holder belongs to another run; check --sparse-ckpt-run-id'
-        else:
-            connection.send(Ack())
-            return
-        connection.send(Refused(reason))
-        raise ProtocolError(reason)
+    def _forget(self, connection: Connection) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+            del self._connections[connection]
+        connection.close()
 
     def _answer(self, connection: Connection, request: Request) -> None:
         try:
@@ -354,16 +379,17 @@ def _inode(path: Path) -> int | None:
         return None
 
 
-class _Listener(socketserver.ThreadingTCPServer):
+class _Listener(socketserver.TCPServer):
     allow_reuse_address = True
-    daemon_threads = True
     request_queue_size = 64
 
     def __init__(self, address: tuple[str, int], owner: ReplicaServer) -> None:
         self.owner = owner
-        super().__init__(address, _Handler)
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        super().__init__(address, socketserver.BaseRequestHandler)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.owner.accept(Connection(request))
 
-class _Handler(socketserver.BaseRequestHandler):
-    def handle(self) -> None:
-        cast(_Listener, self.server).owner.serve(Connection(self.request))
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug('connection from %s failed', client_address, exc_info=True)

@@ -5,7 +5,7 @@ Every exchange is a request and its reply, both a 4-byte length and a tagged msg
 bytes follow a message raw and are received straight into the mapped file. Plain TCP, because it
 must outlive the torch process groups that are torn down and rebuilt in a recovery.
 
-A connection begins with ``Hello``; then, from the client's side:
+A connection begins with a greeting (``greeting``); then, from the client's side:
 
     PutSlot -> Ack (already there) | Refused | Proceed, then payload and frame -> Ack | Refused
     CommitWindow | Persisted | DiscardAfter -> Ack | Refused
@@ -24,7 +24,7 @@ import msgspec
 from moevement_ext.memory.log_record import LoggedTensor, LogKey
 from moevement_ext.memory.slot import Count, WindowName
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_FRAME_BYTES = 64 * 2**20
 MIN_BYTES_PER_SECOND = 10 * 2**20
@@ -33,13 +33,6 @@ MIN_BYTES_PER_SECOND = 10 * 2**20
 _LENGTH = struct.Struct('<I')
 
 FrameBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_FRAME_BYTES)]
-
-
-class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First message: proves that the client belongs to the run."""
-
-    version: int
-    token: str
 
 
 class PutSlot(msgspec.Struct, frozen=True, tag=True):
@@ -151,9 +144,7 @@ class NotYet(msgspec.Struct, frozen=True, tag=True):
     """The record is not there but may still come: ask again."""
 
 
-Request = (
-    Hello | PutSlot | CommitWindow | Persisted | DiscardAfter | ListWindows | FetchWindow | FetchLog
-)
+Request = PutSlot | CommitWindow | Persisted | DiscardAfter | ListWindows | FetchWindow | FetchLog
 Reply = Ack | Proceed | Refused | WindowList | WindowHead | SlotHead | LogHead | NotYet
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -187,7 +178,7 @@ class Connection:
             None if seconds is None else time.monotonic() + seconds + nbytes / MIN_BYTES_PER_SECOND
         )
 
-    def send(self, message: Request | Reply) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Send one message."""
         encoded = _ENCODER.encode(message)
         if len(encoded) > MAX_MESSAGE_BYTES:
@@ -201,13 +192,29 @@ class Connection:
             self._await_turn()
             view = view[self._socket.send(view) :]
 
+    def receive[Message](
+        self, decoder: 'msgspec.msgpack.Decoder[Message]', limit: int = MAX_MESSAGE_BYTES
+    ) -> Message:
+        """Receive one message of at most ``limit`` bytes; nothing longer is even allocated."""
+        prefix = bytearray(_LENGTH.size)
+        self.receive_into(memoryview(prefix))
+        (length,) = _LENGTH.unpack(prefix)
+        if length > limit:
+            raise ProtocolError(f'message of {length} bytes exceeds {limit}')
+        encoded = bytearray(length)
+        self.receive_into(memoryview(encoded))
+        try:
+            return decoder.decode(encoded)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ProtocolError(f'message cannot be understood: {error}') from error
+
     def receive_request(self) -> Request:
         """Receive one message as the server."""
-        return self._receive(_REQUESTS)
+        return self.receive(_REQUESTS)
 
     def receive_reply(self) -> Reply:
         """Receive one message as the client."""
-        return self._receive(_REPLIES)
+        return self.receive(_REPLIES)
 
     def receive_into(self, view: memoryview) -> None:
         """Fill ``view`` with raw bytes."""
@@ -237,16 +244,3 @@ class Connection:
         if remaining <= 0:
             raise TimeoutError('deadline passed')
         self._socket.settimeout(remaining)
-
-    def _receive[Message](self, decoder: 'msgspec.msgpack.Decoder[Message]') -> Message:
-        prefix = bytearray(_LENGTH.size)
-        self.receive_into(memoryview(prefix))
-        (length,) = _LENGTH.unpack(prefix)
-        if length > MAX_MESSAGE_BYTES:
-            raise ProtocolError(f'message of {length} bytes exceeds {MAX_MESSAGE_BYTES}')
-        encoded = bytearray(length)
-        self.receive_into(memoryview(encoded))
-        try:
-            return decoder.decode(encoded)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ProtocolError(f'message cannot be understood: {error}') from error

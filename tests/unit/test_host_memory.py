@@ -17,6 +17,7 @@ from moevement_ext.replicate.client import PeerRefused
 from tests.unit.memory.samples import (
     PLAN,
     RUN,
+    SECRET,
     TOPOLOGY,
     WINDOW,
     capacity,
@@ -44,7 +45,7 @@ class Job:
         config = SparseCheckpointConfig(dir=str(shm), replicas=1, max_wait=0)
         log_bytes = (LOG_BYTES, 0)
         members = [
-            msgspec.msgpack.encode(Member(node, capacity(), size))
+            msgspec.msgpack.encode(Member(node, capacity(), size, 'host', SECRET))
             for node, size in zip(NODES, log_bytes, strict=True)
         ]
         self.degraded: list[str] = []
@@ -52,7 +53,7 @@ class Job:
         for rank, node in enumerate(NODES):
             monkeypatch.setenv('MOEVEMENT_NODE', node)
             memory = HostMemory(
-                config, 'run1', RUN, rank, capacity(), log_bytes[rank], CPU, self.degraded.append,
+                config, 'run1', rank, capacity(), log_bytes[rank], CPU, self.degraded.append,
                 lambda own: members,
             )  # fmt: skip
             self.ranks.append(memory)
@@ -132,11 +133,9 @@ def test_over_budget_is_refused_before_anything_is_reserved(
 ) -> None:
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
     config = SparseCheckpointConfig(dir=str(shm), host_memory_gb=0.0001)
-    members = [msgspec.msgpack.encode(Member('node-a', capacity(), LOG_BYTES))]
+    members = [msgspec.msgpack.encode(Member('node-a', capacity(), LOG_BYTES, 'host', SECRET))]
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-host-memory-gb'):
-        HostMemory(
-            config, 'run1', RUN, 0, capacity(), LOG_BYTES, CPU, pytest.fail, lambda own: members
-        )
+        HostMemory(config, 'run1', 0, capacity(), LOG_BYTES, CPU, pytest.fail, lambda own: members)
     assert not [*shm.rglob('*.window')] and not [*shm.rglob('upstream-log')]
 
 
@@ -152,7 +151,7 @@ def test_a_replacement_on_another_node_leaves_replicas_where_they_are(
     known = [msgspec.msgpack.encode(member) for member in first.members]
     config = SparseCheckpointConfig(dir=str(shm), replicas=1)
     memory = HostMemory(
-        config, 'run1', RUN, 0, capacity(), LOG_BYTES, CPU, pytest.fail, lambda own: known
+        config, 'run1', 0, capacity(), LOG_BYTES, CPU, pytest.fail, lambda own: known
     )
     try:
         assert memory.holders == first.holders

@@ -24,6 +24,7 @@ from moevement_ext.memory.window_format import window_capacity
 RUN = 'run-digest'
 TOPOLOGY = 'topology-digest'
 PLAN = 'plan1'
+SECRET = bytes(range(32))
 WINDOW = 3
 TENSOR_BYTES = (1000, 64, 4096)
 

@@ -123,6 +123,7 @@ def test_torn_record_loses_only_itself(shm: Path, torn_at: int) -> None:
 def test_garbage_file_is_replaced(
     shm: Path, garbage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (shm / 'ledger').touch(mode=0o600)
     (shm / 'ledger').write_bytes(garbage)
     ledger = Ledger(shm / 'ledger', 4)
     assert ledger.newest() is None

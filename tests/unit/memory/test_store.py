@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.refused import RefusedWindow, TruncatedWindow
-from moevement_ext.memory.store import NodeStore, OwnerWindows, StoreInUseError
+from moevement_ext.memory.store import NodeStore, OwnerWindows
 from moevement_ext.memory.window_file import WindowFile
 from tests.unit.memory.samples import (
     PLAN,

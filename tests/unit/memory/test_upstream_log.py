@@ -421,6 +421,7 @@ def test_close_wakes_readers_and_ends_the_thread(log: UpstreamLog) -> None:
 @pytest.mark.parametrize('size', [10, 100_000])
 def test_a_leftover_file_is_overwritten(shm: Path, reports: Reports, size: int) -> None:
     path = shm / 'log'
+    path.touch(mode=0o600)
     path.write_bytes(b'x' * size)
     with opened(path, reports) as log:
         assert path.stat().st_size == 64 * REGION

@@ -7,7 +7,7 @@ import pytest
 from moevement_ext.memory.store import NodeStore, OwnerWindows
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.server import ReplicaServer
-from tests.unit.memory.samples import RUN, capacity, tmpfs_directory
+from tests.unit.memory.samples import SECRET, capacity, tmpfs_directory
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, serving
 
 
@@ -25,7 +25,7 @@ def server(shm: Path) -> Iterator[ReplicaServer]:
 
 @pytest.fixture
 def client(server: ReplicaServer) -> Iterator[ReplicaClient]:
-    client = ReplicaClient(server.address, RUN, timeout_s=DEADLINE_S)
+    client = ReplicaClient(server.address, SECRET, timeout_s=DEADLINE_S)
     yield client
     client.close()
 

@@ -13,9 +13,10 @@ import torch
 from moevement_ext.memory.store import NodeStore, OwnerWindows
 from moevement_ext.memory.upstream_log import UpstreamLog
 from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.replicate import greeting
 from moevement_ext.replicate.server import ReplicaServer
-from moevement_ext.replicate.transport import PROTOCOL_VERSION, Ack, Connection, Hello, Refused
-from tests.unit.memory.samples import PLAN, RUN, capacity, write_window
+from moevement_ext.replicate.transport import Connection
+from tests.unit.memory.samples import PLAN, SECRET, capacity, write_window
 
 OWNER, HOLDER = 0, 1
 DEADLINE_S = 20.0
@@ -24,12 +25,23 @@ DEADLINE_S = 20.0
 
 @contextmanager
 def serving(
-    shm: Path, rank: int = HOLDER, port: int = 0, generations: int = 3
+    shm: Path,
+    rank: int = HOLDER,
+    port: int = 0,
+    generations: int = 3,
+    host: str = '127.0.0.1',
 ) -> Iterator[ReplicaServer]:
     """A holder of replicas of OWNER, on a node of its own."""
     store = NodeStore(shm, 'run1', f'node{rank}')
     server = ReplicaServer(
-        store, rank, {OWNER: capacity()}, RUN, '127.0.0.1', port, generations, timeout_s=DEADLINE_S
+        store,
+        rank,
+        {OWNER: capacity()},
+        SECRET,
+        host,
+        port,
+        generations,
+        timeout_s=DEADLINE_S,
     )
     try:
         yield server
@@ -87,8 +99,7 @@ def silent_peer(greets: bool) -> Iterator[tuple[str, int]]:
                 connection = Connection(listener.accept()[0])
                 kept.append(connection)
                 if greets:
-                    connection.receive_request()
-                    connection.send(Ack())
+                    greeting.admit(connection, SECRET)
         except OSError:
             return
 
@@ -104,13 +115,12 @@ def silent_peer(greets: bool) -> Iterator[tuple[str, int]]:
             connection.close()
 
 
-def connected(server: ReplicaServer, token: str = RUN) -> Connection:
+def connected(server: ReplicaServer, secret: bytes = SECRET) -> Connection:
     connection = Connection(socket.create_connection(server.address))
     connection.set_deadline(DEADLINE_S)
-    connection.send(Hello(PROTOCOL_VERSION, token))
-    reply = connection.receive_reply()
-    if isinstance(reply, Refused):
-        raise PermissionError(reply.reason)
+    reason = greeting.introduce(connection, secret)
+    if reason is not None:
+        raise PermissionError(reason)
     return connection
 
 

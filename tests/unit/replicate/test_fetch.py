@@ -10,13 +10,13 @@ from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.refused import CorruptWindow
 from moevement_ext.memory.store import NodeStore, OwnerWindows
 from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
 from moevement_ext.replicate.server import ReplicaServer
 from moevement_ext.replicate.transport import (
     Ack,
     Connection,
     FetchWindow,
-    Hello,
     Refused,
     RemoteWindow,
     SlotHead,
@@ -25,6 +25,7 @@ from moevement_ext.replicate.transport import (
 from tests.unit.memory.samples import (
     PLAN,
     RUN,
+    SECRET,
     TOPOLOGY,
     WINDOW,
     capacity,
@@ -89,7 +90,7 @@ def test_fetch_while_the_source_recycles(
     own: OwnerWindows, shm: Path, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     """Readers take no lock: what arrives is whole, or it is refused, but never a mixture."""
-    feeder = ReplicaClient(server.address, RUN, DEADLINE_S)
+    feeder = ReplicaClient(server.address, SECRET, DEADLINE_S)
     feeder.put_window(OWNER, commit(own, 0))
     own.persisted(0, PLAN)
     done = threading.Event()
@@ -123,8 +124,8 @@ def test_damage_on_the_way_is_noticed_by_the_receiver(shm: Path) -> None:
 
     def send_damaged() -> None:
         connection = Connection(listener.accept()[0])
-        assert isinstance(connection.receive_request(), Hello)
-        connection.send(Ack())
+        connection.set_deadline(DEADLINE_S)
+        greeting.admit(connection, SECRET)
         assert isinstance(connection.receive_request(), FetchWindow)
         connection.send(WindowHead(WINDOW, source.capacity))
         for slot in source.slots():
@@ -138,7 +139,7 @@ def test_damage_on_the_way_is_noticed_by_the_receiver(shm: Path) -> None:
     sender = threading.Thread(target=send_damaged)
     sender.start()
     into = WindowFile.create(shm / 'into', capacity())
-    client = ReplicaClient(listener.getsockname(), RUN, DEADLINE_S)
+    client = ReplicaClient(listener.getsockname(), SECRET, DEADLINE_S)
     with pytest.raises(CorruptWindow, match='into: slot 1: .*operator expert-0'):
         client.fetch_window(OWNER, 0, PLAN, into)
     sender.join()

@@ -10,10 +10,11 @@ import torch
 
 from moevement_ext.memory.log_record import CorruptLog, Direction, LoggedTensor, LogKey
 from moevement_ext.memory.upstream_log import UpstreamLog
+from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.server import ReplicaServer
-from moevement_ext.replicate.transport import Ack, Connection, FetchLog, Hello, LogHead
-from tests.unit.memory.samples import RUN
+from moevement_ext.replicate.transport import Connection, FetchLog, LogHead
+from tests.unit.memory.samples import SECRET
 from tests.unit.replicate.peers import DEADLINE_S, connected, logging, silent_peer
 
 DOWN, UP = Direction.DOWN, Direction.UP
@@ -86,8 +87,8 @@ def test_damage_on_the_way_is_noticed() -> None:
 
     def send_damaged() -> None:
         connection = Connection(listener.accept()[0])
-        assert isinstance(connection.receive_request(), Hello)
-        connection.send(Ack())
+        connection.set_deadline(DEADLINE_S)
+        greeting.admit(connection, SECRET)
         assert connection.receive_request() == FetchLog(LogKey(1, DOWN, 0))
         connection.send(LogHead(LoggedTensor('uint8', (4,), 4, 12345)))
         connection.send_bytes(b'abcd')
@@ -95,7 +96,7 @@ def test_damage_on_the_way_is_noticed() -> None:
 
     sender = threading.Thread(target=send_damaged)
     sender.start()
-    client = ReplicaClient(listener.getsockname(), RUN, DEADLINE_S)
+    client = ReplicaClient(listener.getsockname(), SECRET, DEADLINE_S)
     with pytest.raises(CorruptLog, match=r'tensor 0 sent down in iteration 1, from peer 127\.'):
         client.fetch_log(LogKey(1, DOWN, 0))
     sender.join()
@@ -106,7 +107,7 @@ def test_damage_on_the_way_is_noticed() -> None:
 def test_interrupt_ends_an_exchange() -> None:
     """The peer greets and then says nothing, so only the interrupt can end the exchange."""
     with silent_peer(greets=True) as address:
-        client = ReplicaClient(address, RUN, timeout_s=1000)
+        client = ReplicaClient(address, SECRET, timeout_s=1000)
         client.interrupt()  # nothing to interrupt yet
         errors: list[Exception] = []
 

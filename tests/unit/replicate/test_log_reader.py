@@ -12,7 +12,7 @@ from moevement_ext.memory.upstream_log import UpstreamLog
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.log_reader import LogReader, ReaderClosed
 from moevement_ext.replicate.server import ReplicaServer
-from tests.unit.memory.samples import RUN
+from tests.unit.memory.samples import SECRET
 from tests.unit.replicate.peers import (
     DEADLINE_S,
     HOLDER,
@@ -32,7 +32,7 @@ class Noting(ReplicaClient):
     """The real client, which also notes what it was asked for."""
 
     def __init__(self, address: tuple[str, int]) -> None:
-        super().__init__(address, RUN, DEADLINE_S)
+        super().__init__(address, SECRET, DEADLINE_S)
         self.asked: list[LogKey] = []
         self.on_answer: Callable[[], None] = lambda: None
 
@@ -148,7 +148,7 @@ def test_no_more_is_fetched_ahead_than_allowed(
 
 def test_a_lost_neighbour_is_named(open_reader: OpenReader) -> None:
     port = free_port()
-    reader = open_reader(ReplicaClient(('127.0.0.1', port), RUN, DEADLINE_S), DOWN, [(1, 2)])
+    reader = open_reader(ReplicaClient(('127.0.0.1', port), SECRET, DEADLINE_S), DOWN, [(1, 2)])
     for _ in range(2):
         with pytest.raises(PeerLost, match=f'log sent down by 127.0.0.1:{port} cannot deliver'):
             reader.take(1, 0, DEADLINE_S)
@@ -190,7 +190,7 @@ def test_what_makes_no_tensor_is_refused(
         def fetch_log(self, key: LogKey) -> tuple[LoggedTensor, bytearray] | None:
             return logged, bytearray(4)
 
-    reader = open_reader(Odd(('127.0.0.1', 1), RUN), DOWN, [(1, 1)])
+    reader = open_reader(Odd(('127.0.0.1', 1), SECRET), DOWN, [(1, 1)])
     with pytest.raises(CorruptLog, match=f'cannot deliver tensor 0 .*{reason}'):
         reader.take(1, 0, DEADLINE_S)
 
@@ -213,7 +213,7 @@ def test_close_wakes_whoever_takes(
 
 def test_close_ends_an_exchange_with_a_silent_neighbour(open_reader: OpenReader) -> None:
     with silent_peer(greets=True) as address:
-        client = ReplicaClient(address, RUN, timeout_s=1000)
+        client = ReplicaClient(address, SECRET, timeout_s=1000)
         reader = open_reader(client, DOWN, [(1, 1)])
         wait_for(lambda: client._connection is not None)
         reader.close()

@@ -13,7 +13,7 @@ from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.server import ReplicaServer
 from moevement_ext.replicate.transport import Proceed, PutSlot, RemoteWindow
-from tests.unit.memory.samples import PLAN, RUN, capacity, digest, make_file
+from tests.unit.memory.samples import PLAN, SECRET, capacity, digest, make_file
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, commit, connected, free_port, silent_peer
 
 REPOSITORY = Path(__file__).parents[3]
@@ -23,9 +23,9 @@ _HOLDER_PROGRAM = """
 import pathlib, sys
 from moevement_ext.memory.store import NodeStore
 from moevement_ext.replicate.server import ReplicaServer
-from tests.unit.memory.samples import RUN, capacity
+from tests.unit.memory.samples import SECRET, capacity
 store = NodeStore(pathlib.Path(sys.argv[1]), 'run1', 'node1')
-server = ReplicaServer(store, 1, {0: capacity()}, RUN, '127.0.0.1', int(sys.argv[2]))
+server = ReplicaServer(store, 1, {0: capacity()}, SECRET, '127.0.0.1', int(sys.argv[2]))
 print(server.address[1], flush=True)
 sys.stdin.read()
 """
@@ -33,7 +33,7 @@ sys.stdin.read()
 
 def test_unreachable_peer_is_named() -> None:
     port = free_port()
-    client = ReplicaClient(('127.0.0.1', port), RUN, timeout_s=DEADLINE_S)
+    client = ReplicaClient(('127.0.0.1', port), SECRET, timeout_s=DEADLINE_S)
     with pytest.raises(PeerLost, match=f'127.0.0.1:{port}'):
         client.list_windows()
 
@@ -52,7 +52,7 @@ def test_every_wait_has_a_deadline(shm: Path, greets: bool) -> None:
         for call in calls:
             began = time.monotonic()
             with pytest.raises(PeerLost, match=str(address[1])):
-                call(ReplicaClient(address, RUN, timeout_s=0.1))
+                call(ReplicaClient(address, SECRET, timeout_s=0.1))
             assert time.monotonic() - began < 5
 
 
@@ -71,7 +71,7 @@ def start_holder(shm: Path, port: int = 0) -> 'tuple[subprocess.Popen[str], int]
 def test_replicas_survive_the_death_of_the_holder(shm: Path, own: OwnerWindows) -> None:
     """The holder is killed; its successor serves what was committed and takes the rest again."""
     process, port = start_holder(shm)
-    client = ReplicaClient(('127.0.0.1', port), RUN, timeout_s=DEADLINE_S)
+    client = ReplicaClient(('127.0.0.1', port), SECRET, timeout_s=DEADLINE_S)
     with process:
         client.put_window(OWNER, commit(own, 0))
         unfinished = commit(own, 3)

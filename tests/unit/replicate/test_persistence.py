@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+import contextlib
 import queue
+import socket
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -131,6 +134,157 @@ def test_a_rank_that_reports_nothing_now_still_hears_when_it_does(job: Job) -> N
     job.report(window(4), 0, 1)
     job.report(window(4), 2)
     assert job.next_persisted() == [window(4)] * WORLD
+
+
+# After a rollback
+
+
+def test_what_a_rank_has_lost_does_not_count_before_it_has_it_again(job: Job) -> None:
+    """Ranks 1 and 2 replay; rank 1 is done with window 4 first, and rank 2 has lost its own."""
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    job.report(window(4), 0, 2)
+    job.wait_until_counted(window(4), 2)
+    for rank in (1, 2):
+        job.boards[rank].withdraw_after(window(0))
+    assert job.store.add('complete/4/a', 0) == 1
+    job.report(window(4), 1)
+    job.wait_until_counted(window(4), 2)
+    assert all(heard.empty() for heard in job.persisted)
+    job.report(window(4), 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+
+
+def test_a_new_process_withdraws_what_its_predecessor_had_reported(job: Job) -> None:
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    job.report(window(4), 0, 2)
+    job.wait_until_counted(window(4), 2)
+    job.replace(2)
+    job.boards[2].withdraw_after(window(0))
+    job.report(window(4), 1)
+    job.wait_until_counted(window(4), 2)
+    assert all(heard.empty() for heard in job.persisted[:2])
+    job.report(window(4), 2)
+    heard = [queue.get(timeout=DEADLINE_S) for queue in job.persisted]
+    assert heard[:2] == [window(4)] * 2
+
+
+def test_what_was_not_lost_still_counts(job: Job) -> None:
+    job.report(window(0), 0, 1)
+    job.report(window(4), 0, 1)
+    job.wait_until_counted(window(4), 2)
+    job.boards[0].withdraw_after(window(0))
+    job.report(window(0), 2)
+    assert job.next_persisted() == [window(0)] * WORLD
+
+
+def test_a_persisted_window_that_was_lost_after_all_is_so_for_new_processes(job: Job) -> None:
+    """All copies of one rank's window were lost or damaged; the job goes on from an older one."""
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    job.report(window(4), 0, 1, 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+    job.boards[2].withdraw_after(window(0))
+    job.replace(1)
+    job.report(window(8), 0, 1, 2)
+    heard = [queue.get(timeout=DEADLINE_S) for queue in job.persisted]
+    assert heard[1] == window(0), 'not window 4'
+
+
+def test_a_window_about_to_be_published_can_still_be_withdrawn() -> None:
+    """The last rank has counted, and is held up before it publishes."""
+    server = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    heard: queue.Queue[WindowName] = queue.Queue()
+
+    def connection() -> TCPStore:
+        return TCPStore('127.0.0.1', server.port, is_master=False, timeout=TIMEOUT)
+
+    class Slow(PersistenceBoard):
+        def _publish(self, persisted: WindowName) -> None:
+            first.withdraw_after(window(0))
+            super()._publish(persisted)
+
+        def _replace_newest(self, found: str, newest: object) -> bool:
+            if late:
+                late.pop()
+                first.withdraw_after(window(0))
+            return super()._replace_newest(found, newest)  # type: ignore[arg-type]
+
+    first = PersistenceBoard(connection(), 0, 2, heard.put)
+    late: list[bool] = []
+    last = Slow(connection(), 1, 2, heard.put)
+    for start, in_the_middle in ((4, False), (8, True)):
+        first.report(window(start))
+        wait_for(lambda start=start: server.add(f'complete/{start}/a', 0) == 1)
+        if in_the_middle:
+            Slow._publish = PersistenceBoard._publish  # type: ignore[method-assign]
+            late.append(True)
+        last.report(window(start))
+        wait_for(lambda start=start: server.add(f'complete/{start}/a', 0) == 1)
+        wait_for(lambda: not last._tasks)
+        assert heard.empty()
+    first.stop()
+    last.stop()
+
+
+# Losing the store
+
+
+class Server:
+    """A store in a process of its own, and a way to it that can be cut."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        self.listener = socket.create_server(('127.0.0.1', 0))
+        self._open: list[socket.socket] = []
+        self._up = True
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self.listener.accept()[0]
+                if not self._up:
+                    near.close()
+                    continue
+                far = socket.create_connection(('127.0.0.1', self.store.port))
+                self._open += [near, far]
+                for a, b in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(a, b), daemon=True).start()
+
+    @staticmethod
+    def _carry(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                target.sendall(data)
+
+    def cut(self) -> None:
+        self._up = False
+        for sock in self._open:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        self._up = True
+
+
+def test_a_lost_connection_does_not_end_persistence(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server()
+    heard: queue.Queue[WindowName] = queue.Queue()
+    port = server.listener.getsockname()[1]
+    board = PersistenceBoard(
+        TCPStore('127.0.0.1', port, is_master=False, timeout=TIMEOUT), 0, 1, heard.put
+    )
+    board.report(window(0))
+    assert heard.get(timeout=DEADLINE_S) == window(0)
+    server.cut()
+    board.report(window(4))
+    wait_for(lambda: 'out of reach' in caplog.text)
+    server.mend()
+    assert heard.get(timeout=4 * DEADLINE_S) == window(4)
+    assert caplog.text.count('out of reach') == 1
+    board.stop()
 
 
 def test_keys_do_not_grow(job: Job) -> None:

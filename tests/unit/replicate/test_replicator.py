@@ -9,7 +9,7 @@ from moevement_ext.memory.store import OwnerWindows
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
-from tests.unit.memory.samples import PLAN, RUN, WINDOW, digest, write_slot
+from tests.unit.memory.samples import PLAN, SECRET, WINDOW, digest, write_slot
 from tests.unit.replicate.peers import (
     DEADLINE_S,
     OWNER,
@@ -42,7 +42,7 @@ def replicating(
     events: Events, *addresses: tuple[str, int], timeout_s: float = DEADLINE_S
 ) -> Iterator[Replicator]:
     clients = {
-        rank: ReplicaClient(address, RUN, timeout_s) for rank, address in enumerate(addresses, 1)
+        rank: ReplicaClient(address, SECRET, timeout_s) for rank, address in enumerate(addresses, 1)
     }
     replicator = Replicator(
         OWNER,
@@ -157,7 +157,7 @@ def test_new_peers_take_over(shm: Path, own: OwnerWindows) -> None:
         submit_all(replicator, file)
         assert 'is lost' in events.next_degraded()
         with serving(shm, 1) as server:
-            replicator.set_peers({1: ReplicaClient(server.address, RUN, DEADLINE_S)})
+            replicator.set_peers({1: ReplicaClient(server.address, SECRET, DEADLINE_S)})
             assert events.next_replicated() == (0, PLAN)
 
 
@@ -183,7 +183,7 @@ def test_failing_callback_does_not_end_replication(shm: Path, own: OwnerWindows)
             raise RuntimeError('callback')
 
     with serving(shm, 1) as server:
-        clients = {1: ReplicaClient(server.address, RUN, DEADLINE_S)}
+        clients = {1: ReplicaClient(server.address, SECRET, DEADLINE_S)}
         replicator = Replicator(OWNER, clients, fail_once, lambda reason: None)
         for start in (0, 3):
             submit_all(replicator, commit(own, start))

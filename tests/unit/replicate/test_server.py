@@ -11,17 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.server import ReplicaServer
 from moevement_ext.replicate.transport import MAX_MESSAGE_BYTES, PutSlot, Refused
-from tests.unit.memory.samples import PLAN, RUN, tmpfs_directory
+from tests.unit.memory.samples import PLAN, SECRET, tmpfs_directory
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, connected, serving
-
-
-def test_other_run_is_refused(server: ReplicaServer) -> None:
-    stranger = ReplicaClient(server.address, 'another run', DEADLINE_S)
-    with pytest.raises(PeerRefused, match='--sparse-ckpt-run-id'):
-        stranger.list_windows()
 
 
 def closed_by_server(server: ReplicaServer, data: bytes) -> bool:
@@ -56,7 +50,7 @@ def test_garbage_after_hello_never_stops_the_server(
         for message in messages:
             connection.send_bytes(struct.pack('<I', len(message)) + message)
     connection.close()
-    client = ReplicaClient(shared_server.address, RUN, DEADLINE_S)
+    client = ReplicaClient(shared_server.address, SECRET, DEADLINE_S)
     assert client.list_windows() == []
     client.close()
 
@@ -89,7 +83,7 @@ def test_oversized_claims_are_refused(server: ReplicaServer) -> None:
 
 def test_stop_ends_open_connections(shm: Path) -> None:
     with serving(shm) as server:
-        client = ReplicaClient(server.address, RUN, DEADLINE_S)
+        client = ReplicaClient(server.address, SECRET, DEADLINE_S)
         client.list_windows()
         threads = threading.active_count()
     assert threading.active_count() <= threads - 2

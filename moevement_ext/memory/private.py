@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Directories and files that are this user's alone, in a tmpfs where everybody may write.
+
+Another user of the node knows the names that a run will use and may have been there first, with a
+link to somebody's file, or with a file that he can read and change later. So every level is checked
+before anything below it is used, no link is followed, and what is not ours is refused by name.
+"""
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from moevement_ext.memory.budget import HostMemoryError
+
+_REMEDY = (
+    'Another user, or another program, made it: choose another --sparse-ckpt-dir (or '
+    '--sparse-ckpt-run-id), or remove it.'
+)
+
+
+class ForeignFileError(HostMemoryError):
+    """What lies at this path is not this user's alone; nothing was read from it or written to it.
+
+    As a ``HostMemoryError`` it costs protection, not the training.
+    """
+
+
+def make_directories(root: Path, path: Path) -> None:
+    """Make all levels from ``root`` down to ``path`` that are missing, for this user only.
+
+    Raises:
+        ForeignFileError: a level is there, but not as this user's own directory; for ``root``
+            itself it suffices that others cannot replace what lies in it.
+    """
+    try:
+        root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            os.mkdir(root, 0o700)
+        _check_root(root)
+        for level in _levels(root, path):
+            with suppress(FileExistsError):
+                os.mkdir(level, 0o700)
+            _check_directory(level)
+    except PermissionError as error:
+        raise ForeignFileError(
+            f'{error.filename} cannot be used: {error.strerror}. {_REMEDY}'
+        ) from error
+
+
+def check_directories(root: Path, path: Path) -> None:
+    """Check all levels from ``root`` down to ``path``, from which something is to be read.
+
+    Raises:
+        ForeignFileError: as of ``make_directories``.
+        FileNotFoundError: a level is missing.
+    """
+    _check_root(root)
+    for level in _levels(root, path):
+        _check_directory(level)
+
+
+def open_file(path: Path, flags: int) -> int:
+    """Open a regular file of this user, mode 0600; new ones are made so.
+
+    Args:
+        flags: of ``os.open``, without ``O_TRUNC``: nothing changes before the check.
+
+    Raises:
+        ForeignFileError: a link, not a regular file, of another user, or open to others.
+        OSError: as of ``os.open``.
+    """
+    try:
+        # Without O_NONBLOCK a named pipe would block.
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ForeignFileError(f'{path} is a symbolic link. {_REMEDY}') from error
+    try:
+        _check_file(path, os.fstat(fd))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _levels(root: Path, path: Path) -> list[Path]:
+    """The directories below ``root`` on the way to ``path``, and ``path`` itself."""
+    parts = path.relative_to(root).parts
+    return [root.joinpath(*parts[: depth + 1]) for depth in range(len(parts))]
+
+
+def _check_root(root: Path) -> None:
+    link = os.lstat(root)
+    status = os.stat(root)
+    for owner in (link.st_uid, status.st_uid):
+        if owner not in (0, os.geteuid()):
+            raise ForeignFileError(f'{root} belongs to user {owner}. {_REMEDY}')
+    if not stat.S_ISDIR(status.st_mode):
+        raise ForeignFileError(f'{root} is not a directory. {_REMEDY}')
+    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if others_write and not status.st_mode & stat.S_ISVTX:
+        raise ForeignFileError(
+            f'{root} can be written by other users (mode {stat.filemode(status.st_mode)}), who '
+            f'could replace what lies in it. chmod go-w, or choose another --sparse-ckpt-dir.'
+        )
+
+
+def _check_directory(path: Path) -> None:
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode):
+        raise ForeignFileError(f'{path} is not a directory. {_REMEDY}')
+    if status.st_uid != os.geteuid():
+        raise ForeignFileError(f'{path} belongs to user {status.st_uid}. {_REMEDY}')
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ForeignFileError(f'{path} can be written by other users. {_REMEDY}')
+    if status.st_mode & 0o077:
+        os.chmod(path, 0o700)  # nobody else can have put anything there
+
+
+def _check_file(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ForeignFileError(f'{path} is not a regular file. {_REMEDY}')
+    if status.st_uid != os.geteuid():
+        raise ForeignFileError(f'{path} belongs to user {status.st_uid}. {_REMEDY}')
+    if status.st_mode & 0o077:
+        mode = stat.filemode(status.st_mode)
+        raise ForeignFileError(f'{path} is open to other users (mode {mode}). {_REMEDY}')
+    if status.st_nlink != 1:
+        raise ForeignFileError(f'{path} has a second name (a hard link). {_REMEDY}')

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How two ranks of one job recognise each other before anything else is said.
+
+Both prove, without sending it, that they know the secret of this life of the job: an HMAC over what
+both have just drawn, so that nothing recorded earlier is of use. The server proves first, so that
+no client takes a stranger's word for what is in a window.
+
+    client: Hello(version, nonce) -> server: Challenge(nonce, proof) | Refused
+    client: Response(proof) -> server: Ack | Refused
+
+Bytes are neither encrypted nor signed afterwards: the network between the hosts is trusted to
+deliver what was sent.
+"""
+
+import hmac
+import secrets
+from typing import Annotated
+
+import msgspec
+
+from moevement_ext.replicate.transport import (
+    PROTOCOL_VERSION,
+    Ack,
+    Connection,
+    ProtocolError,
+    Refused,
+)
+
+SECRET_BYTES = 32
+MAX_GREETING_BYTES = 256
+
+Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Proof = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First message of the client."""
+
+    version: int
+    nonce: Nonce
+
+
+class Challenge(msgspec.Struct, frozen=True, tag=True):
+    """The server knows the secret; does the client?"""
+
+    nonce: Nonce
+    proof: Proof
+
+
+class Response(msgspec.Struct, frozen=True, tag=True):
+    """The client knows it, too."""
+
+    proof: Proof
+
+
+_HELLO: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
+_CHALLENGE: msgspec.msgpack.Decoder[Challenge | Refused] = msgspec.msgpack.Decoder(
+    Challenge | Refused
+)
+_RESPONSE: msgspec.msgpack.Decoder[Response] = msgspec.msgpack.Decoder(Response)
+_VERDICT: msgspec.msgpack.Decoder[Ack | Refused] = msgspec.msgpack.Decoder(Ack | Refused)
+
+
+def new_secret() -> bytes:
+    """A secret for one life of a job."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def admit(connection: Connection, secret: bytes) -> None:
+    """Recognise the client of a new connection. The caller sets the deadline.
+
+    Raises:
+        ProtocolError: it does not belong to the job; it was told why, if it speaks the protocol.
+        OSError: it is gone, or too slow.
+    """
+    hello = connection.receive(_HELLO, MAX_GREETING_BYTES)
+    if hello.version != PROTOCOL_VERSION:
+        reason = f'protocol version {hello.version}, this holder speaks {PROTOCOL_VERSION}'
+        connection.send(Refused(reason))
+        raise ProtocolError(reason)
+    nonce = secrets.token_bytes(32)
+    connection.send(Challenge(nonce, _proof(secret, b'server', hello.nonce, nonce)))
+    response = connection.receive(_RESPONSE, MAX_GREETING_BYTES)
+    if not hmac.compare_digest(response.proof, _proof(secret, b'client', hello.nonce, nonce)):
+        connection.send(Refused('this holder belongs to another job'))
+        raise ProtocolError('a client without the secret of the job')
+    connection.send(Ack())
+
+
+def introduce(connection: Connection, secret: bytes) -> str | None:
+    """Greet a server and recognise it. The caller sets the deadline.
+
+    Returns:
+        The server's reason to refuse this client; None: both know each other.
+
+    Raises:
+        ProtocolError: the server does not belong to the job.
+        OSError: it is gone, or too slow.
+    """
+    nonce = secrets.token_bytes(32)
+    connection.send(Hello(PROTOCOL_VERSION, nonce))
+    challenge = connection.receive(_CHALLENGE, MAX_GREETING_BYTES)
+    if isinstance(challenge, Refused):
+        return challenge.reason
+    expected = _proof(secret, b'server', nonce, challenge.nonce)
+    if not hmac.compare_digest(challenge.proof, expected):
+        raise ProtocolError(
+            'it does not know the secret of this job: another job, or an earlier life of this one, '
+            'listens there; check --sparse-ckpt-run-id'
+        )
+    connection.send(Response(_proof(secret, b'client', nonce, challenge.nonce)))
+    verdict = connection.receive(_VERDICT, MAX_GREETING_BYTES)
+    return verdict.reason if isinstance(verdict, Refused) else None
+
+
+def _proof(secret: bytes, role: bytes, client: bytes, server: bytes) -> bytes:
+    """The role keeps a proof from being sent back to who made it."""
+    return hmac.digest(secret, role + client + server, 'sha256')

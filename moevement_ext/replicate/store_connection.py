@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connection to the launcher's store that is made anew when it was lost."""
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import Store
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT = timedelta(seconds=10)
+_FIRST_RETRY_SECONDS = 0.2
+_LAST_RETRY_SECONDS = 30.0
+
+
+class StoreConnection:
+    """One thread uses it. A store does not connect again by itself (torch 2.15).
+
+    Args:
+        store: a connection of its own; its timeout is shortened.
+        consequence: what the log says does not happen while the store is out of reach.
+    """
+
+    def __init__(self, store: Store, consequence: str) -> None:
+        store.set_timeout(_TIMEOUT)
+        self.store = store
+        self._consequence = consequence
+        self._failures = 0
+
+    def attempt(self, step: Callable[[], object], losses: type[Exception] = Exception) -> float:
+        """Do `step`, which uses `store`, on a new connection if the last one was lost.
+
+        Args:
+            losses: what says that the connection was lost; anything else is raised.
+
+        Returns:
+            Seconds to wait before another attempt; 0: it was done.
+        """
+        try:
+            if self._failures:
+                self.store = self.store.clone()
+            step()
+        except losses as error:
+            self._failures += 1
+            if self._failures == 1:  # torch itself reports every further attempt
+                logger.warning(
+                    "the launcher's store is out of reach, %s: %s", self._consequence, error
+                )
+            return min(_FIRST_RETRY_SECONDS * 2.0 ** min(self._failures, 16), _LAST_RETRY_SECONDS)
+        if self._failures:
+            logger.warning("the launcher's store is reached again")
+        self._failures = 0
+        return 0.0
