@@ -17,9 +17,7 @@ def _reference(cluster: Callable[..., Cluster]) -> dict:
     return read_digest(plain)
 
 
-def test_whole_job_and_localized_replays_clip_by_a_tensor(
-    cluster: Callable[..., Cluster]
-) -> None:
+def test_whole_job_and_localized_replays_clip_by_a_tensor(cluster: Callable[..., Cluster]) -> None:
     reference = _reference(cluster)
     whole = cluster(*FLAGS, '--sparse-ckpt-window', '3')
     assert -9 in whole.run(fail_at='1:9:forward', mutation=VARIANT)
