@@ -51,6 +51,7 @@ from megatron.training.utils import (
 
 from megatron.moevement.arguments import add_arguments
 from megatron.moevement.program import run_with_sparse_checkpointing
+from moevement_ext.testing import faults
 
 if cpu_device.needed():
     cpu_device.mend_upstream()
@@ -121,6 +122,7 @@ def forward_step(
     """Forward of one micro-batch through this stage's model chunk."""
     timers = get_timers()
     timers('batch-generator', log_level=2).start()
+    faults.stall()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, 'vp_stage'))
     timers('batch-generator').stop()
     output = model(

@@ -4,11 +4,15 @@
 Real process death (SIGKILL), for tests and demonstrations. Several faults are separated by commas.
 `life` counts the starts of the job (`TORCHELASTIC_RESTART_COUNT`), 0 by default. Without the
 variable every call is one comparison.
+
+`MOEVEMENT_STALL_FILE=<path>`: loading of a micro-batch waits as long as there is a file
+`<path>.<process id>`, as a loader does whose file system hangs.
 """
 
 import os
 import re
 import signal
+import time
 from dataclasses import dataclass
 
 PHASES = (
@@ -28,7 +32,10 @@ class Fault:
     phase: str
 
 
+_STALL_POLL_S = 0.05
+
 _armed: list[Fault] = []
+_stall_file = os.environ.get('MOEVEMENT_STALL_FILE')
 _iteration = 0
 
 
@@ -66,3 +73,9 @@ def point(phase: str) -> None:
     """Die here if asked to. Called on any thread."""
     if _armed and Fault(_iteration, phase) in _armed:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stall() -> None:
+    """Wait here as long as asked to. Called by the training thread before it loads."""
+    while _stall_file is not None and os.path.exists(f'{_stall_file}.{os.getpid()}'):
+        time.sleep(_STALL_POLL_S)

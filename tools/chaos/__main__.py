@@ -1,20 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strikes a training job at random and checks that it ends as if nothing had happened.
+"""Strikes training jobs at random and checks that they end as if nothing had happened.
 
     python -m tools.chaos --faults 20 --seed 1
+    python -m tools.chaos --faults 1000 --seed 1 --configurations 20 --cover all:kill,node,stop
+    python -m tools.chaos --resume runs/chaos
 
-A small GPT trains on real text under the launcher that replaces single workers. Workers are killed
-or stopped, nodes lose their memory, at random moments, also while the job recovers. The final state
-of every job is compared, bit for bit, with that of plain Megatron to which nothing happened. The
-same seed draws the same faults; how far into an iteration they strike, the machine decides.
+A small GPT trains on real text under a launcher that replaces single workers. Workers are killed,
+stopped or stuck, nodes lose their memory, launchers are lost, at random moments; with `--cover`
+also in a chosen phase of the recovery from an earlier strike. With `--configurations` layout,
+precision, features of Megatron, window, replicas, spares and launcher are drawn as well; one that
+plain Megatron refuses is drawn again. The final state of every job is compared, bit for bit, with
+that of plain Megatron with the same flags to which nothing happened. The same seed draws the same;
+how far into an iteration a fault strikes, the machine decides.
 
 A fault has one of three outcomes: `localized` (the other workers kept their state), `whole_job`
 (all workers were started again and recovered from host memory), `disk` (from a dense checkpoint, or
 from the start). An iteration is lost if the last rank had logged it before the recovery and the job
 trains it again after it; what is replayed as part of the recovery is not lost. Iterations that were
-cut off before they were committed are not lost either: nobody had them.
+cut off before they were committed are not lost either: nobody had them. A survivor is lost if a
+worker ends otherwise than well, or is evicted, without having been struck; one that ends so that
+the launcher starts the whole job again is not.
 
-Exit status: 0 nothing was lost and all states are equal, 1 that is not so, 2 a job failed.
+The table counts strikes where they really landed, by what the struck worker (or, if it had not
+noticed the failure yet or was just starting, the others) had written into its events. Results are
+kept in campaign.jsonl in the output folder; `--resume` goes on with the job that was interrupted.
+
+Exit status: 0 nothing was lost, all states are equal and all cells covered, 1 that is not so, 2 a
+job failed.
 """
 
 import argparse
@@ -25,130 +37,38 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 
 from moevement_ext.config import ConfigurationError
-from tools.bench.jobs import exit_on_sigterm, memory_directory, print_failure
+from tools.bench.jobs import exit_on_sigterm, print_failure
 from tools.bench.model import prepare_data
-from tools.chaos.evidence import Tier
-from tools.chaos.flags import Layout, parse_layout, sparse_flags, training_flags
-from tools.chaos.job import Job
-from tools.chaos.plan import Fault, Kind, draw_faults, draw_window
-from tools.chaos.striking import FEWEST_ITERATIONS, LAST_ITERATIONS, Outcome, Striker
-from tools.compare_digests import (
-    DigestFileError,
-    StateDigest,
-    difference_table,
-    differences,
-    read_digest,
+from tools.chaos.campaign import Campaign
+from tools.chaos.configuration import (
+    LONGEST_WINDOW,
+    STUCK_FLAG,
+    Configuration,
+    Feature,
+    Precision,
+    draw_configuration,
+    stuck_is_found,
 )
+from tools.chaos.flags import parse_layout
+from tools.chaos.landing import Coverage, parse_cells
+from tools.chaos.launching import Launcher
+from tools.chaos.plan import Kind, draw_window
+from tools.chaos.results import NAME, Begun, ResultError, Results
+from tools.compare_digests import DigestFileError
 from tools.demo.failure import DemoError
 
 RANDOM = 'random'
-_LONGEST_WINDOW = 6
-_ITERATIONS_PER_FAULT = 2 * FEWEST_ITERATIONS
+_ALWAYS = (Kind.KILL, Kind.STOP, Kind.NODE, Kind.DOUBLE)
 _ENVIRONMENT = {
     'OMP_NUM_THREADS': '1',  # keeps the order of summation, hence the bits
     'CUDA_VISIBLE_DEVICES': '',
     'GLOO_SOCKET_IFNAME': 'lo',
     'PYTHONWARNINGS': 'ignore',
 }
-
-
-class Chaos(NamedTuple):
-    """What is to be run."""
-
-    output: Path
-    data: Path
-    layout: Layout
-    nodes: int
-    workers_per_node: int
-    spares: int
-    window: int | None
-    """W of all jobs; None: drawn for each."""
-    seed: int
-    faults_per_job: int
-    console: Console
-
-    @property
-    def iterations(self) -> int:
-        """That each job trains: enough for all its faults."""
-        first_window = 2 * (self.window or _LONGEST_WINDOW)
-        return first_window + self.faults_per_job * _ITERATIONS_PER_FAULT + LAST_ITERATIONS
-
-    def undisturbed(self) -> StateDigest:
-        """Run plain Megatron to its end; returns its final state."""
-        folder = self.output / 'undisturbed'
-        digest = folder / 'digest.json'
-        flags = training_flags(self.layout, self.data, self.iterations, digest)
-        with Job(folder, flags, self.nodes, self.workers_per_node, max_restarts=0) as job:
-            for _ in job.follow('the end'):
-                pass
-        return read_digest(digest)
-
-    def strike(self, number: int, faults: Sequence[Fault]) -> tuple[list[Outcome], StateDigest]:
-        """Strike one job; returns what became of the faults it had time for, and its final state.
-
-        Raises:
-            DemoError: the job failed or stands still.
-        """
-        window = self.window or draw_window(self.seed, number, _LONGEST_WINDOW)
-        self._print(f'job {number}: {self.layout.name}, window {window}')
-        folder = self.output / f'job{number}'
-        digest = folder / 'digest.json'
-        outcomes: list[Outcome] = []
-        began = time.time()
-
-        def report(outcome: Outcome) -> None:
-            outcomes.append(outcome)
-            self._print(f'{time.time() - began:6.1f} s  {outcome.line()}')
-
-        with memory_directory() as memory:
-            flags = training_flags(self.layout, self.data, self.iterations, digest)
-            flags += sparse_flags(memory, window, folder / 'events')
-            nodes = self.nodes, self.workers_per_node
-            with Job(folder, flags, *nodes, spares=self.spares, memory=memory) as job:
-                Striker(job, self.iterations, report).strike_all(faults)
-        return outcomes, read_digest(digest)
-
-    def run(self, faults: Sequence[Fault]) -> tuple[list[Outcome], bool]:
-        """Strike as many jobs as it takes; returns all outcomes and if all final states are equal.
-
-        Raises:
-            DemoError: a job failed, or had no time for any fault.
-        """
-        reference = self.undisturbed()
-        outcomes: list[Outcome] = []
-        identical, number = True, 0
-        while len(outcomes) < len(faults):
-            number += 1
-            due = faults[len(outcomes) : len(outcomes) + self.faults_per_job]
-            found, digest = self.strike(number, due)
-            if not found:
-                raise DemoError(f'job {number} was over before the first fault')
-            outcomes += found
-            different = differences(reference, digest)
-            if different:
-                identical = False
-                self.console.print(difference_table(different, reference, digest))
-            self._print(f'job {number}: final state {"DIFFERENT" if different else "equal"}')
-        return outcomes, identical
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def summary(outcomes: Sequence[Outcome], identical: bool) -> str:
-    """The last line, for programs."""
-    tiers = [outcome.recovery.tier for outcome in outcomes]
-    counts = ' '.join(f'{tier}={tiers.count(tier)}' for tier in Tier)
-    lost = sum(outcome.lost for outcome in outcomes)
-    return (
-        f'chaos: faults={len(outcomes)} {counts} lost_iterations={lost} '
-        f'bit_identical={str(identical).lower()}'
-    )
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -158,20 +78,46 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add('--faults', type=int, default=20, help='how many (default: 20)')
-    add('--seed', type=int, help='of the faults and windows (default: the time)')
-    add('--nodes', type=int, default=4, help='emulated nodes (default: 4)')
+    add('--seed', type=int, help='of everything that is drawn (default: the time)')
+    add('--configurations', type=int, help='how many to draw; without it, one, of the next flags')
+    add('--layout', default='pp2-ep2', help='pp2-ep2 (default), pp4, pp2-dp2, pp2-vp2, pp2-tp2 ...')
+    add('--nodes', type=int, help='emulated nodes (default: one for each rank, up to 4)')
     add('--workers-per-node', type=int, help='default: what the layout needs')
     add('--spares', type=int, default=1, help='hot spares (default: 1)')
+    add(
+        '--launcher',
+        choices=list(Launcher),
+        default=Launcher.LOCAL,
+        help='local: one for all nodes (default); torchrun: an agent for each',
+    )
     add('--window', default=RANDOM, help='iterations per window, or random for each job (default)')
-    add('--layout', default='pp2-ep2', help='pp2-ep2 (default), pp4, pp2-dp2, pp2-vp2, pp2-tp2 ...')
-    add('--kinds', default=','.join(Kind), help=f'default: {",".join(Kind)}')
+    add('--kinds', help=f'of {",".join(Kind)} (default: {",".join(_ALWAYS)}; all of them with '
+        '--configurations)')  # fmt: skip
+    add('--cover', default='', metavar='PHASES:KINDS',
+        help='aim second strikes of these kinds at these phases of a recovery (lists with commas, '
+        'or all), and fail if none landed there')  # fmt: skip
+    add('--aimed', type=float, default=0.5, help='share of faults to aim after (default: 0.5)')
     add('--faults-per-job', type=int, default=10, help='at most (default: 10)')
+    add('--max-stall', type=float, metavar='SECONDS', help='fail if a recovery takes longer, '
+        'without the time after which a worker is declared hung')  # fmt: skip
     add('--output', type=Path, default=Path('runs/chaos'), help='folder for data and logs')
+    add('--resume', type=Path, metavar='DIR', help='go on with the campaign in this folder')
     args = parser.parse_args(argv)
     try:
+        if args.resume is not None:
+            return _resumed(args.resume)
         check(args)
-    except ValueError as error:
+    except (ValueError, ResultError) as error:
         parser.error(str(error))
+    args.arguments = list(sys.argv[1:] if argv is None else argv)
+    return args
+
+
+def _resumed(folder: Path) -> argparse.Namespace:
+    begun = Results(folder / NAME).begun()
+    args = parse_arguments(begun.arguments)
+    args.resume = args.output = folder
+    args.seed = begun.seed
     return args
 
 
@@ -181,30 +127,113 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: which flag breaks which rule.
     """
-    for name in ('faults', 'nodes', 'faults_per_job'):
-        if getattr(args, name) < 1:
+    for name in ('faults', 'nodes', 'faults_per_job', 'configurations'):
+        value = getattr(args, name)
+        if value is not None and value < 1:
             raise ValueError(f'--{name.replace("_", "-")} must be at least 1')
+    if not 0 <= args.aimed <= 1:
+        raise ValueError(f'--aimed {args.aimed} must be from 0 to 1')
     try:
         args.layout = parse_layout(args.layout)
     except ValueError as error:
         raise ValueError(f'--layout {error}') from error
-    if args.workers_per_node is None:
-        args.workers_per_node = max(1, args.layout.ranks // args.nodes)
-    if args.nodes * args.workers_per_node != args.layout.ranks:
-        raise ValueError(
-            f'--layout {args.layout.name} has {args.layout.ranks} ranks; --nodes {args.nodes} '
-            f'--workers-per-node {args.workers_per_node} is another number'
-        )
+    try:
+        args.cover = parse_cells(args.cover) if args.cover else []
+    except ValueError as error:
+        raise ValueError(f'--cover {error}') from error
+    _check_nodes(args)
     if args.window != RANDOM and not (args.window.isdecimal() and int(args.window) > 0):
         raise ValueError(f'--window {args.window} must be a whole number above 0, or {RANDOM}')
-    names = [name for name in args.kinds.split(',') if name]
+    default = ','.join(Kind if args.configurations else _ALWAYS)
+    names = [name for name in (args.kinds or default).split(',') if name]
     if not names or not set(names) <= set(Kind):
         raise ValueError(f'--kinds {args.kinds} must be some of {",".join(Kind)}')
-    args.kinds = [Kind(name) for name in names]
-    if Kind.NODE in args.kinds and args.nodes == 1:
-        raise ValueError('--kinds node needs --nodes 2 or more: no replica survives the only node')
-    if Kind.DOUBLE in args.kinds and args.layout.ranks == 1:
-        raise ValueError('--kinds double needs two ranks')
+    kinds = [Kind(name) for name in names]
+    if not args.configurations:
+        possible = given(args, 1).kinds()
+        refused = {*kinds, *(cell.kind for cell in args.cover)} - set(possible)
+        if refused:
+            raise ValueError(
+                f'--kinds {",".join(sorted(refused))}: not possible here; a lost node needs '
+                '--nodes 2 or more (no replica survives the only one), a double strike two ranks, '
+                'an agent torchrun, a stuck loader a product that finds it'
+            )
+    elif Kind.STUCK in {cell.kind for cell in args.cover} and not stuck_is_found():
+        raise ValueError(f'--cover stuck: the product has no {STUCK_FLAG} yet')
+    args.kinds = kinds
+
+
+def _check_nodes(args: argparse.Namespace) -> None:
+    ranks = args.layout.ranks
+    if args.nodes is None:
+        args.nodes = min(4, ranks) if args.workers_per_node is None else (
+            ranks // args.workers_per_node
+        )  # fmt: skip
+    if args.workers_per_node is None:
+        args.workers_per_node = max(1, ranks // args.nodes)
+    if args.nodes * args.workers_per_node != ranks:
+        raise ValueError(
+            f'--layout {args.layout.name} has {ranks} ranks; --nodes {args.nodes} '
+            f'--workers-per-node {args.workers_per_node} is another number'
+        )
+    if args.launcher == Launcher.TORCHRUN and args.workers_per_node > 1:
+        raise ValueError('--launcher torchrun needs --workers-per-node 1: an agent restarts all')
+
+
+def given(args: argparse.Namespace, job: int) -> Configuration:
+    """The configuration of the flags, with the window of one of the jobs."""
+    drawn = args.window == RANDOM
+    return Configuration(
+        layout=args.layout,
+        precision=Precision.BF16,
+        features=(Feature.DROPOUT,),
+        window=draw_window(args.seed or 0, job, LONGEST_WINDOW) if drawn else int(args.window),
+        nodes=args.nodes,
+        spares=args.spares,
+        launcher=Launcher(args.launcher),
+    )
+
+
+def _campaign(args: argparse.Namespace, results: Results, console: Console) -> Campaign:
+    def drawn(job: int, configuration: int, attempt: int) -> Configuration:
+        if args.configurations:
+            return draw_configuration(args.seed, configuration, attempt)
+        return given(args, job)
+
+    coverage = Coverage(args.cover)
+    results.count(coverage)
+    return Campaign(
+        output=args.output.resolve(),
+        data=prepare_data(args.output.resolve() / 'data'),
+        seed=args.seed,
+        faults=args.faults,
+        faults_per_job=min(args.faults, args.faults_per_job),
+        configurations=args.configurations or 1,
+        draw=drawn,
+        kinds=args.kinds,
+        aimed=args.aimed if args.cover else 0.0,
+        patient=bool(args.configurations),
+        results=results,
+        coverage=coverage,
+        console=console,
+    )
+
+
+def _clear(output: Path) -> None:
+    """Remove what an earlier campaign left."""
+    for pattern in ('plain*', 'job*'):
+        for stale in output.glob(pattern):
+            shutil.rmtree(stale, ignore_errors=True)
+    (output / NAME).unlink(missing_ok=True)
+
+
+def verdict(args: argparse.Namespace, results: Results, coverage: Coverage) -> int:
+    """The exit status."""
+    if results.failed:
+        return 2
+    stalled = args.max_stall is not None and results.longest_stall_s > args.max_stall
+    wrong = results.lost_iterations or results.survivors_lost or coverage.empty()
+    return 1 if wrong or stalled or not results.identical else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -213,35 +242,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(_ENVIRONMENT)
     os.environ.pop('MOEVEMENT_FAIL_AT', None)
     console = Console()
-    seed = time.time_ns() if args.seed is None else args.seed
-    output = args.output.resolve()
-    for stale in ('undisturbed', *(path.name for path in output.glob('job*'))):
-        shutil.rmtree(output / stale, ignore_errors=True)
-    faults = draw_faults(seed, args.faults, args.kinds, args.nodes, args.workers_per_node)
-    console.print(f'chaos: seed {seed}', highlight=False)
+    if args.resume is None:
+        args.seed = time.time_ns() if args.seed is None else args.seed
+        _clear(args.output)
+    results = Results(args.output / NAME)
+    if args.resume is None:
+        results.add(Begun(args.arguments, args.seed))
+    console.print(f'chaos: seed {args.seed}', highlight=False)
     try:
-        chaos = Chaos(
-            output=output,
-            data=prepare_data(output / 'data'),
-            layout=args.layout,
-            nodes=args.nodes,
-            workers_per_node=args.workers_per_node,
-            spares=args.spares,
-            window=None if args.window == RANDOM else int(args.window),
-            seed=seed,
-            faults_per_job=min(args.faults, args.faults_per_job),
-            console=console,
-        )
-        outcomes, identical = chaos.run(faults)
+        campaign = _campaign(args, results, console)
+        campaign.run()
     except DemoError as error:
-        print_failure(console, f'chaos: seed {seed}', error)
+        print_failure(console, f'chaos: seed {args.seed}', error)
         return 2
     except (ConfigurationError, DigestFileError) as error:
         console.print(f'chaos: {error}', style='bold red', markup=False)
         return 2
-    line = summary(outcomes, identical)
-    print(line, flush=True)
-    return 0 if identical and not any(outcome.lost for outcome in outcomes) else 1
+    coverage = campaign.coverage
+    console.print(coverage.table())
+    for cell in coverage.empty():
+        console.print(f'chaos: no strike landed in {cell}', style='bold red', markup=False)
+    for job in results.failed:
+        console.print(f'chaos: job {job.number} failed: {job.failed}', style='bold red')
+    console.print(f'chaos: longest stall {results.longest_stall_s:.1f} s', highlight=False)
+    print(results.summary(coverage), flush=True)
+    return verdict(args, results, coverage)
 
 
 if __name__ == '__main__':

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to strike whom and when: drawn from a seed, no two faults alike."""
+"""What is to strike whom and when: drawn from a seed, no two faults of a job alike."""
 
 import enum
 import itertools
@@ -19,9 +19,26 @@ class Kind(enum.StrEnum):
     """SIGKILL of all workers of a node, whose host memory is deleted."""
     DOUBLE = 'double'
     """SIGKILL of two workers, at once or the second a little later, while the first recovers."""
+    STUCK = 'stuck'
+    """The loader of one worker waits for ever; the process is alive otherwise."""
+    WHOLE = 'whole'
+    """SIGKILL of all workers; the launcher lives on."""
+    JOB = 'job'
+    """SIGKILL of the launcher and all workers; the same job is launched again."""
+    AGENT = 'agent'
+    """SIGKILL of the agent of a node with its worker; it is started again."""
 
 
-_DECK = {Kind.KILL: 5, Kind.STOP: 1, Kind.NODE: 2, Kind.DOUBLE: 2}
+_DECK = {
+    Kind.KILL: 5,
+    Kind.STOP: 1,
+    Kind.NODE: 2,
+    Kind.DOUBLE: 2,
+    Kind.STUCK: 1,
+    Kind.WHOLE: 1,
+    Kind.JOB: 1,
+    Kind.AGENT: 2,
+}
 _LATEST_ITERATIONS = 8
 _AT_ONCE = 0.25
 _APART_S = 2.5
@@ -39,6 +56,8 @@ class Fault(NamedTuple):
     """How much longer it waits, in iterations."""
     apart_s: float = 0.0
     """Seconds between the two strikes of a `DOUBLE`."""
+    aimed: bool = False
+    """A second strike follows in a phase of the recovery from this one."""
 
     def __str__(self) -> str:
         ranks = ', '.join(map(str, self.victims))
@@ -47,9 +66,15 @@ class Fault(NamedTuple):
 
 
 def draw_faults(
-    seed: int, count: int, kinds: Sequence[Kind], nodes: int, workers_per_node: int
+    seed: int,
+    count: int,
+    kinds: Sequence[Kind],
+    nodes: int,
+    workers_per_node: int,
+    job: int = 0,
+    aimed: float = 0.0,
 ) -> list[Fault]:
-    """The faults that a seed stands for.
+    """The faults of one of the jobs that a seed stands for.
 
     Kinds come in the proportions of a shuffled deck, so that a few dozen faults have all of them.
     No two faults have the same kind, victims and number of iterations before them.
@@ -60,12 +85,16 @@ def draw_faults(
         kinds: to draw from.
         nodes: emulated nodes.
         workers_per_node: ranks on each, numbered node by node.
+        job: number of the job.
+        aimed: probability that a second strike is aimed at the recovery from a fault.
     """
-    rng = random.Random(seed)
+    rng = random.Random(f'{seed} faults {job}')
     drawn: list[Fault] = []
     seen = set()
     for kind in itertools.islice(_kinds(rng, kinds), count):
         fault = _draw(rng, kind, nodes, workers_per_node)
+        if rng.random() < aimed:
+            fault = fault._replace(kind=Kind.KILL, victims=fault.victims[:1], apart_s=0, aimed=True)
         while _likeness(fault) in seen:
             fault = fault._replace(after=fault.after + 1)
         seen.add(_likeness(fault))
@@ -100,6 +129,10 @@ def _draw(rng: random.Random, kind: Kind, nodes: int, workers_per_node: int) -> 
     elif kind is Kind.DOUBLE:
         apart_s = rng.choice((0.0, rng.uniform(0.1, _APART_S)))
         victims = tuple(rng.choices(ranks, k=2) if apart_s else rng.sample(ranks, 2))
+    elif kind in (Kind.WHOLE, Kind.JOB):
+        victims = tuple(ranks)
+    elif kind is Kind.AGENT:
+        victims = (rng.choice(ranks[1:]),)  # the first holds the store of the job
     else:
         victims = (rng.choice(ranks),)
     return Fault(kind, victims, after, rng.uniform(0.0, 2.0), apart_s)

@@ -5,10 +5,13 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from tools.chaos.aiming import Aim
+from tools.chaos.configuration import HANG_TIMEOUT_S, STUCK_TIMEOUT_S
 from tools.chaos.evidence import Recovery, lost_iterations, persisted, recovery
 from tools.chaos.job import Job
+from tools.chaos.landing import Cell, Coverage, landed
 from tools.chaos.plan import Fault, Kind
 from tools.demo.failure import DemoError
 
@@ -16,6 +19,19 @@ LAST_ITERATIONS = 6
 """At the end of a job that are not struck: a finished worker cannot help another to recover."""
 FEWEST_ITERATIONS = 3
 """Of a job, for each fault: what the strike and the survey of it take at least."""
+_DETECTION_S = {Kind.STOP: HANG_TIMEOUT_S, Kind.STUCK: STUCK_TIMEOUT_S}
+_ELSEWHERE = 1.4
+"""Above this drawn number, which is up to 2, an aimed strike hits the first victim again."""
+
+
+class Blow(NamedTuple):
+    """One strike as it was dealt."""
+
+    kind: Kind
+    time: float
+    """Seconds since the epoch."""
+    pid: int
+    """Of the worker it was aimed at."""
 
 
 class Outcome(NamedTuple):
@@ -30,14 +46,23 @@ class Outcome(NamedTuple):
     lost: int
     unexpected: list[str]
     """Workers that died without being struck."""
+    cells: list[Cell]
+    """Where the strikes landed."""
+    stall_s: float
+    """`seconds` without the time after which a worker is declared hung."""
+    aimed: Cell | None = None
+    """What the second strike was aimed at."""
 
     def line(self) -> str:
         """For people."""
         back = self.recovery
+        second = f', then {self.cells[-1]}' if len(self.cells) > 1 else ''
+        missed = f' (aimed: {self.aimed})' if self.aimed not in (None, self.cells[-1]) else ''
         also = ''.join(f'; {death}' for death in self.unexpected)
         return (
-            f'{self.fault} after iteration {self.iteration}: {back.tier} in {self.seconds:.1f} s, '
-            f'at {back.target} again, {back.replayed} replayed, {self.lost} lost{also}'
+            f'{self.fault}{second}{missed} after iteration {self.iteration}: {back.tier} in '
+            f'{self.seconds:.1f} s, at {back.target} again, {back.replayed} replayed, '
+            f'{self.lost} lost{also}'
         )
 
 
@@ -47,15 +72,27 @@ class Striker:
     Args:
         job: runs and has events.
         last: number of its last iteration.
+        kinds: what it can be struck with.
+        coverage: says what to aim at, and learns what was hit.
         report: called with each outcome.
     """
 
-    def __init__(self, job: Job, last: int, report: Callable[[Outcome], None]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        last: int,
+        kinds: Sequence[Kind],
+        coverage: Coverage,
+        report: Callable[[Outcome], None],
+    ) -> None:
         self._job = job
         self._last = last
+        self._kinds = kinds
+        self._coverage = coverage
         self._report = report
         self._back_at = 0.0
         self._from = 0
+        self._known: set[int] = set()
 
     def strike_all(self, faults: Sequence[Fault]) -> int:
         """Strike until the job is nearly over, then let it end; returns how many struck.
@@ -66,9 +103,10 @@ class Striker:
         struck = 0
         self._wait_for('protection', self._protected)
         for number, fault in enumerate(faults):
-            if not self._is_time(fault, faults_left=len(faults) - number):
+            cell = self._coverage.aim(self._kinds) if fault.aimed else None
+            if not self._is_time(fault, cell, faults_left=len(faults) - number):
                 break
-            self._report(self._strike(fault))
+            self._report(self._outcome(fault, cell))
             struck += 1
         self._wait_for('the end', lambda: False)
         if struck < len(faults) and faults[struck].kind is Kind.NODE and not self._protected():
@@ -78,41 +116,108 @@ class Striker:
             )
         return struck
 
-    def _is_time(self, fault: Fault, faults_left: int) -> bool:
+    def _is_time(self, fault: Fault, cell: Cell | None, faults_left: int) -> bool:
         """Wait for the moment of a fault; False if the job is over before."""
         share = (self._last - LAST_ITERATIONS - self._from) // faults_left - FEWEST_ITERATIONS
         due = self._from + min(fault.after, max(0, share))
+        loses_memory = Kind.NODE in (fault.kind, cell.kind if cell else None)
         arrived = self._wait_for(
             'the next fault',
-            lambda: self._at() >= due and (fault.kind is not Kind.NODE or self._protected()),
+            lambda: self._at() >= due and (not loses_memory or self._protected()),
         )
         if not arrived or self._at() > self._last - LAST_ITERATIONS:
             return False
         time.sleep(fault.phase * self._iteration_s())
         return self._job.running() and self._at() <= self._last - LAST_ITERATIONS // 2
 
-    def _strike(self, fault: Fault) -> Outcome:
-        iteration, deaths = self._at(), len(self._job.unexpected)
-        if fault.kind is Kind.NODE:
-            struck_at = self._job.strike_node(self._job.config.node_of(fault.victims[0]))
-        elif fault.kind is Kind.STOP:
-            struck_at = self._job.strike(fault.victims, signal.SIGSTOP)
-        elif fault.apart_s:
-            self._job.strike(fault.victims[:1], signal.SIGKILL)
-            time.sleep(fault.apart_s)
-            struck_at = self._job.strike(fault.victims[1:], signal.SIGKILL)
-        else:
-            struck_at = self._job.strike(fault.victims, signal.SIGKILL)
-        found = self._recovery(struck_at, str(fault))
+    def _outcome(self, fault: Fault, cell: Cell | None) -> Outcome:
+        iteration = self._at()
+        blows = self._strike(fault, cell)
+        last = blows[-1]
+        found = self._recovery(last.time, str(fault))
         self._back_at, self._from = found.at, found.target
+        events = self._job.events()
+        firsts = [None, *[blows[0].time] * (len(blows) - 1)]
+        cells = [
+            Cell(landed(events, first, blow.time, blow.pid), blow.kind)
+            for first, blow in zip(firsts, blows, strict=True)
+        ]
+        self._coverage.add(cells)
+        seconds = found.at - last.time
         return Outcome(
             fault=fault,
             iteration=iteration,
             recovery=found,
-            seconds=found.at - struck_at,
+            seconds=seconds,
             lost=lost_iterations(found, self._job.iterations()),
-            unexpected=[str(death) for death in self._job.unexpected[deaths:]],
+            unexpected=self._new_deaths(),
+            cells=cells,
+            stall_s=max(0.0, seconds - _DETECTION_S.get(last.kind, 0)),
+            aimed=cell,
         )
+
+    def _new_deaths(self) -> list[str]:
+        new = {death.pid: death for death in self._job.unexpected if death.pid not in self._known}
+        self._known.update(new)
+        return [str(death) for death in new.values()]
+
+    # Strikes
+
+    def _strike(self, fault: Fault, cell: Cell | None) -> list[Blow]:
+        if cell is not None:
+            return self._strike_twice(fault, cell)
+        if fault.kind is Kind.DOUBLE and fault.apart_s:
+            first = self._blow(Kind.KILL, fault.victims[:1])
+            time.sleep(fault.apart_s)
+            return [first, self._blow(Kind.DOUBLE, fault.victims[1:])]
+        return [self._blow(fault.kind, fault.victims)]
+
+    def _strike_twice(self, fault: Fault, cell: Cell) -> list[Blow]:
+        def suitable(rank: int) -> bool:
+            return cell.kind is not Kind.AGENT or rank > 0
+
+        aim = Aim(self._job.events_folder, cell.phase, suitable)
+        blows = [self._blow(Kind.KILL, fault.victims)]
+        caught = aim.catch(self._job.running)
+        if caught is None:
+            return blows
+        return [*blows, self._strike_caught(fault, cell.kind, caught)]
+
+    def _strike_caught(self, fault: Fault, kind: Kind, caught: dict[str, Any]) -> Blow:
+        """Strike the worker that was caught, or let it go and strike another."""
+        rank, pid = caught['rank'], caught['pid']
+        if kind is Kind.KILL and fault.phase > _ELSEWHERE:
+            self._job.let_go(pid)
+            return self._blow(kind, fault.victims)
+        if kind is Kind.DOUBLE:
+            return self._blow(kind, (rank, (rank + 1) % self._job.world_size), pid)
+        return self._blow(kind, self._victims(kind, rank), pid)
+
+    def _victims(self, kind: Kind, rank: int) -> Sequence[int]:
+        if kind is Kind.NODE:
+            return self._job.ranks_of_node(rank)
+        return range(self._job.world_size) if kind in (Kind.WHOLE, Kind.JOB) else (rank,)
+
+    def _blow(self, kind: Kind, victims: Sequence[int], pid: int | None = None) -> Blow:
+        pid = pid or self._job.pids()[victims[0]]
+        job = self._job
+        match kind:
+            case Kind.NODE:
+                struck_at = job.strike_node(victims[0])
+            case Kind.STOP:
+                struck_at = job.strike(victims, signal.SIGSTOP)
+            case Kind.STUCK:
+                job.let_go(pid)
+                struck_at = job.stick(victims[0])
+            case Kind.AGENT:
+                struck_at = job.strike_agent(victims[0])
+            case Kind.JOB:
+                struck_at = job.launch_again()
+            case _:
+                struck_at = job.strike(victims, signal.SIGKILL)
+        return Blow(kind, struck_at, pid)
+
+    # Waiting
 
     def _recovery(self, struck_at: float, fault: str) -> Recovery:
         found: list[Recovery] = []

@@ -86,3 +86,22 @@ def test_malformed_variable_is_named_with_what_it_should_be(
     monkeypatch.setenv('MOEVEMENT_FAIL_AT', text)
     with pytest.raises(ValueError, match=r"MOEVEMENT_FAIL_AT='.*expected <rank>:<iteration>:"):
         faults.arm(99)
+
+
+def test_loading_waits_as_long_as_the_file_is_there(tmp_path: Path) -> None:
+    stall = tmp_path / 'stall'
+    program = (
+        'import os\nfrom moevement_ext.testing import faults\n'
+        f"open(f'{stall}.{{os.getpid()}}', 'w').close()\n"
+        "print('loading', flush=True)\nfaults.stall()\nprint('loaded', flush=True)"
+    )
+    environment = {**os.environ, 'MOEVEMENT_STALL_FILE': str(stall)}
+    command = [sys.executable, '-c', program]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == 'loading\n'
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(0.5)
+        Path(f'{stall}.{worker.pid}').unlink()
+        assert worker.stdout.read() == 'loaded\n'

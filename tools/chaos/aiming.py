@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Catches a worker in a phase of a recovery: it stands still there, to be struck.
+
+Some phases last a millisecond at toy size. There the worker is let go on in small steps from the
+phase before, and looked at in between.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from tools.chaos.landing import Phase
+
+_POLL_S = 0.002
+_STEP_S = 0.0003
+_LONGEST_STEPPING_S = 2.5  # well below the time after which it would count as hung
+_PATIENCE_S = 150.0
+_HURRY = -10
+_SHORT = {Phase.POST_STEP: Phase.REGROUP, Phase.FETCH: Phase.REGROUP}
+"""The phase before each that is too short to be seen in time."""
+
+
+class EventTail:
+    """What is added to the event files from now on.
+
+    Args:
+        folder: of the events.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files: list[BinaryIO] = []
+        for path in sorted(folder.glob('rank*.jsonl')):
+            file = path.open('rb', buffering=0)
+            file.seek(0, os.SEEK_END)
+            self._files.append(file)
+        self._rests = [b''] * len(self._files)
+
+    def close(self) -> None:
+        """Look no more."""
+        for file in self._files:
+            file.close()
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Complete events since the last call, in the order of time."""
+        found = []
+        for number, file in enumerate(self._files):
+            *lines, self._rests[number] = (self._rests[number] + (file.read() or b'')).split(b'\n')
+            found += [msgspec.json.decode(line, type=dict[str, Any]) for line in lines]
+        return sorted(found, key=lambda event: event['time'])
+
+
+class Aim:
+    """Aims at one phase of the recovery from the next strike; made before that strike.
+
+    Args:
+        folder: of the events.
+        phase: to be struck in.
+        suitable: whether a rank may be caught.
+    """
+
+    def __init__(self, folder: Path, phase: Phase, suitable: Callable[[int], bool]) -> None:
+        self._tail = EventTail(folder)
+        self._phase = phase
+        self._suitable = suitable
+        self._noticed = False
+        self._newest: dict[int, str] = {}
+        self._pending: list[dict[str, Any]] = []
+
+    def catch(self, running: Callable[[], bool]) -> dict[str, Any] | None:
+        """Wait for a worker in the phase; returns its event, the worker stopped.
+
+        None if the recovery is over before, or is not one that has phases.
+        """
+        deadline = time.monotonic() + _PATIENCE_S
+        try:
+            with _in_a_hurry():
+                while time.monotonic() < deadline and running():
+                    self._look()
+                    while self._pending:
+                        event = self._pending.pop(0)
+                        if self._hopeless(event):
+                            return None
+                        if self._caught(event):
+                            return event
+                    time.sleep(_POLL_S)
+        finally:
+            self._tail.close()
+        return None
+
+    def _look(self) -> None:
+        for event in self._tail.poll():
+            self._pending.append(event)
+            if 'phase' in event:
+                self._newest[event['pid']] = event['phase']
+
+    def _hopeless(self, event: dict[str, Any]) -> bool:
+        self._noticed = self._noticed or event.get('phase') == Phase.DETECT
+        if event['event'] == 'recovered':
+            return event.get('scope') != 'localized'
+        over = self._noticed and event.get('phase') == 'over'
+        return over or event['event'] == 'next_tier'
+
+    def _caught(self, event: dict[str, Any]) -> bool:
+        phase = event.get('phase')
+        if phase is None or not self._noticed or not self._suitable(event['rank']):
+            return False
+        if phase == self._phase:
+            return _signal(event['pid'], signal.SIGSTOP)
+        if phase == _SHORT.get(self._phase) == self._newest[event['pid']]:
+            return self._step(event['pid'])
+        return False
+
+    def _step(self, pid: int) -> bool:
+        """Let a process go on in small steps until it names its next phase."""
+        before = self._newest[pid]
+        deadline = time.monotonic() + _LONGEST_STEPPING_S
+        while time.monotonic() < deadline and _signal(pid, signal.SIGSTOP):
+            self._look()
+            if self._newest[pid] == self._phase:
+                return True
+            _signal(pid, signal.SIGCONT)
+            if self._newest[pid] != before:
+                return False
+            time.sleep(_STEP_S)
+        return False
+
+
+@contextlib.contextmanager
+def _in_a_hurry() -> Iterator[None]:
+    """This thread comes before the workers, where that is allowed."""
+    thread = threading.get_native_id()
+    usual = os.getpriority(os.PRIO_PROCESS, thread)
+    try:
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, thread, _HURRY)
+        yield
+    finally:
+        os.setpriority(os.PRIO_PROCESS, thread, usual)
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    """False if there is no such process any more."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False

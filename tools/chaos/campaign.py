@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strikes one job after the other, each compared with plain Megatron to which nothing happened."""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.bench.jobs import memory_directory
+from tools.chaos.configuration import Configuration
+from tools.chaos.job import Job
+from tools.chaos.landing import Coverage
+from tools.chaos.plan import Fault, Kind, draw_faults
+from tools.chaos.results import JobDone, Refused, Results, of_outcomes
+from tools.chaos.striking import FEWEST_ITERATIONS, LAST_ITERATIONS, Outcome, Striker
+from tools.compare_digests import StateDigest, difference_table, differences, read_digest
+from tools.demo.failure import DemoError
+
+_ITERATIONS_PER_FAULT = 2 * FEWEST_ITERATIONS
+_MOST_REFUSALS = 5
+_MORE_JOBS = 3
+"""So many times the jobs that the faults need: some fail, in some the job was over too soon."""
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What is to be run.
+
+    Args:
+        output: folder for logs and results.
+        data: prefix of the text.
+        seed: of everything.
+        faults: how many.
+        faults_per_job: at most.
+        configurations: how many the jobs take in turn.
+        draw: a configuration, by the number of the job, of the configuration and of the attempt.
+        kinds: faults to draw from.
+        aimed: share of the faults that a second strike is aimed after.
+        patient: go on with the next job when one failed.
+        results: so far.
+        coverage: so far.
+        console: for people.
+    """
+
+    output: Path
+    data: Path
+    seed: int
+    faults: int
+    faults_per_job: int
+    configurations: int
+    draw: Callable[[int, int, int], Configuration]
+    kinds: Sequence[Kind]
+    aimed: float
+    patient: bool
+    results: Results
+    coverage: Coverage
+    console: Console
+
+    def run(self) -> None:
+        """Strike as many jobs as it takes for all faults and cells.
+
+        Raises:
+            DemoError: plain Megatron failed; or a job did, if that is not to be waited out.
+        """
+        most_jobs = _MORE_JOBS * -(-self.faults // self.faults_per_job) + _MORE_JOBS
+        while len(self.results.jobs) < most_jobs and not self._enough():
+            job = self._job(len(self.results.jobs) + 1)
+            self.results.add(job)
+            if job.failed and not self.patient:
+                raise DemoError(f'job {job.number}: {job.failed}')
+
+    def _enough(self) -> bool:
+        return len(self.results.struck) >= self.faults and not self.coverage.empty()
+
+    def _job(self, number: int) -> JobDone:
+        configuration_number = (number - 1) % self.configurations
+        configuration, reference = self._reference(number, configuration_number)
+        self._print(f'job {number}: {configuration}')
+        left = self.faults - len(self.results.struck)
+        kinds = [kind for kind in self.kinds if kind in configuration.kinds()] or [Kind.KILL]
+        faults = draw_faults(
+            self.seed,
+            min(left, self.faults_per_job) if left > 0 else self.faults_per_job,
+            kinds,
+            configuration.nodes,
+            configuration.workers_per_node,
+            job=number,
+            aimed=self.aimed if left > 0 else 1.0,
+        )
+        return self._strike(number, configuration_number, configuration, faults, reference)
+
+    def _strike(
+        self,
+        number: int,
+        configuration_number: int,
+        configuration: Configuration,
+        faults: Sequence[Fault],
+        reference: StateDigest,
+    ) -> JobDone:
+        folder = self._anew(f'job{number}')
+        outcomes: list[Outcome] = []
+        began = time.time()
+
+        def report(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            self._print(f'{time.time() - began:6.1f} s  {outcome.line()}')
+
+        failed, identical, lost = '', False, []
+        with memory_directory() as memory:
+            job = self._made(configuration, folder, memory)
+            try:
+                with job:
+                    last = self._iterations(configuration)
+                    kinds = configuration.kinds()
+                    Striker(job, last, kinds, self.coverage, report).strike_all(faults)
+                identical = self._compare(reference, read_digest(folder / 'digest.json'), number)
+            except DemoError as error:
+                failed = str(error)
+                self._print(f'job {number}: FAILED: {error}\n{error.tail}')
+            lost = [str(death) for death in job.unexpected]
+        for death in lost:
+            self._print(f'job {number}: survivor lost: {death}')
+        return JobDone(
+            number=number,
+            configuration=configuration_number,
+            what=str(configuration),
+            struck=of_outcomes(outcomes),
+            identical=identical,
+            survivors_lost=lost,
+            failed=failed,
+        )
+
+    def _made(self, configuration: Configuration, folder: Path, memory: Path) -> Job:
+        flags = configuration.training_flags(self.data, self._iterations(configuration), folder)
+        flags += configuration.sparse_flags(memory, folder / 'events')
+        return Job(
+            folder,
+            flags,
+            configuration.nodes,
+            configuration.workers_per_node,
+            spares=configuration.spares,
+            memory=memory,
+            launcher=configuration.launcher,
+        )
+
+    def _compare(self, reference: StateDigest, digest: StateDigest, number: int) -> bool:
+        different = differences(reference, digest)
+        if different:
+            self.console.print(difference_table(different, reference, digest))
+        self._print(f'job {number}: final state {"DIFFERENT" if different else "equal"}')
+        return not different
+
+    def _reference(
+        self, number: int, configuration_number: int
+    ) -> tuple[Configuration, StateDigest]:
+        """A configuration that plain Megatron takes, and the final state it leads to.
+
+        Raises:
+            DemoError: it refuses every one that is drawn.
+        """
+        while True:
+            attempt = self.results.refusals(configuration_number)
+            configuration = self.draw(number, configuration_number, attempt)
+            try:
+                return configuration, self._plain(configuration_number, attempt, configuration)
+            except DemoError as error:
+                if attempt == _MOST_REFUSALS or not self.patient:
+                    raise
+                self._print(f'plain Megatron refuses, drawn again: {configuration}: {error}')
+                self.results.add(Refused(configuration_number, str(configuration), error.tail))
+
+    def _plain(self, number: int, attempt: int, configuration: Configuration) -> StateDigest:
+        """Run plain Megatron to its end, once for each configuration."""
+        name = f'plain{number}-{attempt}'
+        digest = self.output / name / 'digest.json'
+        if not digest.exists():
+            folder = self._anew(name)
+            iterations = self._iterations(configuration)
+            flags = configuration.training_flags(self.data, iterations, folder)
+            nodes = configuration.nodes, configuration.workers_per_node
+            with Job(folder, flags, *nodes, max_restarts=0) as job:
+                for _ in job.follow('the end'):
+                    pass
+        return read_digest(digest)
+
+    def _iterations(self, configuration: Configuration) -> int:
+        """That each job trains: enough for all its faults."""
+        first_window = 2 * configuration.longest_window
+        return first_window + self.faults_per_job * _ITERATIONS_PER_FAULT + LAST_ITERATIONS
+
+    def _anew(self, name: str) -> Path:
+        """A folder of which nothing is left."""
+        shutil.rmtree(self.output / name, ignore_errors=True)
+        return self.output / name
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a struck job trains and with what switched on: given by flags, or drawn from a seed."""
+
+import argparse
+import enum
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.moevement.arguments import add_arguments
+from tools.chaos.flags import COMMON_FLAGS, RUN_ID, SAMPLES, Layout, parse_layout
+from tools.chaos.launching import Launcher
+from tools.chaos.plan import Kind
+
+AUTO = 'auto'
+LONGEST_WINDOW = 6
+HANG_TIMEOUT_S = 5
+STUCK_TIMEOUT_S = 10
+STUCK_FLAG = '--sparse-ckpt-stuck-timeout'
+
+_BLOCK = 10
+_OF_BLOCK = 4
+"""So many of each ten configurations have a feature."""
+_RAMP_FROM = SAMPLES // 2
+_RAMP_SAMPLES = 5 * SAMPLES
+
+
+class Feature(enum.StrEnum):
+    """Something of Megatron that is switched on or not."""
+
+    EVALUATION = 'evaluation'
+    SAVE = 'dense-save'
+    ASYNC_SAVE = 'async-save'
+    DROPOUT = 'dropout'
+    JITTER = 'router-jitter'
+    CAPACITY = 'capacity-drop'
+    RECOMPUTE = 'recompute'
+    LOADER_WORKERS = 'loader-workers'
+    TENSORBOARD = 'tensorboard'
+    RAMP_UP = 'ramp-up'
+    TIED = 'tied'
+
+
+class Precision(enum.StrEnum):
+    """Of parameters, and if the optimizer is distributed."""
+
+    BF16 = 'bf16-distributed'
+    BF16_PLAIN = 'bf16'
+    FP32 = 'fp32'
+    FP16 = 'fp16-skips'
+
+
+_PRECISION = {
+    Precision.BF16: '--bf16 --use-distributed-optimizer',
+    Precision.BF16_PLAIN: '--bf16',
+    Precision.FP32: '',
+    # The scale grows every second step, so that steps overflow and are skipped again and again.
+    Precision.FP16: '--fp16 --use-distributed-optimizer --initial-loss-scale 2048 '
+    '--loss-scale-window 2 --hysteresis 1',
+}
+_ON = {
+    Feature.EVALUATION: '--eval-interval 5 --eval-iters 2',
+    Feature.SAVE: '--save {run}/dense --load {run}/dense --save-interval 7',
+    Feature.ASYNC_SAVE: '--save {run}/dense --load {run}/dense --save-interval 7 --async-save '
+    '--async-strategy mcore --use-persistent-ckpt-worker',
+    Feature.DROPOUT: '--hidden-dropout 0.1 --attention-dropout 0.1',
+    Feature.JITTER: '--moe-input-jitter-eps 1e-2',
+    Feature.CAPACITY: '--moe-expert-capacity-factor 1.0',
+    Feature.RECOMPUTE: '--recompute-granularity full --recompute-method uniform '
+    '--recompute-num-layers 1',
+    Feature.LOADER_WORKERS: '--num-workers 2',
+    Feature.TENSORBOARD: '--tensorboard-dir {run}/tensorboard --tensorboard-log-interval 1',
+    Feature.RAMP_UP: f'--rampup-batch-size {_RAMP_FROM} {SAMPLES - _RAMP_FROM} {_RAMP_SAMPLES}',
+    Feature.TIED: '',
+}
+_OFF = {
+    Feature.EVALUATION: '--eval-interval 1000000 --eval-iters 0',
+    Feature.DROPOUT: '--hidden-dropout 0 --attention-dropout 0',
+    Feature.LOADER_WORKERS: '--num-workers 0',
+    Feature.TIED: '--untie-embeddings-and-output-weights',
+}
+_RESTLESS = '--sparse-ckpt-reorder-change 0 --sparse-ckpt-reorder-fraction 0.01'
+_LAYOUTS = (
+    'pp2-ep2', 'pp2-ep2', 'pp4', 'pp2-dp2', 'pp2-dp2', 'pp2-ep2-vp2', 'pp2-tp2', 'pp3', 'ep2',
+    'pp4-ep2',
+)  # fmt: skip
+_SAVES = [Feature.SAVE] * 3 + [Feature.ASYNC_SAVE] * 2 + [None] * 5
+_PRECISIONS = [*Precision, *Precision, Precision.BF16, Precision.BF16]
+
+
+class Configuration(NamedTuple):
+    """Of a job, struck or not."""
+
+    layout: Layout
+    precision: Precision
+    features: tuple[Feature, ...]
+    window: int | str
+    """W, or `AUTO`, which also plans anew whenever popularity changes."""
+    nodes: int
+    replicas: int = 1
+    spares: int = 1
+    launcher: Launcher = Launcher.LOCAL
+
+    def __str__(self) -> str:
+        features = ', '.join(self.features) or 'no features'
+        return (
+            f'{self.layout.name} {self.precision}, window {self.window}, {self.nodes} nodes, '
+            f'replicas {self.replicas}, spares {self.spares}, {self.launcher}: {features}'
+        )
+
+    @property
+    def workers_per_node(self) -> int:
+        """Ranks on each node."""
+        return self.layout.ranks // self.nodes
+
+    @property
+    def longest_window(self) -> int:
+        """Iterations that a window can have."""
+        return self.window if isinstance(self.window, int) else LONGEST_WINDOW
+
+    def kinds(self) -> list[Kind]:
+        """What such a job can be struck with."""
+        impossible = {Kind.STUCK} if not stuck_is_found() else set()
+        if self.launcher is Launcher.TORCHRUN:  # an agent does not evict
+            impossible |= {Kind.STOP, Kind.STUCK}
+        else:
+            impossible.add(Kind.AGENT)
+        if self.nodes == 1:
+            impossible.add(Kind.NODE)
+        if self.layout.ranks == 1:
+            impossible.add(Kind.DOUBLE)
+        return [kind for kind in Kind if kind not in impossible]
+
+    def training_flags(self, data: Path, iterations: int, folder: Path) -> list[str]:
+        """Flags of the run that nothing happens to.
+
+        Args:
+            data: prefix of the text.
+            iterations: to train.
+            folder: for everything the run writes; the digest of its final state among it.
+        """
+        features = [
+            (_ON[feature] if feature in self.features else _OFF.get(feature, '')).format(run=folder)
+            for feature in Feature
+        ]
+        return [
+            *COMMON_FLAGS,
+            *_PRECISION[self.precision].split(),
+            *self.layout.flags(),
+            *' '.join(features).split(),
+            *self._length(iterations).split(),
+            *('--data-path', str(data), '--data-cache-path', str(data.parent / 'cache')),
+            *('--sparse-ckpt-digest', str(folder / 'digest.json')),
+        ]
+
+    def sparse_flags(self, memory: Path, events: Path) -> list[str]:
+        """What a run that is struck has besides.
+
+        Args:
+            memory: directory in a tmpfs.
+            events: folder for the events.
+        """
+        flags = ['--sparse-ckpt', '--sparse-ckpt-strict', '--sparse-ckpt-window', str(self.window)]
+        flags += ['--sparse-ckpt-replicas', str(self.replicas)]
+        flags += ['--sparse-ckpt-dir', str(memory), '--sparse-ckpt-run-id', RUN_ID]
+        flags += ['--sparse-ckpt-events', str(events)]
+        flags += ['--sparse-ckpt-hang-timeout', str(HANG_TIMEOUT_S)]
+        if self.window == AUTO:
+            flags += ['--sparse-ckpt-max-window', str(LONGEST_WINDOW), *_RESTLESS.split()]
+        if stuck_is_found():
+            flags += [STUCK_FLAG, str(STUCK_TIMEOUT_S)]
+        return flags
+
+    def _length(self, iterations: int) -> str:
+        """By samples if their number grows, which upstream asks for."""
+        if Feature.RAMP_UP not in self.features:
+            return f'--train-iters {iterations} --lr-warmup-iters 3 --lr-decay-iters 200'
+        first = _RAMP_SAMPLES // _RAMP_FROM
+        samples = _RAMP_SAMPLES + (iterations - first) * SAMPLES
+        decay = 200 * SAMPLES
+        return f'--train-samples {samples} --lr-warmup-samples 24 --lr-decay-samples {decay}'
+
+
+def stuck_is_found() -> bool:
+    """Whether the product looks for workers that are alive, but whose training is stuck."""
+    parser = add_arguments(argparse.ArgumentParser(add_help=False))
+    return STUCK_FLAG in parser.format_help()
+
+
+def draw_configuration(seed: int, number: int, attempt: int = 0) -> Configuration:
+    """One of the configurations that a seed stands for.
+
+    They are dealt from shuffled decks, so that twenty have every layout, precision and feature.
+
+    Args:
+        seed: of everything.
+        number: of the configuration, from 0.
+        attempt: counts those that upstream refused.
+    """
+    rng = random.Random(f'{seed} configuration {number} {attempt}')
+
+    def deal(what: str, deck: Sequence) -> list:
+        block = random.Random(f'{seed} {what} {number // _BLOCK} {attempt}')
+        return block.sample(deck, len(deck))
+
+    place = number % _BLOCK
+    layout = parse_layout(deal('layout', _LAYOUTS)[place])
+    precision = deal('precision', _PRECISIONS)[place]
+    if layout.dp > layout.ep and precision is Precision.BF16:
+        precision = Precision.BF16_PLAIN  # only there are data-parallel ranks twins
+    save = deal('save', _SAVES)[place]
+    features = [
+        feature
+        for feature in Feature
+        if feature is save
+        or feature not in _SAVES
+        and place in deal(feature, range(_BLOCK))[:_OF_BLOCK]
+        and allowed(feature, layout)
+    ]
+    launcher = Launcher.TORCHRUN if place in deal('launcher', range(_BLOCK))[:1] else Launcher.LOCAL
+    nodes = layout.ranks
+    if launcher is Launcher.LOCAL and nodes >= 4:
+        nodes = rng.choice((nodes, nodes // 2))
+    return Configuration(
+        layout=layout,
+        precision=precision,
+        features=tuple(features),
+        window=deal('window', [*range(1, LONGEST_WINDOW + 1), AUTO, AUTO, 2, 4])[place],
+        nodes=nodes,
+        replicas=min(rng.choice((1, 1, 2)), nodes - 1),
+        spares=rng.randint(0, 2) if launcher is Launcher.LOCAL else 0,
+        launcher=launcher,
+    )
+
+
+def allowed(feature: Feature, layout: Layout) -> bool:
+    """Whether upstream takes a feature with a layout.
+
+    A batch that grows must be a whole number of micro-batches on every data-parallel rank, and
+    with virtual stages of rounds through the pipeline.
+    """
+    if feature is not Feature.RAMP_UP:
+        return True
+    micro_batches, rest = divmod(_RAMP_FROM, layout.dp)
+    return not rest and (layout.vp == 1 or micro_batches % layout.pp == 0)
