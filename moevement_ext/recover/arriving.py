@@ -7,6 +7,7 @@ checksums are verified (paper section 3.3, streamed).
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
@@ -28,6 +29,7 @@ Arrived = Callable[[WindowFile, SlotHeader], None]
 """Called with every slot that is verified."""
 
 _JOIN_SECONDS = 5.0  # only a connection that is just being opened keeps the thread longer
+_INTERRUPT_SECONDS = 0.05
 _FAILURES = (RefusedWindow, PeerLost, PeerRefused, HostMemoryError)
 
 
@@ -189,8 +191,10 @@ class ArrivingWindow:
         with self._changed:
             self._error = self._error or ArrivalStopped('the window is not waited for any more')
             self._changed.notify_all()
-        self._memory.interrupt_fetch()
-        self._thread.join(_JOIN_SECONDS)
+        expires = time.monotonic() + _JOIN_SECONDS
+        while self._thread.is_alive() and time.monotonic() < expires:
+            self._memory.interrupt_fetch()  # again: the connection may just have been opened
+            self._thread.join(_INTERRUPT_SECONDS)
 
     def _wait_for(self, here: Callable[[], bool]) -> None:
         with self._changed:

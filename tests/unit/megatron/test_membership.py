@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of one job, each a thread here, go through epochs in a real store."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
 from megatron.moevement.membership import Membership
+from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.recover.verdict import Report
-from moevement_ext.rendezvous import EpochBroken, FencedOut, Rendezvous, break_epoch, present_epoch
+from moevement_ext.rendezvous import (
+    EpochBroken,
+    FencedOut,
+    Rendezvous,
+    break_epoch,
+    present_epoch,
+    why_broken,
+)
 
+REPOSITORY = Path(__file__).parents[3]
 TIMEOUT = timedelta(seconds=60)
 HANG_S = 2.0
 WORLD = 3
@@ -127,3 +139,32 @@ def test_process_that_was_replaced_while_it_set_up_learns_of_it(
 def wait_until(true: Callable[[], bool]) -> bool:
     never = threading.Event()
     return any(true() or never.wait(0.05) for _ in range(1200))
+
+
+_STUCK = """
+import sys, threading
+from datetime import timedelta
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+from megatron.moevement.membership import Membership
+from moevement_ext.recover.verdict import Report
+limit = timedelta(seconds=60)
+store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, timeout=limit)
+dist.init_process_group('gloo', store=PrefixStore('pg', store), rank=0, world_size=1)
+report = lambda: Report(survivor=False, node='a', pid=1, windows=[])
+member = Membership(store, 0, 1, limit, 2.0, report, stuck_timeout_s=2.0)
+member.settle()
+member.watch('gloo', lambda: None)
+threading.Event().wait(60)
+"""
+
+
+def test_process_whose_training_thread_is_stuck_ends_and_says_where(job: Job) -> None:
+    ended = subprocess.run(
+        [sys.executable, '-c', _STUCK, str(job.store.port)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT.total_seconds(),
+    )  # fmt: skip
+    assert ended.returncode == EXIT_STUCK
+    assert 'rank 0 replaces itself: its training thread has stood still' in ended.stderr
+    assert 'in wait' in ended.stderr, 'the place'
+    assert 'rank 0 is stuck' in (why_broken(job.store, 0) or '')

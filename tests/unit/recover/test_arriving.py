@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows that are converted while they are fetched, between two real ranks over TCP."""
 
+import contextlib
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +21,19 @@ from moevement_ext.recover.arriving import (
     VerifiedWindow,
     verified_window,
 )
-from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY, WINDOW, digest, tmpfs_directory
-from tests.unit.replicate.peers import silent_peer
+from moevement_ext.replicate import greeting
+from moevement_ext.replicate.transport import Connection, SlotHead, WindowHead
+from tests.unit.memory.samples import (
+    PLAN,
+    RUN,
+    SECRET,
+    TOPOLOGY,
+    WINDOW,
+    capacity,
+    digest,
+    tmpfs_directory,
+)
+from tests.unit.replicate.peers import DEADLINE_S, silent_peer
 from tests.unit.test_host_memory import CANDIDATE, Job
 
 pytestmark = pytest.mark.timeout(60)
@@ -172,3 +186,54 @@ def test_reader_that_has_not_noticed_what_has_come_is_not_idle(
         assert not window._reader_is_idle()
         window._awaited = lambda: WINDOW in window._slots
         assert window._reader_is_idle()
+
+
+@contextlib.contextmanager
+def odd_holder(serve: Callable[[Connection], None]) -> Iterator[tuple[str, int]]:
+    """Knows the secret, and sends something else than a window."""
+    listener = socket.create_server(('127.0.0.1', 0))
+
+    def run() -> None:
+        with listener.accept()[0] as sock, contextlib.suppress(OSError):
+            connection = Connection(sock)
+            connection.set_deadline(DEADLINE_S)
+            greeting.admit(connection, SECRET)
+            serve(connection)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield listener.getsockname()
+    thread.join()
+    listener.close()
+
+
+@pytest.mark.parametrize('order', [(0, 0), (0, 1023, 5000), (0, 1, 1)])
+def test_a_holder_that_sends_no_window_is_passed_over(
+    job: Job, arriving: Callable, order: tuple[int, ...]
+) -> None:
+    """It repeats a slot, or sends one that no window has; the next holder is asked."""
+    file = job.commit(0)
+    expected = [file.payload(slot).tobytes() for slot in range(WINDOW)]
+    replicate(job, file)
+    blobs = [(bytes(file.slot_blob(s).payload), bytes(file.slot_blob(s).frame)) for s in range(2)]
+    job.ranks[0].windows.discard(0, PLAN)
+
+    def serve(connection: Connection) -> None:
+        connection.receive_request()
+        connection.send(WindowHead(len(order), capacity()))
+        for slot in order:
+            payload, frame = blobs[min(slot, 1)]
+            connection.send(SlotHead(slot, len(payload), len(frame)))
+            connection.send_bytes(payload + frame)
+        connection.receive_request()
+
+    with odd_holder(serve) as address:
+        memory = job.ranks[0]
+        memory.addresses = [memory.addresses[0], address, memory.addresses[1]]
+        memory.members.append(memory.members[1])
+        inventories = [[], *2 * [job.inventories()[1]]]
+        window = ArrivingWindow(memory, CANDIDATE, inventories, OWN)
+        try:
+            assert bytes_of(window) == expected
+        finally:
+            window.close()

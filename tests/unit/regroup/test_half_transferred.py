@@ -105,28 +105,33 @@ def seconds_to_end(job: Job, wait: Callable[[], Any]) -> float:
     return time.monotonic() - began
 
 
-def begin_collective(job: Job, operation: str) -> Any:
+def begin_collective(job: Job, operation: str) -> tuple[Any, torch.Tensor]:
+    """The operation, and what it writes to."""
     data = torch.ones(64 * MIB, dtype=torch.uint8)
-    return {
-        'all_reduce': lambda: dist.all_reduce(data, async_op=True),
-        'reduce_scatter': lambda: dist.reduce_scatter_tensor(
-            torch.zeros(32 * MIB, dtype=torch.uint8), data, async_op=True
-        ),
-        'all_gather': lambda: dist.all_gather_into_tensor(
-            torch.zeros(128 * MIB, dtype=torch.uint8), data, async_op=True
-        ),
-    }[operation]()
+    if operation == 'all_reduce':
+        return dist.all_reduce(data, async_op=True), data
+    out = torch.ones((32 if operation == 'reduce_scatter' else 128) * MIB, dtype=torch.uint8)
+    if operation == 'reduce_scatter':
+        return dist.reduce_scatter_tensor(out, data, async_op=True), out
+    data.fill_(2)
+    return dist.all_gather_into_tensor(out, data, async_op=True), out
 
 
 def stop_in_collective(job: Job, operation: str) -> None:
-    work = begin_collective(job, operation)
-    time.sleep(0.01)  # it takes far longer
+    """As soon as something has come, or soon after it began where that does not show."""
+    work, out = begin_collective(job, operation)
+    places = [out.numpy()[:1], out.numpy()[out.numel() // 2 :]]
+    began = time.monotonic()
+    while all(place[0] == 1 for place in places[: 1 if operation == 'all_gather' else 2]):
+        if time.monotonic() - began > 0.05:
+            break
     os.kill(os.getpid(), signal.SIGSTOP)
     work.wait()
 
 
 def seconds_out_of_collective(job: Job, operation: str) -> float:
-    return seconds_to_end(job, begin_collective(job, operation).wait)
+    work, _ = begin_collective(job, operation)
+    return seconds_to_end(job, work.wait)
 
 
 # ---- connecting

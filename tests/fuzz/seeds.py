@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Valid bytes for each target, from which mutations start."""
+
+import struct
+
+import msgspec
+
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.log_record import Direction, LoggedTensor, LogKey
+from moevement_ext.memory.slot import WindowName, encode_frame, frame_checksum
+from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.memory.window_format import Directory, Entry, encode_directory
+from moevement_ext.replicate.transport import (
+    Ack,
+    CommitWindow,
+    DiscardAfter,
+    FetchLog,
+    FetchWindow,
+    ListWindows,
+    LogHead,
+    NotYet,
+    Persisted,
+    Proceed,
+    PutSlot,
+    Refused,
+    RemoteWindow,
+    SlotHead,
+    WindowHead,
+    WindowList,
+)
+from tests.unit.memory.samples import PLAN, WINDOW
+
+
+def message(struct_: msgspec.Struct) -> bytes:
+    """A message as it travels."""
+    encoded = msgspec.msgpack.encode(struct_)
+    return struct.pack('<I', len(encoded)) + encoded
+
+
+def seeds(file: WindowFile) -> dict[str, list[bytes]]:
+    """Valid bytes by target.
+
+    Args:
+        file: a whole window.
+    """
+    entries = [Entry(slot, 2**16 + 64, 64, 2**16, 64) for slot in range(WINDOW)]
+    directory = Directory(WindowName(0, PLAN), entries)
+    frames = [encode_frame(header)[8:] for header in file.headers()]
+    entry = LedgerEntry(3, [1.5], [False], False, 4, 32, 32, 0.1, 0.01)
+    return {
+        'window': [
+            file.array[:1024].tobytes(),
+            encode_directory(file.path, file.capacity, directory),
+        ],
+        'directory': [msgspec.msgpack.encode(file._directory), msgspec.msgpack.encode(directory)],
+        'frame': frames,
+        'ledger': [msgspec.msgpack.encode(entry)],
+        'server': [b'\1' + data for data in _requests(file)] + [b'\0' + _requests(file)[0]],
+        'client': _replies(file),
+    }
+
+
+def _requests(file: WindowFile) -> list[bytes]:
+    put = b''
+    for slot in file.slots():
+        payload, frame = file.slot_blob(slot)
+        head = PutSlot(
+            0, 0, PLAN, slot, len(payload), len(frame), frame_checksum(frame), WindowName(0, PLAN)
+        )
+        put += message(head) + bytes(payload) + bytes(frame)
+    return [
+        put,
+        message(CommitWindow(0, 0, PLAN)) + message(Persisted(0, 0, PLAN)),
+        message(DiscardAfter(0, 3)) + message(ListWindows()),
+        message(FetchWindow(0, 0, PLAN)),
+        message(FetchLog(LogKey(1, Direction.UP, 0))),
+    ]
+
+
+def _replies(file: WindowFile) -> list[bytes]:
+    window = message(WindowHead(WINDOW, file.capacity))
+    for slot in file.slots():
+        payload, frame = file.slot_blob(slot)
+        window += message(SlotHead(slot, len(payload), len(frame))) + bytes(payload) + bytes(frame)
+    tensor = LoggedTensor('float32', (2,), 8, 0)
+    return [
+        b'\0' + message(WindowList([RemoteWindow(0, 0, PLAN)])),
+        b'\1' + window + message(Ack()),
+        b'\1' + message(WindowHead(2**62, 2**63)) + message(SlotHead(2**40, 2**63, 64)),
+        b'\2' + message(LogHead(tensor)) + bytes(8),
+        b'\2' + message(LogHead(LoggedTensor('uint8', (2**62,), 2**62, 0))),
+        b'\2' + message(NotYet()),
+        b'\3' + message(Proceed()) + message(Ack()),
+        b'\3' + message(Refused('no')),
+    ]

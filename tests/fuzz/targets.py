@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reads bytes of others: each target takes any bytes and lets only documented errors pass."""
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from moevement_ext.memory import ledger as ledger_module
+from moevement_ext.memory import window_format
+from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.log_record import CorruptLog, Direction, LogKey
+from moevement_ext.memory.refused import RefusedWindow
+from moevement_ext.memory.slot import decode_frame
+from moevement_ext.memory.store import NodeStore
+from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.replicate import greeting
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.log_reader import _as_tensor
+from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.transport import Connection
+from tests.unit.memory.samples import (
+    PLAN,
+    SECRET,
+    capacity,
+    make_file,
+    make_header,
+    tmpfs_directory,
+    write_window,
+)
+
+OWNER = 0
+SECONDS = 20.0
+MAX_RECORD_BYTES = 2**20
+
+
+class Targets:
+    """The targets, with the real files and servers that they need.
+
+    Args:
+        directory: of its own, in a tmpfs.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._window = make_file(directory / 'sample')
+        self._ledger = directory / 'ledger'
+        self._ledger.touch(mode=0o600)
+        self._scratch = WindowFile.create(directory / 'scratch', capacity())
+        self._errors = _Errors()
+        logging.getLogger('moevement_ext').addHandler(self._errors)
+        logging.getLogger('moevement_ext').propagate = False
+        self._store = NodeStore(directory, 'run1', 'node1')
+        self._server = ReplicaServer(self._store, 1, {OWNER: capacity()}, SECRET)
+        windows = self._server.replicas(OWNER)
+        file = windows.begin(0, PLAN)
+        assert file is not None
+        write_window(file)
+        windows.commit(file)
+        self._listener = socket.create_server(('127.0.0.1', 0))
+        self.all: dict[str, Callable[[bytes], None]] = {
+            'window': self.window,
+            'directory': self.directory,
+            'frame': self.frame,
+            'ledger': self.ledger,
+            'server': self.server,
+            'client': self.client,
+        }
+
+    def close(self) -> None:
+        """Stop the servers."""
+        self._server.stop()
+        self._store.close()
+        self._listener.close()
+
+    def window(self, data: bytes) -> None:
+        """A window file from the first byte on, the rest of it as it should be."""
+        content = self._window.array.copy()
+        content[: len(data)] = np.frombuffer(data[: content.size], np.uint8)
+        _load(content)
+
+    def directory(self, data: bytes) -> None:
+        """A directory whose checksum is right; the slots are those of the sample."""
+        room = window_format.PREAMBLE_BYTES - window_format._PREAMBLE.size
+        encoded = data[:room]
+        content = self._window.array.copy()
+        version, size = window_format.FORMAT_VERSION, content.size
+        checksum = window_format._preamble_checksum(version, size, encoded)
+        head = (window_format._MAGIC, version, len(encoded), size, checksum)
+        used = window_format._PREAMBLE.pack(*head) + encoded
+        content[: len(used)] = np.frombuffer(used, np.uint8)
+        _load(content)
+
+    def frame(self, data: bytes) -> None:
+        """The header of a slot: as it comes, and with the checksum put right, in a window."""
+        with contextlib.suppress(ValueError):
+            decode_frame(data)
+        whole = xxhash.xxh3_64_intdigest(data).to_bytes(8, 'little') + data
+        with contextlib.suppress(ValueError):
+            decode_frame(whole)
+        parts = [memoryview(bytes(make_header(0).payload_bytes)), memoryview(whole)]
+        self._scratch.begin(0, PLAN)
+        with contextlib.suppress(RefusedWindow, HostMemoryError):
+            header = self._scratch.write_blob(
+                0, len(parts[0]), len(whole), lambda view: _fill(view, parts)
+            )
+            self._scratch.verify_payloads([header])
+
+    def ledger(self, data: bytes) -> None:
+        """A ledger as it comes, and one record whose checksum is right."""
+        record = data[: ledger_module.RECORD_BYTES - 24]
+        rest = (0).to_bytes(8, 'little') + len(record).to_bytes(8, 'little') + record
+        checked = xxhash.xxh3_64_intdigest(rest).to_bytes(8, 'little') + rest
+        preamble = ledger_module._PREAMBLE.pack(
+            ledger_module._MAGIC, ledger_module._VERSION, ledger_module.RECORD_BYTES, 1
+        ).ljust(ledger_module.PREAMBLE_BYTES, b'\0')
+        padded = checked.ljust(ledger_module.RECORD_BYTES, b'\0')
+        for content in (data, preamble + data, preamble + padded):
+            self._ledger.write_bytes(content)
+            Ledger.read_newest(self._ledger)
+
+    def server(self, data: bytes) -> None:
+        """What a peer of the job sends; the first byte says whether it greets before."""
+        with socket.create_connection(self._server.address, SECONDS) as sock:
+            with contextlib.suppress(OSError):
+                if data[:1] != b'\0':
+                    connection = Connection(sock)
+                    connection.set_deadline(SECONDS)
+                    assert greeting.introduce(connection, SECRET) is None
+                sock.sendall(data[1:])
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(2**16):
+                    pass
+        self._errors.check()
+
+    def client(self, data: bytes) -> None:
+        """What a peer of the job answers; the first byte says to what."""
+        thread = threading.Thread(target=self._answer, args=(data[1:],))
+        thread.start()
+        client = ReplicaClient(
+            self._listener.getsockname(), SECRET, SECONDS, max_record_bytes=MAX_RECORD_BYTES
+        )
+        documented = (PeerLost, PeerRefused, RefusedWindow, HostMemoryError, CorruptLog)
+        with contextlib.suppress(*documented):
+            self._ask(client, data[0] % 4 if data else 0)
+        client.close()
+        thread.join()
+
+    def _ask(self, client: ReplicaClient, what: int) -> None:
+        match what:
+            case 0:
+                client.list_windows()
+            case 1:
+                client.fetch_window(OWNER, 0, PLAN, self._scratch)
+            case 2:
+                record = client.fetch_log(LogKey(1, Direction.DOWN, 0))
+                if record is not None:
+                    _as_tensor(*record)
+            case _:
+                client.put_window(OWNER, self._window)
+
+    def _answer(self, data: bytes) -> None:
+        with self._listener.accept()[0] as sock, contextlib.suppress(OSError):
+            connection = Connection(sock)
+            connection.set_deadline(SECONDS)
+            greeting.admit(connection, SECRET)
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(2**16):
+                pass
+
+
+class _Errors(logging.Handler):
+    """Errors that a server has survived are defects all the same."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._found.append(self.format(record))
+
+    def check(self) -> None:
+        """Raise what has come."""
+        if self._found:
+            raise AssertionError(self._found.pop())
+
+
+def _load(content: np.ndarray) -> None:
+    with contextlib.suppress(RefusedWindow):
+        path = Path('sample')
+        file = WindowFile(path, content, window_format.read_directory(path, content))
+        for slot in file.slots():
+            file.slot_blob(slot)
+        file.verify()
+
+
+def _fill(view: memoryview, parts: list[memoryview]) -> None:
+    view[:] = parts.pop(0)
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[Targets]:
+    """Targets in a directory of their own."""
+    with tmpfs_directory() as directory:
+        targets = Targets(directory)
+        try:
+            yield targets
+        finally:
+            targets.close()
