@@ -224,8 +224,9 @@ class Membership:
             self._groups.renew(self.store, (), self._timeout)
 
     def close(self) -> None:
-        """The job is over."""
+        """The job is over. Returns when no thread waits in the launcher's store any more."""
         self._watch.stop()
+        self._watch.join()
 
     def _raise_if_broken(self) -> None:
         if self.broken:

@@ -11,16 +11,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import DistError, Store
+from torch.distributed import DistError, DistStoreError, Store
 
 from moevement_ext.rendezvous import beat_key, break_epoch, is_over, why_broken
 
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
-_LONG = timedelta(days=365)
+_WAIT = timedelta(seconds=2)  # then a look whether to go on: a wait cannot be ended otherwise
 _FIRST_RETRY_SECONDS = 0.5
 _LAST_RETRY_SECONDS = 30.0
 
@@ -68,6 +69,7 @@ class EpochWatch:
         self._concluding = threading.Lock()
         self._lost_said = False
         self._beats, self._heard, self._heard_at = 0, 0, time.monotonic()
+        self._threads: list[threading.Thread] = []
         self._start(self._wait)
         self._start(self._beat_until_stopped)
 
@@ -89,6 +91,11 @@ class EpochWatch:
         with self._concluding:
             pass  # others may still be being woken up
 
+    def join(self) -> None:
+        """Wait until the threads of a watch that was stopped have ended: at most some seconds."""
+        for thread in self._threads:
+            thread.join()
+
     def _start(self, body: Callable[[Store], None]) -> None:
         def run() -> None:
             delay = _FIRST_RETRY_SECONDS
@@ -101,7 +108,9 @@ class EpochWatch:
                 self._stopping.wait(delay)
                 delay = min(2 * delay, _LAST_RETRY_SECONDS)
 
-        threading.Thread(target=run, name='sparse-ckpt-watch', daemon=True).start()
+        thread = threading.Thread(target=run, name='sparse-ckpt-watch', daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _say_lost(self, error: DistError) -> None:
         if not (self._lost_said or self._stopping.is_set()):
@@ -110,8 +119,11 @@ class EpochWatch:
 
     def _wait(self, store: Store) -> None:
         """The store wakes this thread up when the epoch is broken; nobody polls."""
-        store.wait([f'broken/{self.epoch}'], _LONG)
-        self._conclude_by(store)
+        while not self._stopping.is_set():
+            with suppress(DistStoreError):  # it took too long
+                store.wait([f'broken/{self.epoch}'], _WAIT)
+                self._conclude_by(store)
+                return
 
     def _conclude_by(self, store: Store) -> None:
         reason = why_broken(store, self.epoch) or 'unknown'

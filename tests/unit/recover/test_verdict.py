@@ -22,9 +22,16 @@ class Job(NamedTuple):
     reports: list[Report]
     stage_of: list[int]
     tied: bool = False
+    interleaved: bool = False
 
     def verdict(self, last_iteration: int = LAST) -> Verdict:
-        return decide(self.reports, self.stage_of, self.tied, last_iteration)
+        return decide(
+            self.reports,
+            self.stage_of,
+            self.tied,
+            last_iteration,
+            interleaved=self.interleaved,
+        )
 
     @property
     def survivors(self) -> list[int]:
@@ -72,7 +79,7 @@ def jobs(draw: st.DrawFn) -> Job:
         if part not in missing:
             inventories[draw(st.sampled_from(ranks))].append(part)
     reports = [draw(reports_of(newest, windows, inventory)) for inventory in inventories]
-    return Job(reports, stage_of, draw(st.booleans()))
+    return Job(reports, stage_of, draw(st.booleans()), draw(st.booleans()))
 
 
 @st.composite
@@ -206,7 +213,7 @@ def test_a_window_is_whole_everywhere_dense_in_time_and_in_the_logs_around(job: 
         return  # loaded, not replayed
     last = max(job.stage_of)
     around = {stage + step for stage in verdict.stages for step in (-1, 1)} - verdict.stages
-    if verdict.stages & {0, last}:  # virtual stages: the last one sends to the first
+    if job.interleaved and verdict.stages & {0, last}:  # the last one sends to the first
         around |= {0, last} - verdict.stages
     for first in job.logs_of(around):
         assert 0 <= first <= window.start + 1, 'the first replayed iteration is in the log'
@@ -261,12 +268,14 @@ def test_all_ranks_decide_alike_whatever_the_order_in_an_inventory(job: Job, ord
 OLD, NEW = Candidate(2, 3, 'plan'), Candidate(6, 3, 'plan')
 
 
-def one_lost(lost: int, first_logged: Sequence[int], *windows: Candidate) -> Verdict:
+def one_lost(
+    lost: int, first_logged: Sequence[int], *windows: Candidate, interleaved: bool = False
+) -> Verdict:
     """Of five stages one is lost; the others log from `first_logged` on."""
     held = everywhere(5, *windows)
     reports = [survivor(9, first_logged=first, windows=held) for first in first_logged]
     reports[lost] = newcomer()
-    return Job(reports, [*range(5)]).verdict()
+    return Job(reports, [*range(5)], interleaved=interleaved).verdict()
 
 
 @pytest.mark.parametrize(('upstream', 'downstream'), [(7, 7), (3, 7), (1, 1)])
@@ -291,9 +300,10 @@ def test_the_ends_are_neighbours_where_stages_have_virtual_chunks(
 ) -> None:
     """The last stage sends what follows its first chunk to the first stage."""
     logs = [1] * 5
-    assert localized(one_lost(lost, logs, NEW)).window == NEW
+    assert localized(one_lost(lost, logs, NEW, interleaved=True)).window == NEW
     logs[other_end] = 8
-    assert one_lost(lost, logs, NEW) == TOO_LATE
+    assert one_lost(lost, logs, NEW, interleaved=True) == TOO_LATE
+    assert localized(one_lost(lost, logs, NEW)).window == NEW
 
 
 def test_a_window_that_is_not_dense_yet_is_passed_over() -> None:
