@@ -13,7 +13,7 @@ from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.log_record import Direction, LogKey
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.recover.agreement import Candidate, HeldWindow
-from moevement_ext.replicate.client import PeerRefused
+from moevement_ext.replicate.client import PeerRefused, ReplicaClient
 from tests.unit.memory.samples import (
     PLAN,
     RUN,
@@ -224,3 +224,53 @@ def test_nodes_the_file_leaves_out_are_named(tmp_path: Path) -> None:
     path.write_text('{"a": "rack1"}')
     with pytest.raises(ConfigurationError, match=r"does not name the nodes \['b', 'c'\]"):
         failure_domains(['a', 'c', 'b'], str(path))
+
+
+# Who may take part, and what goes wrong at the start
+
+
+def test_each_life_of_the_job_has_a_secret_of_its_own_made_by_rank_0(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
+    drawn: list[list[Member]] = []
+
+    def exchange(own: bytes) -> list[bytes]:
+        other = msgspec.structs.replace(
+            msgspec.msgpack.decode(own, type=Member), node='node-b', secret=bytes(32)
+        )
+        everyone = [own, msgspec.msgpack.encode(other)]
+        drawn.append([msgspec.msgpack.decode(item, type=Member) for item in everyone])
+        return everyone
+
+    config = SparseCheckpointConfig(dir=str(shm), replicas=1)
+    for life in range(2):
+        memory = HostMemory(config, 'run1', 0, capacity(), 0, CPU, pytest.fail, exchange)
+        client = ReplicaClient(memory.server.address, drawn[life][0].secret, 20.0)
+        assert client.list_windows() == []
+        client.close()
+        memory.close(remove=True)
+    secrets = {members[0].secret for members in drawn}
+    assert len(secrets) == 2 and {len(secret) for secret in secrets} == {32}
+
+
+def test_what_cannot_be_used_costs_protection_and_not_training(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong, it is a HostMemoryError, and what is not ours stays as it is."""
+    monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
+    members = [msgspec.msgpack.encode(Member('node-a', capacity(), 0, 'host', SECRET))]
+    (shm / 'file').write_text('not a directory')
+    shared = shm / 'shared'
+    shared.mkdir()
+    shared.chmod(0o777)
+    for directory in (shm / 'file', shm / 'file' / 'below', shared, Path('/proc/nowhere')):
+        config = SparseCheckpointConfig(dir=str(directory))
+        with pytest.raises(HostMemoryError, match=str(directory)):
+            HostMemory(config, 'run1', 0, capacity(), 0, CPU, pytest.fail, lambda own: members)
+    config = SparseCheckpointConfig(dir=str(shm / 'memory'), interface='nosuch0')
+    with pytest.raises(HostMemoryError, match='--sparse-ckpt-interface nosuch0'):
+        HostMemory(config, 'run1', 0, capacity(), 0, CPU, pytest.fail, lambda own: members)
+    assert [path for path in (shm / 'memory').rglob('*') if path.is_file()] == []
+    assert (shm / 'file').read_text() == 'not a directory'
+    assert [*shared.iterdir()] == []
