@@ -37,6 +37,7 @@ from moevement_ext.config import node_name
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.host_memory import held_windows
 from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.slot import WindowName
 from moevement_ext.observe.events import EventLog
 from moevement_ext.recover.agreement import Candidate
 from moevement_ext.recover.rank_state import RankState, Running
@@ -224,8 +225,10 @@ class LocalRecovery:
         began = time.perf_counter()
         self._enters('respawn')
         if verdict.window is not None and self._args.rank in verdict.ranks:
-            # Before anybody reads this log: a stage that replays, too, waits for what is sent anew.
+            # Before anybody reads this log, or counts what is captured anew: a stage that replays,
+            # too, waits for what is sent anew, and its windows count when it has them again.
             self._protection.rewind_log(verdict.window.start)
+            self._protection.withdraw_after(WindowName(verdict.window.start, verdict.window.plan))
         self._exchange_addresses(verdict)
         self._phases.respawn += time.perf_counter() - began
         if self._args.rank in verdict.ranks:
@@ -369,7 +372,10 @@ class LocalRecovery:
         for other in verdict.newcomers:
             found = store.get(f'address/{other}')
             memory.addresses[other] = msgspec.msgpack.decode(found, type=tuple[str, int])
-        self._protection.reach_peers()
+        newest = verdict.target
+        if verdict.window is not None and rank in verdict.ranks:
+            newest = verdict.window.start
+        self._protection.reach_peers(newest)
 
     def _replay_stage(
         self, verdict: Localized, iterate: Callable[[int], Any], replay: Callable[[int], Any]

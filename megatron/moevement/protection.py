@@ -199,18 +199,22 @@ class Protection:
 
     def withdraw_after(self, window: WindowName) -> None:
         """This rank will go back to `window`: nobody relies on its later ones any more."""
-        self._replicator.discard_after(window.start)
+        self._replicator.abandon_after(window.start)
         self._board.withdraw_after(window)
 
-    def reach_peers(self) -> None:
-        """Offer everything again if holders of this rank's replicas have become new processes."""
+    def reach_peers(self, newest: int) -> None:
+        """Offer windows again if holders of this rank's replicas have become new processes.
+
+        Args:
+            newest: start of the last window to offer; those after it are to be captured anew.
+        """
         if self._reached == self.memory.peer_addresses():
             return
         self._reached = self.memory.peer_addresses()
         self._replicator.set_peers(self.memory.peers())
         for window in reversed(self.memory.windows.committed()):
             file = self.memory.windows.file(window.start, window.plan)
-            if file is not None:
+            if file is not None and window.start <= newest:
                 self._submit(file)
 
     @contextmanager

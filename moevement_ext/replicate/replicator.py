@@ -124,6 +124,12 @@ class Replicator:
         with self._changed:
             self._drop(WindowName(start, plan))
 
+    def abandon_after(self, start: int) -> None:
+        """Stop sending windows that begin after ``start``; what peers have of them stays."""
+        with self._changed:
+            for job in [job for job in self._jobs if job.name.start > start]:
+                self._drop(job.name)
+
     def persisted(self, start: int, plan: str) -> None:
         """Note the newest window persisted everywhere; peers learn of it with the next slot."""
         with self._changed:
