@@ -181,7 +181,17 @@ class HostMemory:
 
         From its own memory or, if nothing is there, from whoever holds its replicas.
         """
-        return self.windows.headers_after(start)
+        found = self.windows.headers_after(start)
+        for holder, client in self.peers().items():
+            if found:
+                break
+            try:
+                found = client.fetch_headers(self.rank, start)
+            except (PeerLost, PeerRefused, RefusedWindow) as error:
+                logger.warning('nothing to compare with from rank %d: %s', holder, error)
+            finally:
+                client.close()
+        return found
 
     def forget_windows(self) -> None:
         """Drop every window of this rank, here and where replicas are held."""

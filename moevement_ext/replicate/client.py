@@ -10,7 +10,7 @@ import xxhash
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.log_record import CorruptLog, LoggedTensor, LogKey
 from moevement_ext.memory.refused import RefusedWindow
-from moevement_ext.memory.slot import SlotHeader, WindowName, frame_checksum
+from moevement_ext.memory.slot import SlotHeader, WindowName, decode_frame, frame_checksum
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.transport import (
@@ -18,6 +18,7 @@ from moevement_ext.replicate.transport import (
     CommitWindow,
     Connection,
     DiscardAfter,
+    FetchHeaders,
     FetchLog,
     FetchWindow,
     ListWindows,
@@ -35,6 +36,9 @@ from moevement_ext.replicate.transport import (
     WindowHead,
     WindowList,
 )
+
+_MAX_HEADERS = 4096
+_MAX_HEADERS_BYTES = 256 * 2**20
 
 
 class PeerLost(ConnectionError):
@@ -165,6 +169,29 @@ class ReplicaClient:
                 received(into, header)
             _expect(connection, Ack)
         return into.verify_identity(None, None, owner, start, plan)
+
+    def fetch_headers(self, owner: int, start: int) -> list[SlotHeader]:
+        """Receive the headers of what the peer has of windows after ``start``, complete or not.
+
+        Raises:
+            RefusedWindow: what arrived is damaged, or more than windows can have.
+        """
+        headers = []
+        with self._exchange() as connection:
+            connection.send(FetchHeaders(owner, start))
+            head = _expect(connection, WindowHead)
+            if max(head.slots / _MAX_HEADERS, head.nbytes / _MAX_HEADERS_BYTES) > 1:
+                raise RefusedWindow(f'{head.slots} headers of {head.nbytes} bytes are too many')
+            connection.set_deadline(self._timeout_s, head.nbytes)
+            for _ in range(head.slots):
+                frame = bytearray(_expect(connection, SlotHead).frame_bytes)
+                connection.receive_into(memoryview(frame))
+                try:
+                    headers.append(decode_frame(memoryview(frame)))
+                except ValueError as error:
+                    raise RefusedWindow(f'a header is damaged: {error}') from error
+            _expect(connection, Ack)
+        return headers
 
     def fetch_log(self, key: LogKey) -> tuple[LoggedTensor, bytearray] | None:
         """Receive and verify one record of the peer's upstream log.

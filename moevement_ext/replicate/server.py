@@ -12,14 +12,15 @@ import os
 import socket
 import socketserver
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.log_record import LogGap
 from moevement_ext.memory.refused import RefusedWindow
-from moevement_ext.memory.slot import WindowName, frame_checksum
+from moevement_ext.memory.slot import SlotHeader, WindowName, encode_frame, frame_checksum
 from moevement_ext.memory.store import NodeStore, OwnerWindows
 from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.replicate import greeting
@@ -28,6 +29,7 @@ from moevement_ext.replicate.transport import (
     CommitWindow,
     Connection,
     DiscardAfter,
+    FetchHeaders,
     FetchLog,
     FetchWindow,
     ListWindows,
@@ -196,6 +198,9 @@ class ReplicaServer:
                 case FetchLog():
                     self._send_record(connection, request)
                     return
+                case FetchHeaders():
+                    self._send_headers(connection, request)
+                    return
                 case ListWindows():
                     reply: Reply = self._list()
                 case PutSlot() | CommitWindow() | Persisted() | DiscardAfter():
@@ -244,6 +249,18 @@ class ReplicaServer:
         else:
             connection.send(Refused(f'{path} was recycled while it was sent'))
 
+    def _send_headers(self, connection: Connection, request: FetchHeaders) -> None:
+        inbox = self._inbox(request.owner)
+        headers = inbox.headers_after(connection, request.start, self._timeout_s)
+        frames = [(header.slot, encode_frame(header)) for header in headers]
+        nbytes = sum(len(frame) for _, frame in frames)
+        connection.set_deadline(self._timeout_s, nbytes)
+        connection.send(WindowHead(len(frames), nbytes))
+        for slot, frame in frames:
+            connection.send(SlotHead(slot, 0, len(frame)))
+            connection.send_bytes(frame)
+        connection.send(Ack())
+
     def _open_whole(self, request: FetchWindow) -> tuple[Path, int | None, WindowFile]:
         """Return path, inode and map of the first undamaged copy on this node, whoever holds it."""
         wanted = (request.owner, request.start, request.plan)
@@ -277,6 +294,18 @@ class _Inbox:
         timeout_s: float,
     ) -> Reply:
         """Do what the owner asks; raises ``RefusedWindow`` or ``ValueError`` for a refusal."""
+        with self._admitted(connection, timeout_s):
+            return self._dispatch(connection, request, timeout_s)
+
+    def headers_after(
+        self, connection: Connection, start: int, timeout_s: float
+    ) -> list[SlotHeader]:
+        """Headers of what was received of windows after ``start``; errors as of ``answer``."""
+        with self._admitted(connection, timeout_s):
+            return self.windows.headers_after(start)
+
+    @contextmanager
+    def _admitted(self, connection: Connection, timeout_s: float) -> Iterator[None]:
         # An older connection of this owner may still be receiving into the file: cut it off, or
         # what the kernel has buffered for it would be written under the newer transfer.
         stale = self._current
@@ -286,7 +315,7 @@ class _Inbox:
             raise ValueError('an earlier transfer of this owner does not end')
         try:
             self._current = connection
-            return self._dispatch(connection, request, timeout_s)
+            yield
         finally:
             self._current = None
             self._lock.release()

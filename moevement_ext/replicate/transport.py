@@ -11,6 +11,7 @@ A connection begins with a greeting (``greeting``); then, from the client's side
     CommitWindow | Persisted | DiscardAfter -> Ack | Refused
     ListWindows -> WindowList
     FetchWindow -> Refused | WindowHead, then per slot SlotHead, payload, frame -> Ack | Refused
+    FetchHeaders -> Refused | WindowHead, then per slot SlotHead and frame -> Ack
     FetchLog -> Refused | NotYet | LogHead, then the bytes
 """
 
@@ -24,7 +25,7 @@ import msgspec
 from moevement_ext.memory.log_record import LoggedTensor, LogKey
 from moevement_ext.memory.slot import Count, WindowName
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_FRAME_BYTES = 64 * 2**20
 MIN_BYTES_PER_SECOND = 10 * 2**20
@@ -83,6 +84,13 @@ class FetchWindow(msgspec.Struct, frozen=True, tag=True):
     owner: Count
     start: Count
     plan: str
+
+
+class FetchHeaders(msgspec.Struct, frozen=True, tag=True):
+    """Send the headers of all sealed slots of windows after ``start``, complete or not."""
+
+    owner: Count
+    start: int
 
 
 class FetchLog(msgspec.Struct, frozen=True, tag=True):
@@ -144,7 +152,16 @@ class NotYet(msgspec.Struct, frozen=True, tag=True):
     """The record is not there but may still come: ask again."""
 
 
-Request = PutSlot | CommitWindow | Persisted | DiscardAfter | ListWindows | FetchWindow | FetchLog
+Request = (
+    PutSlot
+    | CommitWindow
+    | Persisted
+    | DiscardAfter
+    | ListWindows
+    | FetchWindow
+    | FetchHeaders
+    | FetchLog
+)
 Reply = Ack | Proceed | Refused | WindowList | WindowHead | SlotHead | LogHead | NotYet
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -32,6 +32,7 @@ from tests.unit.memory.samples import (
     digest,
     make_file,
     make_header,
+    write_slot,
 )
 from tests.unit.replicate.peers import DEADLINE_S, HOLDER, OWNER, commit, connected, serving
 
@@ -50,6 +51,25 @@ def test_restarted_owner_gets_its_window_back(
     replacement.commit(into)
     assert digest(replacement.committed()[0].path) == before
     assert into.verify(RUN, TOPOLOGY)
+
+
+def test_headers_of_a_window_that_was_cut_off_are_served(
+    own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
+) -> None:
+    """They say what the state was, though the window is of no use."""
+    client.put_window(OWNER, commit(own, 0))
+    begun = own.begin(WINDOW, PLAN)
+    assert begun is not None
+    for slot in range(WINDOW - 1):
+        write_slot(begun, slot, OWNER)
+        client.put_slot(OWNER, begun, slot)
+    found = client.fetch_headers(OWNER, 0)
+    assert found == [begun.header(slot) for slot in range(WINDOW - 1)]
+    assert [header.start for header in client.fetch_headers(OWNER, -1)] == (
+        [0] * WINDOW + [WINDOW] * (WINDOW - 1)
+    )
+    with pytest.raises(PeerRefused, match='no replicas of rank'):
+        client.fetch_headers(OWNER + 1, 0)
 
 
 def test_any_window_on_the_node_is_served(shm: Path, client: ReplicaClient) -> None:
