@@ -14,6 +14,7 @@ from megatron.moevement.arguments import not_localized
 from megatron.moevement.membership import Membership, newcomer_report
 from moevement_ext.config import LOCALIZED, SparseCheckpointConfig, node_name
 from moevement_ext.forks import close_connections_in_children
+from moevement_ext.launch.orphans import end_orphans
 from moevement_ext.launch.statements import tell_memory, tell_survivors
 from moevement_ext.memory.store import NodeStore
 from moevement_ext.rendezvous import Rendezvous, launcher_store
@@ -32,6 +33,7 @@ def join(
         torch's own.
     """
     close_connections_in_children()
+    end_orphans()
     launcher = launcher_store(timeout)
     if launcher is None:
         return None, None

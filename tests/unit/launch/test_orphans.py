@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a killed worker has left running is ended by its successor, and nothing else is."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(60)
+
+_WORKER = """
+import multiprocessing, sys, time
+
+if __name__ == '__main__':
+    context = multiprocessing.get_context('spawn')
+    child = context.Process(target=time.sleep, args=(600,))
+    child.start()
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+_SUCCESSOR = """
+from moevement_ext.launch.orphans import end_orphans
+print(*end_orphans())
+"""
+
+
+def environment(rank: int) -> dict[str, str]:
+    return {**os.environ, 'RANK': str(rank), 'MASTER_PORT': '4711', 'MASTER_ADDR': '127.0.0.1'}
+
+
+@pytest.fixture
+def workers() -> Iterator[dict[int, tuple[subprocess.Popen, psutil.Process]]]:
+    """Two ranks, each with a child."""
+    started = {}
+    for rank in (0, 1):
+        worker = subprocess.Popen(
+            [sys.executable, '-c', _WORKER], env=environment(rank), stdout=subprocess.PIPE
+        )
+        assert worker.stdout is not None
+        started[rank] = worker, psutil.Process(int(worker.stdout.readline()))
+    yield started
+    for worker, child in started.values():
+        worker.kill()
+        worker.wait()
+        if child.is_running():
+            child.kill()
+
+
+def succeed(rank: int) -> list[int]:
+    output = subprocess.check_output([sys.executable, '-c', _SUCCESSOR], env=environment(rank))
+    return [int(pid) for pid in output.split()]
+
+
+def test_the_successor_of_a_killed_worker_ends_its_orphans_only(workers: dict) -> None:
+    (lost, orphan), (_, other) = workers[0], workers[1]
+    os.kill(lost.pid, signal.SIGKILL)
+    lost.wait()
+    assert orphan.pid in succeed(0)
+    orphan.wait(20)
+    assert other.is_running() and other.status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_worker_that_lives_keeps_its_children(workers: dict) -> None:
+    assert succeed(0) == []
+    assert all(child.is_running() for _, child in workers.values())
