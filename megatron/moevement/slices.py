@@ -10,6 +10,7 @@ import torch
 from megatron.moevement.operators import Operator
 from megatron.moevement.optimizer_state import ParameterState, complete_restore
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.memory.dtypes import dtype_name, dtype_of
 from moevement_ext.memory.refused import RefusedWindow
 from moevement_ext.memory.slot import Record, SlotHeader
 from moevement_ext.recover.context import SlotContext, decode_context
@@ -123,7 +124,7 @@ class SlotLoader:
               for item in self._slices[name].light),
         ]  # fmt: skip
         for item in parts:
-            dtype = str(item.source.dtype).removeprefix('torch.')
+            dtype = dtype_name(item.source.dtype)
             yield _Part(item.operator, item.tensor, item.part, dtype, item.start, item.end)
 
     @torch.no_grad()
@@ -136,7 +137,9 @@ class SlotLoader:
         self.check(header)
         for record in header.records:
             content = torch.from_numpy(payload[record.offset : record.offset + record.nbytes])
-            self.restore(record, content.view(getattr(torch, record.dtype)))
+            dtype = dtype_of(record.dtype)
+            assert dtype is not None  # it is that of the model
+            self.restore(record, content.view(dtype))
         complete_restore(
             self._states_of([*context.full, *context.light]),
             self._model,

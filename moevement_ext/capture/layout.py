@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.slot import Record, align_up
 from moevement_ext.plan.window import OperatorBytes, WindowPlan
 
@@ -79,7 +80,7 @@ class SlotLayout:
         self.records: list[Record] = []
         offset = 0
         for item in self._slices:
-            dtype = str(item.source.dtype).removeprefix('torch.')
+            dtype = dtype_name(item.source.dtype)
             self.records.append(
                 Record(
                     item.operator, item.tensor, item.part, dtype, item.start, item.end,

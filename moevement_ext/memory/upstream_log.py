@@ -31,6 +31,7 @@ import xxhash
 from moevement_ext.capture.pinning import pin
 from moevement_ext.memory import private
 from moevement_ext.memory.budget import gib, preallocate
+from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.log_record import Direction, LogGap, LoggedTensor, LogKey
 from moevement_ext.memory.ring import Ring
 from moevement_ext.memory.window_format import Bytes
@@ -337,7 +338,7 @@ class UpstreamLog:
         except Exception as error:  # logging must not fail training (invariant I6)
             self._give_up(record, error)
             return
-        dtype = str(job.source.dtype).removeprefix('torch.')
+        dtype = dtype_name(job.source.dtype)
         with self._changed:
             record.logged = LoggedTensor(dtype, tuple(job.source.shape), data.size, checksum)
             self._changed.notify_all()

@@ -7,7 +7,6 @@ checksums are verified (paper section 3.3, streamed).
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
@@ -22,14 +21,13 @@ from moevement_ext.memory.window_file import WindowFile
 from moevement_ext.memory.window_format import Bytes
 from moevement_ext.recover.agreement import Candidate, HeldWindow, holders
 from moevement_ext.replicate.client import PeerLost, PeerRefused
+from moevement_ext.replicate.interrupting import join_interrupted
 
 logger = logging.getLogger(__name__)
 
 Arrived = Callable[[WindowFile, SlotHeader], None]
 """Called with every slot that is verified."""
 
-_JOIN_SECONDS = 5.0  # only a connection that is just being opened keeps the thread longer
-_INTERRUPT_SECONDS = 0.05
 _FAILURES = (RefusedWindow, PeerLost, PeerRefused, HostMemoryError)
 
 
@@ -191,10 +189,7 @@ class ArrivingWindow:
         with self._changed:
             self._error = self._error or ArrivalStopped('the window is not waited for any more')
             self._changed.notify_all()
-        expires = time.monotonic() + _JOIN_SECONDS
-        while self._thread.is_alive() and time.monotonic() < expires:
-            self._memory.interrupt_fetch()  # again: the connection may just have been opened
-            self._thread.join(_INTERRUPT_SECONDS)
+        join_interrupted(self._thread, self._memory.interrupt_fetch)
 
     def _wait_for(self, here: Callable[[], bool]) -> None:
         with self._changed:

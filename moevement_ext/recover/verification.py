@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.slot import Record, SlotHeader
 
 _MOST_NAMES = 8
@@ -100,7 +101,7 @@ def _key_of_record(record: Record) -> _Key:
 
 
 def _key_of_slice(item: TensorSlice) -> _Key:
-    dtype = str(item.source.dtype).removeprefix('torch.')
+    dtype = dtype_name(item.source.dtype)
     return _Key(item.operator, item.tensor, item.part, dtype, item.start, item.end)
 
 

@@ -10,22 +10,12 @@ from typing import NamedTuple
 import torch
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.memory.dtypes import dtype_of
 from moevement_ext.memory.log_record import CorruptLog, Direction, LoggedTensor, LogKey
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.interrupting import join_interrupted
 
 MAX_BYTES_AHEAD = 256 * 2**20
-
-# By name rather than by attribute of torch: names come from the wire.
-_DTYPES = {
-    str(dtype).removeprefix('torch.'): dtype
-    for dtype in (
-        *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.bool),
-        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    )
-}
-
-_JOIN_SECONDS = 5.0  # only a connection that is just being opened keeps the thread longer
 
 
 class ReaderClosed(SparseCheckpointError):
@@ -106,8 +96,7 @@ class LogReader:
             self._fetched.clear()
             self._error = ReaderClosed(f'the reader of {self._neighbour} was closed')
             self._changed.notify_all()
-        self._client.interrupt()
-        self._thread.join(_JOIN_SECONDS)
+        join_interrupted(self._thread, self._client.interrupt)
 
     @property
     def _neighbour(self) -> str:
@@ -157,7 +146,7 @@ class LogReader:
 
 def _as_tensor(logged: LoggedTensor, data: bytearray) -> torch.Tensor:
     """Return the tensor over the memory of ``data``, without a copy."""
-    dtype = _DTYPES.get(logged.dtype)
+    dtype = dtype_of(logged.dtype)
     if dtype is None:
         raise CorruptLog(f'unknown dtype {logged.dtype!r}')
     if math.prod(logged.shape) * dtype.itemsize != len(data):

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types of elements by the names that headers have them under."""
+
+import torch
+
+# A list rather than attributes of torch: names come from files and from the wire.
+_DTYPES = {
+    str(dtype).removeprefix('torch.'): dtype
+    for dtype in (
+        *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.bool),
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    )
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Its name in a header, e.g. ``bfloat16``."""
+    return str(dtype).removeprefix('torch.')
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The type of that name, None if it is unknown."""
+    return _DTYPES.get(name)
