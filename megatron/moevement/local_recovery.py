@@ -340,12 +340,11 @@ class LocalRecovery:
         iteration_state.move_to(verdict.target, samples, self._args)
         self._operations.base = handovers(reports)[0].operations
         self._args.num_floating_point_operations_so_far = self._operations.at(samples)
-        if self._membership.joining:
-            upstream.fill_first_step_caches(self._training.optimizer)
-        else:
+        if not self._membership.joining:
             self._broken.let_go()
             self._post_step.let_go()
         self._membership.silence()
+        upstream.fill_first_step_caches(self._training.optimizer)
         self._membership.joining = False
 
     def give_up(self, reason: str) -> NoReturn:

@@ -52,6 +52,7 @@ from moevement_ext.replicate.log_reader import ReaderClosed
 logger = logging.getLogger(__name__)
 
 _UPDATE_GRACE_SECONDS = 1.0
+_CLOSING = timedelta(seconds=20)
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 """For all ranks to connect when all have said that they are about to."""
 _OUT_OF_WAITS_SECONDS = 5.0
@@ -224,9 +225,20 @@ class Membership:
             self._groups.renew(self.store, (), self._timeout)
 
     def close(self) -> None:
-        """The job is over. Returns when no thread waits in the launcher's store any more."""
+        """The job is over on all ranks. Then no thread waits in the launcher's store any more.
+
+        Such a thread wakes up when the epoch ends, for which all must have stopped to watch it.
+        """
         self._watch.stop()
-        self._watch.join()
+        try:
+            self._rendezvous.barrier(self._meeting, 'over', _CLOSING)
+            break_epoch(self._store, self._meeting.epoch, 'the job is over')
+            self._watch.join()
+        except (
+            SparseCheckpointError,
+            DistError,
+        ) as error:  # another rank, or the launcher, is gone
+            logger.warning('the end of the job is not waited for: %s', error)
 
     def _raise_if_broken(self) -> None:
         if self.broken:

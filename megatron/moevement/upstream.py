@@ -117,7 +117,10 @@ def without_connections(args: Any) -> Iterator[None]:
 def fill_first_step_caches(optimizer: Any) -> None:
     """Ask now what optimizers find out together in their first step, and then remember.
 
-    The others have done so long ago: a process that joins them must not reduce this with them.
+    Without connections, so that every rank finds what it has itself: no gradient norm of its own,
+    as those are for multi-token prediction, which is not recovered locally. Some ranks may have
+    asked the others long ago, new ones never, and none before the first update: whoever still had
+    to ask in an iteration would wait for the rest for ever.
     """
     for group in SEPARATE_GRAD_NORM_GROUPS:
         optimizer.has_grad_norm_group(group)

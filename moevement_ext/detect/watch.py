@@ -11,18 +11,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import DistError, DistStoreError, Store
+from torch.distributed import DistError, Store
 
 from moevement_ext.rendezvous import beat_key, break_epoch, is_over, why_broken
 
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
-_WAIT = timedelta(seconds=2)  # then a look whether to go on: a wait cannot be ended otherwise
+_LONG = timedelta(days=365)
 _FIRST_RETRY_SECONDS = 0.5
+_JOIN_SECONDS = 5.0
 _LAST_RETRY_SECONDS = 30.0
 
 
@@ -92,9 +92,9 @@ class EpochWatch:
             pass  # others may still be being woken up
 
     def join(self) -> None:
-        """Wait until the threads of a watch that was stopped have ended: at most some seconds."""
+        """Wait until the threads of a watch that was stopped have ended: its epoch must be over."""
         for thread in self._threads:
-            thread.join()
+            thread.join(_JOIN_SECONDS)
 
     def _start(self, body: Callable[[Store], None]) -> None:
         def run() -> None:
@@ -119,11 +119,8 @@ class EpochWatch:
 
     def _wait(self, store: Store) -> None:
         """The store wakes this thread up when the epoch is broken; nobody polls."""
-        while not self._stopping.is_set():
-            with suppress(DistStoreError):  # it took too long
-                store.wait([f'broken/{self.epoch}'], _WAIT)
-                self._conclude_by(store)
-                return
+        store.wait([f'broken/{self.epoch}'], _LONG)
+        self._conclude_by(store)
 
     def _conclude_by(self, store: Store) -> None:
         reason = why_broken(store, self.epoch) or 'unknown'

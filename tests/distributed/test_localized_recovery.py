@@ -53,6 +53,10 @@ LAYOUTS = {
         f'--use-distributed-optimizer {PP_EP} {UNTIED} --calculate-per-token-loss',
         4, '1:9:forward',
     ),
+    'before-the-first-update': (  # the first iterations overflow
+        '--fp16 --initial-loss-scale 4194304 --hysteresis 1 '
+        f'--use-distributed-optimizer {PP_EP} {UNTIED}', 2, '1:5:forward',
+    ),
     'overlapped-reductions': (
         f'{BF16} --pipeline-model-parallel-size 2 {UNTIED} --overlap-grad-reduce '
         '--overlap-param-gather', 3, '1:8:step',
