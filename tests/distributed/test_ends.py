@@ -51,6 +51,19 @@ def test_nothing_is_left_in_memory_where_a_dense_checkpoint_has_it_all(
     assert not job.memory.exists()
 
 
+@pytest.mark.parametrize('phase', ['save', 'saved'])
+def test_exit_is_not_lost_when_a_worker_dies_in_the_save_before_it(
+    phase: str, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    dense = tmp_path / 'dense'
+    job = cluster(*FLAGS, *WINDOW, '--save', str(dense), '--exit-interval', '6')
+    assert job.survive(fail_at=f'1:6:{phase}') == {1: 1}
+    assert 'exiting program at iteration 6' in job.output(0)
+    assert 'iteration        7/' not in job.output(0)
+    assert (dense / 'latest_checkpointed_iteration.txt').read_text() == '6'
+    assert not job.memory.exists()
+
+
 @pytest.mark.parametrize('end', PLANNED)
 def test_windows_are_kept_where_nothing_else_has_the_state(
     end: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]

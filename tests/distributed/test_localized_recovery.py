@@ -5,8 +5,10 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from megatron.core.dist_checkpointing import load_common_state_dict
 
 from tests.distributed.cluster import Cluster
 from tests.distributed.conftest import differences, read_digest
@@ -104,6 +106,11 @@ def victims(fail_at: str) -> dict[int, int]:
         rank = int(fault.partition(':')[0])
         found[rank] = found.get(rank, 0) + 1
     return found
+
+
+def operations(dense: Path) -> float:
+    """Upstream's count of floating point operations in a dense checkpoint."""
+    return load_common_state_dict(str(dense))['num_floating_point_operations_so_far']
 
 
 def check_localized(job: Cluster) -> None:
@@ -226,6 +233,9 @@ def test_death_in_evaluation_and_dense_checkpoint(
     check_localized(job)
     saved = sorted(path.name for path in (job.directory / 'dense').glob('iter_*'))
     assert saved == ['iter_0000004', 'iter_0000008', 'iter_0000012']
+    assert [operations(job.directory / 'dense' / name) for name in saved] == [
+        count * operations(job.directory / 'dense' / saved[0]) for count in (1, 2, 3)
+    ]
     losses = re.findall(r'validation loss at iteration (\d+) ', job.output(0))
     assert {'4', '8', '12'} <= set(losses)
 

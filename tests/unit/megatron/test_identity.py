@@ -47,7 +47,7 @@ INDIFFERENT = [
 ]  # fmt: skip
 
 
-def _parsed() -> Namespace:
+def parsed() -> Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
     add_arguments(parser)
@@ -57,7 +57,7 @@ def _parsed() -> Namespace:
 @pytest.fixture(scope='module')
 def defaults() -> Namespace:
     """What upstream's parser gives without flags, and what its validation adds."""
-    args = _parsed()
+    args = parsed()
     args.rank, args.world_size, args.data_parallel_size = 0, 4, 2
     return args
 
