@@ -5,6 +5,7 @@ A fork server imports torch, Megatron and `pretrain_gpt` once; each worker of a 
 so a job of four ranks starts in about a second instead of tens of seconds.
 """
 
+import contextlib
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -15,7 +16,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -122,10 +123,7 @@ class Cluster:
         try:
             self._supervise(workers, kill_after_iteration, kill_delay_s, timeout_s)
         finally:
-            for worker in workers:
-                worker.kill()
-            for worker in workers:
-                worker.join()
+            _end(workers)
         self.lives += 1
         return [worker.exitcode for worker in workers]
 
@@ -157,6 +155,7 @@ class Cluster:
         self.directory.mkdir(parents=True, exist_ok=True)
         store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
         starts = dict.fromkeys(range(self.ranks), 0)
+        started: list[multiprocessing.Process] = []
 
         def start(rank: int, **env: str) -> multiprocessing.Process:
             env = {
@@ -168,6 +167,7 @@ class Cluster:
             arguments = (self.program, self.flags, env, str(self.log(rank)), mutation)
             worker = _CONTEXT.Process(target=_worker, args=arguments)
             worker.start()
+            started.append(worker)
             return worker
 
         workers = [start(rank) for rank in range(self.ranks)]
@@ -194,10 +194,7 @@ class Cluster:
                     [worker.sentinel for worker in workers if worker.exitcode is None], 0.02
                 )
         finally:
-            for worker in workers:
-                worker.kill()
-            for worker in workers:
-                worker.join()
+            _end(workers, started)
         self.lives += 1
         return {rank: count for rank, count in starts.items() if count}
 
@@ -280,6 +277,18 @@ class Cluster:
     def _reached(self, iteration: int) -> bool:
         log = self.log(self.ranks - 1)
         return log.exists() and f'iteration {iteration:8d}/' in log.read_text(errors='replace')
+
+
+def _end(workers: Sequence[Any], before: Sequence[Any] = ()) -> None:
+    """Kill workers, and what they and those that died before have left: writers of checkpoints."""
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join()
+    for worker in (*workers, *before):
+        if worker.exitcode is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)  # each has a session of its own
 
 
 def _free_port() -> int:
