@@ -31,7 +31,7 @@ from moevement_ext.config import node_name
 from moevement_ext.detect.absentees import Absentees
 from moevement_ext.detect.training_thread import TrainingThread
 from moevement_ext.detect.watch import EpochWatch
-from moevement_ext.errors import EXIT_STUCK, SparseCheckpointError
+from moevement_ext.errors import EXIT_STUCK, EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.host_memory import held_windows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.store import NodeStore
@@ -103,15 +103,25 @@ class Membership:
         self.not_updating.set()
         self._rendezvous = Rendezvous(store, rank, world_size)
         self._rendezvous.predecessor_took_part()
-        self._brought = msgspec.msgpack.encode(report())
+        self._brought = report()
         with self._setting_up:
-            self._arrive(self._rendezvous.meet(lambda: self._brought, timeout))
+            self._arrive(self._meet_first())
             self.origin = max(
                 [report.origin for report in self.reports if report.survivor] or [NOWHERE]
             )
             self.joining = self.origin != NOWHERE
             if not self.joining:
                 self.origin = self._meeting.epoch
+
+    def _meet_first(self) -> Meeting:
+        """Meet, again if all are new but some were set up to join others, and end now."""
+        while True:
+            meeting = self._rendezvous.meet(lambda: _encode(self._brought), self._timeout)
+            reports = _decode(meeting)
+            survived = any(report.survivor for report in reports)
+            if survived or not any(report.midway for report in reports):
+                return meeting
+            break_epoch(self._store, meeting.epoch, 'nobody is left to join')
 
     @property
     def store(self) -> Store:
@@ -186,7 +196,9 @@ class Membership:
         before, pids = self._meeting.epoch, [report.pid for report in self.reports]
         absentees = Absentees(self._store.clone(), before, pids, self._hang_timeout_s)
         try:
-            self._arrive(self._rendezvous.meet(_encoded(report), self._timeout, after=before))
+            self._arrive(
+                self._rendezvous.meet(lambda: _encode(report()), self._timeout, after=before)
+            )
         finally:
             absentees.stop()
         return self.reports
@@ -246,7 +258,7 @@ class Membership:
 
     def _arrive(self, meeting: Meeting) -> None:
         self._meeting = meeting
-        self.reports = [msgspec.msgpack.decode(item, type=Report) for item in meeting.reports]
+        self.reports = _decode(meeting)
         self._unblocked_at = None
         # Signs of life from now on: the set-up of a new process may take long.
         self._watch = EpochWatch(
@@ -282,11 +294,16 @@ class Membership:
             logger.warning('sparse checkpointing: joining again: %s', self._watch.reason)
             try:
                 self._rendezvous.store = self._store.clone()
-                self._arrive(
-                    self._rendezvous.meet(lambda: self._brought, self._timeout, after=before)
-                )
+                midway = _encode(msgspec.structs.replace(self._brought, midway=True))
+                self._arrive(self._rendezvous.meet(lambda: midway, self._timeout, after=before))
             except SparseCheckpointError as error:  # raised by `settle`
                 self._lost = error
+                return
+        if not any(report.survivor for report in self.reports):
+            logger.warning('sparse checkpointing: nobody is left to join; this process ends')
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_WHOLE_JOB)
 
     def _look_at_training_thread(self, store: Store) -> None:
         """On the beating thread: end this process when that thread is never going to leave."""
@@ -328,8 +345,12 @@ def newcomer_report(store: NodeStore, run: str, topology: str, rank: int) -> Rep
     )
 
 
-def _encoded(report: Callable[[], Report]) -> Callable[[], bytes]:
-    return lambda: msgspec.msgpack.encode(report())
+def _encode(report: Report) -> bytes:
+    return msgspec.msgpack.encode(report)
+
+
+def _decode(meeting: Meeting) -> list[Report]:
+    return [msgspec.msgpack.decode(item, type=Report) for item in meeting.reports]
 
 
 def lost_peer(error: BaseException) -> bool:

@@ -96,16 +96,19 @@ class Supervisor:
     def __init__(self, config: LaunchConfig, on_event: Callable[[Event], None] = print_event):
         check_devices(config)
         self.config = config
-        self.store = TCPStore(
-            '127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
-        )
+        self._open_store()
         self.workers: list[Worker] = []
         self._report = on_event
         self._strikes = Strikes(config)
-        self._environment = job_environment(config, self.store.port)
         self._exit_code: int | None = None
         self._announced_code = 0
         self._restarts = 0
+
+    def _open_store(self) -> None:
+        self.store = TCPStore(
+            '127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+        )
+        self._environment = job_environment(self.config, self.store.port)
 
     def run(self) -> int:
         """Start the workers and wait until all have ended well; nothing of the job is left then.
@@ -233,7 +236,12 @@ class Supervisor:
         errors = [at for any_worker in self.workers for at in any_worker.errors]
         self._refuse_in_vain(worker, how, errors)
         self._report(AllStartAgain(how))
-        # The same number for all: `torch.distributed` tells the lives of a job apart by it.
+        # torch would find the keys of the life before in the old one, and wait for the dead.
+        self._spares.close()
+        self._open_store()
+        self._spares = SparePool(self.config, self._environment, self._loop, self._report)
+        for _ in range(self.config.spares):
+            self._spares.start()
         restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
         for any_worker in self.workers:
             self._start_again(any_worker, restarts)

@@ -24,6 +24,8 @@ class Report(msgspec.Struct, frozen=True):
     pid: int
     windows: list[HeldWindow]
     """Committed windows on its node, of whichever rank."""
+    midway: bool = False
+    """A new process that is setting up to join a running job, and can do nothing else any more."""
     origin: int = NOWHERE
     """Epoch in which all ranks of this life of the job started together."""
     committed: int = NOWHERE
