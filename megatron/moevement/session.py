@@ -353,6 +353,7 @@ class Session:
         if self._local is not None:
             self._local.converted(conversion.last)
         assert self._protection is not None
+        self._events.iteration = conversion.last.iteration
         self._protection.verification.check(conversion.last.iteration)
         get_moe_metrics_tracker().clear()  # the log shows trained iterations only
         self._phases.load, self._phases.convert = conversion.load_s, conversion.replay_s

@@ -57,7 +57,7 @@ def result_refused_in_iteration_6() -> None:
     def validated(self: RerunStateMachine, *args: Any, **kwargs: Any) -> None:
         injector = self.error_injector
         injector.error_injection_rate = 1
-        injector.should_inject_errors = self.current_iteration == 5 and os.environ['RANK'] == '1'
+        injector.should_inject_errors = self.current_iteration == 6 and os.environ['RANK'] == '1'
         validate(self, *args, **kwargs)
 
     RerunStateMachine.validate_result = validated

@@ -56,7 +56,8 @@ def test_exit_is_not_lost_when_a_worker_dies_in_the_save_before_it(
     phase: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     dense = tmp_path / 'dense'
-    job = cluster(*FLAGS, *WINDOW, '--save', str(dense), '--exit-interval', '6')
+    saves = ['--save', str(dense), '--save-interval', '100']
+    job = cluster(*FLAGS, *WINDOW, *saves, '--exit-interval', '6')
     assert job.survive(fail_at=f'1:6:{phase}') == {1: 1}
     assert 'exiting program at iteration 6' in job.output(0)
     assert 'iteration        7/' not in job.output(0)
