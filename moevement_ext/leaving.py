@@ -2,6 +2,7 @@
 """How a process ends that has threads which nobody can end."""
 
 import atexit
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -19,6 +20,8 @@ def leave(code: int) -> NoReturn:
     # What the interpreter does before it lets go of its threads (checked against Python 3.12).
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    # A process that `multiprocessing` has started leaves this to its caller, whom it never meets.
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
