@@ -24,8 +24,6 @@ class Report(msgspec.Struct, frozen=True):
     pid: int
     windows: list[HeldWindow]
     """Committed windows on its node, of whichever rank."""
-    midway: bool = False
-    """A new process that is setting up to join a running job, and can do nothing else any more."""
     origin: int = NOWHERE
     """Epoch in which all ranks of this life of the job started together."""
     committed: int = NOWHERE
@@ -42,6 +40,8 @@ class Report(msgspec.Struct, frozen=True):
     """Newest committed iterations, oldest first."""
     details: bytes = b''
     """Further state that a replacement takes over, opaque here."""
+    midway: bool = False
+    """A new process that is setting up to join a running job, and can do nothing else any more."""
 
 
 class Localized(msgspec.Struct, frozen=True):
