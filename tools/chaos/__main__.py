@@ -46,12 +46,10 @@ from tools.bench.model import prepare_data
 from tools.chaos.campaign import Campaign
 from tools.chaos.configuration import (
     LONGEST_WINDOW,
-    STUCK_FLAG,
     Configuration,
     Feature,
     Precision,
     draw_configuration,
-    stuck_is_found,
 )
 from tools.chaos.flags import parse_layout
 from tools.chaos.landing import Coverage, parse_cells
@@ -156,10 +154,8 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(
                 f'--kinds {",".join(sorted(refused))}: not possible here; a lost node needs '
                 '--nodes 2 or more (no replica survives the only one), a double strike two ranks, '
-                'an agent torchrun, a stuck loader a product that finds it'
+                'an agent torchrun, a stopped or stuck worker the other launcher'
             )
-    elif Kind.STUCK in {cell.kind for cell in args.cover} and not stuck_is_found():
-        raise ValueError(f'--cover stuck: the product has no {STUCK_FLAG} yet')
     args.kinds = kinds
 
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a struck job trains and with what switched on: given by flags, or drawn from a seed."""
 
-import argparse
 import enum
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.moevement.arguments import add_arguments
 from tools.chaos.flags import COMMON_FLAGS, RUN_ID, SAMPLES, Layout, parse_layout
 from tools.chaos.launching import Launcher
 from tools.chaos.plan import Kind
@@ -17,7 +15,6 @@ AUTO = 'auto'
 LONGEST_WINDOW = 6
 HANG_TIMEOUT_S = 5
 STUCK_TIMEOUT_S = 10
-STUCK_FLAG = '--sparse-ckpt-stuck-timeout'
 
 _BLOCK = 10
 _OF_BLOCK = 4
@@ -121,7 +118,7 @@ class Configuration(NamedTuple):
 
     def kinds(self) -> list[Kind]:
         """What such a job can be struck with."""
-        impossible = {Kind.STUCK} if not stuck_is_found() else set()
+        impossible: set[Kind] = set()
         if self.launcher is Launcher.TORCHRUN:  # an agent does not evict
             impossible |= {Kind.STOP, Kind.STUCK}
         else:
@@ -168,9 +165,7 @@ class Configuration(NamedTuple):
         flags += ['--sparse-ckpt-hang-timeout', str(HANG_TIMEOUT_S)]
         if self.window == AUTO:
             flags += ['--sparse-ckpt-max-window', str(LONGEST_WINDOW), *_RESTLESS.split()]
-        if stuck_is_found():
-            flags += [STUCK_FLAG, str(STUCK_TIMEOUT_S)]
-        return flags
+        return [*flags, '--sparse-ckpt-stuck-timeout', str(STUCK_TIMEOUT_S)]
 
     def _length(self, iterations: int) -> str:
         """By samples if their number grows, which upstream asks for."""
@@ -180,12 +175,6 @@ class Configuration(NamedTuple):
         samples = _RAMP_SAMPLES + (iterations - first) * SAMPLES
         decay = 200 * SAMPLES
         return f'--train-samples {samples} --lr-warmup-samples 24 --lr-decay-samples {decay}'
-
-
-def stuck_is_found() -> bool:
-    """Whether the product looks for workers that are alive, but whose training is stuck."""
-    parser = add_arguments(argparse.ArgumentParser(add_help=False))
-    return STUCK_FLAG in parser.format_help()
 
 
 def draw_configuration(seed: int, number: int, attempt: int = 0) -> Configuration:
