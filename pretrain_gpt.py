@@ -10,7 +10,7 @@ import time
 
 _PROGRAM_START = time.time()
 
-from megatron.moevement import cpu_device, preflight
+from megatron.moevement.seams import cpu_device, preflight
 
 preflight.check_installation()
 if cpu_device.needed():
@@ -51,7 +51,7 @@ from megatron.training.utils import (
 
 from megatron.moevement.arguments import add_arguments
 from megatron.moevement.program import run_with_sparse_checkpointing
-from moevement_ext.testing import faults
+from moevement_ext import faults
 
 if cpu_device.needed():
     cpu_device.mend_upstream()

@@ -32,12 +32,17 @@ from rich.table import Table
 
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice, operator_bytes
-from moevement_ext.capture.pinning import payload_tensor
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.memory.slot import FORMAT_VERSION, SlotHeader, frame_bytes_bound
-from moevement_ext.memory.window_file import WindowFile
-from moevement_ext.memory.window_format import window_capacity
-from moevement_ext.plan.window import InfeasiblePlan, WindowPlan, hideable_budget, plan_stages
+from moevement_ext.memory.pinning import payload_tensor
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import window_capacity
+from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader, frame_bytes_bound
+from moevement_ext.plan.byte_planner import (
+    InfeasiblePlan,
+    WindowPlan,
+    hideable_budget,
+    plan_stages,
+)
 from tools.bench.figures import Spread, write_json
 from tools.bench.hardware import Hardware
 

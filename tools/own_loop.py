@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.moevement import cpu_device
+from megatron.moevement.seams import cpu_device
 
 if cpu_device.needed():
     cpu_device.install()

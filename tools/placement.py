@@ -27,8 +27,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from moevement_ext.replicate import expert_placement
-from moevement_ext.replicate.survival import Placed, survival_report
+from moevement_ext.simulate import lazarus as expert_placement
+from moevement_ext.simulate.survival import Placed, survival_report
 
 SPREADS = 20
 

@@ -28,8 +28,7 @@ if __name__ == '__main__':  # as a script its own folder comes first, where `too
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from moevement_ext.memory.budget import gib
-from moevement_ext.plan.paper import plan_as_printed
-from moevement_ext.plan.window import (
+from moevement_ext.plan.byte_planner import (
     InfeasiblePlan,
     OperatorBytes,
     WindowPlan,
@@ -37,6 +36,7 @@ from moevement_ext.plan.window import (
     fewest_slots,
 )
 from moevement_ext.simulate import advice
+from moevement_ext.simulate.algorithm1 import plan_as_printed
 from moevement_ext.simulate.cluster import (
     CLUSTERS,
     GIGA,

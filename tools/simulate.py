@@ -29,7 +29,7 @@ if __name__ == '__main__' and not __package__:  # started by its path: find the 
 from rich.console import Console
 from rich.table import Table
 
-from moevement_ext.plan.window import InfeasiblePlan
+from moevement_ext.plan.byte_planner import InfeasiblePlan
 from moevement_ext.simulate import intervals
 from moevement_ext.simulate.closed_form import Dense
 from moevement_ext.simulate.fields import FieldError

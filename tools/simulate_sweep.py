@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from moevement_ext.plan.window import InfeasiblePlan
+from moevement_ext.plan.byte_planner import InfeasiblePlan
 from moevement_ext.simulate.closed_form import Dense
 from moevement_ext.simulate.fields import FieldError
 from moevement_ext.simulate.profile import ProfileError

@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from moevement_ext.plan.window import InfeasiblePlan
+from moevement_ext.plan.byte_planner import InfeasiblePlan
 from moevement_ext.simulate.failures import Renewal
 from moevement_ext.simulate.fields import FieldError
 from moevement_ext.simulate.monte_carlo import Timeline

@@ -37,13 +37,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.moevement.arguments import refuse_unsupported
-from megatron.moevement.digest import state_digest, write_digest
-from megatron.moevement.ending import finish
-from megatron.moevement.joining import join
-from megatron.moevement.operation_count import OperationCount
-from megatron.moevement.post_step import PostStep
-from megatron.moevement.session import Session
+from megatron.moevement.job.ending import finish
+from megatron.moevement.job.joining import join
+from megatron.moevement.job.session import Session
+from megatron.moevement.job.unsupported import refuse_unsupported
+from megatron.moevement.seams.post_step import PostStep
+from megatron.moevement.state.digest import state_digest, write_digest
+from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 
 # What upstream's trainer has flags for and another loop has not.

@@ -6,18 +6,19 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from megatron.moevement import ending, upstream
 from megatron.moevement.arguments import config_from_args
-from megatron.moevement.data_position import UpstreamData
-from megatron.moevement.digest import state_digest, write_digest
-from megatron.moevement.joining import join
-from megatron.moevement.local_recovery import handovers
-from megatron.moevement.membership import Membership
-from megatron.moevement.operation_count import OperationCount
-from megatron.moevement.post_step import PostStep
-from megatron.moevement.session import Session
-from megatron.moevement.upstream_trainer import UpstreamTrainer
-from moevement_ext.leaving import leave
+from megatron.moevement.job import ending
+from megatron.moevement.job.joining import join
+from megatron.moevement.job.local_recovery import handovers
+from megatron.moevement.job.session import Session
+from megatron.moevement.job.upstream_trainer import UpstreamTrainer
+from megatron.moevement.seams import upstream
+from megatron.moevement.seams.data_position import UpstreamData
+from megatron.moevement.seams.post_step import PostStep
+from megatron.moevement.state.digest import state_digest, write_digest
+from megatron.moevement.state.operation_count import OperationCount
+from moevement_ext.membership.membership import Membership
+from moevement_ext.process.leaving import leave
 
 
 def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:

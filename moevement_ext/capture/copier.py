@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from moevement_ext import faults
 from moevement_ext.capture.layout import Copy
-from moevement_ext.testing import faults
 
 
 class Copier:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from moevement_ext.memory.dtypes import dtype_name
-from moevement_ext.memory.slot import Record, align_up
-from moevement_ext.plan.window import OperatorBytes, WindowPlan
+from moevement_ext.memory.window.slot import Record, align_up
+from moevement_ext.plan.byte_planner import OperatorBytes, WindowPlan
 
 
 @dataclass(frozen=True, eq=False)

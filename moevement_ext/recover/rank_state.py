@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.recover.verdict import NOWHERE, Localized
+from moevement_ext.membership.report import NOWHERE
+from moevement_ext.recover.verdict import Localized
 
 
 class IterationStateLike(Protocol):

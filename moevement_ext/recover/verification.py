@@ -15,7 +15,7 @@ import xxhash
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.memory.dtypes import dtype_name
-from moevement_ext.memory.slot import Record, SlotHeader
+from moevement_ext.memory.window.slot import Record, SlotHeader
 
 _MOST_NAMES = 8
 

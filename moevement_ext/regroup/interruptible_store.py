@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
-from moevement_ext.testing import faults
+from moevement_ext import faults
 
 _POLL_SECONDS = 0.005
 

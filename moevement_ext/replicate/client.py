@@ -8,15 +8,16 @@ from contextlib import contextmanager
 import xxhash
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.memory.log_record import CorruptLog, LoggedTensor, LogKey
-from moevement_ext.memory.refused import RefusedWindow
-from moevement_ext.memory.slot import SlotHeader, WindowName, decode_frame, frame_checksum
-from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.memory.upstream_log.record import CorruptLog, LoggedTensor, LogKey
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.slot import SlotHeader, decode_frame, frame_checksum
 from moevement_ext.replicate import greeting
-from moevement_ext.replicate.transport import (
+from moevement_ext.replicate.connection import Connection, ProtocolError
+from moevement_ext.replicate.protocol import (
     Ack,
     CommitWindow,
-    Connection,
     DiscardAfter,
     FetchHeaders,
     FetchLog,
@@ -26,7 +27,6 @@ from moevement_ext.replicate.transport import (
     NotYet,
     Persisted,
     Proceed,
-    ProtocolError,
     PutSlot,
     Refused,
     RemoteWindow,

@@ -18,13 +18,8 @@ from typing import Annotated
 
 import msgspec
 
-from moevement_ext.replicate.transport import (
-    PROTOCOL_VERSION,
-    Ack,
-    Connection,
-    ProtocolError,
-    Refused,
-)
+from moevement_ext.replicate.connection import Connection, ProtocolError
+from moevement_ext.replicate.protocol import PROTOCOL_VERSION, Ack, Refused
 
 SECRET_BYTES = 32
 MAX_GREETING_BYTES = 256

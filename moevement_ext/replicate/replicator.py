@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from moevement_ext.memory.refused import RefusedWindow
-from moevement_ext.memory.slot import WindowName
-from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 
 logger = logging.getLogger(__name__)

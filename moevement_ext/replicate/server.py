@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moevement_ext.memory.budget import HostMemoryError
-from moevement_ext.memory.log_record import LogGap
-from moevement_ext.memory.refused import RefusedWindow
-from moevement_ext.memory.slot import SlotHeader, WindowName, encode_frame, frame_checksum
-from moevement_ext.memory.store import NodeStore, OwnerWindows
-from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.upstream_log.record import LogGap
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.slot import SlotHeader, encode_frame, frame_checksum
 from moevement_ext.replicate import greeting
-from moevement_ext.replicate.transport import (
+from moevement_ext.replicate.connection import Connection, ProtocolError
+from moevement_ext.replicate.protocol import (
     Ack,
     CommitWindow,
-    Connection,
     DiscardAfter,
     FetchHeaders,
     FetchLog,
@@ -37,7 +39,6 @@ from moevement_ext.replicate.transport import (
     NotYet,
     Persisted,
     Proceed,
-    ProtocolError,
     PutSlot,
     Refused,
     RemoteWindow,
@@ -49,7 +50,7 @@ from moevement_ext.replicate.transport import (
 )
 
 if TYPE_CHECKING:  # a holder of replicas alone needs no torch
-    from moevement_ext.memory.upstream_log import UpstreamLog
+    from moevement_ext.memory.upstream_log.log import UpstreamLog
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from moevement_ext.plan.window import OperatorBytes
+from moevement_ext.plan.byte_planner import OperatorBytes
 from moevement_ext.simulate.layout import Batch, Layout, Precision
 from moevement_ext.simulate.model import ModelShape
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
 from moevement_ext.memory.ledger import Ledger
-from moevement_ext.memory.ring import region_bytes
-from moevement_ext.memory.window_format import window_capacity
-from moevement_ext.plan.window import OperatorBytes, window_bytes_bound
+from moevement_ext.memory.upstream_log.ring import region_bytes
+from moevement_ext.memory.window.format import window_capacity
+from moevement_ext.plan.byte_planner import OperatorBytes, window_bytes_bound
 from moevement_ext.replicate.placement import place_replicas
 from moevement_ext.simulate.layout import Batch, Layout, Precision
 from moevement_ext.simulate.model import ModelShape

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moevement_ext.plan.paper import plan_as_printed
-from moevement_ext.plan.window import (
+from moevement_ext.plan.byte_planner import (
     DEFAULT_HIDDEN_FRACTION,
     InfeasiblePlan,
     OperatorBytes,
@@ -22,6 +21,7 @@ from moevement_ext.plan.window import (
     plan_stages,
 )
 from moevement_ext.simulate import fields, memory
+from moevement_ext.simulate.algorithm1 import plan_as_printed
 from moevement_ext.simulate.closed_form import Sparse
 from moevement_ext.simulate.cluster import Cluster
 from moevement_ext.simulate.layout import Batch, Layout, Precision

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from moevement_ext.plan.window import DEFAULT_HIDDEN_FRACTION
+from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION
 from moevement_ext.simulate import fields
 from moevement_ext.simulate.pipeline import Pipeline
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moevement_ext.plan.window import OperatorBytes
+from moevement_ext.plan.byte_planner import OperatorBytes
 from moevement_ext.simulate import fields
 from moevement_ext.simulate.layout import Layout, Precision
 from moevement_ext.simulate.model import ModelShape

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from moevement_ext.plan.paper import plan_as_printed
-from moevement_ext.plan.window import OperatorBytes, WindowPlan, balanced, fewest_slots
+from moevement_ext.plan.byte_planner import OperatorBytes, WindowPlan, balanced, fewest_slots
 from moevement_ext.simulate import fields, intervals
+from moevement_ext.simulate.algorithm1 import plan_as_printed
 from moevement_ext.simulate.closed_form import Dense, Sparse
 from moevement_ext.simulate.partial import PartialExperts, PartialRun, with_experts
 from moevement_ext.simulate.pipeline import Pipeline

@@ -15,7 +15,7 @@ os.environ.update(OMP_NUM_THREADS='1', TORCHDYNAMO_DISABLE='1')
 ROOT = Path(__file__).resolve().parents[2]
 os.environ['PYTHONPATH'] = f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
 
-from tests.distributed.cluster import Cluster  # noqa: E402
+from tests.distributed.harness.cluster import Cluster  # noqa: E402
 
 CPU = """--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
  --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion

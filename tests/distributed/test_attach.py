@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.cluster import Cluster
 from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -66,7 +66,7 @@ def test_own_loop_goes_on_with_the_bits_of_an_undisturbed_run(
 
 def test_data_that_is_not_moved_back_shows(own_loop: Callable[[], Cluster], expected: dict) -> None:
     job = own_loop()
-    job.survive(fail_at='0:11:p2p', mutation='local_mutations:own_data_not_moved_back')
+    job.survive(fail_at='0:11:p2p', mutation='mutations.localized:own_data_not_moved_back')
     assert differences(expected, read_digest(job)) != []
 
 
@@ -94,6 +94,6 @@ def test_loop_that_steps_otherwise_is_refused(
     mutation: str, message: str, own_loop: Callable[[], Cluster]
 ) -> None:
     job = own_loop()
-    codes = job.run(mutation=f'local_mutations:{mutation}')
+    codes = job.run(mutation=f'mutations.localized:{mutation}')
     assert 1 in codes
     assert message in job.output(0)

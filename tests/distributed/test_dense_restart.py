@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.cluster import Cluster
 from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
 
 Make = Callable[..., Cluster]
 PP2 = '--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 14'

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.cluster import ROOT, Cluster
 from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import ROOT, Cluster
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -35,7 +35,7 @@ def said(job: Cluster) -> str:
 
 def end_as_planned(job: Cluster, flags: list[str], mutation: str | None) -> None:
     job.flags += flags
-    place = mutation and f'ending_mutations:{mutation}'
+    place = mutation and f'mutations.ending:{mutation}'
     assert job.survive(mutation=place) == {}
     del job.flags[len(job.flags) - len(flags) :]
 
@@ -86,7 +86,7 @@ def test_job_that_ran_an_iteration_twice_recovers_as_a_whole(
     """Upstream repeats an iteration of large gradients; a stage replaying alone could not."""
     checked = '--check-for-large-grads'
     job = cluster(*FLAGS, '--sparse-ckpt-window', '3', checked)
-    mutation = 'ending_mutations:large_gradients_in_iteration_8'
+    mutation = 'mutations.ending:large_gradients_in_iteration_8'
     assert job.survive(fail_at='3:9:forward', mutation=mutation)[3] == 1
     assert 'Need to rerun step' in job.output(0)
     assert f'restarts the whole job: {checked} may run an iteration twice' in job.output(0)
@@ -105,9 +105,9 @@ def launch(job: Cluster, *flags: str, mutation: str | None = None) -> tuple[int,
     """Run the job under scripts/local_cluster.py; returns its exit status and all it printed."""
     job.directory.mkdir(parents=True, exist_ok=True)
     program = job.directory / 'program.py'
-    broken = f'ending_mutations.{mutation}()\n' if mutation else ''
+    broken = f'ending.{mutation}()\n' if mutation else ''
     program.write_text(
-        'import pretrain_gpt\nfrom tests.distributed import ending_mutations\n\n'
+        'import pretrain_gpt\nfrom tests.distributed.mutations import ending\n\n'
         f'{broken}pretrain_gpt.main()\n'
     )
     command = [sys.executable, str(ROOT / 'scripts' / 'local_cluster.py'), '--nodes', '2', *flags]

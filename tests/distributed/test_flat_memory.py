@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import psutil
 
-from tests.distributed.cluster import Cluster
+from tests.distributed.harness.cluster import Cluster
 
 ITERATIONS = 300
 FLAGS = (

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import probes
-from tests.distributed.cluster import Cluster
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.probes import training as probes
 
 WINDOW = 4
 MICRO_BATCHES = 4
@@ -22,7 +22,7 @@ def replayed_iterations(cluster: Callable[..., Cluster], probe: str) -> list[dic
     """Counts of every iteration that two ranks replay after the job was killed."""
     job = cluster(*LAYOUT, '--sparse-ckpt-window', str(WINDOW), '--global-batch-size', '4', ranks=2)
     assert -9 in job.run(fail_at='0:9:forward')
-    job.finish(mutation=f'gradient_probe:{probe}')
+    job.finish(mutation=f'probes.gradients:{probe}')
     ranks = probes.read(job.directory, 'replayed', job.ranks)
     assert [len(rank) for rank in ranks] == [WINDOW - 1] * job.ranks
     return [iteration for rank in ranks for iteration in rank]
@@ -31,7 +31,7 @@ def replayed_iterations(cluster: Callable[..., Cluster], probe: str) -> list[dic
 def replayed_by_lost_stage(cluster: Callable[..., Cluster]) -> list[dict[str, Any]]:
     """Counts of every iteration that the first stage replays alone after its worker was killed."""
     job = cluster(*LAYOUT, '--sparse-ckpt-window', str(WINDOW), '--global-batch-size', '4', ranks=2)
-    job.survive(fail_at='0:9:forward', mutation='gradient_probe:count_weight_gradients')
+    job.survive(fail_at='0:9:forward', mutation='probes.gradients:count_weight_gradients')
     (iterations,) = probes.read(job.directory, 'replayed', 1)
     assert len(iterations) == WINDOW - 1
     return iterations
@@ -95,7 +95,7 @@ def test_counts_notice_that_nothing_is_frozen(cluster: Callable[..., Cluster]) -
 def test_input_gradients_have_the_same_bits(flags: str, cluster: Callable[..., Cluster]) -> None:
     """Between all layers (where stages are cut) and at the embedding, whatever is frozen."""
     job = cluster(*flags.split(), '--train-iters', '1', ranks=1, nodes=1)
-    job.finish(mutation='gradient_probe:compare_input_gradients')
+    job.finish(mutation='probes.gradients:compare_input_gradients')
     (digests,) = probes.read(job.directory, 'gradients', 1)
     active, other = digests.pop('none'), digests.pop('other data')
     assert len(set(active)) == 5

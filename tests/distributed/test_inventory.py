@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import probes
-from tests.distributed.cluster import Cluster
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.probes import training as probes
 
 BF16 = '--bf16 --use-distributed-optimizer'
 PP2 = '--pipeline-model-parallel-size 2'
@@ -60,7 +60,7 @@ def test_every_element_of_the_state_is_captured_once(
 ) -> None:
     flags, moe_layers = SETUPS[name]
     job = cluster(*flags.split(), '--train-iters', '1', '--sparse-ckpt-window', '3')
-    job.finish(mutation='inventory_probe:write_inventory')
+    job.finish(mutation='probes.inventory:write_inventory')
     ranks = probes.read(job.directory, 'inventory', job.ranks)
     for rank in ranks:
         check_operators_partition_the_model(rank)

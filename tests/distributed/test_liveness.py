@@ -5,8 +5,8 @@ import os
 import signal
 from collections.abc import Callable
 
-from tests.distributed.cluster import Cluster
 from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
 
 UNTIED = '--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights'
 BASE = f'{UNTIED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --train-iters 12'
@@ -54,13 +54,13 @@ def test_worker_whose_loader_blocks_replaces_itself(
         *flags, '--sparse-ckpt-window', '3',
         '--sparse-ckpt-hang-timeout', '10', '--sparse-ckpt-stuck-timeout', '10',
     )  # fmt: skip
-    mutation = 'liveness_mutations:loader_of_rank_2_blocks'
+    mutation = 'mutations.liveness:loader_of_rank_2_blocks'
     assert job.survive(mutation=mutation, evict=False) == {2: 1}
     assert differences(reference(*flags), read_digest(job)) == []
     for rank in (0, 1, 3):
         (failure,) = job.events('failure_detected', rank)
         assert 'rank 2 is stuck: its training thread has stood still' in failure['reason']
-    assert 'liveness_mutations.py' in (job.directory / 'life0-rank2.log').read_text()
+    assert 'mutations/liveness.py' in (job.directory / 'life0-rank2.log').read_text()
 
 
 def test_death_while_all_connect(
@@ -86,7 +86,7 @@ def test_new_worker_that_sets_up_when_another_dies_is_kept(
             struck.append(workers[2].pid)
             os.kill(workers[2].pid, signal.SIGKILL)
 
-    mutation = 'local_mutations:slow_set_up_of_new_worker'
+    mutation = 'mutations.localized:slow_set_up_of_new_worker'
     assert job.survive(fail_at='1:9:forward', strike=strike, mutation=mutation) == {1: 1, 2: 1}
     check(job, reference(*flags))
     assert 'joining again' in job.output(0)

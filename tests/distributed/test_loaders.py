@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.cluster import Cluster
 from tests.distributed.conftest import differences, read_digest
-from tests.unit.launch.conftest import dies
+from tests.distributed.harness.cluster import Cluster
+from tests.unit.local_cluster.conftest import dies
 
 pytestmark = pytest.mark.timeout(500)
 

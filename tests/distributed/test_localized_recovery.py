@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from megatron.core.dist_checkpointing import load_common_state_dict
 
-from tests.distributed.cluster import Cluster
 from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
 
 BF16 = '--bf16 --use-distributed-optimizer'
 UNTIED = '--untie-embeddings-and-output-weights'
@@ -208,7 +208,7 @@ def test_survivors_notice_by_themselves(
 def test_unaffected_stages_compute_nothing_again(cluster: Callable[..., Cluster]) -> None:
     """Forward passes are counted: the cut-off iteration is the only one that is run twice."""
     job = cluster(*flags_of(PP4), '--sparse-ckpt-window', '3', nodes=4)
-    job.survive(fail_at='1:9:forward', mutation='probes:count_forward_passes')
+    job.survive(fail_at='1:9:forward', mutation='probes.training:count_forward_passes')
     per_iteration = 8  # micro-batches
     logs = [job.directory / f'life0-rank{rank}.log' for rank in range(4)]
     counts = [
@@ -312,7 +312,7 @@ def test_new_worker_that_takes_long_to_set_up_does_not_count_as_hung(
 ) -> None:
     flags = flags_of(BASE)
     job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4')
-    mutation = 'local_mutations:slow_set_up_of_new_worker'
+    mutation = 'mutations.localized:slow_set_up_of_new_worker'
     assert job.survive(fail_at='1:9:forward', mutation=mutation) == {1: 1}
     assert differences(reference(*flags), read_digest(job)) == []
 
@@ -411,7 +411,7 @@ def test_a_recovery_verifies_itself(
 
 def test_a_wrong_bit_in_a_replay_is_reported(cluster: Callable[..., Cluster]) -> None:
     job = cluster(*flags_of(BASE), '--sparse-ckpt-window', '3')
-    job.survive(fail_at='3:8:backward', mutation='local_mutations:one_bit_wrong_in_the_replay')
+    job.survive(fail_at='3:8:backward', mutation='mutations.localized:one_bit_wrong_in_the_replay')
     (recovered,) = job.events('recovered', rank=3)
     (wrong,) = set(re.findall(r'wrong bit in (\S+)', job.output(0)))
     assert recovered['differing'], wrong
@@ -424,7 +424,7 @@ def test_a_replay_with_a_wrong_bit_is_not_gone_on_from_where_that_is_forbidden(
     """Neither the stage nor the whole job comes back by a replay; the start is left."""
     flags = flags_of(BASE)
     job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-verify', 'stop')
-    job.survive(fail_at='3:8:backward', mutation='local_mutations:one_bit_wrong_in_the_replay')
+    job.survive(fail_at='3:8:backward', mutation='mutations.localized:one_bit_wrong_in_the_replay')
     assert differences(reference(*flags), read_digest(job)) == []
     tiers = [event['tier'] for event in job.events('next_tier', rank=0)]
     assert tiers[0] == 'the whole job' and tiers[-1] == 'the start'
@@ -445,6 +445,6 @@ def test_leaving_out_a_step_of_localized_recovery_is_noticed(
 ) -> None:
     flags = flags_of(MUTATIONS[mutation])
     job = cluster(*flags, '--sparse-ckpt-window', '3')
-    job.survive(fail_at='1:8:backward', mutation=f'local_mutations:{mutation}')
+    job.survive(fail_at='1:8:backward', mutation=f'mutations.localized:{mutation}')
     assert job.events('recovered', rank=3)
     assert differences(reference(*flags), read_digest(job)) != []

@@ -3,12 +3,12 @@
 
 from collections.abc import Callable
 
-from tests.distributed.cluster import Cluster
 from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
 
 FLAGS = """--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2
  --untie-embeddings-and-output-weights --train-iters 12""".split()
-VARIANT = 'upstream_variants:norm_as_tensor'
+VARIANT = 'mutations.upstream_variants:norm_as_tensor'
 
 
 def _reference(cluster: Callable[..., Cluster]) -> dict:

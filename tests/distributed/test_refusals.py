@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.cluster import Cluster
 from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_whole_job_recovery import BASE, BF16, PP_EP, UNTIED
 
 Make = Callable[..., Cluster]
@@ -233,7 +233,7 @@ def test_wrong_flags_are_named(cluster: Make, flags: str, message: str) -> None:
 
 
 def test_second_live_job_with_the_same_run_id_is_refused(cluster: Make) -> None:
-    from moevement_ext.memory.store import NodeStore
+    from moevement_ext.memory.node_store import NodeStore
 
     job = cluster(*BASE)
     live = NodeStore(job.memory.parent, job.name, 'node0')

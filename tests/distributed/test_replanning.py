@@ -3,8 +3,8 @@
 
 from collections.abc import Callable
 
-from tests.distributed.cluster import Cluster
 from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_whole_job_recovery import BF16, PP_EP, UNTIED
 
 FLAGS = f'{BF16} {PP_EP} {UNTIED} --train-iters 20'.split()

@@ -10,8 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-from tests.distributed.cluster import Cluster
 from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
 
 RANKS = 2
 ITERATIONS = 12

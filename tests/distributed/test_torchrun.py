@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
-from tests.distributed.cluster import Cluster, _free_port
 from tests.distributed.conftest import differences, read_digest
-from tests.distributed.torchrun import agent
+from tests.distributed.harness.cluster import Cluster, _free_port
+from tests.distributed.harness.torchrun import agent
 
 FLAGS = (
     '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
@@ -156,6 +156,6 @@ def test_upstream_is_left_alone_without_the_flag(
     job = cluster('--bf16', '--train-iters', '1', sparse=sparse, ranks=1)
     where = job.flags.index('--sparse-ckpt-digest')
     del job.flags[where : where + 2]
-    job.finish(mutation='launch_probe:print_replaced_functions')
+    job.finish(mutation='probes.launch:print_replaced_functions')
     (found,) = re.findall(r'^replaced: (.*)$', job.output(0), re.MULTILINE)
     assert set(json.loads(found)) == expected

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.cluster import Cluster
 from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import check_localized, victims
 
 UNTIED = '--untie-embeddings-and-output-weights --train-iters 12'

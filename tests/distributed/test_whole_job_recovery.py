@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.cluster import Cluster
 from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
 
 BF16 = '--bf16 --use-distributed-optimizer'
 PP_EP = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'

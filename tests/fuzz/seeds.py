@@ -6,11 +6,12 @@ import struct
 import msgspec
 
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.log_record import Direction, LoggedTensor, LogKey
-from moevement_ext.memory.slot import WindowName, encode_frame, frame_checksum
-from moevement_ext.memory.window_file import WindowFile
-from moevement_ext.memory.window_format import Directory, Entry, encode_directory
-from moevement_ext.replicate.transport import (
+from moevement_ext.memory.upstream_log.record import Direction, LoggedTensor, LogKey
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import Directory, Entry, encode_directory
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.slot import encode_frame, frame_checksum
+from moevement_ext.replicate.protocol import (
     Ack,
     CommitWindow,
     DiscardAfter,

@@ -12,19 +12,19 @@ import numpy as np
 import xxhash
 
 from moevement_ext.memory import ledger as ledger_module
-from moevement_ext.memory import window_format
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.ledger import Ledger
-from moevement_ext.memory.log_record import CorruptLog, Direction, LogKey
-from moevement_ext.memory.refused import RefusedWindow
-from moevement_ext.memory.slot import decode_frame
-from moevement_ext.memory.store import NodeStore
-from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LogKey
+from moevement_ext.memory.window import format as window_format
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.slot import decode_frame
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.log_reader import _as_tensor
 from moevement_ext.replicate.server import ReplicaServer
-from moevement_ext.replicate.transport import Connection
 from tests.unit.memory.samples import (
     PLAN,
     SECRET,

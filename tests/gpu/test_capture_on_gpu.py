@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from moevement_ext.capture.checkpointer import ScheduledPlan, SparseCheckpointer
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import Copy, OperatorSlices, TensorSlice
-from moevement_ext.capture.pinning import payload_tensor
-from moevement_ext.checkpointer import Identity, ScheduledPlan, SparseCheckpointer
-from moevement_ext.memory.slot import WindowName
-from moevement_ext.memory.store import NodeStore, OwnerWindows
-from moevement_ext.memory.window_file import WindowFile
-from moevement_ext.observe.events import EventLog
-from moevement_ext.plan.window import WindowPlan
+from moevement_ext.events import EventLog
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.pinning import payload_tensor
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import RankIdentity, WindowName
+from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY, tmpfs_directory
 
@@ -215,7 +216,7 @@ class Training:
         )
         plan = WindowPlan(tuple((name,) for name in NAMES))
         self.checkpointer = SparseCheckpointer(
-            Identity(RUN, TOPOLOGY, 0),
+            RankIdentity(RUN, TOPOLOGY, 0),
             {name: self._operator(name) for name in NAMES},
             self.windows,
             self.replicator,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from moevement_ext.memory.log_record import Direction, LogKey
-from moevement_ext.memory.upstream_log import UpstreamLog
+from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.upstream_log.record import Direction, LogKey
 from tests.unit.memory.samples import tmpfs_directory
 
 pytestmark = [

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from moevement_ext.memory.slot import SlotHeader
-from moevement_ext.memory.store import NodeStore
-from moevement_ext.memory.window_file import WindowFile
-from moevement_ext.recover.context import decode_context
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.slot import SlotHeader, decode_context
 from tools.demo.failure import DemoError
 from tools.plot_run import Iteration, RunLog
 

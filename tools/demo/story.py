@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from moevement_ext.memory.store import NodeStore
+from moevement_ext.memory.node_store import NodeStore
 from tools.compare_digests import DigestFileError, difference_table, differences, read_digest
 from tools.demo import evidence, localized
 from tools.demo.evidence import CapturedBytes

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from statistics import mean
 
-from moevement_ext.replicate import expert_placement
+from moevement_ext.simulate import lazarus as expert_placement
 from moevement_ext.simulate.paper import tables
 from moevement_ext.simulate.paper.cells import Fits, priced
 from moevement_ext.simulate.paper.compare import Claim, Verdict, found, judged

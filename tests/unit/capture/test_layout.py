@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice, operator_bytes
-from moevement_ext.memory.slot import ALIGNMENT
-from moevement_ext.plan.window import WindowPlan, balanced
+from moevement_ext.memory.window.slot import ALIGNMENT
+from moevement_ext.plan.byte_planner import WindowPlan, balanced
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from moevement_ext.memory.slot import (
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import window_capacity
+from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
     Record,
     SlotHeader,
     align_up,
     frame_bytes_bound,
 )
-from moevement_ext.memory.window_file import WindowFile
-from moevement_ext.memory.window_format import window_capacity
 
 RUN = 'run-digest'
 TOPOLOGY = 'topology-digest'

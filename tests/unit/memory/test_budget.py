@@ -12,7 +12,8 @@ from moevement_ext.memory.budget import (
     RankMemory,
     reserved_bytes,
 )
-from moevement_ext.memory.store import NodeStore, OwnerWindows
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import capacity, tmpfs_directory
 
 

@@ -14,10 +14,11 @@ import torch
 from moevement_ext.memory import private
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.private import ForeignFileError
-from moevement_ext.memory.store import NodeStore, OwnerWindows
-from moevement_ext.memory.upstream_log import UpstreamLog
-from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import PLAN, capacity, tmpfs_directory, write_window
 
 REPOSITORY = Path(__file__).parents[3]

@@ -12,14 +12,8 @@ import torch
 from torch.distributed import TCPStore
 
 from moevement_ext.capture.copier import Copier
-from moevement_ext.plan.replanning import (
-    PlanParameters,
-    Replanner,
-    WindowLoad,
-    decide,
-    published_plan,
-    shares_of,
-)
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide, shares_of
+from moevement_ext.protect.replanner import Replanner, published_plan
 
 DEADLINE_S = 20.0
 BALANCED = {f'layer1.expert{expert}': 25 for expert in range(4)}

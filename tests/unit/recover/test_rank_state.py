@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from moevement_ext.membership.report import NOWHERE
 from moevement_ext.recover.rank_state import (
     ForbiddenTransition,
     RankState,
@@ -19,7 +20,7 @@ from moevement_ext.recover.rank_state import (
     Torn,
     Whole,
 )
-from moevement_ext.recover.verdict import NOWHERE, Localized
+from moevement_ext.recover.verdict import Localized
 
 RANK = 0
 LONGEST = 6

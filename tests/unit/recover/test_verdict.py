@@ -7,9 +7,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.recover.agreement import Candidate, HeldWindow
-from moevement_ext.recover.verdict import NOWHERE, Localized, Report, Verdict, WholeJob, decide
+from moevement_ext.memory.window.name import Candidate, HeldWindow
+from moevement_ext.recover.verdict import Localized, Verdict, WholeJob, decide
 
 LAST = 1000
 """At which training ends, far from the iterations of these tests."""

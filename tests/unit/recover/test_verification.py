@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice
-from moevement_ext.capture.pinning import payload_tensor
-from moevement_ext.memory.slot import FORMAT_VERSION, SlotHeader
-from moevement_ext.memory.window_file import WindowFile
-from moevement_ext.plan.window import WindowPlan
+from moevement_ext.memory.pinning import payload_tensor
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
+from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.recover.verification import Verification
 from tests.unit.memory.samples import PLAN
 

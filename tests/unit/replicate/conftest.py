@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.memory.store import NodeStore, OwnerWindows
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import SECRET, capacity, tmpfs_directory

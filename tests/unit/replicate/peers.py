@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
-from moevement_ext.memory.store import NodeStore, OwnerWindows
-from moevement_ext.memory.upstream_log import UpstreamLog
-from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate import greeting
+from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.server import ReplicaServer
-from moevement_ext.replicate.transport import Connection
 from tests.unit.memory.samples import PLAN, SECRET, capacity, write_window
 
 OWNER, HOLDER = 0, 1

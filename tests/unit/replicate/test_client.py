@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.memory.store import OwnerWindows
-from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
+from moevement_ext.replicate.protocol import RemoteWindow
 from moevement_ext.replicate.server import ReplicaServer
-from moevement_ext.replicate.transport import RemoteWindow
 from tests.unit.memory.samples import PLAN, capacity, digest, make_file, write_window
 from tests.unit.replicate.peers import OWNER, commit, own_file, replica_starts
 

@@ -7,21 +7,22 @@ import msgspec
 import pytest
 
 from moevement_ext.memory.budget import HostMemoryError
-from moevement_ext.memory.refused import CorruptWindow
-from moevement_ext.memory.store import NodeStore, OwnerWindows
-from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.refused import CorruptWindow
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
-from moevement_ext.replicate.server import ReplicaServer
-from moevement_ext.replicate.transport import (
+from moevement_ext.replicate.connection import Connection
+from moevement_ext.replicate.protocol import (
     Ack,
-    Connection,
     FetchWindow,
     Refused,
     RemoteWindow,
     SlotHead,
     WindowHead,
 )
+from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import (
     PLAN,
     RUN,

@@ -8,12 +8,13 @@ import msgspec
 import pytest
 import torch
 
-from moevement_ext.memory.log_record import CorruptLog, Direction, LoggedTensor, LogKey
-from moevement_ext.memory.upstream_log import UpstreamLog
+from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LoggedTensor, LogKey
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.connection import Connection
+from moevement_ext.replicate.protocol import FetchLog, LogHead
 from moevement_ext.replicate.server import ReplicaServer
-from moevement_ext.replicate.transport import Connection, FetchLog, LogHead
 from tests.unit.memory.samples import SECRET
 from tests.unit.replicate.peers import DEADLINE_S, connected, logging, silent_peer
 

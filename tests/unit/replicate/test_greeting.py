@@ -18,15 +18,10 @@ import pytest
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate import server as server_module
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.connection import Connection, ProtocolError
 from moevement_ext.replicate.greeting import Challenge, Hello, Response
+from moevement_ext.replicate.protocol import PROTOCOL_VERSION, ListWindows, Refused
 from moevement_ext.replicate.server import ReplicaServer
-from moevement_ext.replicate.transport import (
-    PROTOCOL_VERSION,
-    Connection,
-    ListWindows,
-    ProtocolError,
-    Refused,
-)
 from tests.unit.memory.samples import SECRET
 from tests.unit.replicate.peers import DEADLINE_S, connected, serving, wait_for
 

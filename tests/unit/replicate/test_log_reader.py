@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moevement_ext.memory.log_record import CorruptLog, Direction, LoggedTensor, LogKey
-from moevement_ext.memory.upstream_log import UpstreamLog
+from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LoggedTensor, LogKey
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.log_reader import LogReader, ReaderClosed
 from moevement_ext.replicate.server import ReplicaServer

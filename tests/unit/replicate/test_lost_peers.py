@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.memory.store import OwnerWindows
-from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import PeerLost, ReplicaClient
+from moevement_ext.replicate.protocol import Proceed, PutSlot, RemoteWindow
 from moevement_ext.replicate.server import ReplicaServer
-from moevement_ext.replicate.transport import Proceed, PutSlot, RemoteWindow
 from tests.unit.memory.samples import PLAN, SECRET, capacity, digest, make_file
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, commit, connected, free_port, silent_peer
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moevement_ext.memory.store import OwnerWindows
-from moevement_ext.memory.window_file import WindowFile
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import PLAN, SECRET, WINDOW, digest, write_slot

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moevement_ext.replicate.client import PeerLost, ReplicaClient
+from moevement_ext.replicate.protocol import MAX_MESSAGE_BYTES, PutSlot, Refused
 from moevement_ext.replicate.server import ReplicaServer
-from moevement_ext.replicate.transport import MAX_MESSAGE_BYTES, PutSlot, Refused
 from tests.unit.memory.samples import PLAN, SECRET, tmpfs_directory
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, connected, serving
 

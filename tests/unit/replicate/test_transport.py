@@ -3,7 +3,8 @@ import socket
 
 import pytest
 
-from moevement_ext.replicate.transport import MAX_MESSAGE_BYTES, Connection, ProtocolError, Refused
+from moevement_ext.replicate.connection import Connection, ProtocolError
+from moevement_ext.replicate.protocol import MAX_MESSAGE_BYTES, Refused
 
 
 def test_message_limit_holds_for_the_sender() -> None:

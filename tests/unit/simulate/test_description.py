@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from moevement_ext.plan.window import OperatorBytes
+from moevement_ext.plan.byte_planner import OperatorBytes
 from moevement_ext.simulate.cluster import CLUSTERS, Cluster
 from moevement_ext.simulate.description import (
     DescriptionError,

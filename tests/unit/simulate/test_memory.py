@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.moevement import p2p, protection
-from moevement_ext import host_memory
+from megatron.moevement.job import protection
+from megatron.moevement.seams import p2p
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.memory.window_format import PREAMBLE_BYTES
-from moevement_ext.plan.window import OperatorBytes
+from moevement_ext.memory.window.format import PREAMBLE_BYTES
+from moevement_ext.plan.byte_planner import OperatorBytes
+from moevement_ext.replicate import host_memory
 from moevement_ext.simulate import memory
 from moevement_ext.simulate.layout import Batch, Layout, Precision
 from moevement_ext.simulate.model import ModelShape

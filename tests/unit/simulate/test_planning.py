@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moevement_ext.plan.window import InfeasiblePlan
+from moevement_ext.plan.byte_planner import InfeasiblePlan
 from moevement_ext.simulate import advice
 from moevement_ext.simulate.cluster import CLUSTERS, GPU_HOURS_PER_FAILURE, Cluster, mtbf_s
 from moevement_ext.simulate.fields import FieldError

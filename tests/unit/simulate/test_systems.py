@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moevement_ext.plan.window import InfeasiblePlan
+from moevement_ext.plan.byte_planner import InfeasiblePlan
 from moevement_ext.simulate.closed_form import Dense, Sparse
 from moevement_ext.simulate.fields import FieldError
 from moevement_ext.simulate.monte_carlo import simulate

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from moevement_ext.plan.window import InfeasiblePlan
+from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tests.unit.memory.samples import tmpfs_directory
 from tools import bench_gpu_copy, bench_overhead, bench_recovery
 from tools.bench import model

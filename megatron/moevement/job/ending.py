@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ends of a job that no failure brings about, and what becomes of its host memory then.
+
+Upstream ends a process inside its loop, by `sys.exit`, for `--exit-interval`,
+`--exit-duration-in-mins`, `--exit-signal-handler`, and when its rerun machine wants the job to be
+started elsewhere. All ranks do so together, after a barrier of upstream's own.
+
+Checked against megatron-core 0.19.2.
+"""
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from megatron.core.rerun_state_machine import (
+    EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
+    EXIT_CODE_RESUME_TO_DISAMBIGUATE,
+)
+from torch.distributed import DistError
+
+from megatron.moevement.job import log_line
+from megatron.moevement.job.session import Session
+from megatron.moevement.seams import upstream
+from moevement_ext.local_cluster.statements import tell_finished
+from moevement_ext.membership.rendezvous import launcher_store
+from moevement_ext.process.leaving import leave
+
+_RERUN = (EXIT_CODE_RESUME_TO_DISAMBIGUATE, EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
+_STORE_TIMEOUT = timedelta(seconds=10)
+
+
+def finish(args: Any, session: Session) -> None:
+    """Training is over on this rank: give the host memory back when it is so on all. Collective."""
+    torch.distributed.barrier()  # nobody gives up what another may still need to recover
+    announce(args.rank, 0)
+    session.close()
+
+
+def exit_as_planned(args: Any, session: Session, ending: SystemExit) -> NoReturn:
+    """Upstream ends all processes: give the host memory back if a dense checkpoint has it all.
+
+    Collective.
+
+    Raises:
+        SystemExit: `ending` is not one of the exits that all ranks make together.
+    """
+    code = ending.code or 0
+    if code not in (0, *_RERUN) or not torch.distributed.is_initialized():
+        raise ending
+    remove = _saved(args, session.committed) and code == 0
+    announce(args.rank, int(code))
+    if session.kept_in is not None and args.rank == args.world_size - 1:
+        directory = args.save if remove else session.kept_in.parent
+        print(log_line.exit_line(session.committed, remove, directory), flush=True)
+    session.close(remove)
+    leave(int(code))
+
+
+def announce(rank: int, code: int) -> None:
+    """Let the launcher know that this process is done and will end with exit status `code`."""
+    with suppress(DistError):  # a launcher that is gone already does not want to know
+        store = launcher_store(_STORE_TIMEOUT)
+        if store is not None:
+            tell_finished(store, rank, code)
+
+
+def _saved(args: Any, iteration: int) -> bool:
+    """True on all ranks if one of them sees a dense checkpoint of `iteration`. Collective."""
+    saved = torch.tensor([upstream.saved_iteration(args) == iteration], dtype=torch.int32)
+    device = 'cpu' if args.distributed_backend == 'gloo' else 'cuda'
+    saved = saved.to(device)
+    torch.distributed.all_reduce(saved, op=torch.distributed.ReduceOp.MAX)
+    return bool(saved.item())

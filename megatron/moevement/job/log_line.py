@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sparse checkpointing says in the log and in TensorBoard."""
+
+import dataclasses
+from typing import Any
+
+from megatron.training import print_rank_last
+from megatron.training.global_vars import get_tensorboard_writer
+
+from megatron.moevement.state.iteration_state import IterationState
+from moevement_ext.capture.checkpointer import CaptureStatistics, SparseCheckpointer
+from moevement_ext.recover.verification import Verified
+from moevement_ext.replicate.host_memory import HostMemory
+
+
+def log_interval(args: Any, iteration: int, checkpointer: SparseCheckpointer) -> None:
+    """One line, and scalars for TensorBoard, per log interval. All ranks call it."""
+    statistics = checkpointer.statistics
+    exposed_ms = 1000 * statistics.exposed_s / max(statistics.iterations, 1)
+    statistics.exposed_s, statistics.iterations = 0.0, 0
+    print_rank_last(_line(checkpointer, statistics, exposed_ms))
+    writer = get_tensorboard_writer()
+    if writer:
+        window = checkpointer.schedule.plan.window
+        writer.add_scalar('sparse-ckpt/window', window, iteration)
+        writer.add_scalar('sparse-ckpt/slot-bytes', statistics.slot_bytes, iteration)
+        writer.add_scalar('sparse-ckpt/exposed-ms', exposed_ms, iteration)
+        writer.add_scalar('sparse-ckpt/skipped-windows', statistics.skipped_windows, iteration)
+        writer.add_scalar('sparse-ckpt/failures', statistics.failures, iteration)
+        if statistics.persisted is not None:
+            writer.add_scalar('sparse-ckpt/persisted', statistics.persisted, iteration)
+
+
+def _line(
+    checkpointer: SparseCheckpointer, statistics: CaptureStatistics, exposed_ms: float
+) -> str:
+    persisted = 'none' if statistics.persisted is None else str(statistics.persisted)
+    fields = {
+        'window': checkpointer.schedule.plan.window,
+        'slot bytes': statistics.slot_bytes,
+        'exposed (ms)': f'{exposed_ms:.1f}',
+        'persisted': persisted,
+        'skipped windows': statistics.skipped_windows,
+        'failures': statistics.failures,
+    }
+    return ' sparse ckpt | ' + ' | '.join(f'{key}: {value}' for key, value in fields.items()) + ' |'
+
+
+def memory_line(memory: HostMemory) -> str:
+    """What a node keeps in host memory, before the first iteration."""
+    replicas = min(len(holders) for holders in memory.holders)
+    return (
+        f' sparse ckpt | node: {memory.members[memory.rank].node} | {memory.plan.describe()} | '
+        f'directory: {memory.store.path} | replicas: {replicas} |'
+    )
+
+
+def exit_line(iteration: int, removed: bool, directory: Any) -> str:
+    """Says at an exit that upstream's flags planned what the job can go on from."""
+    windows, hint = f'kept in {directory}', 'launch the job again, or remove the directory'
+    if removed:
+        windows, hint = 'removed', f'--load {directory}'
+    return f' sparse ckpt | exit at iteration: {iteration} | windows: {windows} | go on: {hint} |'
+
+
+def conversion_line(first: IterationState, last: IterationState) -> str:
+    """Announces a finished conversion."""
+    return (
+        f' sparse ckpt | converted window: {first.iteration} | dense at iteration: '
+        f'{last.iteration} | replayed iterations: {last.iteration - first.iteration} |'
+    )
+
+
+def phase_seconds(phases: Any) -> dict[str, float]:
+    """Seconds by phase, rounded for people."""
+    return {name: round(value, 3) for name, value in dataclasses.asdict(phases).items()}
+
+
+def recovered_line(iteration: int, replayed: int, verified: Verified) -> str:
+    """Says on a rank that replayed where it is again, and whether that is exact."""
+    return (
+        f' sparse ckpt | recovered at iteration: {iteration} | replayed iterations: {replayed} | '
+        f'{verified} |'
+    )

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives the planner what it needs: bytes of every operator on every rank of this rank's stage.
+
+Of other stages it needs little: every rank plans its own, and what all plans are computed from goes
+into the digest of the window.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from megatron.core import parallel_state
+
+from megatron.moevement.state.dp_copy import twins
+from megatron.moevement.state.training_state import TrainingState
+from moevement_ext.capture.checkpointer import ScheduledPlan
+from moevement_ext.capture.layout import operator_bytes
+from moevement_ext.membership.exchange import Exchange
+from moevement_ext.memory.window.format import window_capacity
+from moevement_ext.memory.window.slot import FORMAT_VERSION, Record, SlotHeader, frame_bytes_bound
+from moevement_ext.plan.byte_planner import (
+    OperatorBytes,
+    balanced,
+    largest_slots,
+    window_bytes_bound,
+)
+from moevement_ext.plan.ordering import order_by_popularity
+
+
+class RankOperators(msgspec.Struct, frozen=True):
+    """What one rank holds: bytes captured of each operator, in full and as compute weights."""
+
+    sizes: dict[str, tuple[int, int]]
+    kinds: dict[str, str]
+    tied: list[str]
+
+
+class RankSummary(msgspec.Struct, frozen=True):
+    """What the ranks of all stages know of one rank; a few bytes, whatever the model."""
+
+    stage: int
+    operators: str
+    """Digest of its `RankOperators`."""
+    tied: bool
+    """It holds weights that first and last stage share."""
+    family: int
+    """Lowest of the ranks that hold the same state."""
+
+
+class Planner:
+    """Plans the windows of this rank's stage. Collective construction.
+
+    Costs as much as the ranks of one stage have operators, whatever the number of stages.
+    """
+
+    def __init__(self, training: TrainingState, exchange: Exchange, args: Any) -> None:
+        slices = training.slices
+        own = RankOperators(
+            sizes={name: (item.full_bytes, item.light_bytes) for name, item in slices.items()},
+            kinds={name: operator.kind for name, operator in training.operators.items()},
+            tied=training.tied,
+        )
+        encoded = msgspec.msgpack.encode(own)
+        summary = RankSummary(
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            operators=xxhash.xxh3_64_hexdigest(encoded),
+            tied=bool(training.tied),
+            family=min([args.rank, *twins(args)]),
+        )
+        stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        members = torch.distributed.get_process_group_ranks(stage)
+        self._own = own
+        self._training = training
+        self._members = [
+            msgspec.msgpack.decode(item, type=RankOperators)
+            for item in exchange.among('operators', encoded, members, stage)
+        ]
+        self._ranks = [
+            msgspec.msgpack.decode(item, type=RankSummary)
+            for item in exchange('ranks', msgspec.msgpack.encode(summary))
+        ]
+        self._largest_slots: list[list[int]] = []
+
+    @property
+    def stage_of(self) -> list[int]:
+        """Pipeline stage by rank."""
+        return [rank.stage for rank in self._ranks]
+
+    @property
+    def twins(self) -> list[list[int]]:
+        """Ranks that hold the same state, by rank."""
+        families: dict[int, list[int]] = {}
+        for rank, summary in enumerate(self._ranks):
+            families.setdefault(summary.family, []).append(rank)
+        return [
+            [other for other in families[summary.family] if other != rank]
+            for rank, summary in enumerate(self._ranks)
+        ]
+
+    @property
+    def tied(self) -> bool:
+        """First and last stage share the embedding's weights."""
+        return any(rank.tied for rank in self._ranks)
+
+    def schedule(self, origin: int, window: int, shares: Mapping[str, float]) -> ScheduledPlan:
+        """The plan of this rank's stage from iteration `origin` on.
+
+        Its digest is of all that the plans of all stages are computed from, so that windows of
+        ranks that plan differently never count as one.
+
+        Args:
+            window: W, of all stages.
+            shares: share of tokens by expert operator; unknown ones keep their order.
+        """
+        everything = [
+            [rank.operators for rank in self._ranks], window, sorted(shares.items()),
+        ]  # fmt: skip
+        digest = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(everything))
+        return ScheduledPlan(origin, balanced(self._operators(shares), window), digest)
+
+    def compare_windows(self, longest: int, exchange: Exchange) -> None:
+        """Prepare `shortest_window`. Collective."""
+        own = largest_slots(self._operators({}), longest)
+        encoded = exchange('largest-slots', msgspec.msgpack.encode(own))
+        of_stage = dict(zip(self.stage_of, encoded, strict=True))
+        self._largest_slots = [
+            msgspec.msgpack.decode(item, type=list[int]) for item in of_stage.values()
+        ]
+
+    def shortest_window(self, budget: int) -> int | None:
+        """The fewest slots that are within `budget` bytes on every rank of every stage.
+
+        The order of the operators is that of the start; another one moves the limit by less than
+        an operator. None if even the longest window has a slot over the budget.
+        """
+        fitting = (
+            next((w for w, largest in enumerate(slots, 1) if largest <= budget), None)
+            for slots in self._largest_slots
+        )
+        found = list(fitting)
+        return None if None in found else max(w for w in found if w is not None)
+
+    def capacity(self, window: int, context_bytes: int) -> int:
+        """Bytes of a window file of this rank that suffice for any plan of up to W slots."""
+        operators = operator_bytes(list(self._own.sizes), [self._own.sizes])
+        payload = window_bytes_bound(operators, window)[0]
+        frame = frame_bytes_bound(self._largest_header(window, context_bytes))
+        return window_capacity([(payload, 0), *((0, frame) for _ in range(window))])
+
+    def dense_bytes(self) -> int:
+        """Bytes of a dense capture on this rank: every operator in full."""
+        return sum(full for full, _ in self._own.sizes.values())
+
+    def _operators(self, shares: Mapping[str, float]) -> list[OperatorBytes]:
+        """Of this stage in capture order, with their bytes on each of its ranks."""
+        names = self._ordered(self._members, shares)
+        return operator_bytes(names, [member.sizes for member in self._members])
+
+    @staticmethod
+    def _ordered(members: Sequence[RankOperators], popularity: Mapping[str, float]) -> list[str]:
+        """Tied operators first (all ranks that share them thaw them together), experts next,
+        turn by turn over the ranks so that every slot loads all of them, the rest last."""
+        tied = list(dict.fromkeys(name for member in members for name in member.tied))
+        of_rank = [
+            [name for name, kind in member.kinds.items() if kind == 'expert'] for member in members
+        ]
+        experts = [name for turn in zip_longest(*of_rank) for name in turn if name is not None]
+        others = chain.from_iterable(
+            (name for name, kind in member.kinds.items() if kind != 'expert') for member in members
+        )
+        names = dict.fromkeys([*experts, *others])
+        known = {name: share for name, share in popularity.items() if name in names}
+        untied = [name for name in names if name not in tied]
+        ordered_experts = order_by_popularity(untied, known) if known else untied
+        return [*tied, *ordered_experts]
+
+    def _largest_header(self, window: int, context_bytes: int) -> SlotHeader:
+        """A header with every record of this rank, in full and light."""
+        records = [
+            Record(part.operator, part.tensor, part.part, 'bfloat16', part.start, part.end, 0, 0)
+            for item in self._training.slices.values()
+            for part in (*item.full, *item.light)
+        ]
+        names = sum(len(name) + 5 for name in self._all_names())
+        return SlotHeader(
+            version=FORMAT_VERSION, run='0' * 16, topology='0' * 16, owner=0, start=0,
+            window=window, slot=0, iteration=0, plan='0' * 16, payload_bytes=0, records=records,
+            context=bytes(context_bytes + names),
+        )  # fmt: skip
+
+    def _all_names(self) -> set[str]:
+        return {name for member in self._members for name in member.sizes}

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts a session around upstream's trainer.
+
+Checked against megatron-core 0.19.2.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import megatron.training.training as training
+
+from megatron.moevement.job.session import LOOP_ENDS, Session
+from megatron.moevement.seams import post_step, upstream
+from megatron.moevement.seams.data_position import UpstreamData
+from megatron.moevement.seams.post_step import PostStep
+from megatron.moevement.state.training_state import armed_forward
+from moevement_ext import faults
+
+
+class UpstreamTrainer:
+    """Stands around the functions that upstream's `pretrain` calls. Training thread only.
+
+    Args:
+        args: upstream's parsed arguments.
+        session: of this process.
+        data: where the data of this rank go on.
+        post_step: does evaluations and dense checkpoints again.
+    """
+
+    def __init__(self, args: Any, session: Session, data: UpstreamData, post: PostStep) -> None:
+        self._args = args
+        self._session = session
+        self._data = data
+        self._post_step = post
+        self._logged_losses: dict[str, Any] = {}
+
+    def install(self, localized: bool) -> None:
+        """Take the place of upstream's functions. Called once, before `pretrain`.
+
+        Args:
+            localized: survivors of a failure enter upstream's loop again.
+
+        Raises:
+            InstallationError: upstream is not the one this package was checked against.
+        """
+        upstream.check()
+        if localized:
+            self._data.install()
+            self._post_step.install()
+        upstream.wrap('setup_model_and_optimizer', self._set_up)
+        upstream.wrap('train', self._train)
+        upstream.wrap('train_step', self._train_step)
+        upstream.wrap('training_log', self._training_log)
+
+    def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Build model and optimizer, and load the dense checkpoint where that is the best tier."""
+        load = self._args.load
+
+        def build(load_dense: bool) -> Any:
+            self._args.load = load if load_dense else None
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._args.load = load
+
+        def load_dense(model: Any, optimizer: Any, scheduler: Any) -> None:
+            if load is not None:
+                context = kwargs.get('checkpointing_context')
+                upstream.load_dense_checkpoint(self._args, model, optimizer, scheduler, context)
+
+        return self._session.set_up(build, load_dense)
+
+    def _train(
+        self, original: Callable[..., Any], forward_step: Any, model: Any, optimizer: Any,
+        scheduler: Any, train_iterator: Any, valid_iterator: Any, process: Any, config: Any,
+        context: Any, non_loss_data: Any, *rest: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Upstream's loop, entered again after failures of other ranks."""
+        if faults.armed():
+            forward_step = armed_forward(forward_step)
+        self._data.use(train_iterator, valid_iterator)
+        evaluate = post_step.evaluation(
+            self._args, forward_step, model, valid_iterator, process, config, non_loss_data,
+            optimizer,
+        )  # fmt: skip
+        save = post_step.dense_checkpoint(
+            self._args, model, optimizer, scheduler, context, train_iterator
+        )
+        self._post_step.know(evaluate, save, partial(post_step.forget_what_was_cut_off, context))
+        loop = partial(
+            original, forward_step, model, optimizer, scheduler, train_iterator, valid_iterator,
+            process, config, context, non_loss_data, *rest, **kwargs,
+        )  # fmt: skip
+        return self._session.train(loop)
+
+    def _train_step(
+        self, original: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any
+    ) -> Any:
+        def train_step(iteration: int, **schedule: Any) -> Any:
+            return original(*args, iteration=iteration, **(kwargs | schedule))
+
+        result = self._session.step(train_step, iteration)
+        if result is LOOP_ENDS:
+            training.print_datetime(f'exiting program at iteration {iteration}')
+            return {}, 1, False, True, 0, None, None, 0  # as upstream's own, when it is to exit
+        return result
+
+    def _training_log(
+        self,
+        original: Callable[..., Any],
+        loss_dict: Any,
+        total_loss_dict: Any,
+        learning_rate: Any,
+        iteration: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if total_loss_dict is not self._logged_losses:
+            # Upstream's loop was entered again within a log interval: go on with its sums.
+            total_loss_dict.update(self._logged_losses)
+            self._logged_losses = total_loss_dict
+        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+        self._session.report(iteration)
+        return result

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline communication that keeps a log of what it sends, and can replay what it received.
+
+Upstream's schedules take any `P2PCommunicator`; all of its methods end in `_communicate`, the one
+private part that is replaced here. In training it notes what is about to be sent and lets upstream
+send it. In a replay nothing is sent; what is received comes from the logs of the stages before and
+after, in the order in which they had sent it: the k-th tensor of an iteration and direction is
+always the same micro-batch and model chunk (paper section 3.4, upstream logging).
+
+Checked against megatron-core 0.19.2.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from moevement_ext import faults
+from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.upstream_log.record import Direction
+from moevement_ext.memory.upstream_log.ring import region_bytes
+
+
+class Received(Protocol):
+    """What the stage before sent down or the stage after sent up, of iterations gone by."""
+
+    def take(self, iteration: int, sequence: int) -> torch.Tensor:
+        """The tensor that was received as number `sequence` of that iteration."""
+
+
+class _Done:
+    """A request of the overlapped schedule that is already complete."""
+
+    def wait(self) -> None:
+        """Nothing is pending."""
+
+
+class BoundaryCommunicator(P2PCommunicator):
+    """Upstream's communicator with a log. Used by the training thread.
+
+    Args:
+        pp_group: the pipeline group of this rank.
+        config: upstream's model configuration.
+        log: keeps what is sent; None where there is nothing to log to.
+    """
+
+    def __init__(self, pp_group: Any, config: Any, log: UpstreamLog | None) -> None:
+        super().__init__(pp_group, config)
+        self._log = log
+        self._iteration = 0
+        self._received: dict[Direction, Received] | None = None
+        self._sequence: dict[Direction, int] = {}
+
+    def at_iteration(self, iteration: int) -> None:
+        """What follows belongs to iteration `iteration` (counted from 1)."""
+        self._iteration = iteration
+        self._sequence = dict.fromkeys(Direction, 0)
+
+    @contextmanager
+    def replaying(self, received: dict[Direction, Received]) -> Iterator[None]:
+        """Within the context, receive from logs and send nothing but into the own log."""
+        self._received = received
+        try:
+            yield
+        finally:
+            self._received = None
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
+    ) -> Any:
+        faults.point('p2p')
+        self._note(Direction.DOWN, tensor_send_next)
+        self._note(Direction.UP, tensor_send_prev)
+        if self._received is None:
+            return super()._communicate(
+                tensor_send_next=tensor_send_next,
+                tensor_send_prev=tensor_send_prev,
+                recv_prev=recv_prev,
+                recv_next=recv_next,
+                tensor_shape=tensor_shape,
+                wait_on_reqs=wait_on_reqs,
+            )
+        from_previous = self._take(Direction.DOWN) if recv_prev else None
+        from_next = self._take(Direction.UP) if recv_next else None
+        pending = {
+            'send_next': tensor_send_next is not None,
+            'recv_prev': recv_prev,
+            'send_prev': tensor_send_prev is not None,
+            'recv_next': recv_next,
+        }
+        requests = {name: _Done() for name, wanted in pending.items() if wanted}
+        return from_previous, from_next, None if wait_on_reqs else requests
+
+    def _note(self, direction: Direction, tensor: torch.Tensor | None) -> None:
+        if self._log is not None and tensor is not None:
+            self._log.append(self._iteration, direction, tensor)
+
+    def _take(self, direction: Direction) -> torch.Tensor:
+        assert self._received is not None
+        sequence = self._sequence[direction]
+        self._sequence[direction] += 1
+        logged = self._received[direction].take(self._iteration, sequence)
+        device = torch.device(torch.cuda.current_device())
+        return logged.to(device).requires_grad_()
+
+
+def receives_per_iteration(
+    stage: int, stages: int, chunks: int, num_microbatches: int
+) -> dict[Direction, int]:
+    """How many tensors a stage receives in one iteration from before (down) and after (up).
+
+    With virtual pipeline stages the last stage also sends on to the next chunk of the first, so
+    only the first and the last chunk of all lack a neighbour.
+    """
+    return {
+        Direction.DOWN: num_microbatches * (chunks - (stage == 0)),
+        Direction.UP: num_microbatches * (chunks - (stage == stages - 1)),
+    }
+
+
+def logged_bytes_per_iteration(args: Any, chunks: int) -> int:
+    """Upper bound of the log of one iteration of this rank, in bytes.
+
+    Args:
+        args: upstream's arguments.
+        chunks: model chunks of this rank.
+    """
+    stages = args.pipeline_model_parallel_size
+    if stages == 1:
+        return 0
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    received = receives_per_iteration(stage, stages, chunks, micro_batches)
+    shards = args.context_parallel_size
+    if args.sequence_parallel:
+        shards *= args.tensor_model_parallel_size
+    elements = args.seq_length // shards * args.micro_batch_size * args.hidden_size
+    item = torch.empty(
+        (), dtype=torch.float32 if args.fp32_residual_connection else args.params_dtype
+    )
+    # What a stage sends down it receives up, and the other way round.
+    return sum(received.values()) * region_bytes(elements * item.element_size())

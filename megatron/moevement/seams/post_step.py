@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What upstream does after an iteration: evaluation and dense checkpoint, done again if cut off.
+
+A failure may strike when some ranks have finished these and others have not. All ranks then go on
+from the entry of the next iteration, where they do together what any of them had left undone.
+
+Stands around `evaluate_and_print_results` and `save_checkpoint_and_time`.
+Checked against megatron-core 0.19.2.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import megatron.training.training as training
+import msgspec
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+from megatron.moevement.seams import upstream
+from megatron.moevement.seams.data_position import DataPosition
+from moevement_ext import faults
+
+
+class PostStepProgress(msgspec.Struct, frozen=True):
+    """How far a rank has come."""
+
+    valid_before: int
+    """Validation samples consumed before the evaluation that may follow the iteration."""
+    valid_now: int
+    evaluated: bool
+    """That evaluation is over, or not due."""
+    saved: bool
+    """And so is the dense checkpoint."""
+
+
+class PostStep:
+    """Follows evaluation and dense checkpoint of the newest iteration. Training thread only.
+
+    Args:
+        args: upstream's arguments.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self._evaluate: Callable[[int], None] | None = None
+        self._save: Callable[[int, bool], None] | None = None
+        self._forget: Callable[[], None] = lambda: None
+        self._valid_before: int = args.consumed_valid_samples
+        self._evaluated = True
+        self._saved = True
+
+    def install(self) -> None:
+        """Stand around upstream's functions."""
+        upstream.wrap('evaluate_and_print_results', self._evaluating)
+        upstream.wrap('save_checkpoint_and_time', self._saving)
+
+    def know(
+        self,
+        evaluate: Callable[[int], None],
+        save: Callable[[int, bool], None],
+        forget: Callable[[], None],
+    ) -> None:
+        """How to do again what upstream does after an iteration.
+
+        Args:
+            evaluate: called with the iteration.
+            save: called with the iteration, and whether the checkpoint is not to be kept.
+            forget: called before the loop is entered again.
+        """
+        self._evaluate = evaluate
+        self._save = save
+        self._forget = forget
+
+    def let_go(self) -> None:
+        """Upstream's loop is to be entered again, wherever it was left."""
+        self._forget()
+
+    def begin(self, iteration: int) -> None:
+        """Iteration `iteration` is committed; what is due after it is not done."""
+        args = self._args
+        self._valid_before = args.consumed_valid_samples
+        self._evaluated = not (
+            _due(args.eval_interval, iteration)
+            and args.do_valid
+            and (args.start_eval_at_iter is None or iteration >= args.start_eval_at_iter)
+        )
+        self._saved = not args.save or not (
+            _due(args.save_interval, iteration)
+            or _due(args.non_persistent_save_interval, iteration)
+            or self.exits(iteration)
+        )
+
+    def exits(self, iteration: int) -> bool:
+        """True if upstream's loop is to end after `iteration`, before it trained all iterations."""
+        return _due(self._args.exit_interval, iteration)
+
+    def catch_up(
+        self,
+        iteration: int,
+        survivors: Sequence[PostStepProgress],
+        data: DataPosition,
+        grows: bool,
+    ) -> None:
+        """Do what not all survivors had done after `iteration`. Collective.
+
+        Args:
+            grows: the next iteration has more micro-batches; upstream saves before it.
+        """
+        self._evaluated = all(survivor.evaluated for survivor in survivors)
+        self._saved = all(survivor.saved for survivor in survivors) and not (
+            grows and self._args.save
+        )
+        self._valid_before = max(survivor.valid_before for survivor in survivors)
+        self._args.consumed_valid_samples = (
+            max(survivor.valid_now for survivor in survivors)
+            if self._evaluated
+            else self._valid_before
+        )
+        data.move_validation(self._args.consumed_valid_samples)
+        if not self._evaluated and self._evaluate is not None:
+            self._evaluate(iteration)
+        if not self._saved and self._save is not None:
+            self._save(iteration, self._not_kept(iteration) and not grows)
+        self._evaluated = self._saved = True
+
+    def _not_kept(self, iteration: int) -> bool:
+        """Upstream's choice when a checkpoint is due: only the newest of these stays."""
+        args = self._args
+        return not _due(args.save_interval, iteration) and _due(
+            args.non_persistent_save_interval, iteration
+        )
+
+    def progress(self) -> PostStepProgress:
+        """What others need to know after a failure."""
+        return PostStepProgress(
+            self._valid_before, self._args.consumed_valid_samples, self._evaluated, self._saved
+        )
+
+    def _evaluating(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        faults.point('evaluate')
+        result = original(*args, **kwargs)
+        faults.point('evaluated')
+        self._evaluated = True
+        return result
+
+    def _saving(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        faults.point('save')
+        result = original(*args, **kwargs)
+        faults.point('saved')
+        self._saved = True
+        return result
+
+
+def _due(interval: int | None, iteration: int) -> bool:
+    return bool(interval) and iteration % interval == 0  # type: ignore[operator]
+
+
+def evaluation(
+    args: Any, forward_step: Any, model: Any, valid_iterator: Any, process: Any, config: Any,
+    non_loss_data: Any, optimizer: Any,
+) -> Callable[[int], None]:  # fmt: skip
+    """Upstream's evaluation after an iteration, as its loop calls it."""
+
+    def evaluate(iteration: int) -> None:
+        hooks = training.should_disable_forward_pre_hook(args)
+        if hooks and model[0].remove_forward_pre_hook_handles:
+            training.disable_forward_pre_hook(model, optimizer=optimizer)
+        else:
+            hooks = False
+        training.evaluate_and_print_results(
+            f'iteration {iteration}', forward_step, valid_iterator, model, iteration, process,
+            config, verbose=False, write_to_tensorboard=True, non_loss_data_func=non_loss_data,
+        )  # fmt: skip
+        if hooks:
+            training.enable_forward_pre_hook(model)
+
+    return evaluate
+
+
+def dense_checkpoint(
+    args: Any, model: Any, optimizer: Any, scheduler: Any, context: Any, train_iterator: Any
+) -> Callable[[int, bool], None]:
+    """Upstream's dense checkpoint after an iteration, as its loop calls it."""
+
+    def save(iteration: int, not_kept: bool) -> None:
+        training.save_checkpoint_and_time(
+            iteration, model, optimizer, scheduler, args.num_floating_point_operations_so_far,
+            context, non_persistent_ckpt=not_kept, train_data_iterator=train_iterator,
+        )  # fmt: skip
+
+    return save
+
+
+def forget_what_was_cut_off(checkpointing_context: dict[str, Any] | None) -> None:
+    """Drop what a report or a save that was cut off has left, and what a new process cannot know.
+
+    Strategies of dense checkpoints remember the structure from one save to the next
+    (`--ckpt-assume-constant-structure`); a new process asks the others for it.
+    """
+    get_moe_metrics_tracker().clear()
+    for remembered in ('save_strategy', 'load_strategy', 'local_checkpoint_cache'):
+        (checkpointing_context or {}).pop(remembered, None)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that hold the same state: a lost one is copied from its twin instead of replayed.
+
+Without the distributed optimizer the data-parallel ranks of a stage hold the same parameters,
+masters and moments; with expert parallelism, those of the same experts. They also draw the same
+random numbers.
+
+Checked against megatron-core 0.19.2.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.moevement.state.operators import Operator
+from megatron.moevement.state.optimizer_state import ParameterState
+
+
+def twins(args: Any) -> list[int]:
+    """Global ranks that hold what this rank holds, itself left out; none where state is sharded."""
+    if args.use_distributed_optimizer or args.data_parallel_random_init:
+        return []
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    expert = parallel_state.get_expert_data_parallel_group()
+    same = set(_ranks(dense)) & set(_ranks(expert))
+    if same != set(_ranks(expert)):
+        return []
+    return sorted(same - {args.rank})
+
+
+@torch.no_grad()
+def copy_state(
+    operators: Mapping[str, Operator],
+    states: Mapping[torch.nn.Parameter, ParameterState],
+    source: int,
+) -> None:
+    """Give all twins the state of rank `source`. Collective over the twins."""
+    group = parallel_state.get_expert_data_parallel_group()
+    for tensor in _tensors(operators, states):
+        torch.distributed.broadcast(tensor, source, group=group)
+
+
+def _tensors(
+    operators: Mapping[str, Operator], states: Mapping[torch.nn.Parameter, ParameterState]
+) -> Iterator[torch.Tensor]:
+    """Everything that training changes, in the same order on all twins."""
+    for operator in operators.values():
+        yield from operator.buffers.values()
+        for parameter in operator.parameters.values():
+            yield parameter.detach()
+            if parameter in states:
+                yield from _optimizer_tensors(states[parameter])
+
+
+def _optimizer_tensors(state: ParameterState) -> Iterator[torch.Tensor]:
+    if not state.master_is_weight():
+        yield state.main.detach()
+    for _, value in sorted(state.inner.state[state.main].items()):
+        if torch.is_tensor(value):
+            yield value
+
+
+def _ranks(group: torch.distributed.ProcessGroup) -> list[int]:
+    return torch.distributed.get_process_group_ranks(group)

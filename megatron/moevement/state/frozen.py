@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen operators: forward and input gradient, but no weight gradient and no update.
+
+A weight without `requires_grad` takes upstream's frozen path (`LinearWithFrozenWeight`), so the
+weight gradient is never computed; the router's own gating function gets such a path here. The
+parameters get no `.grad`, so Adam leaves them alone.
+
+Checked against megatron-core 0.19.2.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer.moe import moe_utils, router
+from megatron.core.utils import get_model_config
+
+from megatron.moevement.state.operators import Operator
+from megatron.moevement.state.optimizer_state import ParameterState, chained
+
+
+class FrozenOperators:
+    """Holds some operators frozen while iterations are replayed. Training thread only.
+
+    Args:
+        operators: inventory of this rank.
+        states: optimizer state by parameter.
+        model: model chunks of this rank.
+        optimizer: upstream's optimizer.
+    """
+
+    def __init__(
+        self,
+        operators: Mapping[str, Operator],
+        states: Mapping[torch.nn.Parameter, ParameterState],
+        model: Sequence[Any],
+        optimizer: Any,
+    ) -> None:
+        self._operators = operators
+        self._states = states
+        self._model = model
+        self._optimizer = optimizer
+        self.names: frozenset[str] = frozenset()
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Prepare model and optimizer for replayed iterations; everything is thawed at the end."""
+        with ExitStack() as stack:
+            stack.enter_context(_reduced_after_backward(self._model))
+            stack.enter_context(_gradient_through_embedding(self._model))
+            stack.enter_context(_gating_without_weight_gradient())
+            for inner in chained(self._optimizer):
+                stack.enter_context(self._without_frozen_gradients(inner))
+            try:
+                yield
+            finally:
+                self.freeze(())
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Freeze exactly these operators; thaw all others."""
+        self.names = frozenset(names)
+        for name, operator in self._operators.items():
+            for parameter in operator.parameters.values():
+                parameter.requires_grad_(name not in self.names)
+
+    @contextmanager
+    def _without_frozen_gradients(self, inner: Any) -> Iterator[None]:
+        prepare = inner.prepare_grads
+
+        def prepare_active() -> bool:
+            overflow = prepare()
+            for name in self.names & self._operators.keys():
+                for parameter in self._operators[name].parameters.values():
+                    if parameter in self._states:
+                        self._states[parameter].main.grad = None
+            return overflow
+
+        inner.prepare_grads = prepare_active
+        try:
+            yield
+        finally:
+            del inner.prepare_grads
+
+
+@contextmanager
+def _reduced_after_backward(model: Sequence[Any]) -> Iterator[None]:
+    """Reduce gradients and gather parameters after the backward pass, not overlapped with it.
+
+    The overlapped reduction waits for a gradient of every parameter of a bucket; frozen ones have
+    none. The buckets, and so the bits, are the same either way.
+    """
+    config = get_model_config(model[0])
+    ddp = model[0].ddp_config
+    saved = (ddp.overlap_grad_reduce, ddp.overlap_param_gather)
+    functions = (config.grad_sync_func, config.param_sync_func)
+    ddp.overlap_grad_reduce = ddp.overlap_param_gather = False
+    config.grad_sync_func = config.param_sync_func = None
+    try:
+        yield
+    finally:
+        ddp.overlap_grad_reduce, ddp.overlap_param_gather = saved
+        config.grad_sync_func, config.param_sync_func = functions
+
+
+@contextmanager
+def _gradient_through_embedding(model: Sequence[Any]) -> Iterator[None]:
+    """Give the first stage's activations a gradient even when the embedding is frozen."""
+
+    def attach(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()
+
+    handles = [
+        module.register_forward_hook(attach)
+        for chunk in model
+        for module in chunk.modules()
+        if isinstance(module, LanguageModelEmbedding)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class FrozenGating(moe_utils.RouterGatingLinearFunction):
+    """Upstream's gating with a backward that leaves out the gradient of weight and bias."""
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of the tokens, shape [..., hidden], by the product of the active path."""
+        tokens, weight, _ = ctx.saved_tensors
+        dtype = ctx.router_dtype
+        flat = grad_output.view(-1, grad_output.shape[-1])
+        gemm = moe_utils.te_general_gemm
+        if gemm is not None and dtype != torch.float64:
+            gradient = gemm(weight.to(dtype), flat, dtype, layout='NN', grad=True)[0]
+        else:
+            gradient = torch.mm(flat, weight.to(dtype))
+        return gradient.to(ctx.input_dtype).view(tokens.shape), None, None, None
+
+
+@contextmanager
+def _gating_without_weight_gradient() -> Iterator[None]:
+    active_gating = router.router_gating_linear
+
+    def gating(tokens: Any, weight: torch.Tensor, bias: Any, dtype: torch.dtype) -> torch.Tensor:
+        if weight.requires_grad:
+            return active_gating(tokens, weight, bias, dtype)
+        return FrozenGating.apply(tokens, weight, bias, dtype)
+
+    router.router_gating_linear = gating
+    try:
+        yield
+    finally:
+        router.router_gating_linear = active_gating

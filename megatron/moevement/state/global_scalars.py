@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records the scalars that upstream reduces over stages, and plays them back in a replay.
+
+The gradient norm and the overflow flag need the gradients of *all* operators of *all* stages. In a
+conversion some operators are frozen, so these scalars cannot be computed again and come from the
+record of the committed iteration. The number of tokens that per-token loss divides by comes from
+the last stage; a stage that replays alone gets it from the record, too.
+
+The norm is a float, or with Transformer Engine 2.14 and later a tensor, which nothing waits for
+until the step is done; upstream clips with other bits by the one than by the other, so that a
+replay gives it what it has.
+
+Replaces, in `megatron.core.optimizer.optimizer`: `get_grad_norm_fp32` and
+`MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan`; stands around the model
+configuration's `finalize_model_grads_func`.
+Checked against megatron-core 0.19.2.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import megatron.core.optimizer.optimizer as upstream
+import msgspec
+import torch
+from megatron.core.optimizer import clip_grads
+
+from moevement_ext import faults
+from moevement_ext.errors import SparseCheckpointError
+
+
+class GlobalScalars(msgspec.Struct):
+    """What one optimizer step reduced, in the order of the calls."""
+
+    grad_norms: list[float] = []
+    overflows: list[bool] = []
+    num_tokens: int = 0
+    """Tokens of the global batch; 0 if the loss is not normalised by them."""
+
+
+class ScalarRecorder:
+    """Stands between upstream's optimizers and their reductions. Used by the training thread."""
+
+    def __init__(self) -> None:
+        self._grad_norm = upstream.get_grad_norm_fp32
+        self._check_overflow = (
+            upstream.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
+        )
+        self._recorded = GlobalScalars()
+        self._grad_norms: list[float | torch.Tensor] = []
+        self._num_tokens: torch.Tensor | None = None
+        self._replayed: GlobalScalars | None = None
+
+    def install(self) -> None:
+        """Take the place of the two functions, for the life of the process."""
+        recorder = self
+
+        def grad_norm(*args: Any, **kwargs: Any) -> float | torch.Tensor:
+            if recorder._replayed is not None:
+                norm = _as_computed(_next(recorder._replayed.grad_norms, 'gradient norm'))
+            else:
+                norm = recorder._grad_norm(*args, **kwargs)
+            recorder._grad_norms.append(norm)
+            return norm
+
+        def check_overflow(self: Any) -> bool:
+            overflow = recorder._check_overflow(self)
+            if recorder._replayed is not None:
+                overflow = _next(recorder._replayed.overflows, 'overflow flag')
+            recorder._recorded.overflows.append(overflow)
+            return overflow
+
+        upstream.get_grad_norm_fp32 = grad_norm
+        upstream.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = check_overflow
+
+    def stand_around(self, config: Any) -> None:
+        """Record and replay what `config.finalize_model_grads_func` divides by; once is enough."""
+        finalize = config.finalize_model_grads_func
+        if getattr(finalize, 'recorder', None) is self:
+            return
+
+        def finalize_recorded(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
+            faults.point('reduce')
+            if num_tokens is None:
+                return finalize(model, num_tokens, *args, **kwargs)
+            if self._replayed is None:
+                result = finalize(model, num_tokens, *args, **kwargs)
+                self._num_tokens = num_tokens  # read when the step has waited for the device
+                return result
+            result = finalize(model, None, *args, **kwargs)
+            total = torch.full_like(num_tokens, self._replayed.num_tokens)
+            for chunk in model:
+                chunk.scale_gradients(1.0 / torch.clamp(total, min=1))
+            self._num_tokens = total
+            return result
+
+        finalize_recorded.recorder = self  # type: ignore[attr-defined]
+        config.finalize_model_grads_func = finalize_recorded
+
+    def peek(self) -> GlobalScalars:
+        """The scalars that the next `take` will return, which leaves them to it."""
+        self._recorded.grad_norms += [float(norm) for norm in self._grad_norms]
+        self._grad_norms.clear()
+        if self._num_tokens is not None:
+            self._recorded.num_tokens = int(self._num_tokens.item())
+            self._num_tokens = None
+        return _copy(self._recorded)
+
+    def put_back(self, scalars: GlobalScalars) -> None:
+        """Forget what an iteration that was cut off has recorded; the next `take` gives these."""
+        self._recorded = _copy(scalars)
+        self._grad_norms.clear()
+        self._num_tokens = None
+
+    def take(self) -> GlobalScalars:
+        """The scalars recorded since the last call."""
+        recorded, self._recorded = self.peek(), GlobalScalars()
+        return recorded
+
+    @contextmanager
+    def replaying(self, scalars: GlobalScalars) -> Iterator[None]:
+        """Within the context, upstream gets the recorded scalars instead of computing them.
+
+        What is replayed is recorded again, for the ledger of a stage that catches up.
+        """
+        self._replayed = _copy(scalars)
+        try:
+            yield
+        finally:
+            self._replayed = None
+
+
+def _copy(scalars: GlobalScalars) -> GlobalScalars:
+    return GlobalScalars(list(scalars.grad_norms), list(scalars.overflows), scalars.num_tokens)
+
+
+def _as_computed(norm: float) -> float | torch.Tensor:
+    """A recorded norm as `get_grad_norm_fp32` returns it: fp32 [1] on the device, or a float."""
+    if clip_grads.multi_tensor_scale_tensor_impl is None:
+        return norm
+    return torch.full([1], norm, dtype=torch.float32, device='cuda')
+
+
+def _next(values: list[Any], what: str) -> Any:
+    if not values:
+        raise SparseCheckpointError(
+            f'Replay asks for a {what} that the committed iteration did not record; the flags of '
+            'the job have changed since. Start it with the flags it had.'
+        )
+    return values.pop(0)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small state between two iterations: RNG, scheduler, scalers, data position, counters.
+
+Captured by the training thread when an iteration is about to begin, so that it is exactly what that
+iteration starts from.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron.moevement.state.global_scalars import GlobalScalars
+from megatron.moevement.state.optimizer_state import chained, counts_steps_per_parameter
+
+
+class RngState(msgspec.Struct):
+    """States of all random number generators of the process."""
+
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[str, bytes, int, int, float]
+    torch: bytes
+    cuda: bytes
+    tracker: dict[str, bytes]
+
+
+class ScalerState(msgspec.Struct):
+    """One optimizer's dynamic loss scale; floats are exact fp32 values."""
+
+    scale: float
+    growth_tracker: int
+    hysteresis_tracker: int
+
+
+class IterationState(msgspec.Struct):
+    """Everything but tensors that iteration `iteration + 1` starts from."""
+
+    iteration: int
+    consumed_train_samples: int
+    consumed_valid_samples: int
+    skipped_train_samples: int
+    floating_point_operations: float
+    scheduler_steps: int
+    scalars: GlobalScalars
+    """What the step that ended `iteration` reduced; replaying that iteration needs it."""
+    rng: RngState
+    scalers: list[ScalerState]
+    group_steps: list[int | None]
+    """Step counts that optimizers keep per parameter group (TE and Apex), None where they do so
+    per parameter."""
+
+
+def encode(state: IterationState) -> bytes:
+    """Serialise for the slot's context."""
+    return msgspec.msgpack.encode(state)
+
+
+def decode(encoded: bytes) -> IterationState:
+    """Inverse of `encode`."""
+    return msgspec.msgpack.decode(encoded, type=IterationState)
+
+
+def capture(
+    args: Any,
+    iteration: int,
+    optimizer: Any,
+    scheduler: Any,
+    scalars: GlobalScalars,
+    floating_point_operations: float,
+) -> IterationState:
+    """The state after `iteration` committed iterations. Called by the training thread."""
+    return IterationState(
+        iteration=iteration,
+        consumed_train_samples=args.consumed_train_samples,
+        consumed_valid_samples=args.consumed_valid_samples,
+        skipped_train_samples=args.skipped_train_samples,
+        floating_point_operations=floating_point_operations,
+        scheduler_steps=scheduler.num_steps,
+        scalars=scalars,
+        rng=capture_rng(),
+        scalers=[_scaler_state(scaler) for scaler in _scalers(optimizer)],
+        group_steps=list(_group_steps(optimizer)),
+    )
+
+
+def restore(state: IterationState, args: Any, optimizer: Any, scheduler: Any) -> None:
+    """Put the process where iteration `state.iteration + 1` starts. Training thread."""
+    restore_counters(state, args)
+    scheduler.num_steps = state.scheduler_steps
+    scheduler.step(increment=0)  # recomputes learning rate and weight decay of every group
+    for scaler, saved in zip(_scalers(optimizer), state.scalers, strict=True):
+        _restore_scaler(scaler, saved)
+    for group, step in zip(optimizer.param_groups, state.group_steps, strict=True):
+        if step is not None:
+            group['step'] = step
+    restore_rng(state.rng)
+
+
+def restore_counters(state: IterationState, args: Any) -> None:
+    """Iteration number, data position and what depends on them."""
+    args.iteration = args.curr_iteration = state.iteration
+    args.consumed_train_samples = state.consumed_train_samples
+    args.consumed_valid_samples = state.consumed_valid_samples
+    args.skipped_train_samples = state.skipped_train_samples
+    args.num_floating_point_operations_so_far = state.floating_point_operations
+    update_num_microbatches(state.consumed_train_samples, consistency_check=False)
+    get_rerun_state_machine().current_iteration = state.iteration
+
+
+def move_to(iteration: int, consumed_train_samples: int, args: Any) -> None:
+    """Count on: `iteration` iterations are committed, which consumed so many samples."""
+    args.iteration = args.curr_iteration = iteration
+    args.consumed_train_samples = consumed_train_samples
+    update_num_microbatches(consumed_train_samples, consistency_check=False)
+    get_rerun_state_machine().current_iteration = iteration
+
+
+def capture_rng() -> RngState:
+    """The state of every generator of this process."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return RngState(
+        python=(version, internal, gauss),
+        numpy=(name, keys.tobytes(), position, has_gauss, cached),
+        torch=_bytes(torch.get_rng_state()),
+        cuda=_bytes(torch.cuda.get_rng_state()),
+        tracker={key: _bytes(value) for key, value in get_cuda_rng_tracker().get_states().items()},
+    )
+
+
+def restore_rng(state: RngState) -> None:
+    """Set every generator of this process."""
+    version, internal, gauss = state.python
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state.numpy
+    np.random.set_state((name, np.frombuffer(keys, np.uint32), position, has_gauss, cached))
+    torch.cuda.set_rng_state(_tensor(state.cuda))
+    torch.set_rng_state(_tensor(state.torch))  # last: without a GPU both are one generator
+    get_cuda_rng_tracker().set_states({key: _tensor(v) for key, v in state.tracker.items()})
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return state.cpu().numpy().tobytes()
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _scalers(optimizer: Any) -> list[Any]:
+    scalers = [getattr(inner, 'grad_scaler', None) for inner in chained(optimizer)]
+    return [scaler for scaler in scalers if scaler is not None]
+
+
+def _group_steps(optimizer: Any) -> Iterator[int | None]:
+    """A dense checkpoint leaves a `step` in the groups of torch's Adam, too, which never moves."""
+    for inner in chained(optimizer):
+        counted = not counts_steps_per_parameter(inner.optimizer)
+        for group in inner.optimizer.param_groups:
+            yield int(group['step']) if counted and 'step' in group else None
+
+
+def _scaler_state(scaler: Any) -> ScalerState:
+    return ScalerState(
+        scale=scaler._scale.item(),
+        growth_tracker=getattr(scaler, '_growth_tracker', 0),
+        hysteresis_tracker=getattr(scaler, '_hysteresis_tracker', 0),
+    )
+
+
+def _restore_scaler(scaler: Any, state: ScalerState) -> None:
+    scaler._scale.fill_(state.scale)
+    if hasattr(scaler, '_growth_tracker'):
+        scaler._growth_tracker = state.growth_tracker
+        scaler._hysteresis_tracker = state.hysteresis_tracker

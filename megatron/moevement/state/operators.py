@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which operators a rank holds: every expert, every router, and the non-expert rest.
+
+An *operator* (paper section 3.1) is the unit of capture: one expert, one router, or the
+non-expert rest of a layer, the embedding, or the head (final norm and output layer). Names are the
+same on every rank that holds a part of the operator: `layer3.expert5` counts layers from 1 as
+upstream does and experts globally.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from megatron.core.utils import get_model_config
+
+from megatron.moevement.state.optimizer_state import ParameterState
+from moevement_ext.errors import SparseCheckpointError
+
+_EXPERT = re.compile(
+    r'mlp\.experts\.(?:local_experts\.(?P<sequential>\d+)\.|linear_fc[12]\.(?:weight|bias)(?P<grouped>\d+)$)'
+)
+_HEAD = ('decoder.final_layernorm.', 'decoder.final_norm.', 'output_layer.')
+
+
+@dataclass
+class Operator:
+    """One operator of this rank.
+
+    `parameters` and `buffers` are keyed by a name that is unique on the rank
+    (`chunk0.decoder.layers.1.mlp.router.weight`).
+    """
+
+    name: str
+    kind: str  # 'expert', 'router' or 'rest'
+    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def operator_inventory(model: Sequence[torch.nn.Module]) -> dict[str, Operator]:
+    """Every parameter and buffer of this rank's model chunks, each in exactly one operator.
+
+    Args:
+        model: the (wrapped) model chunks of this pipeline rank, as upstream passes them around.
+
+    Returns:
+        Operators by name, in the order of the forward pass, the head last.
+    """
+    operators: dict[str, Operator] = {}
+    heads: dict[str, Operator] = {}
+    for index, chunk in enumerate(model):
+        inner = _unwrap(chunk)
+        layers = dict(_layers(inner))
+        for name, parameter in inner.named_parameters():
+            operator = _operator_of(name, layers)
+            home = heads if operator.name == 'head' else operators
+            home.setdefault(operator.name, operator).parameters[f'chunk{index}.{name}'] = parameter
+        for name, buffer in inner.named_buffers():
+            operator = _operator_of(name, layers)
+            home = heads if operator.name == 'head' else operators
+            home.setdefault(operator.name, operator).buffers[f'chunk{index}.{name}'] = buffer
+    return {**operators, **heads}
+
+
+def tied_operators(model: Sequence[torch.nn.Module], operators: dict[str, Operator]) -> list[str]:
+    """Operators whose weights are shared between the first and the last stage.
+
+    Their gradients are summed across the two stages, so they must thaw together: the planner puts
+    them into slot 0 on both.
+    """
+    if not getattr(_unwrap(model[0]), 'share_embeddings_and_output_weights', False):
+        return []
+    return [name for name in ('embedding', 'head') if name in operators]
+
+
+def router_modules(model: Sequence[torch.nn.Module]) -> Iterator[tuple[int, Any]]:
+    """(global layer number, router module) of every Mixture-of-Experts layer of this rank."""
+    for chunk in model:
+        for module in _unwrap(chunk).modules():
+            if isinstance(module, BaseMoELayer):
+                yield module.layer_number, module.router
+
+
+def check_complete(
+    operators: dict[str, Operator], states: dict[torch.nn.Parameter, ParameterState]
+) -> None:
+    """Every parameter with optimizer state must belong to exactly one operator.
+
+    Raises:
+        SparseCheckpointError: the inventory and the optimizer disagree.
+    """
+    owners: dict[int, str] = {}
+    for operator in operators.values():
+        for name, parameter in operator.parameters.items():
+            if id(parameter) in owners:
+                raise SparseCheckpointError(
+                    f'{name} belongs to {owners[id(parameter)]} and to {operator.name}; '
+                    'sparse checkpointing needs exactly one operator for each parameter.'
+                )
+            owners[id(parameter)] = operator.name
+    lost = [state.name for state in states.values() if id(state.parameter) not in owners]
+    if lost:
+        raise SparseCheckpointError(
+            f'The optimizer holds state for parameters that no operator owns: {lost[:5]}. '
+            'Sparse checkpointing does not know this model; train without --sparse-ckpt.'
+        )
+
+
+def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    while hasattr(module, 'module'):
+        module = module.module  # type: ignore[assignment]
+    return module
+
+
+def _layers(inner: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Transformer layers by module path, multi-token-prediction layers left to the rest."""
+    for name, module in inner.named_modules():
+        if isinstance(module, BaseTransformerLayer) and name.startswith('decoder.layers.'):
+            yield name + '.', module
+
+
+def _operator_of(name: str, layers: dict[str, torch.nn.Module]) -> Operator:
+    for path, layer in layers.items():
+        if name.startswith(path):
+            return _operator_in_layer(name, layer)
+    if name.startswith(_HEAD):
+        return Operator('head', 'rest')
+    return Operator('embedding' if name.startswith('embedding.') else 'others', 'rest')
+
+
+def _operator_in_layer(name: str, layer: torch.nn.Module) -> Operator:
+    prefix = f'layer{layer.layer_number}'
+    if '.mlp.router.' in name:
+        return Operator(f'{prefix}.router', 'router')
+    match = _EXPERT.search(name)
+    if match:
+        local = int(match['sequential'] or match['grouped'])
+        expert = layer.mlp.local_expert_indices[local]  # type: ignore[union-attr, index]
+        return Operator(f'{prefix}.expert{expert}', 'expert')
+    if '.mlp.experts.' in name:
+        return Operator(f'{prefix}.experts', 'expert')  # one tensor for all local experts
+    return Operator(f'{prefix}.rest', 'rest')
+
+
+def num_experts(model: Sequence[torch.nn.Module]) -> int:
+    """Experts per Mixture-of-Experts layer, over all ranks."""
+    return get_model_config(model[0]).num_moe_experts or 0

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators as slices to capture, and the way back: slices of a slot into the training state."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron.moevement.state.operators import Operator
+from megatron.moevement.state.optimizer_state import ParameterState, complete_restore
+from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.memory.dtypes import dtype_name, dtype_of
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.slot import Record, SlotContext, SlotHeader, decode_context
+
+
+def operator_slices(
+    operators: Mapping[str, Operator], states: Mapping[torch.nn.Parameter, ParameterState]
+) -> dict[str, OperatorSlices]:
+    """What this rank captures of each of its operators."""
+    return {name: _slices(operator, states) for name, operator in operators.items()}
+
+
+def _slices(
+    operator: Operator, states: Mapping[torch.nn.Parameter, ParameterState]
+) -> OperatorSlices:
+    owned = [states[parameter] for parameter in operator.parameters.values() if parameter in states]
+    buffers = [
+        TensorSlice(operator.name, name, 'buffer', 0, buffer.numel(), _flat(buffer), volatile=True)
+        for name, buffer in operator.buffers.items()
+    ]
+    full = [part for state in owned for part in _full(operator.name, state)]
+    light = [_slice(operator.name, state, 'weight', state.weight()) for state in owned]
+    return OperatorSlices((*full, *buffers), (*light, *buffers))
+
+
+def _full(operator: str, state: ParameterState) -> list[TensorSlice]:
+    parts = [_slice(operator, state, 'master', state.master())]
+    parts += [_slice(operator, state, key, value) for key, value in state.moments().items()]
+    step = state.step()
+    if step is not None:
+        parts.append(TensorSlice(operator, state.name, 'step', 0, 1, _flat(step)))
+    return parts
+
+
+def _slice(operator: str, state: ParameterState, part: str, source: torch.Tensor) -> TensorSlice:
+    return TensorSlice(operator, state.name, part, state.start, state.end, source)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1)
+
+
+class _Part(NamedTuple):
+    """What is captured of a tensor, and must be there to be loaded."""
+
+    operator: str
+    tensor: str
+    part: str
+    dtype: str
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f'{self.tensor} ({self.part}, {self.dtype}, elements {self.start} to {self.end})'
+
+
+class SlotLoader:
+    """Loads slots into the training state of this rank. Training thread only.
+
+    Args:
+        operators: inventory of this rank.
+        slices: what is captured of them.
+        states: optimizer state by parameter.
+        model: model chunks of this rank.
+        distributed: the optimizer is upstream's distributed one.
+    """
+
+    def __init__(
+        self,
+        operators: Mapping[str, Operator],
+        slices: Mapping[str, OperatorSlices],
+        states: Mapping[torch.nn.Parameter, ParameterState],
+        model: Sequence[Any],
+        distributed: bool,
+    ) -> None:
+        self._operators = operators
+        self._slices = slices
+        self._states = {state.name: state for state in states.values()}
+        self._model = model
+        self._distributed = distributed
+        self._buffers = {
+            name: buffer for item in operators.values() for name, buffer in item.buffers.items()
+        }
+
+    def check(self, header: SlotHeader) -> None:
+        """Compare what a slot holds with what this model needs of it.
+
+        Raises:
+            RefusedWindow: it is of another model; the message names a parameter.
+        """
+        context = decode_context(header.context)
+        needed = set(self._needed(context))
+        held = {
+            _Part(item.operator, item.tensor, item.part, item.dtype, item.start, item.end)
+            for item in header.records
+        }
+        where = f'slot {header.slot} of window {header.start}'
+        for part in sorted(needed - held):
+            raise RefusedWindow(f'{where} has no {part} of {part.operator}, which the model needs')
+        for part in sorted(held - needed):
+            raise RefusedWindow(f'{where} has {part} of {part.operator}, which the model has not')
+        absent = self._operators.keys() - {*context.full, *context.light}
+        if header.slot == 0 and absent:
+            raise RefusedWindow(f'{where} has nothing of {min(absent)}, which the model has')
+
+    def _needed(self, context: SlotContext) -> Iterator[_Part]:
+        parts = [
+            *(item for name in context.full if name in self._slices
+              for item in self._slices[name].full),
+            *(item for name in context.light if name in self._slices
+              for item in self._slices[name].light),
+        ]  # fmt: skip
+        for item in parts:
+            dtype = dtype_name(item.source.dtype)
+            yield _Part(item.operator, item.tensor, item.part, dtype, item.start, item.end)
+
+    @torch.no_grad()
+    def load(self, header: SlotHeader, payload: np.ndarray, context: SlotContext) -> None:
+        """Put one verified slot into place. Collective over the ranks of the stage.
+
+        Raises:
+            RefusedWindow: it is of another model.
+        """
+        self.check(header)
+        for record in header.records:
+            content = torch.from_numpy(payload[record.offset : record.offset + record.nbytes])
+            dtype = dtype_of(record.dtype)
+            assert dtype is not None  # it is that of the model
+            self.restore(record, content.view(dtype))
+        complete_restore(
+            self._states_of([*context.full, *context.light]),
+            self._model,
+            frozen=frozenset(state.name for state in self._states_of(context.light)),
+            distributed=self._distributed,
+        )
+
+    def restore(self, record: Record, content: torch.Tensor) -> None:
+        """Copy one captured range to where it was read."""
+        if record.part == 'buffer':
+            self.restore_buffer(record, content)
+        elif record.part == 'step':
+            self.restore_step(record, content)
+        elif record.part == 'weight':
+            self._states[record.tensor].weight().copy_(content)
+        elif record.part == 'master':
+            self._states[record.tensor].master().copy_(content)
+        else:
+            self.restore_moment(record, content)
+
+    def restore_buffer(self, record: Record, content: torch.Tensor) -> None:
+        """Router bias and token counters."""
+        buffer = self._buffers[record.tensor]
+        buffer.copy_(content.view(buffer.shape))
+
+    def restore_step(self, record: Record, content: torch.Tensor) -> None:
+        """The step count of one parameter."""
+        step = self._states[record.tensor].step()
+        assert step is not None  # the same optimizer wrote it
+        step.copy_(content.view(step.shape))
+
+    def restore_moment(self, record: Record, content: torch.Tensor) -> None:
+        """One elementwise optimizer state."""
+        self._states[record.tensor].moments()[record.part].copy_(content)
+
+    def _states_of(self, names: Collection[str]) -> list[ParameterState]:
+        return [
+            self._states[name]
+            for operator in names
+            if operator in self._operators
+            for name in self._operators[operator].parameters
+            if name in self._states
+        ]

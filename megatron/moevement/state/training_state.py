@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model, optimizer and scheduler of this rank, as sparse checkpointing sees them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron.moevement.state import iteration_state
+from megatron.moevement.state.frozen import FrozenOperators
+from megatron.moevement.state.iteration_state import IterationState
+from megatron.moevement.state.operators import (
+    check_complete,
+    operator_inventory,
+    router_modules,
+    tied_operators,
+)
+from megatron.moevement.state.optimizer_state import chained, parameter_states
+from megatron.moevement.state.slices import SlotLoader, operator_slices
+from moevement_ext import faults
+
+
+class TrainingState:
+    """Operators of this rank with their slices, and the ways to load and freeze them.
+
+    To be renewed when a dense checkpoint was loaded, which puts other tensors in the place of the
+    optimizer's.
+
+    Args:
+        model: model chunks of this rank, wrapped by upstream.
+        optimizer: upstream's optimizer.
+        scheduler: upstream's parameter scheduler.
+
+    Raises:
+        SparseCheckpointError: an optimizer or a model this package does not know.
+    """
+
+    def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        for _, router in router_modules(model):
+            router._maintain_float32_expert_bias()  # upstream does it in the first forward
+        self.operators = operator_inventory(model)
+        self.tied = tied_operators(model, self.operators)
+        self.device = next(model[0].parameters()).device
+        self.renew()
+
+    def renew(self) -> None:
+        """Find the state of all operators where it is now."""
+        names = {
+            parameter: name
+            for operator in self.operators.values()
+            for name, parameter in operator.parameters.items()
+        }
+        self.states = parameter_states(self.optimizer, names)
+        check_complete(self.operators, self.states)
+        self.slices = operator_slices(self.operators, self.states)
+        distributed = any(isinstance(o, DistributedOptimizer) for o in chained(self.optimizer))
+        self.loader = SlotLoader(self.operators, self.slices, self.states, self.model, distributed)
+        self.frozen = FrozenOperators(self.operators, self.states, self.model, self.optimizer)
+
+    def around_update(
+        self,
+        wait: Callable[[], None],
+        writing: Callable[[], None],
+        written: Callable[[bool], None],
+    ) -> None:
+        """Stand around the optimizer step.
+
+        Args:
+            wait: called before each step, the first thing that writes what is captured.
+            writing: called right before an optimizer writes; the gradients are complete then.
+            written: called when all have, with False for a step that was skipped.
+        """
+        step = self.optimizer.step
+
+        def waiting_step(*args: Any, **kwargs: Any) -> Any:
+            faults.point('optimizer')
+            wait()
+            result = step(*args, **kwargs)
+            written(bool(result[0]))
+            faults.point('after-step')
+            return result
+
+        self.optimizer.step = waiting_step
+        for inner in chained(self.optimizer):
+            self._announce_writing(inner, writing)
+
+    def restore(self, state: IterationState, args: Any) -> None:
+        """Put the small state where the iteration after `state` starts."""
+        iteration_state.restore(state, args, self.optimizer, self.scheduler)
+
+    def gather_parameters(self) -> None:
+        """Gather parameters from their shards: a failure may have cut this off. Collective.
+
+        Also without overlap: waits of NCCL return when they are aborted, as if all had come.
+        """
+        for chunk in self.model:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
+
+    @staticmethod
+    def _announce_writing(inner: Any, writing: Callable[[], None]) -> None:
+        step = inner.step_with_ready_grads
+
+        def announced_step() -> bool:
+            faults.point('norm')
+            writing()
+            result = step()
+            faults.point('step')  # the first of several optimizers has stepped
+            return result
+
+        inner.step_with_ready_grads = announced_step
+
+
+def armed_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward_step` with the fault points of forward and backward, for fault injection."""
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        output, loss = forward_step(*args, **kwargs)
+        faults.point('forward' if torch.is_grad_enabled() else 'evaluate-forward')
+        if torch.is_tensor(output) and output.requires_grad:
+            output.register_hook(lambda gradient: faults.point('backward'))
+        return output, loss
+
+    return struck

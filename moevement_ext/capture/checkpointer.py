@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures one slot of the window per iteration and follows it until it is persisted.
+
+Data flows one way: plan -> capture -> keep (window file) -> replicate -> persisted.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from moevement_ext import faults
+from moevement_ext.capture.copier import Copier
+from moevement_ext.capture.layout import OperatorSlices, SlotLayout
+from moevement_ext.events import EventLog
+from moevement_ext.memory.pinning import payload_tensor, pin
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import RankIdentity, WindowName
+from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
+from moevement_ext.plan.byte_planner import WindowPlan
+from moevement_ext.replicate.replicator import Replicator
+
+logger = logging.getLogger(__name__)
+
+
+class ScheduledPlan(NamedTuple):
+    """A plan and the iteration whose state is the first captured under it.
+
+    Windows begin at `origin`, `origin + W`, ... on every rank, so that ranks which learn of a plan
+    late fall into step at the next boundary. `digest` covers the plans of all stages: windows of
+    ranks that plan differently never count as one.
+    """
+
+    origin: int
+    plan: WindowPlan
+    digest: str
+
+
+@dataclass
+class CaptureStatistics:
+    """What the log line and the metrics report; written by the training and sealing threads."""
+
+    exposed_s: float = 0.0
+    """Seconds the training thread spent on sparse checkpointing, waits included."""
+    iterations: int = 0
+    slot_bytes: int = 0
+    copy_bytes: int = 0
+    copy_s: float = 0.0
+    skipped_windows: int = 0
+    failures: int = 0
+    persisted: int | None = None
+    committed: int | None = None
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Writing:
+    """A window being written: begun by the training thread, sealed slot by slot on another."""
+
+    file: WindowFile
+    name: WindowName
+    window: int
+    started: int = 0
+    unsealed: int = 0
+    given_up: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """All slots were started; the last ones may still be on their way."""
+        return self.started == self.window
+
+
+class SparseCheckpointer:
+    """Sparse checkpointing of one rank.
+
+    The training thread calls `begin` before an iteration and `before_update` before the optimizer
+    writes; everything else happens on other threads. Failures never reach the training thread:
+    protection is reduced, reported and counted (invariant I6).
+
+    Args:
+        identity: of this rank in this run.
+        operators: slices of every operator on this rank.
+        windows: the window files of this rank.
+        replicator: sends sealed slots to the peers; `on_window_replicated` of it must lead to
+            `replicated`.
+        schedule: the plan to begin with.
+        device: where the state lives.
+        events: event log of the rank.
+        max_wait_s: the longest the training thread waits for a free window file.
+        report: called with a window that this rank and its replica holders have completely.
+    """
+
+    def __init__(
+        self,
+        identity: RankIdentity,
+        operators: Mapping[str, OperatorSlices],
+        windows: OwnerWindows,
+        replicator: Replicator,
+        schedule: ScheduledPlan,
+        device: torch.device,
+        events: EventLog,
+        max_wait_s: float,
+        report: Callable[[WindowName], None],
+    ) -> None:
+        self.statistics = CaptureStatistics()
+        self._identity = identity
+        self._operators = operators
+        self._windows = windows
+        self._replicator = replicator
+        self._events = events
+        self._max_wait_s = max_wait_s
+        self._report = report
+        self._freed = threading.Event()
+        for file in windows.files():  # takes a while for large files, so not during training
+            pin(file)
+        self._copier = Copier(device)
+        self._lock = threading.Lock()
+        self._window: _Writing | None = None
+        self._given_up: list[_Writing] = []
+        self._stalled = False
+        self._captured = -1
+        self._upcoming: list[ScheduledPlan] = []
+        self._adopt(schedule)
+
+    @property
+    def schedule(self) -> ScheduledPlan:
+        """The plan in force."""
+        return self._schedule
+
+    def schedule_next(self, schedule: ScheduledPlan) -> None:
+        """Change to another plan at its origin. Called on any thread."""
+        with self._lock:
+            self._upcoming.append(schedule)
+
+    def begin(self, iteration: int, state: bytes) -> None:
+        """Start capturing the state after `iteration`, which the next iteration will read.
+
+        Called by the training thread when nothing of iteration `iteration + 1` has run.
+
+        Args:
+            iteration: number of committed iterations.
+            state: encoded small state that travels with the slot (RNG, scheduler, ...).
+        """
+        faults.at_iteration(iteration + 1)
+        self._events.iteration = iteration
+        if iteration <= self._captured:
+            return  # the iteration is run again after a failure; its start is captured already
+        self._captured = iteration
+        self._change_plan(iteration)
+        self._release_given_up()
+        offset = iteration - self._schedule.origin
+        slot = offset % self._schedule.plan.window
+        if offset < 0:
+            return
+        if slot == 0:
+            self._window = self._open(iteration)
+        window = self._window
+        if window is None or window.given_up:
+            return
+        try:
+            self._capture(window, slot, iteration, state)
+        except Exception as error:
+            self._failed(window, error)
+
+    def stop_capturing(self) -> None:
+        """Let captures under way arrive and give up the window they belong to.
+
+        Called by the training thread before older state is loaded over what they read.
+        """
+        self._copier.drain()
+        if self._window is not None and not self._window.complete:
+            self._give_up(self._window)
+        self._window = None
+        self._release_given_up()
+
+    def roll_back(self, start: int) -> None:
+        """Capture again from the window after the one that began at `start`. Training thread."""
+        self._captured = start
+
+    def before_update(self) -> None:
+        """Wait until the optimizer may write. Called by the training thread."""
+        self.statistics.exposed_s += self._copier.wait()
+        self.statistics.iterations += 1
+
+    def copy_bytes_per_s(self) -> float | None:
+        """Measured rate of the copies to host memory; None before the first."""
+        return self._copier.bytes_per_s()
+
+    def replicated(self, start: int, plan: str) -> None:
+        """All peers hold this window. Called by the replicator's thread."""
+        self._windows.announce(start, plan)
+        self._report(WindowName(start, plan))
+
+    def persisted(self, window: WindowName) -> None:
+        """Every rank and its holders have this window. Called by the board's thread."""
+        self._windows.persisted(*window)
+        self._replicator.persisted(*window)
+        self.statistics.persisted = window.start
+        self._freed.set()
+        self._events.emit('window_persisted', start=window.start, plan=window.plan)
+
+    def degraded(self, reason: str) -> None:
+        """Note that protection is reduced. Called on any thread."""
+        logger.warning('sparse checkpointing: protection is reduced: %s', reason)
+        self.statistics.failures += 1
+        self._events.emit('protection_reduced', reason=reason)
+
+    def drain(self) -> None:
+        """Return when everything captured so far is sealed."""
+        self._copier.drain()
+
+    def stop(self) -> None:
+        """End the capture threads; files stay."""
+        self._copier.stop()
+
+    def _adopt(self, schedule: ScheduledPlan) -> None:
+        self._schedule = schedule
+        self._layouts = [
+            SlotLayout(schedule.plan, slot, self._operators) for slot in range(schedule.plan.window)
+        ]
+
+    def _change_plan(self, iteration: int) -> None:
+        with self._lock:
+            due = [schedule for schedule in self._upcoming if schedule.origin <= iteration]
+            self._upcoming = [s for s in self._upcoming if s.origin > iteration]
+        if due:
+            if self._window is not None and not self._window.complete:
+                self._give_up(self._window)
+            self._window = None
+            self._adopt(max(due, key=lambda schedule: schedule.origin))
+
+    def _give_up(self, window: '_Writing') -> None:
+        """Drop a window that nobody relies on; its file is reused once its seals have run."""
+        with self._lock:
+            if not window.given_up:
+                window.given_up = True
+                self._given_up.append(window)
+
+    def _release_given_up(self) -> None:
+        with self._lock:
+            idle = [window for window in self._given_up if window.unsealed == 0]
+            self._given_up = [window for window in self._given_up if window.unsealed]
+        for window in idle:
+            self._replicator.abandon(*window.name)
+            try:
+                self._windows.abandon(window.file)
+            except Exception as error:
+                self.degraded(f'{window.file.path} cannot be reused: {error}')
+
+    def _open(self, iteration: int) -> '_Writing | None':
+        """A file for the window that begins now, waiting for one at most `max_wait_s`.
+
+        After one wait in vain there are no more, until a window is persisted again.
+        """
+        digest = self._schedule.digest
+        if self._windows.file(iteration, digest) is not None:
+            return None  # the window just recovered from; it is protected already
+        began = time.perf_counter()
+        patience_s = 0.0 if self._stalled and not self._freed.is_set() else self._max_wait_s
+        try:
+            self._freed.clear()
+            file = self._windows.begin(iteration, digest)
+            while file is None:
+                remaining = patience_s - (time.perf_counter() - began)
+                if remaining <= 0 or not self._freed.wait(remaining):
+                    break
+                self._freed.clear()
+                file = self._windows.begin(iteration, digest)
+        except Exception as error:
+            self.degraded(f'window {iteration} cannot be opened: {error}')
+            return None
+        self._stalled = file is None
+        if file is None:
+            self.statistics.skipped_windows += 1
+            self.degraded(
+                f'window {iteration} is skipped: earlier windows are not persisted on every rank'
+            )
+            return None
+        return _Writing(file, WindowName(iteration, digest), self._schedule.plan.window)
+
+    def _capture(self, window: '_Writing', slot: int, iteration: int, state: bytes) -> None:
+        layout = self._layouts[slot]
+        payload = payload_tensor(window.file, window.file.reserve_slot(slot, layout.payload_bytes))
+        context = SlotContext(list(layout.full), list(layout.light), state)
+        header = SlotHeader(
+            version=FORMAT_VERSION,
+            run=self._identity.run,
+            topology=self._identity.topology,
+            owner=self._identity.rank,
+            start=iteration - slot,
+            window=self._schedule.plan.window,
+            slot=slot,
+            iteration=iteration,
+            plan=self._schedule.digest,
+            payload_bytes=layout.payload_bytes,
+            records=layout.records,
+            context=msgspec.msgpack.encode(context),
+        )
+        self.statistics.slot_bytes = layout.payload_bytes
+        with self._lock:
+            window.unsealed += 1
+            window.started += 1
+        self._copier.start(
+            layout.copies(payload, volatile=True),
+            lambda: layout.copies(payload, volatile=False),
+            seal=lambda: self._seal(window, header),
+            on_error=lambda error: self._ended(window, error),
+        )
+
+    def _seal(self, window: '_Writing', header: SlotHeader) -> None:
+        """On the sealing thread, when all copies of a slot have arrived."""
+        faults.point('seal')
+        if not window.given_up:
+            window.file.seal_slot(header)
+            if header.slot == header.window - 1:
+                self._windows.commit(window.file)
+                self.statistics.committed = header.start
+                self._events.emit('window_committed', start=header.start, plan=header.plan)
+            faults.point('replicate')
+            self._replicator.submit(window.file, header.slot)
+        self._ended(window)
+
+    def _ended(self, window: '_Writing', error: Exception | None = None) -> None:
+        """A slot is sealed, or failed. Called on the worker threads."""
+        if error is not None:
+            self._failed(window, error)
+        with self._lock:
+            window.unsealed -= 1
+
+    def _failed(self, window: '_Writing', error: Exception) -> None:
+        """A capture failed: drop its window, keep the persisted one, train on."""
+        self._give_up(window)
+        self.degraded(f'window {window.name.start}: {type(error).__name__}: {error}')

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Launcher that emulates several nodes on one machine and replaces only the worker that died."""

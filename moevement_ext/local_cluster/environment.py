@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment that torchrun gives to its workers, for workers on emulated nodes."""
+
+import os
+
+import torch
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.local_cluster.config import LaunchConfig
+
+_DEFAULTS = {
+    'CUDA_DEVICE_MAX_CONNECTIONS': '1',
+    'OMP_NUM_THREADS': '1',
+    'PYTHONUNBUFFERED': '1',  # what a killed worker had printed is not lost
+}
+
+
+def job_environment(config: LaunchConfig, port: int) -> dict[str, str]:
+    """What all processes of the job are started with: the launcher's own environment and more.
+
+    Args:
+        config: of the job.
+        port: where the store of the launcher listens.
+    """
+    defaults = dict(_DEFAULTS)
+    if not torch.cuda.is_available():
+        defaults['TORCHDYNAMO_DISABLE'] = '1'
+    return {
+        **defaults,
+        **os.environ,
+        'WORLD_SIZE': str(config.world_size),
+        'LOCAL_WORLD_SIZE': str(config.workers_per_node),
+        'MASTER_ADDR': '127.0.0.1',
+        'MASTER_PORT': str(port),
+        'TORCHELASTIC_USE_AGENT_STORE': 'True',
+    }
+
+
+def rank_environment(config: LaunchConfig, rank: int, restarts: int) -> dict[str, str]:
+    """What differs between workers, and between the lives of a worker.
+
+    `LOCAL_RANK` chooses the GPU. The emulated nodes share those of this machine, so where there are
+    GPUs it is the rank itself, not the place in the node.
+
+    Args:
+        config: of the job.
+        rank: of the worker.
+        restarts: how often this rank was restarted.
+    """
+    node = config.node_of(rank)
+    place = rank if torch.cuda.is_available() else rank - config.ranks_of(node).start
+    return {
+        'RANK': str(rank),
+        'LOCAL_RANK': str(place),
+        'GROUP_RANK': str(node),
+        'MOEVEMENT_NODE': f'node{node}',
+        'TORCHELASTIC_RESTART_COUNT': str(restarts),
+    }
+
+
+def check_devices(config: LaunchConfig) -> None:
+    """Each worker needs a GPU of its own, unless none is used.
+
+    Raises:
+        ConfigurationError: there are GPUs, but fewer than workers.
+    """
+    if torch.cuda.is_available() and torch.cuda.device_count() < config.world_size:
+        raise ConfigurationError(
+            f'--nodes {config.nodes} --workers-per-node {config.workers_per_node} needs '
+            f'{config.world_size} GPUs, one for each worker; there are '
+            f'{torch.cuda.device_count()}. CUDA_VISIBLE_DEVICES= (empty) runs on the CPU.'
+        )

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher reports; as text, one line for a person."""
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from moevement_ext.local_cluster.config import Strike
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended.
+
+    Args:
+        code: exit status, or the negative number of a signal.
+    """
+    if code >= 0:
+        return f'ended with exit status {code}'
+    try:
+        return f'was killed by {signal.Signals(-code).name}'
+    except ValueError:  # a real-time signal has no name
+        return f'was killed by signal {-code}'
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    """A worker runs, in its first life or a later one."""
+
+    rank: int
+    pid: int
+    restarts: int
+    """How often this rank was restarted."""
+    was_spare: bool
+
+    def __str__(self) -> str:
+        how = 'a hot spare takes over' if self.was_spare else 'started'
+        return f'rank {self.rank}: {how}, pid {self.pid}, restart {self.restarts}'
+
+
+@dataclass(frozen=True)
+class WorkerEnded:
+    """A worker is gone."""
+
+    rank: int
+    pid: int
+    code: int
+    """Exit status, or the negative number of the signal that killed it."""
+
+    def __str__(self) -> str:
+        return f'rank {self.rank} (pid {self.pid}) {describe_exit(self.code)}'
+
+
+@dataclass(frozen=True)
+class WorkerLostAtExit:
+    """A worker that had done all its work was killed by a signal before its process ended."""
+
+    rank: int
+    pid: int
+    code: int
+    """The negative number of the signal."""
+
+    def __str__(self) -> str:
+        how = describe_exit(self.code)
+        return f'warning: rank {self.rank} (pid {self.pid}) had finished, but {how} at its exit'
+
+
+@dataclass(frozen=True)
+class AllStartAgain:
+    """The others cannot go on without the worker that died: all are killed and started again."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f'all workers start again, since {self.reason}'
+
+
+@dataclass(frozen=True)
+class WorkerEvicted:
+    """The others found this worker hung; it is killed."""
+
+    rank: int
+    pid: int
+
+    def __str__(self) -> str:
+        return f'rank {self.rank} (pid {self.pid}) was found hung by the others: killed'
+
+
+@dataclass(frozen=True)
+class SpareReady:
+    """A hot spare has imported the program."""
+
+    pid: int
+
+    def __str__(self) -> str:
+        return f'hot spare ready, pid {self.pid}'
+
+
+@dataclass(frozen=True)
+class SpareEnded:
+    """A hot spare is gone before it was used; one that never was ready is not replaced."""
+
+    pid: int
+    code: int
+    was_ready: bool
+
+    def __str__(self) -> str:
+        how = '' if self.was_ready else ' before it was ready; there will be one spare less'
+        return f'hot spare (pid {self.pid}) {describe_exit(self.code)}{how}'
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A staged failure happened."""
+
+    strike: Strike
+    deleted: Path | None = None
+    """Host memory of the node that was killed."""
+
+    def __str__(self) -> str:
+        also = '' if self.deleted is None else f'; deleted {self.deleted}'
+        return f'staged failure {self.strike}{also}'
+
+
+@dataclass(frozen=True)
+class JobFailed:
+    """The job is given up; all its processes are killed."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f'job failed: {self.reason}'
+
+
+@dataclass(frozen=True)
+class MemoryKept:
+    """All workers are gone; what they kept in host memory is not."""
+
+    directory: Path
+
+    def __str__(self) -> str:
+        return (
+            f'windows of this run stay in {self.directory}: launch the same job again to go on '
+            'from them, or remove the directory'
+        )
+
+
+Event = (
+    WorkerStarted
+    | WorkerEnded
+    | WorkerLostAtExit
+    | WorkerEvicted
+    | AllStartAgain
+    | SpareReady
+    | SpareEnded
+    | Struck
+    | JobFailed
+    | MemoryKept
+)

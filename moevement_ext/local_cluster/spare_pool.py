@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hot spares: started in the background, taken when a worker died."""
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from moevement_ext.local_cluster.child import Child
+from moevement_ext.local_cluster.config import LaunchConfig
+from moevement_ext.local_cluster.events import Event, SpareEnded, SpareReady
+from moevement_ext.local_cluster.loop import Loop
+
+_SPARE = Path(__file__).with_name('spare.py')
+
+
+class SparePool:
+    """Processes that have imported the program or are about to.
+
+    Args:
+        config: of the job.
+        environment: of the job; what is one rank's is given with the order.
+        loop: calls when a spare is ready or dead.
+        report: called with what happened.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        environment: Mapping[str, str],
+        loop: Loop,
+        report: Callable[[Event], None],
+    ) -> None:
+        self._config = config
+        self._environment = environment
+        self._loop = loop
+        self._report = report
+        self._importing: list[Child] = []
+        self._ready: list[Child] = []
+
+    def start(self) -> None:
+        """Start one more, in the background."""
+        command = [str(_SPARE), self._config.program]
+        streams = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
+        if self._config.log_dir is None:
+            spare = Child(command, self._environment, **streams, stderr=None)
+        else:
+            with (self._config.log_dir / 'spares.log').open('ab') as log:
+                spare = Child(command, self._environment, **streams, stderr=log)
+        self._importing.append(spare)
+        assert spare.output is not None
+        self._loop.watch(spare.output, partial(self._heard_from, spare))
+        self._loop.watch(spare.death, partial(self._died, spare))
+
+    def take(self, environment: Mapping[str, str], log: Path | None) -> Child | None:
+        """Make a ready spare a worker, and start another one; None if there is no ready one.
+
+        Args:
+            environment: what is the rank's own.
+            log: file that it appends to; None: it prints on its stdout, a pipe.
+        """
+        order = {
+            'argv': [self._config.program, *self._config.flags],
+            'env': dict(environment),
+            'log': None if log is None else str(log.absolute()),
+        }
+        for spare in self._ready:
+            if spare.tell(json.dumps(order) + '\n'):
+                self._ready.remove(spare)
+                self._loop.forget(spare.death)
+                self.start()
+                return spare
+        return None
+
+    def close(self) -> None:
+        """Kill all spares."""
+        for spare in [*self._importing, *self._ready]:
+            spare.signal(signal.SIGKILL)
+            self._let_go(spare)
+        self._importing.clear()
+        self._ready.clear()
+
+    def _heard_from(self, spare: Child) -> None:
+        """It said that it is ready, or its stdout ended because it is dying."""
+        assert spare.output is not None
+        self._loop.forget(spare.output)
+        if spare.hear():
+            self._importing.remove(spare)
+            self._ready.append(spare)
+            self._report(SpareReady(spare.pid))
+
+    def _died(self, spare: Child) -> None:
+        was_ready = spare in self._ready
+        (self._ready if was_ready else self._importing).remove(spare)
+        code = self._let_go(spare)
+        self._report(SpareEnded(spare.pid, code, was_ready))
+        if was_ready:
+            self.start()
+
+    def _let_go(self, spare: Child) -> int:
+        assert spare.output is not None
+        self._loop.forget(spare.output)
+        self._loop.forget(spare.death)
+        code = spare.reap()
+        spare.close()
+        return code

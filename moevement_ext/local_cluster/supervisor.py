@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the workers of all emulated nodes, and in place of one that dies another: only that one.
+
+torchrun restarts all workers of the agent whose worker died. Here the others live on: the failure
+is announced to them in the launcher's store, which outlives them all, and a hot spare or a new
+process takes the place of the dead one. So it is for a program that says that its workers survive
+(see `statements`); the workers of any other are all started again together, as torchrun does.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+
+from torch.distributed import TCPStore
+
+from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
+from moevement_ext.local_cluster.child import Child
+from moevement_ext.local_cluster.config import Action, LaunchConfig, Strike
+from moevement_ext.local_cluster.environment import (
+    check_devices,
+    job_environment,
+    rank_environment,
+)
+from moevement_ext.local_cluster.events import (
+    AllStartAgain,
+    Event,
+    JobFailed,
+    MemoryKept,
+    Struck,
+    WorkerEnded,
+    WorkerEvicted,
+    WorkerLostAtExit,
+    WorkerStarted,
+    describe_exit,
+)
+from moevement_ext.local_cluster.loop import Loop
+from moevement_ext.local_cluster.output import LogTail, Relay, last_lines
+from moevement_ext.local_cluster.spare_pool import SparePool
+from moevement_ext.local_cluster.statements import told_finished, told_memory, told_survivors
+from moevement_ext.local_cluster.strikes import Strikes
+from moevement_ext.membership.rendezvous import announce_failure
+
+_POLL_S = 0.1
+_GRACE_S = 10.0
+_STORE_TIMEOUT = timedelta(seconds=60)
+_MAX_ERRORS = 3
+_ERRORS_WITHIN_S = 600.0
+
+
+class LaunchError(SparseCheckpointError):
+    """The job cannot go on."""
+
+
+@dataclass
+class Worker:
+    """The present process of a rank."""
+
+    rank: int
+    child: Child
+    relay: Relay | None
+    restarts: int = 0
+    finished: bool = False
+    """It ended with exit status 0, or with what it had announced."""
+    errors: list[float] = field(default_factory=list)
+    """When the program itself gave up (seconds of the monotonic clock)."""
+
+    @property
+    def pid(self) -> int:
+        """Of the present life."""
+        return self.child.pid
+
+
+def print_event(event: Event) -> None:
+    """Tell the person who waits."""
+    print(f'[launcher] {event}', file=sys.stderr, flush=True)
+
+
+class Supervisor:
+    """One job. `run` does everything, on one thread; other threads may look, and call `stop`.
+
+    Args:
+        config: of the job.
+        on_event: called by the thread that runs `run` with everything that happens, right away;
+            by default it is printed on stderr.
+
+    Attributes:
+        store: where the workers meet; it outlives them. `evict/<rank>` = `<pid>` asks to kill the
+            process of a rank that was found hung.
+        workers: by rank, while `run` runs and afterwards.
+
+    Raises:
+        ConfigurationError: a staged failure or the GPUs of this machine do not fit the job.
+    """
+
+    def __init__(self, config: LaunchConfig, on_event: Callable[[Event], None] = print_event):
+        check_devices(config)
+        self.config = config
+        self._open_store()
+        self.workers: list[Worker] = []
+        self._report = on_event
+        self._strikes = Strikes(config)
+        self._exit_code: int | None = None
+        self._announced_code = 0
+        self._restarts = 0
+
+    def _open_store(self) -> None:
+        self.store = TCPStore(
+            '127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+        )
+        self._environment = job_environment(self.config, self.store.port)
+
+    def run(self) -> int:
+        """Start the workers and wait until all have ended well; nothing of the job is left then.
+
+        All processes are killed when the calling thread ends, whatever ends it.
+
+        Returns:
+            0, or the exit status that the workers had announced; 1 if the job was given up; what
+            `stop` was given if that was called.
+        """
+        if self.config.log_dir is not None:
+            self.config.log_dir.mkdir(parents=True, exist_ok=True)
+        self._loop = Loop()
+        self._spares = SparePool(self.config, self._environment, self._loop, self._report)
+        try:
+            self._supervise()
+        except LaunchError as failure:
+            self._report(JobFailed(str(failure)))
+            return 1
+        finally:
+            self._kill_all()
+            self._report_memory()
+        return self._exit_code or self._announced_code
+
+    def stop(self, exit_code: int) -> None:
+        """End all workers, with SIGTERM at first, and let `run` return `exit_code`; any thread."""
+        self._exit_code = exit_code
+
+    def _supervise(self) -> None:
+        tail = self._log_tail()
+        for rank in range(self.config.world_size):
+            self.workers.append(Worker(rank, *self._new_process(rank)))
+            self._started(self.workers[rank], was_spare=False)
+        for _ in range(self.config.spares):
+            self._spares.start()
+        next_poll = time.monotonic()
+        while not all(worker.finished for worker in self.workers):
+            self._loop.turn(_POLL_S)
+            if self._exit_code is not None:
+                return self._terminate()
+            if time.monotonic() >= next_poll:
+                next_poll = time.monotonic() + _POLL_S
+                self._evict()
+                if tail is not None:
+                    tail.pump()
+
+    # Lives of a worker
+
+    def _new_process(self, rank: int, restarts: int = 0) -> tuple[Child, Relay | None]:
+        environment = {**self._environment, **rank_environment(self.config, rank, restarts)}
+        command = [self.config.program, *self.config.flags]
+        log = self.config.log_of(rank)
+        if log is None:
+            pipe = subprocess.PIPE
+            child = Child(command, environment, stdout=pipe, stderr=subprocess.STDOUT)
+            return child, self._relay(rank, child)
+        with log.open('ab') as output:
+            return Child(command, environment, stdout=output, stderr=subprocess.STDOUT), None
+
+    def _spare_process(self, rank: int, restarts: int) -> tuple[Child, Relay | None] | None:
+        log = self.config.log_of(rank)
+        spare = self._spares.take(rank_environment(self.config, rank, restarts), log)
+        if spare is None:
+            return None
+        return spare, self._relay(rank, spare) if log is None else None
+
+    def _relay(self, rank: int, child: Child) -> Relay:
+        assert child.output is not None
+        is_last = rank == self.config.world_size - 1
+        return Relay(child.output, f'[rank {rank}] ', self._strike if is_last else _ignore)
+
+    def _started(self, worker: Worker, was_spare: bool) -> None:
+        if worker.relay is not None:
+            self._loop.watch(worker.relay.fd, partial(self._pump, worker.relay))
+        self._loop.watch(worker.child.death, partial(self._ended, worker))
+        self._report(WorkerStarted(worker.rank, worker.pid, worker.restarts, was_spare))
+
+    def _ended(self, worker: Worker) -> None:
+        code = self._reap(worker)
+        if code == 0:
+            return
+        how = f'rank {worker.rank} (pid {worker.pid}) {describe_exit(code)}'
+        announced = told_finished(self.store, worker.rank, worker.pid)
+        if announced is not None:
+            self._ended_when_done(worker, code, announced, how)
+            return
+        if code not in (EXIT_WHOLE_JOB, -signal.SIGKILL, -signal.SIGTERM):
+            worker.errors.append(time.monotonic())
+        if told_survivors(self.store):
+            self._replace(worker, how)
+        else:
+            self._start_all_again(worker, how)
+
+    def _ended_when_done(self, worker: Worker, code: int, announced: int, how: str) -> None:
+        """All its work was done: nobody waits for it, so it is not replaced."""
+        if code >= 0 and code != announced:
+            raise LaunchError(f'{how} when it had finished{self._last_words(worker)}')
+        if code < 0:
+            self._report(WorkerLostAtExit(worker.rank, worker.pid, code))
+        worker.finished = True
+        self._announced_code = max(self._announced_code, announced)
+
+    def _reap(self, worker: Worker) -> int:
+        self._loop.forget(worker.child.death)
+        code = worker.child.reap()
+        if worker.relay is not None:
+            self._loop.forget(worker.relay.fd)
+            worker.relay.finish()
+        worker.child.close()
+        worker.finished = code == 0
+        self._report(WorkerEnded(worker.rank, worker.pid, code))
+        return code
+
+    def _replace(self, worker: Worker, how: str) -> None:
+        announce_failure(self.store, worker.rank, how)
+        self._refuse_in_vain(worker, how, worker.errors)
+        self._start_again(worker, worker.restarts + 1)
+
+    def _start_all_again(self, worker: Worker, how: str) -> None:
+        """The others wait for the dead worker, perhaps for ever, and nothing can wake them up."""
+        for other in self._living():
+            other.child.signal(signal.SIGKILL)
+        for other in self._living():
+            self._reap(other)
+        errors = [at for any_worker in self.workers for at in any_worker.errors]
+        self._refuse_in_vain(worker, how, errors)
+        self._report(AllStartAgain(how))
+        # torch would find the keys of the life before in the old one, and wait for the dead.
+        self._spares.close()
+        self._open_store()
+        self._spares = SparePool(self.config, self._environment, self._loop, self._report)
+        for _ in range(self.config.spares):
+            self._spares.start()
+        restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
+        for any_worker in self.workers:
+            self._start_again(any_worker, restarts)
+
+    def _start_again(self, worker: Worker, restarts: int) -> None:
+        worker.restarts = restarts
+        spare = self._spare_process(worker.rank, restarts)
+        worker.child, worker.relay = spare or self._new_process(worker.rank, restarts)
+        self._started(worker, was_spare=spare is not None)
+
+    def _refuse_in_vain(self, worker: Worker, how: str, errors: list[float]) -> None:
+        """Raises if no replacement may be or is worth being started; else that counts as one."""
+        done = [other.rank for other in self.workers if self._is_done(other)]
+        if done:
+            raise LaunchError(
+                f'{how} when rank {done[0]} had already finished: '
+                'a replacement would wait in vain for its peers.'
+            )
+        recent = [at for at in errors if at > time.monotonic() - _ERRORS_WITHIN_S]
+        if len(recent) >= _MAX_ERRORS:
+            raise LaunchError(
+                f'{how}; it failed by itself {len(recent)} times within '
+                f'{_ERRORS_WITHIN_S / 60:.0f} minutes{self._last_words(worker)}'
+            )
+        if self._restarts >= self.config.max_restarts:
+            raise LaunchError(f'{how} and --max-restarts {self.config.max_restarts} is used up.')
+        self._restarts += 1
+
+    def _is_done(self, worker: Worker) -> bool:
+        return worker.finished or told_finished(self.store, worker.rank, worker.pid) is not None
+
+    def _last_words(self, worker: Worker) -> str:
+        """What a dead worker printed last, to be shown after the reason of a failure."""
+        log = self.config.log_of(worker.rank)
+        lines = worker.relay.last_lines if worker.relay is not None else []
+        if log is not None:
+            lines = last_lines(log)
+        if not lines:
+            return '; it printed nothing.'
+        return '; its last lines:\n' + '\n'.join(f'    {line}' for line in lines)
+
+    def _pump(self, relay: Relay) -> None:
+        if not relay.pump():
+            self._loop.forget(relay.fd)
+
+    # The end
+
+    def _terminate(self) -> None:
+        """Ask all workers to end, and wait for them a while."""
+        for worker in self._living():
+            # Nobody is replaced any more.
+            self._loop.watch(worker.child.death, partial(self._reap, worker))
+            worker.child.signal(signal.SIGTERM)
+            worker.child.signal(signal.SIGCONT)  # for one that is stopped
+        deadline = time.monotonic() + _GRACE_S
+        while self._living() and time.monotonic() < deadline:
+            self._loop.turn(_POLL_S)
+
+    def _kill_all(self) -> None:
+        self._spares.close()
+        for worker in self._living():
+            worker.child.signal(signal.SIGKILL)
+        for worker in self._living():
+            self._reap(worker)
+        self._loop.close()
+
+    def _report_memory(self) -> None:
+        """Say what a job that did not finish left behind."""
+        memory = told_memory(self.store)
+        if memory is not None and memory.exists():
+            self._report(MemoryKept(memory))
+
+    def _living(self) -> list[Worker]:
+        return [worker for worker in self.workers if not worker.child.ended]
+
+    # Killed on purpose
+
+    def _evict(self) -> None:
+        """Kill the workers that the others found hung."""
+        for worker in self._living():
+            key = f'evict/{worker.rank}'
+            if not self.store.check([key]):
+                continue
+            # An order about an earlier process of the rank came too late.
+            if self.store.get(key) == str(worker.pid).encode():
+                worker.child.signal(signal.SIGKILL)
+                self._report(WorkerEvicted(worker.rank, worker.pid))
+            self.store.delete_key(key)
+
+    def _log_tail(self) -> LogTail | None:
+        log = self.config.log_of(self.config.world_size - 1)
+        return LogTail(log, self._strike) if log is not None and self._strikes.pending else None
+
+    def _strike(self, line: str) -> None:
+        """Stage the failures that are due once the last rank has logged this line."""
+        for strike in self._strikes.due(line):
+            if strike.action is Action.KILL_NODE:
+                self._kill_node(strike)
+            else:
+                stop = strike.action is Action.STOP
+                number = signal.SIGSTOP if stop else signal.SIGKILL
+                self.workers[strike.target].child.signal(number)
+                self._report(Struck(strike))
+
+    def _kill_node(self, strike: Strike) -> None:
+        ranks = self.config.ranks_of(strike.target)
+        killed = [self.workers[rank].child for rank in ranks if not self.workers[rank].child.ended]
+        for child in killed:
+            child.signal(signal.SIGKILL)
+        for child in killed:
+            child.wait()  # or it might write again what is deleted
+        self._report(Struck(strike, self._strikes.delete_memory(strike.target)))
+
+
+def _ignore(line: str) -> None:
+    """Only the log of the last rank tells how far the job is."""

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that neither come to a meeting nor give a sign of life hang; their launcher replaces them.
+
+A rank that is merely late (it ends a write first) goes on beating in the epoch that it comes from,
+and one that is new and sets up joins on a thread of its own (see `membership`).
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from torch.distributed import DistError, Store
+
+from moevement_ext.membership.rendezvous import absent, beat_key
+from moevement_ext.membership.watch import BEAT_SECONDS, evict
+
+logger = logging.getLogger(__name__)
+
+
+class Absentees:
+    """Looks for them from a thread of its own, until stopped.
+
+    Args:
+        store: a connection of its own to the launcher's store.
+        before: the epoch that everybody comes from.
+        pids: process of each rank in it, by rank.
+        hang_timeout_s: seconds without a sign of life after which a rank counts as hung.
+    """
+
+    def __init__(
+        self, store: Store, before: int, pids: Sequence[int], hang_timeout_s: float
+    ) -> None:
+        self._store = store
+        self._before = before
+        self._pids = pids
+        self._hang_timeout_s = hang_timeout_s
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._stopping = threading.Event()
+        threading.Thread(target=self._run, name='sparse-ckpt-absentees', daemon=True).start()
+
+    def stop(self) -> None:
+        """All have come."""
+        self._stopping.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.wait(2 * BEAT_SECONDS):
+                for rank in absent(self._store, len(self._pids)):
+                    self._listen(rank)
+        except DistError as error:
+            logger.warning('absent ranks are no longer looked for: %s', error)
+
+    def _listen(self, rank: int) -> None:
+        beats, now = self._store.add(beat_key(self._before, rank), 0), time.monotonic()
+        before, since = self._heard.get(rank, (-1, now))
+        if beats != before:
+            self._heard[rank] = beats, now
+        elif now - since > self._hang_timeout_s:
+            evict(self._store, rank, self._pids[rank])
+            self._heard[rank] = beats, now

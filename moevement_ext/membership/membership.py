@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This process among all ranks of the job: the present epoch, how it ends, and the next one.
+
+A process goes through epochs (see `rendezvous`): it *meets* the others, sets up or recovers,
+trains, and *leaves* when the epoch is broken. Who does that:
+
+- *Setting up*, before `settle`, a new process of a running job cannot be interrupted: it builds
+  its model. When its epoch is broken it joins the next one from a thread of its own, with the
+  report it came with: it has nothing else yet, and captures nothing. So nobody takes it for hung.
+  The training thread finds the newest meeting when it calls `settle`, and that one only: those
+  between came to nothing, since all others wait for the new process before they train.
+- *From `settle` on* the training thread alone leaves and meets. It is told by what it waits for:
+  process groups, stores and barriers raise. What it is busy with (a write, a loader) is waited for.
+- A training thread that is stuck, in a wait that was ended or by itself, cannot leave. Another
+  thread ends the process, with a status of its own (`EXIT_STUCK`), and its launcher replaces it.
+- Signs of life go on until the training thread has left: a late rank does not count as hung.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from datetime import timedelta
+
+import msgspec
+from torch.distributed import DistError, PrefixStore, Store
+
+from moevement_ext.errors import EXIT_STUCK, EXIT_WHOLE_JOB, SparseCheckpointError
+from moevement_ext.membership.absentees import Absentees
+from moevement_ext.membership.rendezvous import (
+    EpochBroken,
+    Meeting,
+    Rendezvous,
+    break_epoch,
+    broken_since,
+    why_broken,
+)
+from moevement_ext.membership.report import NOWHERE, Report
+from moevement_ext.membership.training_thread import TrainingThread
+from moevement_ext.membership.watch import EpochWatch
+from moevement_ext.recover.sources import ArrivalStopped
+from moevement_ext.regroup.interruptible_store import InterruptibleStore
+from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError
+from moevement_ext.replicate.log_reader import ReaderClosed
+
+logger = logging.getLogger(__name__)
+
+_UPDATE_GRACE_SECONDS = 1.0
+_CLOSING = timedelta(seconds=20)
+_CONNECT_TIMEOUT = timedelta(seconds=60)
+"""For all ranks to connect when all have said that they are about to."""
+_OUT_OF_WAITS_SECONDS = 5.0
+"""After which a thread is never going to leave a wait that was ended; it takes a quarter second."""
+
+
+class Membership:
+    """Meets the other ranks. Construction waits for all of them.
+
+    Args:
+        store: the launcher's store, which outlives the workers.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout: how long to wait for others.
+        hang_timeout_s: seconds without a sign of life after which a rank counts as hung.
+        report: what this process brings to the first meeting, and to others while it sets up.
+        stuck_timeout_s: seconds for which the training thread may stand still, unless it waits for
+            others; 0: for ever.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        hang_timeout_s: float,
+        report: Callable[[], Report],
+        stuck_timeout_s: float = 0.0,
+    ) -> None:
+        self._store = store
+        self._timeout = timeout
+        self._hang_timeout_s = hang_timeout_s
+        self._stuck_timeout_s = stuck_timeout_s
+        self._groups: ProcessGroups | None = None
+        self._training_thread: TrainingThread | None = None
+        self._unblocked_at: float | None = None
+        self._wake: Callable[[], None] = lambda: None
+        self._in_use: list[Store] = []
+        self._setting_up = threading.Lock()
+        """Held by who moves on to the next epoch before `settle`."""
+        self._settled = False
+        self._lost: SparseCheckpointError | None = None
+        self.reason = ''
+        self.detect_s = 0.0
+        self.not_updating = threading.Event()
+        """Clear while the optimizer writes: an update that all its ranks can finish is let to."""
+        self.not_updating.set()
+        self._rendezvous = Rendezvous(store, rank, world_size)
+        self._rendezvous.predecessor_took_part()
+        self._brought = report()
+        with self._setting_up:
+            self._arrive(self._meet_first())
+            self.origin = max(
+                [report.origin for report in self.reports if report.survivor] or [NOWHERE]
+            )
+            self.joining = self.origin != NOWHERE
+            if not self.joining:
+                self.origin = self._meeting.epoch
+
+    def _meet_first(self) -> Meeting:
+        """Meet, again if all are new but some were set up to join others, and end now."""
+        while True:
+            meeting = self._rendezvous.meet(lambda: _encode(self._brought), self._timeout)
+            reports = _decode(meeting)
+            survived = any(report.survivor for report in reports)
+            if survived or not any(report.midway for report in reports):
+                return meeting
+            break_epoch(self._store, meeting.epoch, 'nobody is left to join')
+
+    @property
+    def store(self) -> Store:
+        """For keys of the present epoch."""
+        return self._meeting.store
+
+    @property
+    def archive(self) -> Store:
+        """For keys of this life of the job, from the start of all its ranks to the next such."""
+        return PrefixStore(f'job/{self.origin}', self._store.clone())
+
+    @property
+    def broken(self) -> bool:
+        """A failure was announced in the present epoch."""
+        return self._watch.broken.is_set()
+
+    def settle(self) -> None:
+        """The set-up is over; `reports` and `store` are those of the newest meeting.
+
+        Training thread, which leaves and meets itself from now on. Waits for a meeting that is
+        under way.
+
+        Raises:
+            FencedOut: this process has been replaced meanwhile.
+            SparseCheckpointError: somebody did not come in time.
+        """
+        with self._setting_up:
+            self._settled = True
+        if self._lost is not None:
+            raise self._lost
+
+    def watch(self, distributed_backend: str, wake: Callable[[], None]) -> None:
+        """Have waits of this process end when an epoch does, and report who hangs.
+
+        Training thread. Called when process groups exist: by then all have set up, but for new
+        processes.
+
+        Args:
+            distributed_backend: upstream's `--distributed-backend`.
+            wake: called on the watching thread besides: ends waits that are not torch's.
+        """
+        self._wake = wake
+        self._training_thread = TrainingThread()
+        self._watch.judge()
+        if self._groups is None:
+            self._groups = ProcessGroups(distributed_backend)
+        if self.broken:
+            self._unblock()
+
+    def leave(self, reason: str) -> None:
+        """Announce a failure in the present epoch, unless somebody has, and unblock this process.
+
+        `reason` and `detect_s` then say why the epoch ended and how long before this call that was
+        announced: by the launcher, which saw a worker die, or by another rank.
+        """
+        epoch = self._meeting.epoch
+        self._store = self._rendezvous.store = self._store.clone()  # the other may have been lost
+        break_epoch(self._store, epoch, reason)
+        announced = broken_since(self._store, epoch) or time.time()
+        self.detect_s = max(time.time() - announced, 0.0)  # the clock of another node may be ahead
+        self._watch.conclude(why_broken(self._store, epoch) or reason)
+        self._watch.stop()
+        self.reason = self._watch.reason or reason
+
+    def meet(self, report: Callable[[], Report]) -> list[Report]:
+        """Join the epoch after the present one; returns what all ranks report, by rank.
+
+        Raises:
+            FencedOut: this process has been replaced.
+            SparseCheckpointError: somebody did not come in time.
+        """
+        before, pids = self._meeting.epoch, [report.pid for report in self.reports]
+        absentees = Absentees(self._store.clone(), before, pids, self._hang_timeout_s)
+        try:
+            self._arrive(
+                self._rendezvous.meet(lambda: _encode(report()), self._timeout, after=before)
+            )
+        finally:
+            absentees.stop()
+        return self.reports
+
+    def barrier(self, name: str) -> None:
+        """Wait for all ranks of the epoch.
+
+        Raises:
+            EpochBroken: a failure was announced meanwhile.
+        """
+        self._rendezvous.barrier(self._meeting, name, self._timeout)
+
+    def renew(self, members: Collection[int] | None) -> None:
+        """Connect the process groups of `members` (None: all) anew, silence the others.
+
+        Raises:
+            EpochBroken: a failure was announced meanwhile.
+        """
+        assert self._groups is not None
+        self._raise_if_broken()
+        name = 'all' if members is None else 'some'
+        timeout = min(self._timeout, _CONNECT_TIMEOUT)
+        store: Store = PrefixStore(f'groups/{name}', self.store)
+        store = InterruptibleStore(store, self._watch.broken, timeout)
+        self._in_use = [*self._in_use[-1:], store]  # the groups clean up in the one before
+        try:
+            self._groups.renew(store, members, timeout)
+        finally:
+            if self.broken:
+                self._groups.unblock()
+        self._raise_if_broken()
+
+    def silence(self) -> None:
+        """Let all collectives complete at once, without effect, until groups are connected."""
+        if self._groups is not None:  # those of a new process are silent from the start
+            self._groups.renew(self.store, (), self._timeout)
+
+    def close(self) -> None:
+        """The job is over on all ranks. Then no thread waits in the launcher's store any more.
+
+        Such a thread wakes up when the epoch ends, for which all must have stopped to watch it.
+        """
+        self._watch.stop()
+        try:
+            self._rendezvous.barrier(self._meeting, 'over', _CLOSING)
+            break_epoch(self._store, self._meeting.epoch, 'the job is over')
+            self._watch.join()
+        except (
+            SparseCheckpointError,
+            DistError,
+        ) as error:  # another rank, or the launcher, is gone
+            logger.warning('the end of the job is not waited for: %s', error)
+
+    def _raise_if_broken(self) -> None:
+        if self.broken:
+            raise EpochBroken(self._watch.reason or 'unknown')
+
+    def _arrive(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self.reports = _decode(meeting)
+        self._unblocked_at = None
+        # Signs of life from now on: the set-up of a new process may take long.
+        self._watch = EpochWatch(
+            self._store.clone,
+            meeting.epoch,
+            self._rendezvous.rank,
+            [report.pid for report in self.reports],
+            self._hang_timeout_s,
+            self._on_broken,
+            self._look_at_training_thread,
+        )
+
+    def _on_broken(self, reason: str) -> None:
+        """On the watching thread, or on that which leaves."""
+        self.not_updating.wait(_UPDATE_GRACE_SECONDS)
+        self._unblock()
+        self._unblocked_at = time.monotonic()
+        if not self._settled:
+            threading.Thread(target=self._join_next, name='sparse-ckpt-join', daemon=True).start()
+
+    def _unblock(self) -> None:
+        if self._groups is not None:
+            self._groups.unblock()
+        self._wake()
+
+    def _join_next(self) -> None:
+        """While the training thread sets up: the next epoch, with the same report."""
+        with self._setting_up:
+            if self._settled or not self.joining or self._lost is not None:
+                return
+            self._watch.stop()
+            before = self._meeting.epoch
+            logger.warning('sparse checkpointing: joining again: %s', self._watch.reason)
+            try:
+                self._rendezvous.store = self._store.clone()
+                midway = _encode(msgspec.structs.replace(self._brought, midway=True))
+                self._arrive(self._rendezvous.meet(lambda: midway, self._timeout, after=before))
+            except SparseCheckpointError as error:  # raised by `settle`
+                self._lost = error
+                return
+        if not any(report.survivor for report in self.reports):
+            logger.warning('sparse checkpointing: nobody is left to join; this process ends')
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_WHOLE_JOB)
+
+    def _look_at_training_thread(self, store: Store) -> None:
+        """On the beating thread: end this process when that thread is never going to leave."""
+        thread = self._training_thread
+        if thread is None:
+            return
+        look, unblocked_at = thread.look(), self._unblocked_at
+        if not look.waits_for_others:
+            limit, still_s = self._stuck_timeout_s, look.still_s
+        elif unblocked_at is not None:
+            limit = _OUT_OF_WAITS_SECONDS
+            still_s = min(look.still_s, time.monotonic() - unblocked_at)
+        else:
+            return
+        if limit and still_s > limit:
+            self._replace(store, f'its training thread has stood still for {still_s:.0f} s', thread)
+
+    def _replace(self, store: Store, what: str, thread: TrainingThread) -> None:
+        """End this process, so that its launcher starts another in its place."""
+        rank = self._rendezvous.rank
+        logger.error(
+            'sparse checkpointing: rank %d replaces itself: %s:\n%s', rank, what, thread.stack()
+        )
+        break_epoch(store, self._meeting.epoch, f'rank {rank} is stuck: {what}')
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_STUCK)
+
+
+def _encode(report: Report) -> bytes:
+    return msgspec.msgpack.encode(report)
+
+
+def _decode(meeting: Meeting) -> list[Report]:
+    return [msgspec.msgpack.decode(item, type=Report) for item in meeting.reports]
+
+
+def lost_peer(error: BaseException) -> bool:
+    """True if an exception says that another rank is gone, not that this one is at fault.
+
+    gloo names its transport in every message; NCCL, the stores, and what windows and logs are
+    fetched by have types of their own.
+    """
+    known = EpochBroken | RegroupError | DistError | ConnectionError | ReaderClosed | ArrivalStopped
+    if isinstance(error, known):
+        return True
+    return isinstance(error, RuntimeError) and 'gloo' in str(error).lower()

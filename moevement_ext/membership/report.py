@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank tells the others when they meet after a failure."""
+
+import msgspec
+
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.window.name import Candidate, HeldWindow
+
+NOWHERE = -1
+"""In place of an iteration: none."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a rank tells the others when they meet."""
+
+    survivor: bool
+    """False: a new process, whose memory is empty."""
+    node: str
+    pid: int
+    windows: list[HeldWindow]
+    """Committed windows on its node, of whichever rank."""
+    origin: int = NOWHERE
+    """Epoch in which all ranks of this life of the job started together."""
+    committed: int = NOWHERE
+    """Newest iteration this rank knows to be committed."""
+    clean_at: int = NOWHERE
+    """Iteration whose whole state it has in memory; `NOWHERE`: none, or torn in an update."""
+    first_logged: int = NOWHERE
+    """Oldest iteration of which its log has everything; `NOWHERE`: it logs nothing."""
+    refused: list[Candidate] = []
+    """Windows that turned out to be damaged beyond repair."""
+    address: tuple[str, int] | None = None
+    """Where its replica server listens; None until it has one."""
+    ledger: list[LedgerEntry] = []
+    """Newest committed iterations, oldest first."""
+    details: bytes = b''
+    """Further state that a replacement takes over, opaque here."""
+    midway: bool = False
+    """A new process that is setting up to join a running job, and can do nothing else any more."""

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches the epoch on threads of its own, so that no rank waits for a dead one.
+
+Three ways to notice a failure, one verdict (the epoch is broken, see `rendezvous`): somebody who
+lost a connection, or the launcher, breaks the epoch; a rank that does not beat for a while is
+reported by the rank before it, since a stopped process breaks nothing by itself; and a process
+whose training thread is stuck says so itself.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch.distributed import DistError, Store
+
+from moevement_ext.membership.rendezvous import beat_key, break_epoch, is_over, why_broken
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 0.5
+_LONG = timedelta(days=365)
+_FIRST_RETRY_SECONDS = 0.5
+_JOIN_SECONDS = 5.0
+_LAST_RETRY_SECONDS = 30.0
+
+
+class EpochWatch:
+    """Watches one epoch until it is broken or `stop` is called.
+
+    It gives signs of life at once, and until `stop`, even when the epoch is over: this process is
+    on its way. Those of the next rank are missed only after `judge`.
+
+    Args:
+        connect: opens a connection to the launcher's store; each of the two threads has its own,
+            and another one when it is lost.
+        epoch: the one this process takes part in.
+        rank: of this process.
+        pids: process of each rank, by rank, to tell the launcher which one hangs.
+        hang_timeout_s: seconds without a beat after which a rank counts as hung.
+        on_broken: called once, with the reason: wake up whoever waits. On a watching thread, or on
+            that of `conclude`.
+        each_beat: called on the beating thread with its connection.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        epoch: int,
+        rank: int,
+        pids: Sequence[int],
+        hang_timeout_s: float,
+        on_broken: Callable[[str], None],
+        each_beat: Callable[[Store], None] = lambda store: None,
+    ) -> None:
+        self.epoch = epoch
+        self.broken = threading.Event()
+        self.reason: str | None = None
+        self._connect = connect
+        self._rank = rank
+        self._pids = pids
+        self._watched = (rank + 1) % len(pids)
+        self._hang_timeout_s = hang_timeout_s
+        self._on_broken = on_broken
+        self._each_beat = each_beat
+        self._stopping = threading.Event()
+        self._judging = threading.Event()
+        self._concluding = threading.Lock()
+        self._lost_said = False
+        self._beats, self._heard, self._heard_at = 0, 0, time.monotonic()
+        self._threads: list[threading.Thread] = []
+        self._start(self._wait)
+        self._start(self._beat_until_stopped)
+
+    def judge(self) -> None:
+        """Have the next rank count as hung when it is not heard of for too long from now on."""
+        self._judging.set()
+
+    def conclude(self, reason: str) -> None:
+        """The epoch is over, once, whoever learns of it first. Returns when all are woken up."""
+        with self._concluding:
+            if not (self._stopping.is_set() or self.broken.is_set()):
+                self.reason = reason
+                self.broken.set()
+                self._on_broken(reason)
+
+    def stop(self) -> None:
+        """What happens to the epoch is no longer noticed. Its threads end with it, on their own."""
+        self._stopping.set()
+        with self._concluding:
+            pass  # others may still be being woken up
+
+    def join(self) -> None:
+        """Wait until the threads of a watch that was stopped have ended: its epoch must be over."""
+        for thread in self._threads:
+            thread.join(_JOIN_SECONDS)
+
+    def _start(self, body: Callable[[Store], None]) -> None:
+        def run() -> None:
+            delay = _FIRST_RETRY_SECONDS
+            while not self._stopping.is_set():
+                try:
+                    body(self._connect())
+                    return
+                except DistError as error:
+                    self._say_lost(error)
+                self._stopping.wait(delay)
+                delay = min(2 * delay, _LAST_RETRY_SECONDS)
+
+        thread = threading.Thread(target=run, name='sparse-ckpt-watch', daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _say_lost(self, error: DistError) -> None:
+        if not (self._lost_said or self._stopping.is_set()):
+            self._lost_said = True
+            logger.warning('the connection to the store of the launcher was lost: %s', error)
+
+    def _wait(self, store: Store) -> None:
+        """The store wakes this thread up when the epoch is broken; nobody polls."""
+        store.wait([f'broken/{self.epoch}'], _LONG)
+        self._conclude_by(store)
+
+    def _conclude_by(self, store: Store) -> None:
+        reason = why_broken(store, self.epoch) or 'unknown'
+        break_epoch(store, self.epoch, reason)  # whoever announced it may have died half-way
+        self.conclude(reason)
+
+    def _beat_until_stopped(self, store: Store) -> None:
+        """Notices the end of the epoch, too, should the other connection be silently lost."""
+        while not self._stopping.wait(BEAT_SECONDS):
+            self._beats = store.add(beat_key(self.epoch, self._rank), 1)
+            self._each_beat(store)
+            if self.broken.is_set():
+                continue
+            if is_over(store, self.epoch):
+                self._conclude_by(store)
+            else:
+                self._listen(store)
+
+    def _listen(self, store: Store) -> None:
+        heard = store.add(beat_key(self.epoch, self._watched), 0)
+        now = time.monotonic()
+        if heard != self._heard or not self._judging.is_set():
+            self._heard, self._heard_at = heard, now
+        elif now - self._heard_at > self._hang_timeout_s:
+            self._evict(store)
+
+    def _evict(self, store: Store) -> None:
+        """Report a hung rank; its launcher kills it, so that it is started again."""
+        evict(store, self._watched, self._pids[self._watched])
+        reason = f'rank {self._watched} has not been heard of for {self._hang_timeout_s:g} s'
+        break_epoch(store, self.epoch, reason)
+
+
+def evict(store: Store, rank: int, pid: int) -> None:
+    """Have the launcher of a rank kill the process that it is."""
+    store.set(f'evict/{rank}', str(pid))

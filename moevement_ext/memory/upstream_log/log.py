@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The upstream log: what this stage sent to its neighbours, kept for their replay (paper sec. 3.4).
+
+A stage that was lost replays from the logs of its neighbours, and nobody else computes anything
+again. So each stage keeps, in host memory, the activations it sent downstream and the gradients it
+sent upstream, back to the oldest window a recovery may start from.
+
+Records lie in a ring in the order in which they were sent. They are dropped oldest first (a newer
+window was persisted, or the ring is full) or newest first (a rollback), and one worker thread, or
+one CUDA stream, fills them in order: bytes that arrive late for a dropped record are therefore
+overwritten by the record that took its place before that one counts as complete.
+"""
+
+import logging
+import mmap
+import os
+import queue
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from moevement_ext.memory import private
+from moevement_ext.memory.budget import gib, preallocate
+from moevement_ext.memory.dtypes import dtype_name
+from moevement_ext.memory.pinning import pin
+from moevement_ext.memory.upstream_log.record import Direction, LogGap, LoggedTensor, LogKey
+from moevement_ext.memory.upstream_log.ring import Ring
+from moevement_ext.memory.window.format import Bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class LogStatistics:
+    """Totals since the log was opened."""
+
+    bytes_logged: int = 0
+    records: int = 0
+    waited_s: float = 0.0
+    """Seconds training was held up because the ring was full."""
+    iterations_dropped: int = 0
+    """Iterations that were given up, not those no longer needed."""
+
+
+class _Record:
+    """Where one tensor lies in the ring; ``logged`` is None until all of it has arrived."""
+
+    def __init__(self, key: LogKey, offset: int, nbytes: int) -> None:
+        self.key = key
+        self.span = slice(offset, offset + nbytes)
+        self.logged: LoggedTensor | None = None
+
+
+class _Job(NamedTuple):
+    """A record to complete. ``source`` lives until then, and not longer."""
+
+    record: _Record
+    source: torch.Tensor
+    arrive: Callable[[], object]
+    """Returns when the bytes are in the ring."""
+
+
+class UpstreamLog:
+    """Records of all tensors sent in the iterations from ``first_iteration`` on.
+
+    The training thread calls ``append``, ``rewind`` and ``close``; any thread calls the rest. The
+    index lives in this process, and the log with it: a file left by an earlier one is overwritten.
+
+    Args:
+        path: file in a tmpfs, in a directory that no other process uses.
+        capacity_bytes: size of the ring; a record takes ``ring.region_bytes`` of it.
+        device: where the tensors come from.
+        max_wait_s: longest time one ``append`` holds up training because the ring is full.
+        on_degraded: called with a reason, on the training or the worker thread, when localized
+            recovery is not possible for a while, or the log holds up training.
+
+    Attributes:
+        path: the file.
+        array: uint8 view over the whole map.
+
+    Raises:
+        HostMemoryError: no space for the file, or the file there is not this user's own.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        capacity_bytes: int,
+        device: torch.device,
+        max_wait_s: float,
+        on_degraded: Callable[[str], None],
+    ) -> None:
+        self.path = path
+        self.array = _map(path, capacity_bytes)
+        self._device = device
+        self._cuda = device.type == 'cuda'
+        self._bytes = torch.from_numpy(self.array)
+        if self._cuda:
+            pin(self)
+            self._stream = torch.cuda.Stream(device)
+        self._max_wait_s = max_wait_s
+        self._on_degraded = on_degraded
+        self._ring = Ring(capacity_bytes)
+        self._records: OrderedDict[LogKey, _Record] = OrderedDict()  # as they lie in the ring
+        self._first: int | None = None
+        self._iteration: int | None = None  # of the newest append
+        self._counts: Counter[Direction] = Counter()  # of that iteration
+        self._waited_in_vain = False
+        self._forgetting = False
+        self._closed = False
+        self._statistics = LogStatistics()
+        self._changed = threading.Condition()
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name='upstream-log', daemon=True)
+        self._thread.start()
+
+    # Logging
+
+    def append(self, iteration: int, direction: Direction, tensor: torch.Tensor) -> None:
+        """Log a tensor of any shape, right before it is sent, as the next of its direction.
+
+        Nothing is copied here. The log holds on to the storage until the copy is done, also when
+        the caller replaces ``tensor.data`` meanwhile; nobody may write to that storage before.
+        Where the tensor cannot be kept, its iteration and older ones are given up.
+
+        Raises:
+            ValueError: an iteration older than the last one, without a ``rewind`` in between.
+        """
+        source = tensor.detach()  # shares the storage, but not a later change of `.data`
+        nbytes = source.numel() * source.element_size()
+        self._await_room(iteration, nbytes)
+        record = self._reserve(iteration, direction, nbytes)
+        if record is None:
+            return
+        try:
+            arrive = self._begin_copy(source, record.span)
+        except Exception as error:  # logging must not fail training (invariant I6)
+            self._give_up(record, error)
+            return
+        self._jobs.put(_Job(record, source, arrive))
+
+    def drop_until(self, iteration: int) -> None:
+        """Forget the records up to and with ``iteration``, which no recovery needs any more."""
+        with self._changed:
+            if self._first is not None and iteration >= self._first:
+                self._drop_oldest(iteration)
+                self._waited_in_vain = False
+                self._forgetting = False
+
+    def rewind(self, iteration: int) -> None:
+        """Forget the records after ``iteration``: the iterations after it are computed again."""
+        self.drain()
+        with self._changed:
+            if self._first is None or self._iteration is None or self._iteration <= iteration:
+                return
+            while self._records and next(reversed(self._records)).iteration > iteration:
+                self._records.popitem()
+                self._ring.free_newest()
+            # Of the next iteration on, everything will be logged again, also what was given up.
+            self._first = min(self._first, iteration + 1)
+            self._iteration = iteration
+            self._counts = Counter(
+                key.direction for key in self._records if key.iteration == iteration
+            )
+
+    # Reading
+
+    @property
+    def first_iteration(self) -> int | None:
+        """All records of all iterations from this one on are there; None: nothing was logged."""
+        with self._changed:
+            return self._first
+
+    @property
+    def statistics(self) -> LogStatistics:
+        """Totals since the log was opened."""
+        with self._changed:
+            return replace(self._statistics)
+
+    def read(self, key: LogKey, timeout_s: float) -> tuple[LoggedTensor, bytes] | None:
+        """Return a record and a copy of its bytes, once it is complete.
+
+        Returns:
+            None: it has not come within ``timeout_s``. It may yet, where this stage replays too.
+
+        Raises:
+            LogGap: it is not in the log and will not come.
+        """
+        expires = time.monotonic() + timeout_s
+        while (record := self._await_record(key, expires - time.monotonic())) is not None:
+            # Training is not held up by readers: a record that is still in the index after it was
+            # copied has not been overwritten before.
+            data = self.array[record.span].tobytes()
+            with self._changed:
+                if self._records.get(key) is record and record.logged is not None:
+                    return record.logged, data
+        return None
+
+    def drain(self) -> None:
+        """Return when everything appended so far is complete and its tensors are released."""
+        self._jobs.join()
+
+    def close(self) -> None:
+        """Complete what was appended and end the thread; readers get ``LogGap``.
+
+        Later appends are ignored. The file stays; its map goes with this object.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._jobs.put(None)
+        self._thread.join()
+
+    # On the training thread
+
+    def _await_room(self, iteration: int, nbytes: int) -> None:
+        """Wait, within limits, for `drop_until` to make room; only this thread takes room.
+
+        After a wait in vain there is no other before something was dropped, so a log that is too
+        small or windows that are never persisted do not slow down every iteration.
+        """
+        with self._changed:
+            if self._waited_in_vain or not self._room_may_come(iteration, nbytes):
+                return
+        self._report(
+            f'{self._description} is full: training waits up to {self._max_wait_s:g} s for the '
+            f'next window to be persisted. Enlarge the log if this is seen again'
+        )
+        began = time.perf_counter()
+        with self._changed:
+            came = self._changed.wait_for(
+                lambda: not self._room_may_come(iteration, nbytes), self._max_wait_s
+            )
+            self._waited_in_vain = not came
+            self._statistics.waited_s += time.perf_counter() - began
+
+    def _room_may_come(self, iteration: int, nbytes: int) -> bool:
+        """There is no room, and dropping older iterations may make some."""
+        if self._closed or nbytes > self._ring.capacity or self._ring.fits(nbytes):
+            return False
+        return self._oldest_iteration(iteration) < iteration
+
+    def _oldest_iteration(self, default: int) -> int:
+        return next(iter(self._records)).iteration if self._records else default
+
+    def _reserve(self, iteration: int, direction: Direction, nbytes: int) -> _Record | None:
+        """Enter the next record; None: its iteration is given up."""
+        with self._changed:
+            key = self._next_key(iteration, direction)
+            first = self._first
+            record = self._place(key, nbytes)
+            forgotten = self._first != first
+            said = self._forgetting  # once, until something is dropped as it should be
+            self._forgetting = said or forgotten
+        if forgotten and not said:
+            self._report(f'{self._description} is full: {self._consequence}')
+        return record
+
+    def _next_key(self, iteration: int, direction: Direction) -> LogKey:
+        if self._iteration is None or self._first is None:
+            self._first = self._iteration = iteration
+        elif iteration < self._iteration:
+            raise ValueError(
+                f'iteration {iteration} is logged after iteration {self._iteration}; '
+                f'a rollback must rewind the log first'
+            )
+        if iteration > self._iteration:
+            self._iteration = iteration
+            self._counts.clear()
+        key = LogKey(iteration, direction, self._counts[direction])
+        self._counts[direction] += 1
+        return key
+
+    def _place(self, key: LogKey, nbytes: int) -> _Record | None:
+        """Find room, if need be by forgetting the oldest whole iterations."""
+        while self._keeps(key.iteration):
+            offset = self._ring.allocate(nbytes)
+            if offset is not None:
+                record = self._records[key] = _Record(key, offset, nbytes)
+                self._statistics.records += 1
+                self._statistics.bytes_logged += nbytes
+                return record
+            self._forget(self._oldest_iteration(key.iteration))
+        return None
+
+    def _keeps(self, iteration: int) -> bool:
+        return not self._closed and self._first is not None and iteration >= self._first
+
+    def _begin_copy(self, source: torch.Tensor, span: slice) -> Callable[[], object]:
+        """Return what lets the bytes arrive, on the worker thread."""
+        target = self._bytes[span].view(source.dtype).view(source.shape)
+        if not self._cuda:
+            return partial(target.copy_, source)
+        # The worker keeps the source until the event is done, so its memory cannot be given to
+        # another tensor before: the allocator needs no record_stream.
+        copied = torch.cuda.Event(blocking=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            copied.record()
+        return copied.synchronize
+
+    # On the worker thread
+
+    def _work(self) -> None:
+        while self._complete_next():
+            pass
+
+    def _complete_next(self) -> bool:
+        """Take one step, in a frame of its own so that no variable outlives it with a tensor."""
+        job = self._jobs.get()
+        try:
+            if job is None:
+                return False
+            self._complete(job)
+            return True
+        finally:
+            del job
+            self._jobs.task_done()
+
+    def _complete(self, job: _Job) -> None:
+        record = job.record
+        try:
+            job.arrive()
+            data = self.array[record.span]
+            checksum = xxhash.xxh3_64_intdigest(memoryview(data))
+        except Exception as error:  # logging must not fail training (invariant I6)
+            self._give_up(record, error)
+            return
+        dtype = dtype_name(job.source.dtype)
+        with self._changed:
+            record.logged = LoggedTensor(dtype, tuple(job.source.shape), data.size, checksum)
+            self._changed.notify_all()
+
+    # On any thread
+
+    def _give_up(self, record: _Record, error: Exception) -> None:
+        """Let no reader wait for a record that has failed."""
+        with self._changed:
+            if self._records.get(record.key) is not record:
+                return  # dropped meanwhile
+            self._forget(record.key.iteration)
+        self._report(f'{self._description} has failed ({error}): {self._consequence}')
+
+    def _forget(self, iteration: int) -> None:
+        if self._first is not None:
+            self._statistics.iterations_dropped += iteration + 1 - self._first
+        self._drop_oldest(iteration)
+
+    def _drop_oldest(self, iteration: int) -> None:
+        while self._oldest_iteration(iteration + 1) <= iteration:
+            self._records.popitem(last=False)
+            self._ring.free_oldest()
+        self._first = iteration + 1
+        self._changed.notify_all()
+
+    def _await_record(self, key: LogKey, timeout_s: float) -> _Record | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._complete_record(key) or self._gap(key), timeout_s)
+            gap = self._gap(key)
+            if gap is not None:
+                raise LogGap(f'{self.path}: {gap}')
+            return self._complete_record(key)
+
+    def _complete_record(self, key: LogKey) -> _Record | None:
+        record = self._records.get(key)
+        return record if record is not None and record.logged is not None else None
+
+    def _gap(self, key: LogKey) -> str | None:
+        """Return why a record will never come; None: it is there or may come."""
+        if self._closed:
+            return 'the log is closed'
+        if self._first is None or self._iteration is None:
+            return None
+        if key.iteration < self._first:
+            return f'iteration {key.iteration} is gone, the log begins with {self._first}'
+        if key.iteration < self._iteration and key not in self._records:
+            return f'there is no {key}; sender and receiver follow different schedules'
+        return None
+
+    @property
+    def _description(self) -> str:
+        return f'upstream log {self.path.name} ({gib(self._ring.capacity)})'
+
+    @property
+    def _consequence(self) -> str:
+        first = self.first_iteration
+        return (
+            f'iterations before {first} are forgotten, so localized recovery is impossible until '
+            f'a window that starts with iteration {(first or 0) - 1} or later is persisted'
+        )
+
+    def _report(self, reason: str) -> None:
+        try:
+            self._on_degraded(reason)
+        except Exception:  # neither training nor the worker may end because a callback fails
+            logger.exception('%s', reason)
+
+
+def _map(path: Path, capacity: int) -> Bytes:
+    if capacity < 1:
+        raise ValueError(f'an upstream log of {capacity} bytes keeps nothing')
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Pages of an earlier file are used again rather than given back and zeroed.
+    fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
+    try:
+        os.ftruncate(fd, min(os.fstat(fd).st_size, capacity))
+        preallocate(fd, capacity, path)
+        shared = mmap.mmap(fd, capacity, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    finally:
+        os.close(fd)
+    return np.frombuffer(shared, np.uint8)

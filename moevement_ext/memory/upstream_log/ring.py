@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which bytes of a ring are in use: contiguous regions, freed at either end, never moved."""
+
+from collections import deque
+from typing import NamedTuple
+
+from moevement_ext.memory.window.slot import ALIGNMENT, align_up
+
+
+class _Region(NamedTuple):
+    start: int
+    end: int
+
+
+class Ring:
+    """Allocator of regions in a ring of ``capacity`` bytes; not thread-safe.
+
+    A region begins at a multiple of 64 and never wraps: one that does not fit before the end of
+    the ring begins at 0, and the tail stays unused until the ring comes around again. No region is
+    empty, so the ring is empty exactly when there is no region.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._regions: deque[_Region] = deque()  # oldest first
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Return the offset of a new region, which is the newest; None: no place for it now."""
+        start = self._place(region_bytes(nbytes))
+        if start is not None:
+            self._regions.append(_Region(start, start + region_bytes(nbytes)))
+        return start
+
+    def fits(self, nbytes: int) -> bool:
+        """Say whether ``allocate`` would find a place."""
+        return self._place(region_bytes(nbytes)) is not None
+
+    def free_oldest(self) -> None:
+        """Free the region allocated first."""
+        self._regions.popleft()
+
+    def free_newest(self) -> None:
+        """Free the region allocated last."""
+        self._regions.pop()
+
+    def _place(self, size: int) -> int | None:
+        if not self._regions:
+            return 0 if size <= self.capacity else None
+        oldest, newest = self._regions[0], self._regions[-1]
+        if newest.start < oldest.start:  # came around: free is what lies between them
+            return newest.end if newest.end + size <= oldest.start else None
+        if newest.end + size <= self.capacity:
+            return newest.end
+        return 0 if size <= oldest.start else None
+
+
+def region_bytes(nbytes: int) -> int:
+    """Return the bytes a record of ``nbytes`` takes in the ring."""
+    return max(align_up(nbytes), ALIGNMENT)

@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One window of one owner in one preallocated, mapped file (see ``window_format``).
+
+A slot is its payload and, after it, the frame of its header; the frame takes its place when the
+slot is sealed, so its size need not be known when the payload is reserved.
+
+Reading trusts nothing: whatever is wrong ends in a ``RefusedWindow`` (invariant I7).
+"""
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from moevement_ext.memory import private
+from moevement_ext.memory.budget import HostMemoryError, preallocate
+from moevement_ext.memory.window.format import (
+    MAX_SLOTS,
+    PREAMBLE_BYTES,
+    Bytes,
+    Directory,
+    Entry,
+    check_layout,
+    encode_directory,
+    read_directory,
+    unknown_version,
+)
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.refused import (
+    CorruptWindow,
+    ForeignRun,
+    RefusedWindow,
+    TruncatedWindow,
+    WrongTopology,
+    WrongWindow,
+)
+from moevement_ext.memory.window.slot import (
+    FORMAT_VERSION,
+    Record,
+    SlotHeader,
+    align_up,
+    decode_frame,
+    encode_frame,
+)
+
+
+class SlotBlob(NamedTuple):
+    """A sealed slot as it travels to a replica: views of the mapped file, not copies."""
+
+    payload: memoryview
+    frame: memoryview
+
+
+_IDENTITY = {
+    'run': ForeignRun,
+    'topology': WrongTopology,
+    'owner': WrongWindow,
+    'start': WrongWindow,
+    'plan': WrongWindow,
+}
+"""What all slots of a window say alike, and how another one is refused."""
+
+
+class _Draft:
+    """What only a window being written has: the end of the used part and reserved payloads."""
+
+    def __init__(self) -> None:
+        self.tail = PREAMBLE_BYTES
+        self.reserved: dict[int, tuple[int, int]] = {}  # slot -> (offset, bytes)
+
+
+class WindowFile:
+    """A window file mapped once for the life of the object.
+
+    One thread begins and reserves, another may seal (checksums are computed there); the directory
+    is guarded by a lock. After ``freeze`` nothing is written until the next ``begin``.
+
+    Attributes:
+        path: present path; changes when the store renames the file.
+        array: uint8 view over the whole map, e.g. to wrap in a tensor and register as pinned.
+    """
+
+    def __init__(self, path: Path, array: Bytes, directory: Directory) -> None:
+        self.path = path
+        self.array = array
+        self._directory = directory
+        self._draft: _Draft | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def create(cls, path: Path, capacity: int) -> 'WindowFile':
+        """Create an empty file of ``capacity`` bytes with all its pages reserved.
+
+        Raises:
+            HostMemoryError: the file system has not that much left; nothing stays behind.
+        """
+        fd = private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            return cls._blank(fd, path, capacity)
+        except BaseException:
+            path.unlink()
+            raise
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def adopt(cls, path: Path, capacity: int) -> 'WindowFile':
+        """Reuse the space of an existing file; what it held is forgotten.
+
+        Raises:
+            ForeignFileError: others may have the file open.
+        """
+        fd = private.open_file(path, os.O_RDWR)
+        try:
+            return cls._blank(fd, path, capacity)
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def open(cls, path: Path, writable: bool = False) -> 'WindowFile':
+        """Map an existing window; frames and payloads are read later, by ``verify``.
+
+        Args:
+            writable: map it so that the file can later be recycled with ``begin``.
+
+        Raises:
+            RefusedWindow: no readable, whole, known window file (typed by the reason).
+        """
+        try:
+            fd = private.open_file(path, os.O_RDWR if writable else os.O_RDONLY)
+        except OSError as error:
+            raise RefusedWindow(f'{path}: cannot be opened: {error.strerror}') from error
+        except HostMemoryError as error:
+            raise RefusedWindow(str(error)) from error
+        try:
+            array = _map(fd, writable) if os.fstat(fd).st_size else np.empty(0, np.uint8)
+        except (OSError, ValueError) as error:
+            raise RefusedWindow(f'{path}: cannot be mapped: {error}') from error
+        finally:
+            os.close(fd)
+        return cls(path, array, read_directory(path, array))
+
+    @classmethod
+    def _blank(cls, fd: int, path: Path, capacity: int) -> 'WindowFile':
+        if capacity < PREAMBLE_BYTES:
+            raise ValueError(f'a window file needs at least {PREAMBLE_BYTES} bytes, not {capacity}')
+        preallocate(fd, capacity, path)
+        file = cls(path, _map(fd, writable=True), Directory())
+        file._write_directory(Directory())
+        return file
+
+    @property
+    def capacity(self) -> int:
+        """Size of the file in bytes, preamble included."""
+        return self.array.size
+
+    @property
+    def name(self) -> WindowName | None:
+        """The window this file holds or is being written for; None when empty."""
+        return self._directory.name
+
+    def rename(self, path: Path) -> None:
+        """Rename atomically within the file system."""
+        os.rename(self.path, path)
+        self.path = path
+
+    # Writing
+
+    def begin(self, start: int, plan: str) -> None:
+        """Forget all slots and open the file for window (``start``, ``plan``)."""
+        with self._lock:
+            self._draft = _Draft()
+            self._write_directory(Directory(WindowName(start, plan)))
+
+    def freeze(self) -> None:
+        """Allow no more writing; called when the window is committed."""
+        with self._lock:
+            self._draft = None
+
+    def reserve_slot(self, slot: int, payload_bytes: int) -> Bytes:
+        """Return the 64-byte aligned view that the payload of ``slot`` is to be written to.
+
+        A slot reserved before but not sealed (a transfer was cut off) gets the same place again.
+
+        Raises:
+            HostMemoryError: the file is too small for it.
+        """
+        with self._lock:
+            draft = self._writing()
+            if not 0 <= slot < MAX_SLOTS:
+                raise ValueError(f'{self.path}: slot {slot} is not in [0, {MAX_SLOTS})')
+            if self._entry(slot) is not None:
+                raise ValueError(f'{self.path}: slot {slot} is already sealed')
+            if slot not in draft.reserved:
+                draft.reserved[slot] = self._take(draft, payload_bytes), payload_bytes
+            offset, reserved = draft.reserved[slot]
+            if reserved != payload_bytes:
+                raise ValueError(
+                    f'{self.path}: slot {slot} was reserved with {reserved} bytes, '
+                    f'not {payload_bytes}'
+                )
+            return self.array[offset : offset + payload_bytes]
+
+    def seal_slot(self, header: SlotHeader) -> SlotHeader:
+        """Compute the checksums of a filled slot and enter it in the directory.
+
+        Called on a worker thread: it reads the whole payload.
+
+        Returns:
+            The header with its checksums.
+        """
+        with self._lock:
+            offset, size = self._reserved(header.slot)
+        check_layout(header, self.name, size)
+        payload = self.array[offset : offset + size]
+        records = [
+            msgspec.structs.replace(record, checksum=_checksum(payload, record))
+            for record in header.records
+        ]
+        sealed = msgspec.structs.replace(header, records=records)
+        self._enter(header.slot, encode_frame(sealed))
+        return sealed
+
+    def write_blob(
+        self, slot: int, payload_bytes: int, frame_bytes: int, fill: Callable[[memoryview], None]
+    ) -> SlotHeader:
+        """Write a slot that was sealed elsewhere, byte for byte.
+
+        Args:
+            fill: called with the place of the payload in the map, then with that of the frame; it
+                fills each completely or raises, after which the slot can be written again.
+
+        Raises:
+            CorruptWindow: the frame is damaged or belongs to another slot. Payload checksums are
+                left to ``verify_payloads``.
+            HostMemoryError: the file is too small for it.
+        """
+        payload = self.reserve_slot(slot, payload_bytes)
+        fill(memoryview(payload))
+        frame = bytearray(frame_bytes)  # small, and its place is only taken once it is verified
+        fill(memoryview(frame))
+        try:
+            header = decode_frame(memoryview(frame))
+            check_layout(header, self.name, payload_bytes)
+            if header.slot != slot:
+                raise ValueError(f'the header is that of slot {header.slot}')
+        except ValueError as error:
+            raise CorruptWindow(f'{self.path}: slot {slot}: {error}') from error
+        self._enter(slot, bytes(frame))
+        return header
+
+    def _writing(self) -> _Draft:
+        if self._draft is None:
+            raise ValueError(f'{self.path} is not open for writing; a committed window is final')
+        return self._draft
+
+    def _reserved(self, slot: int) -> tuple[int, int]:
+        reserved = self._writing().reserved
+        if slot not in reserved:
+            raise ValueError(f'{self.path}: slot {slot} is sealed without having been reserved')
+        return reserved[slot]
+
+    def _take(self, draft: _Draft, nbytes: int) -> int:
+        offset = draft.tail
+        if offset + nbytes > self.capacity:
+            raise HostMemoryError(
+                f'{self.path}: {nbytes} bytes more at offset {offset} exceed the capacity of '
+                f'{self.capacity} bytes; the plan and the size of the window files disagree'
+            )
+        draft.tail = align_up(offset + nbytes)
+        return offset
+
+    def _enter(self, slot: int, frame: bytes) -> None:
+        with self._lock:
+            payload_offset, payload_bytes = self._reserved(slot)
+            draft = self._writing()
+            at = self._take(draft, len(frame))
+            self.array[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
+            entry = Entry(slot, payload_offset, payload_bytes, at, len(frame))
+            self._write_directory(Directory(self.name, [*self._directory.entries, entry]))
+            del draft.reserved[slot]
+
+    def _write_directory(self, directory: Directory) -> None:
+        used = encode_directory(self.path, self.capacity, directory)
+        self.array[: len(used)] = np.frombuffer(used, np.uint8)
+        self._directory = directory
+
+    # Reading
+
+    def slots(self) -> list[int]:
+        """Return the sealed slots in ascending order."""
+        return sorted(entry.slot for entry in self._directory.entries)
+
+    def header(self, slot: int) -> SlotHeader:
+        """Return the verified header of a sealed slot.
+
+        Raises:
+            RefusedWindow: missing, damaged, of an unknown version, or at odds with the file.
+        """
+        entry = self._sealed(slot)
+        try:
+            header = decode_frame(self.slot_blob(slot).frame)
+            if header.version != FORMAT_VERSION:
+                raise unknown_version(self.path, header.version)
+            if header.slot != slot:
+                raise ValueError(f'the header is that of slot {header.slot}')
+            check_layout(header, self.name, entry.payload_bytes)
+        except ValueError as error:
+            raise CorruptWindow(f'{self.path}: slot {slot}: {error}') from error
+        return header
+
+    def headers(self) -> list[SlotHeader]:
+        """Return the headers of all sealed slots, slot 0 first; errors as in ``header``."""
+        return [self.header(slot) for slot in self.slots()]
+
+    def payload(self, slot: int) -> Bytes:
+        """Return a view of the payload of a sealed slot, shape [payload bytes], not verified."""
+        entry = self._sealed(slot)
+        return self.array[entry.payload_offset : entry.payload_offset + entry.payload_bytes]
+
+    def slot_blob(self, slot: int) -> SlotBlob:
+        """Return payload and frame of a sealed slot for replication, without copying."""
+        entry = self._sealed(slot)
+        frame = self.array[entry.frame_offset : entry.frame_offset + entry.frame_bytes]
+        return SlotBlob(memoryview(self.payload(slot)), memoryview(frame))
+
+    def verify(
+        self,
+        expect_run: str | None = None,
+        expect_topology: str | None = None,
+        expect_owner: int | None = None,
+        expect_start: int | None = None,
+        expect_plan: str | None = None,
+    ) -> list[SlotHeader]:
+        """Verify that the window is whole, undamaged and the one expected; None: do not compare.
+
+        Returns:
+            The headers, slot 0 first.
+
+        Raises:
+            RefusedWindow: typed by the reason, naming file, slot and where it applies tensor.
+        """
+        headers = self.verify_identity(
+            expect_run, expect_topology, expect_owner, expect_start, expect_plan
+        )
+        self.verify_payloads(headers)
+        return headers
+
+    def verify_identity(
+        self,
+        expect_run: str | None = None,
+        expect_topology: str | None = None,
+        expect_owner: int | None = None,
+        expect_start: int | None = None,
+        expect_plan: str | None = None,
+    ) -> list[SlotHeader]:
+        """Do what ``verify`` does, without reading the payloads."""
+        headers = self.headers()
+        self._check_complete(headers)
+        for field in _IDENTITY:
+            found = {getattr(header, field) for header in headers}
+            if len(found) > 1:
+                raise CorruptWindow(f'{self.path}: slots disagree on {field}: {sorted(found)}')
+        self.verify_header(
+            headers[0], expect_run, expect_topology, expect_owner, expect_start, expect_plan
+        )
+        return headers
+
+    def verify_header(
+        self,
+        header: SlotHeader,
+        expect_run: str | None = None,
+        expect_topology: str | None = None,
+        expect_owner: int | None = None,
+        expect_start: int | None = None,
+        expect_plan: str | None = None,
+    ) -> None:
+        """Verify that one slot belongs to the window expected; None: do not compare.
+
+        Raises:
+            RefusedWindow: typed by what differs.
+        """
+        expectations = (expect_run, expect_topology, expect_owner, expect_start, expect_plan)
+        for (field, refusal), expected in zip(_IDENTITY.items(), expectations, strict=True):
+            found = getattr(header, field)
+            if expected is not None and found != expected:
+                raise refusal(f'{self.path}: {field} is {found!r}, expected {expected!r}')
+
+    def verify_payloads(self, headers: Iterable[SlotHeader]) -> None:
+        """Compare every record with its checksum.
+
+        Raises:
+            CorruptWindow: naming slot, operator, tensor and part.
+        """
+        for header in headers:
+            payload = self.payload(header.slot)
+            for record in header.records:
+                if _checksum(payload, record) != record.checksum:
+                    raise CorruptWindow(
+                        f'{self.path}: slot {header.slot}: checksum mismatch in operator '
+                        f'{record.operator}, tensor {record.tensor}, part {record.part}, '
+                        f'elements [{record.start}, {record.end})'
+                    )
+
+    def _check_complete(self, headers: list[SlotHeader]) -> None:
+        if not headers:
+            raise TruncatedWindow(f'{self.path}: holds no slot')
+        if len({header.window for header in headers}) > 1:
+            raise CorruptWindow(f'{self.path}: slots disagree on the length of the window')
+        window = headers[0].window
+        if len(headers) != window or headers[-1].slot != window - 1:
+            present = [header.slot for header in headers]
+            raise TruncatedWindow(f'{self.path}: has slots {present} of a window of {window}')
+
+    def _entry(self, slot: int) -> Entry | None:
+        return next((entry for entry in self._directory.entries if entry.slot == slot), None)
+
+    def _sealed(self, slot: int) -> Entry:
+        entry = self._entry(slot)
+        if entry is None:
+            raise TruncatedWindow(f'{self.path}: has no sealed slot {slot}')
+        return entry
+
+
+def _map(fd: int, writable: bool) -> Bytes:
+    # Page tables are filled now: a fault per page would otherwise slow down the first window.
+    if writable:
+        shared = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    else:
+        shared = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+    return np.frombuffer(shared, np.uint8)
+
+
+def _checksum(payload: Bytes, record: Record) -> int:
+    data = payload[record.offset : record.offset + record.nbytes]
+    return xxhash.xxh3_64_intdigest(memoryview(data))

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the bytes of a window file mean: the preamble with the directory of the slots.
+
+The preamble has a fixed size: magic, version, checksum, capacity, then the directory. The slots
+follow, each a payload and, after it, the frame of its header (``slot.encode_frame``).
+
+Reading trusts nothing: every offset is checked against the file before it is used.
+"""
+
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.refused import CorruptWindow, TruncatedWindow, UnknownVersion
+from moevement_ext.memory.window.slot import ALIGNMENT, FORMAT_VERSION, Count, SlotHeader, align_up
+
+PREAMBLE_BYTES = 64 * 1024
+MAX_SLOTS = 1024
+
+_MAGIC = b'MoEvWin\0'
+_PREAMBLE = struct.Struct('<8sIIQQ')  # magic, version, directory bytes, capacity, checksum
+_CHECKED = struct.Struct('<IIQ')  # the fields the checksum covers besides the directory
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """Where one sealed slot lies in the file, in bytes from its beginning."""
+
+    slot: Count
+    payload_offset: Count
+    payload_bytes: Count
+    frame_offset: Count
+    frame_bytes: Count
+
+
+class Directory(msgspec.Struct, frozen=True, array_like=True):
+    """Which window a file holds, and its sealed slots in the order in which they were sealed."""
+
+    name: WindowName | None = None
+    entries: list[Entry] = []
+
+
+def window_capacity(slots: Iterable[tuple[int, int]]) -> int:
+    """Return the bytes a window file needs.
+
+    Args:
+        slots: payload bytes and frame bytes (``slot.frame_bytes_bound``) of every slot.
+    """
+    return PREAMBLE_BYTES + sum(align_up(payload) + align_up(frame) for payload, frame in slots)
+
+
+def encode_directory(path: Path, capacity: int, directory: Directory) -> bytes:
+    """Return the used part of the preamble of a file of ``capacity`` bytes.
+
+    Raises:
+        ValueError: too many slots for the preamble.
+    """
+    encoded = msgspec.msgpack.encode(directory)
+    checksum = _preamble_checksum(FORMAT_VERSION, capacity, encoded)
+    used = _PREAMBLE.pack(_MAGIC, FORMAT_VERSION, len(encoded), capacity, checksum) + encoded
+    if len(used) > PREAMBLE_BYTES:
+        raise ValueError(f'{path}: directory of {len(encoded)} bytes exceeds the preamble')
+    return used
+
+
+def read_directory(path: Path, array: Bytes) -> Directory:
+    """Return the directory of a mapped file after checking all of the preamble.
+
+    Raises:
+        RefusedWindow: no readable, whole, known window file (typed by the reason).
+    """
+    if array.size < PREAMBLE_BYTES:
+        raise TruncatedWindow(f'{path}: {array.size} bytes, less than the preamble')
+    magic, version, length, capacity, checksum = _PREAMBLE.unpack_from(array)
+    if magic != _MAGIC:
+        raise CorruptWindow(f'{path}: not a window file')
+    if version != FORMAT_VERSION:
+        raise unknown_version(path, version)
+    if length > PREAMBLE_BYTES - _PREAMBLE.size:
+        raise CorruptWindow(f'{path}: impossible directory of {length} bytes')
+    encoded = array[_PREAMBLE.size : _PREAMBLE.size + length].tobytes()
+    if _preamble_checksum(version, capacity, encoded) != checksum:
+        raise CorruptWindow(f'{path}: checksum of the directory does not match')
+    if array.size < capacity:
+        raise TruncatedWindow(f'{path}: {array.size} of {capacity} bytes')
+    try:
+        directory = msgspec.msgpack.decode(encoded, type=Directory)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptWindow(f'{path}: directory cannot be decoded: {error}') from error
+    _check_entries(path, array.size, directory)
+    return directory
+
+
+def check_layout(header: SlotHeader, name: WindowName | None, payload_bytes: int) -> None:
+    """Raise ValueError for a header that contradicts itself, its file or its payload.
+
+    Args:
+        name: window that the file was begun for.
+        payload_bytes: size of the payload in the file.
+    """
+    if WindowName(header.start, header.plan) != name:
+        raise ValueError(f'header of window {header.start}-{header.plan} in a file of {name}')
+    if header.payload_bytes != payload_bytes:
+        raise ValueError(f'payload has {payload_bytes} bytes, header says {header.payload_bytes}')
+    if not header.slot < header.window or header.iteration != header.start + header.slot:
+        raise ValueError(
+            f'iteration {header.iteration} does not belong in slot {header.slot} of the window '
+            f'of {header.window} from {header.start}'
+        )
+    for record in header.records:
+        if record.offset % ALIGNMENT or record.offset + record.nbytes > payload_bytes:
+            raise ValueError(
+                f'operator {record.operator}, tensor {record.tensor}, part {record.part}: '
+                f'{record.nbytes} bytes at {record.offset} are not aligned within the '
+                f'{payload_bytes} bytes of the payload'
+            )
+
+
+def unknown_version(path: Path, version: int) -> UnknownVersion:
+    """Return the refusal of a file or header of another format version."""
+    return UnknownVersion(
+        f'{path}: format version {version}, this program reads {FORMAT_VERSION}; '
+        f'it was written by another release'
+    )
+
+
+def _preamble_checksum(version: int, capacity: int, directory: bytes) -> int:
+    checked = _CHECKED.pack(version, len(directory), capacity)
+    return xxhash.xxh3_64_intdigest(checked + directory)
+
+
+def _check_entries(path: Path, size: int, directory: Directory) -> None:
+    slots = [entry.slot for entry in directory.entries]
+    if len(set(slots)) != len(slots):
+        raise CorruptWindow(f'{path}: a slot is listed twice: {slots}')
+    for entry in directory.entries:
+        ends = (
+            entry.payload_offset + entry.payload_bytes,
+            entry.frame_offset + entry.frame_bytes,
+        )
+        if min(entry.payload_offset, entry.frame_offset) < PREAMBLE_BYTES or max(ends) > size:
+            raise CorruptWindow(f'{path}: slot {entry.slot} lies outside of the file')

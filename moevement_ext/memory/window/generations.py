@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Window files of one owner in the memory of one holder: which may be overwritten, and when."""
+
+import enum
+import itertools
+import logging
+import threading
+from pathlib import Path
+
+from moevement_ext.memory import private
+from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.file_names import check_plan, committed_in, committed_name
+from moevement_ext.memory.window.name import WindowName, WindowRef
+from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
+from moevement_ext.memory.window.slot import SlotHeader
+
+logger = logging.getLogger(__name__)
+
+
+class _State(enum.Enum):
+    FREE = 'free'
+    WRITING = 'writing'
+    COMMITTED = 'committed'
+    ANNOUNCED = 'announced'
+
+
+_KEPT = (_State.COMMITTED, _State.ANNOUNCED)
+
+
+class _Generation:
+    """One file and what it may be used for; ``index`` names it while it is free."""
+
+    def __init__(self, file: WindowFile, index: int, state: _State) -> None:
+        self.file = file
+        self.index = index
+        self.state = state
+
+
+class OwnerWindows:
+    """The generations of windows of one owner that one holder keeps.
+
+    Thread-safe; every call is short (renames and a preamble), except construction, which reserves
+    the memory.
+
+    Args:
+        store: store of the node; the directory of ``holder`` is locked.
+        holder: rank that keeps the files (the owner itself, or a peer for its replica).
+        owner: rank whose state it is.
+        capacity_bytes: size of each file (``window_file.window_capacity``).
+        generations: files kept. Three suffice: one persisted everywhere, one complete here but not
+            yet everywhere, one being written.
+
+    Raises:
+        HostMemoryError: the files cannot be reserved.
+        StoreInUseError: another live job holds the directory.
+    """
+
+    def __init__(
+        self, store: NodeStore, holder: int, owner: int, capacity_bytes: int, generations: int = 3
+    ) -> None:
+        if generations < 2:
+            raise ValueError(
+                f'generations={generations}: a persisted window cannot be kept while the next is '
+                f'written unless there are at least 2'
+            )
+        store.lock(holder)
+        self.holder = holder
+        self.owner = owner
+        self.capacity_bytes = capacity_bytes
+        self.path = store.holder_path(holder) / str(owner)
+        private.make_directories(store.root, self.path)
+        self._wanted = generations
+        self._persisted: WindowName | None = None
+        self._lock = threading.Lock()
+        self._generations: list[_Generation] = []
+        self._cut_off: list[SlotHeader] = []
+        self._adopt()
+        self._allocate()
+
+    @property
+    def newest_persisted(self) -> WindowName | None:
+        """The newest window known to be persisted on every rank."""
+        return self._persisted
+
+    def begin(self, start: int, plan: str) -> WindowFile | None:
+        """Open a file for a new window.
+
+        Takes a free file, else the oldest window older than the newest persisted one, else one
+        that was never announced.
+
+        Returns:
+            The file, begun, or None when every file holds a window somebody may still need; the
+            caller decides whether to wait or to skip this window.
+
+        Raises:
+            ValueError: this window is already here (after a rollback call ``discard_after``).
+        """
+        check_plan(plan)
+        name = WindowName(start, plan)
+        with self._lock:
+            if self._find(name) is not None:
+                raise ValueError(
+                    f'{self.path}: window {start}-{plan} is already here; '
+                    f'after a rollback, discard_after() must come before writing it again'
+                )
+            chosen = self._choose()
+            if chosen is None:
+                return None
+            # The rename comes first: what is named window-* is never written (invariant I3).
+            chosen.file.rename(self.path / f'writing-{start}-{plan}.window')
+            chosen.state = _State.WRITING
+            chosen.file.begin(start, plan)
+            return chosen.file
+
+    def commit(self, file: WindowFile) -> None:
+        """Make a completely sealed window permanent by renaming it.
+
+        Raises:
+            TruncatedWindow: slots are missing; the file stays open for writing.
+        """
+        _require_complete(file)
+        with self._lock:
+            generation = self._writing(file)
+            file.freeze()
+            file.rename(self.path / committed_name(generation.file))
+            generation.state = _State.COMMITTED
+
+    def abandon(self, file: WindowFile) -> None:
+        """Give up a window being written; its file becomes free."""
+        with self._lock:
+            self._release(self._writing(file))
+
+    def announce(self, start: int, plan: str) -> None:
+        """Note that others were told this window is complete here: it may now be relied on."""
+        with self._lock:
+            generation = self._find(WindowName(start, plan))
+            if generation is None or generation.state not in _KEPT:
+                raise ValueError(f'{self.path}: window {start}-{plan} is not committed here')
+            generation.state = _State.ANNOUNCED
+
+    def persisted(self, start: int, plan: str) -> None:
+        """Note that every rank agreed this window is persisted; older ones may be recycled.
+
+        A window older than one already persisted changes nothing. It need not be held here: a
+        holder that was cut off for a while learns that what it holds is of no use any more.
+        """
+        with self._lock:
+            if self._persisted is None or start > self._persisted.start:
+                self._persisted = WindowName(start, plan)
+
+    def discard_after(self, start: int) -> None:
+        """Free all windows that begin after ``start``, persisted or not.
+
+        Called after a recovery that resumed from window ``start`` (-1: from a dense checkpoint or
+        from iteration 0): later windows belong to a past that did not happen.
+        """
+        with self._lock:
+            if self._persisted is not None and self._persisted.start > start:
+                self._persisted = None
+            for generation in list(self._generations):
+                name = generation.file.name
+                if generation.state is not _State.FREE and name and name.start > start:
+                    self._release(generation)
+
+    def discard(self, start: int, plan: str) -> None:
+        """Free one committed window that was found to be damaged, so that it can be fetched."""
+        with self._lock:
+            generation = self._find(WindowName(start, plan))
+            if generation is not None:
+                self._release(generation)
+
+    def committed(self) -> list[WindowRef]:
+        """Return the committed windows, newest first."""
+        with self._lock:
+            held = [
+                WindowRef(*generation.file.name, generation.file.path)
+                for generation in self._generations
+                if generation.state in _KEPT and generation.file.name is not None
+            ]
+        return sorted(held, reverse=True)
+
+    def headers_after(self, start: int) -> list[SlotHeader]:
+        """Return what was captured in windows that begin after ``start``, complete or not.
+
+        Slots that an earlier process sealed in a window it could not complete count, too, until
+        their file is needed.
+        """
+        with self._lock:
+            files = [g.file for g in self._generations if g.state is not _State.FREE]
+            headers = [header for file in files for header in _readable_headers(file)]
+            return [h for h in (*headers, *self._cut_off) if h.start > start]
+
+    def file(self, start: int, plan: str) -> WindowFile | None:
+        """Return the mapped file of a committed window, None if it is not here."""
+        with self._lock:
+            generation = self._find(WindowName(start, plan))
+            if generation is None or generation.state is _State.WRITING:
+                return None
+            return generation.file
+
+    def files(self) -> list[WindowFile]:
+        """Return the mapped files of all generations, e.g. to pin them before iteration 1."""
+        with self._lock:
+            return [generation.file for generation in self._generations]
+
+    def _find(self, name: WindowName) -> _Generation | None:
+        """Return the generation that holds, or is being written for, this window."""
+        for generation in self._generations:
+            if generation.state is not _State.FREE and generation.file.name == name:
+                return generation
+        return None
+
+    def _writing(self, file: WindowFile) -> _Generation:
+        for generation in self._generations:
+            if generation.file is file and generation.state is _State.WRITING:
+                return generation
+        raise ValueError(f'{file.path} is not being written')
+
+    def _choose(self) -> _Generation | None:
+        for generation in self._recyclable():
+            if self._fits(generation):
+                return generation
+            self._release(generation)  # adopted from a run with other sizes
+        return None
+
+    def _recyclable(self) -> list[_Generation]:
+        """Return what may be overwritten, in the order in which to do so."""
+
+        def age(generation: _Generation) -> int:
+            name = generation.file.name
+            return -1 if name is None else name.start
+
+        free = [g for g in self._generations if g.state is _State.FREE]
+        oldest = sorted((g for g in self._generations if g.state in _KEPT), key=age)
+        limit = -1 if self._persisted is None else self._persisted.start
+        outdated = [g for g in oldest if age(g) < limit]
+        unannounced = [g for g in oldest if g.state is _State.COMMITTED and age(g) > limit]
+        return free + outdated + unannounced
+
+    def _fits(self, generation: _Generation) -> bool:
+        return generation.file.capacity == self.capacity_bytes
+
+    def _release(self, generation: _Generation) -> None:
+        """Make a file free, or delete one of another size or one too many."""
+        generation.file.freeze()
+        if not self._fits(generation) or len(self._fitting()) > self._wanted:
+            generation.file.path.unlink()
+            self._generations.remove(generation)
+            return
+        generation.file.rename(self.path / f'free-{generation.index}.window')
+        generation.state = _State.FREE
+
+    def _fitting(self) -> list[_Generation]:
+        return [generation for generation in self._generations if self._fits(generation)]
+
+    def _adopt(self) -> None:
+        """Take over the files an earlier process left."""
+        refs = committed_in(self.path)
+        for ref in refs:
+            try:
+                file = WindowFile.open(ref.path, writable=True)
+                if file.name != WindowName(ref.start, ref.plan):
+                    raise RefusedWindow(f'{ref.path}: holds window {file.name}')
+            except RefusedWindow as refusal:
+                logger.warning('dropping a window left by an earlier process: %s', refusal)
+                ref.path.unlink()
+                continue
+            # Whether it was announced is not known any more, so it may be relied on.
+            self._generations.append(_Generation(file, self._next_index(), _State.ANNOUNCED))
+        for path in sorted(self.path.glob('*.window')):
+            if path.name.startswith('writing-'):
+                self._cut_off += _left_in(path)
+            if path.name.startswith(('free-', 'writing-')):
+                self._adopt_free(path)
+
+    def _adopt_free(self, path: Path) -> None:
+        right_size = path.lstat().st_size == self.capacity_bytes
+        if not right_size or len(self._fitting()) >= self._wanted:
+            path.unlink()
+            return
+        index = self._next_index()
+        try:
+            file = WindowFile.adopt(path, self.capacity_bytes)
+        except private.ForeignFileError as error:
+            logger.warning('not adopted, but removed: %s', error)
+            path.unlink()
+            return
+        file.rename(self.path / f'free-{index}.window')
+        self._generations.append(_Generation(file, index, _State.FREE))
+
+    def _allocate(self) -> None:
+        while len(self._fitting()) < self._wanted:
+            index = self._next_index()
+            try:
+                file = WindowFile.create(self.path / f'free-{index}.window', self.capacity_bytes)
+            except HostMemoryError as error:
+                raise HostMemoryError(
+                    f'rank {self.holder} cannot keep {self._wanted} windows of rank {self.owner}: '
+                    f'{error}'
+                ) from error
+            self._generations.append(_Generation(file, index, _State.FREE))
+
+    def _next_index(self) -> int:
+        used = {generation.index for generation in self._generations}
+        return next(
+            k
+            for k in itertools.count()
+            if k not in used and not (self.path / f'free-{k}.window').exists()
+        )
+
+
+def _left_in(path: Path) -> list[SlotHeader]:
+    try:
+        return _readable_headers(WindowFile.open(path))
+    except RefusedWindow as refusal:
+        logger.warning('not compared with: %s', refusal)
+        return []
+
+
+def _readable_headers(file: WindowFile) -> list[SlotHeader]:
+    try:
+        return file.headers()
+    except RefusedWindow as refusal:
+        logger.warning('not compared with: %s', refusal)
+        return []
+
+
+def _require_complete(file: WindowFile) -> None:
+    slots = file.slots()
+    if not slots or slots != list(range(file.header(slots[0]).window)):
+        raise TruncatedWindow(f'{file.path}: cannot be committed with only slots {slots}')

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The typed header of one slot: what was captured after one iteration of a window (paper sec. 3.2).
+
+A *window* is W consecutive iterations beginning at iteration ``start``; slot i holds the slice
+captured of the state after iteration ``start + i``. A header travels as a *frame*: the xxh3_64 of
+the encoded header followed by the header itself, so that header and context verify themselves,
+in a file as on the wire. The header holds the checksums of all records, hence the checksum of a
+frame identifies the content of a whole slot.
+"""
+
+import struct
+from typing import Annotated
+
+import msgspec
+import xxhash
+
+FORMAT_VERSION = 1
+ALIGNMENT = 64
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+_CHECKSUM = struct.Struct('<Q')
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """One captured tensor range inside the payload of a slot."""
+
+    operator: str
+    """Operator the tensor belongs to: one expert, one router, or the rest of a layer."""
+    tensor: str
+    """Parameter or buffer name, e.g. ``decoder.layers.0.mlp.router.weight``."""
+    part: str
+    """``master``, ``exp_avg``, ``exp_avg_sq``, ``step``, ``weight`` or ``buffer``."""
+    dtype: str
+    """``float32``, ``bfloat16``, ..."""
+    start: Count
+    """First element of the flat parameter this record covers."""
+    end: Count
+    """One past the last element."""
+    offset: Count
+    """Byte offset within the slot payload, a multiple of 64."""
+    nbytes: Count
+    """Size in bytes."""
+    checksum: Count = 0
+    """xxh3_64 of the bytes; 0 until the slot is sealed."""
+
+
+class SlotHeader(msgspec.Struct):
+    """Everything needed to read one slot without trusting its file name."""
+
+    version: Count
+    """``FORMAT_VERSION`` of the writer."""
+    run: str
+    """Digest of the run identity."""
+    topology: str
+    """Digest of the parallel layout."""
+    owner: Count
+    """Rank whose state this is."""
+    start: Count
+    """First iteration of the window."""
+    window: Annotated[int, msgspec.Meta(ge=1)]
+    """W, iterations (and slots) in the window."""
+    slot: Count
+    """Index of this slot, ``0 <= slot < window``."""
+    iteration: Count
+    """The iteration after which the slice was captured, ``start + slot``."""
+    plan: str
+    """Digest of the plan (which operators in which slot)."""
+    payload_bytes: Count
+    """Size of the payload in bytes."""
+    records: list[Record]
+    """The captured ranges."""
+    context: bytes = b''
+    """Opaque small state (RNG, schedulers, ...), covered by the checksum of the frame."""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(SlotHeader)
+
+
+def align_up(nbytes: int) -> int:
+    """Return the smallest multiple of ``ALIGNMENT`` that is not below ``nbytes``."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def encode_frame(header: SlotHeader) -> bytes:
+    """Return the self-verifying frame of a header: 8 bytes of xxh3_64, then the encoded header."""
+    encoded = _ENCODER.encode(header)
+    return _CHECKSUM.pack(xxhash.xxh3_64_intdigest(encoded)) + encoded
+
+
+def frame_checksum(frame: bytes | memoryview) -> int:
+    """Return the checksum a frame carries; equal checksums mean equal slots, payload included."""
+    checksum: int = _CHECKSUM.unpack_from(frame)[0]
+    return checksum
+
+
+def decode_frame(frame: bytes | memoryview) -> SlotHeader:
+    """Verify and decode a frame.
+
+    Raises:
+        ValueError: the frame is cut off, its checksum is wrong, or it is no slot header.
+    """
+    if len(frame) < _CHECKSUM.size:
+        raise ValueError(f'header frame has only {len(frame)} bytes')
+    encoded = memoryview(frame)[_CHECKSUM.size :]
+    if xxhash.xxh3_64_intdigest(encoded) != frame_checksum(frame):
+        raise ValueError('checksum of the slot header does not match')
+    try:
+        return _DECODER.decode(encoded)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f'slot header cannot be decoded: {error}') from error
+
+
+def frame_bytes_bound(header: SlotHeader) -> int:
+    """Upper bound in bytes of the frame of ``header``, whatever its checksums and iteration are.
+
+    Called when windows are sized, before anything was captured: an integer takes 1 to 9 bytes in
+    msgpack, so every checksum may grow by 8, and so may each of the seven integer fields. The
+    context must already have its final length.
+    """
+    return _CHECKSUM.size + len(_ENCODER.encode(header)) + 8 * (len(header.records) + 7)
+
+
+class SlotContext(msgspec.Struct, frozen=True):
+    """Which operators a slot holds, on every rank of the stage, and the small state.
+
+    A rank may hold no bytes of an operator that its peers hold, so the records alone do not tell.
+    """
+
+    full: list[str]
+    """Operators captured in full in this slot: active from here on."""
+    light: list[str]
+    """Operators captured as compute weights: still frozen."""
+    state: bytes
+    """Encoded RNG, scheduler, scaler and data position, opaque to the engine."""
+
+
+def decode_context(encoded: bytes) -> SlotContext:
+    """Decode the context of a verified slot header."""
+    return msgspec.msgpack.decode(encoded, type=SlotContext)

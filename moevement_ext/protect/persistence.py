@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When is a window persisted? When every rank and all of its replica holders have all of it.
+
+Ranks tell each other through the launcher's key-value store, on a thread of their own: no training
+communicator is used. The rank that completes the count publishes the window.
+
+A rank that rolls back loses later windows, so it takes back what it said of them. Keys:
+
+    complete/<start>/<plan>   how many ranks have reported this window
+    counted/<rank>            the windows this rank has reported, also for the process after it
+    persisted                 the newest window on all ranks, and a number that changes with every
+                              withdrawal
+
+To publish is to compare and set `persisted`, with the count read in between; to withdraw is to
+lower the count and then to change `persisted`. So what was withdrawn is never published, and no
+crash between two steps makes a count too high.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+from torch.distributed import Store
+
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.protect.store_connection import StoreConnection
+
+logger = logging.getLogger(__name__)
+
+_NEWEST = 'persisted'
+_POLL_SECONDS = 0.05
+_WITHDRAW_SECONDS = 10.0
+
+
+class _Newest(msgspec.Struct, frozen=True, array_like=True):
+    """Value of the key `persisted`."""
+
+    withdrawals: int = 0
+    window: WindowName | None = None
+
+    def is_after(self, start: int) -> bool:
+        return self.window is not None and self.window.start > start
+
+
+class PersistenceBoard:
+    """Counts, over all ranks, which windows are complete.
+
+    Args:
+        store: reachable by all ranks; used by this object's thread only.
+        rank: of this process; a window counts once for it, also if it is reported again by the
+            process that takes its place.
+        world_size: number of ranks that must report a window.
+        on_persisted: called on the board's thread with each window that became persisted.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        on_persisted: Callable[[WindowName], None],
+    ) -> None:
+        self._connection = StoreConnection(store, 'so no window is persisted')
+        self._rank = rank
+        self._world_size = world_size
+        self._on_persisted = on_persisted
+        self._changed = threading.Condition()
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._counted: list[WindowName] | None = None  # as in the store; None: not read yet
+        self._awaited: WindowName | None = None
+        self._newest: WindowName | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name='sparse-ckpt-board', daemon=True)
+        self._thread.start()
+
+    def report(self, window: WindowName) -> None:
+        """This rank and its replica holders have all of `window`. Never blocks."""
+        self._enqueue(partial(self._count, window))
+
+    def withdraw_after(self, window: WindowName) -> None:
+        """This rank goes back to `window`: what it, or its predecessor, reported later is undone.
+
+        Called before windows of the replay can be reported by anybody. Returns when all ranks can
+        see it, which takes some requests to the store; if that is out of reach, after a while.
+        """
+        done = threading.Event()
+        self._enqueue(partial(self._withdraw, window, done))
+        if not done.wait(_WITHDRAW_SECONDS):
+            logger.warning(
+                'sparse checkpointing: windows after %d could not be withdrawn in %g s; they may '
+                'count as persisted too early',
+                window.start,
+                _WITHDRAW_SECONDS,
+            )
+
+    def stop(self) -> None:
+        """End the thread; one that waits for a store that is gone is left behind."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(_WITHDRAW_SECONDS)
+
+    @property
+    def _store(self) -> Store:
+        return self._connection.store
+
+    def _enqueue(self, task: Callable[[], None]) -> None:
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        pause = 0.0
+        while True:
+            with self._changed:
+                if pause:  # after a failure, whatever is to be done; else only to look again
+                    self._changed.wait_for(lambda: self._stopping, pause)
+                elif not self._tasks:
+                    self._changed.wait(_POLL_SECONDS if self._awaited else None)
+                if self._stopping:
+                    return
+            pause = self._connection.attempt(self._step)
+
+    def _step(self) -> None:
+        self._look()  # what is persisted already is not counted again
+        while self._tasks:
+            self._tasks[0]()  # stays until it is done, also over a lost connection
+            self._tasks.popleft()
+        self._look()
+
+    def _count(self, window: WindowName) -> None:
+        if self._newest is not None and window.start <= self._newest.start:
+            return
+        self._awaited = window
+        counted = self._counted_windows()
+        first = window not in counted
+        if first:
+            self._note([*counted, window])
+        if self._store.add(_key(window), int(first)) == self._world_size:
+            self._publish(window)
+
+    def _publish(self, window: WindowName) -> None:
+        """Tell everybody, unless a rank withdraws the window meanwhile."""
+        while True:
+            found = self._read_newest()
+            newest = _decoded(found)
+            if newest.is_after(window.start - 1):
+                return
+            if self._store.add(_key(window), 0) != self._world_size:
+                return
+            if self._replace_newest(found, _Newest(newest.withdrawals, window)):
+                break
+        self._store.delete_key(_key(window))  # everybody has counted; keep the store small
+
+    def _withdraw(self, window: WindowName, done: threading.Event) -> None:
+        found = self._read_newest()
+        counted = self._counted_windows()
+        kept = [other for other in counted if other.start <= window.start]
+        for other in counted:
+            if other.start > window.start and not _decoded(found).is_after(other.start - 1):
+                self._store.add(_key(other), -1)
+        if kept != counted:
+            self._note(kept)
+        if kept != counted or _decoded(found).is_after(window.start):
+            self._change_newest(window)
+        if self._awaited is not None and self._awaited.start > window.start:
+            self._awaited = max(kept, default=None)
+        done.set()
+
+    def _change_newest(self, window: WindowName) -> None:
+        """Void whatever is about to be published; nothing after `window` is persisted any more."""
+        while True:
+            found = self._read_newest()
+            newest = _decoded(found)
+            kept = window if newest.is_after(window.start) else newest.window
+            if self._replace_newest(found, _Newest(newest.withdrawals + 1, kept)):
+                return
+            if not _decoded(self._read_newest()).is_after(window.start):
+                return  # somebody else has changed it just now, which does as well
+
+    def _look(self) -> None:
+        window = _decoded(self._read_newest()).window
+        if window is None:
+            return
+        if window != self._newest:
+            self._newest = window
+            self._forget_until(window)
+            self._tell(window)
+        if self._awaited is not None and window.start >= self._awaited.start:
+            self._awaited = None
+
+    def _tell(self, window: WindowName) -> None:
+        try:
+            self._on_persisted(window)
+        except Exception:
+            logger.exception('window %d is persisted, but', window.start)
+
+    def _forget_until(self, persisted: WindowName) -> None:
+        """Remove the counts of older windows, which some rank skipped and nobody will complete."""
+        counted = self._counted_windows()
+        for window in counted:
+            if window.start < persisted.start:
+                self._store.delete_key(_key(window))
+        self._counted = [window for window in counted if window.start > persisted.start]
+
+    def _counted_windows(self) -> list[WindowName]:
+        """What this rank has reported; the key is this rank's alone."""
+        if self._counted is None:
+            key = f'counted/{self._rank}'
+            found = self._store.get(key) if self._store.check([key]) else b'[]'
+            self._counted = msgspec.json.decode(found, type=list[WindowName])
+        return self._counted
+
+    def _note(self, counted: list[WindowName]) -> None:
+        self._store.set(f'counted/{self._rank}', msgspec.json.encode(counted).decode())
+        self._counted = counted
+
+    def _read_newest(self) -> str:
+        """The value of the key as it is, empty if there is none."""
+        return self._store.get(_NEWEST).decode() if self._store.check([_NEWEST]) else ''
+
+    def _replace_newest(self, found: str, newest: _Newest) -> bool:
+        """False: it is not what was found any more."""
+        wanted = msgspec.json.encode(newest).decode()
+        return bytes(self._store.compare_set(_NEWEST, found, wanted)).decode() == wanted
+
+
+def _decoded(value: str) -> _Newest:
+    return msgspec.json.decode(value, type=_Newest) if value else _Newest()
+
+
+def _key(window: WindowName) -> str:
+    return f'complete/{window.start}/{window.plan}'

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows the load of windows, and carries a new plan to all ranks.
+
+Every rank publishes what it saw in a window to the launcher's store; rank 0 decides; everybody
+takes the new plan over at the same, later window boundary. No training communicator is used, and
+ranks that learn of a plan too late only lose that window, because windows carry the plan's digest.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+from torch.distributed import DistError, Store
+
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.protect.store_connection import StoreConnection
+
+logger = logging.getLogger(__name__)
+
+_VERSIONS_KEPT = 4  # in the store; the one in force is the newest or the one before
+
+
+def published_plan(store: Store, version: int) -> PlanParameters:
+    """The plan of a version that is or was in force in the job, from the store of its replanners.
+
+    Waits for it as long as the store does.
+    """
+    return msgspec.json.decode(store.get(_plan_key(version)), type=PlanParameters)
+
+
+class Replanner:
+    """Follows the load of the windows on a thread of its own.
+
+    Args:
+        store: reachable by all ranks; used by this object's thread only.
+        rank: of this process; rank 0 decides.
+        world_size: number of ranks that publish.
+        present: the plan to begin with.
+        decide: `decide` with the settings of the run.
+        adopt: called on the replanner's thread with each new plan.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        present: PlanParameters,
+        decide: Callable[[PlanParameters, Sequence[WindowLoad]], PlanParameters | None],
+        adopt: Callable[[PlanParameters], None],
+    ) -> None:
+        self._connection = StoreConnection(store, 'so windows are not planned anew')
+        self._rank = rank
+        self._world_size = world_size
+        self._present = present
+        self._decide = decide
+        self._adopt = adopt
+        self._changed = threading.Condition()
+        self._observed: WindowLoad | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name='sparse-ckpt-replan', daemon=True)
+        self._thread.start()
+
+    def observe(self, load: WindowLoad) -> None:
+        """Note the load of a window. Called by the training thread; never blocks."""
+        with self._changed:
+            self._observed = load
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+        with self._changed:
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._attempt(self._begin)
+        while True:
+            with self._changed:
+                while self._observed is None and not self._stopping.is_set():
+                    self._changed.wait()
+                if self._stopping.is_set():
+                    return
+                load, self._observed = self._observed, None
+            assert load is not None
+            self._attempt(partial(self._publish, load))
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        try:
+            self._stopping.wait(self._connection.attempt(step, DistError))
+        except Exception:  # planning must not fail training; the present plan stays
+            logger.warning('cannot re-plan', exc_info=True)
+
+    def _begin(self) -> None:
+        if self._present.version == 0:  # the first plan has no shares, so all ranks may leave it
+            self._leave(self._present)
+        self._follow()  # a rank that joins a running job learns of the next plan
+
+    def _leave(self, plan: PlanParameters) -> None:
+        self._store.set(_plan_key(plan.version), msgspec.json.encode(plan).decode())
+
+    @property
+    def _store(self) -> Store:
+        return self._connection.store
+
+    def _publish(self, load: WindowLoad) -> None:
+        self._store.set(f'load/{self._rank}', msgspec.json.encode(load).decode())
+        self._store.add(_count_key(load.start), 1)
+        if self._rank == 0 and load.start >= self._present.origin:
+            self._lead(load.start)
+        self._follow()
+
+    def _lead(self, start: int) -> None:
+        """On rank 0: decide once every rank has published this window, unless it is overtaken."""
+        while not self._stopping.is_set() and self._observed is None:
+            # One number says when it is worth while to read them all; a rank that ran the window
+            # again counts twice.
+            if self._store.add(_count_key(start), 0) >= self._world_size:
+                loads = self._loads()
+                if all(load.start == start for load in loads):
+                    self._store.delete_key(_count_key(start))
+                    self._announce(self._decide(self._present, loads))
+                    return
+            self._stopping.wait(0.02)
+
+    def _announce(self, chosen: PlanParameters | None) -> None:
+        if chosen is not None:
+            self._leave(chosen)
+            self._store.set(_NEWEST, str(chosen.version))
+            self._store.delete_key(_plan_key(chosen.version - _VERSIONS_KEPT))
+
+    def _loads(self) -> list[WindowLoad]:
+        values = self._store.multi_get([f'load/{rank}' for rank in range(self._world_size)])
+        return [msgspec.json.decode(value, type=WindowLoad) for value in values]
+
+    def _follow(self) -> None:
+        if not self._store.check([_NEWEST]):
+            return
+        newest = int(self._store.get(_NEWEST))
+        if newest > self._present.version:
+            self._present = published_plan(self._store, newest)
+            self._adopt(self._present)
+
+
+_NEWEST = 'plan/newest'
+
+
+def _plan_key(version: int) -> str:
+    return f'plan/{version}'
+
+
+def _count_key(start: int) -> str:
+    return f'loads/{start}'

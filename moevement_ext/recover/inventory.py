@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which window do all ranks restart from? The newest that everybody can still get."""
+
+import logging
+import os
+from collections.abc import Collection, Sequence
+
+from moevement_ext.config import node_name
+from moevement_ext.membership.report import NOWHERE, Report
+from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.name import Candidate, HeldWindow
+from moevement_ext.memory.window.refused import RefusedWindow
+
+logger = logging.getLogger(__name__)
+
+
+def candidates(held: Collection[HeldWindow], world_size: int) -> list[Candidate]:
+    """Windows of which every rank's part exists somewhere, the newest dense state first."""
+    owners: dict[Candidate, set[int]] = {}
+    for part in held:
+        owners.setdefault(part.candidate, set()).add(part.owner)
+    complete = [found for found, ranks in owners.items() if ranks == set(range(world_size))]
+    return sorted(complete, key=lambda found: (found.dense_at, found), reverse=True)
+
+
+def holders(
+    candidate: Candidate, owner: int, inventories: Sequence[Collection[HeldWindow]]
+) -> list[int]:
+    """Ranks whose node holds `owner`'s part, the owner itself first.
+
+    Args:
+        inventories: what each rank's node holds, by rank.
+    """
+    wanted = HeldWindow(candidate, owner)
+    found = [rank for rank, inventory in enumerate(inventories) if wanted in inventory]
+    return sorted(found, key=lambda rank: (rank != owner, rank))
+
+
+def held_windows(store: NodeStore, run: str, topology: str) -> list[HeldWindow]:
+    """Committed windows on this node that belong to this run and layout, without duplicates.
+
+    What is refused is named in the log. Payloads are verified later, when one is loaded.
+    """
+    found = set()
+    for window in store.scan():
+        try:
+            headers = WindowFile.open(window.path).verify_identity(
+                run, topology, window.owner, window.start, window.plan
+            )
+        except RefusedWindow as refusal:
+            logger.warning('refused: %s', refusal)
+            continue
+        candidate = Candidate(window.start, headers[0].window, window.plan)
+        found.add(HeldWindow(candidate, window.owner))
+    return sorted(found)
+
+
+def newcomer_report(store: NodeStore, run: str, topology: str, rank: int) -> Report:
+    """What a new process has: what its node's memory kept."""
+    newest = Ledger.read_newest(store.ledger_path(rank))
+    return Report(
+        survivor=False,
+        node=node_name(),
+        pid=os.getpid(),
+        windows=held_windows(store, run, topology),
+        committed=newest.iteration if newest is not None else NOWHERE,
+    )

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connection to a peer, over which messages and payloads go."""
+
+import socket
+import struct
+import time
+
+import msgspec
+
+from moevement_ext.replicate.protocol import (
+    MAX_MESSAGE_BYTES,
+    MIN_BYTES_PER_SECOND,
+    Reply,
+    Request,
+)
+
+_LENGTH = struct.Struct('<I')
+_ENCODER = msgspec.msgpack.Encoder()
+_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+class ProtocolError(ConnectionError):
+    """The other side does not speak this protocol; the connection is of no more use."""
+
+
+class Connection:
+    """A socket with messages and a deadline. One thread at a time uses it.
+
+    All operations raise ``OSError`` when the connection is lost, ``TimeoutError`` (an ``OSError``)
+    past the deadline, and ``ProtocolError`` (also one) for what cannot be understood.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket = sock
+        self._expires: float | None = None
+
+    def set_deadline(self, seconds: float | None, nbytes: int = 0) -> None:
+        """Let everything from now on be done within ``seconds`` plus time to move ``nbytes``.
+
+        None: wait without end, which only an idle server does; keepalive ends a dead peer.
+        """
+        self._expires = (
+            None if seconds is None else time.monotonic() + seconds + nbytes / MIN_BYTES_PER_SECOND
+        )
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send one message."""
+        encoded = _ENCODER.encode(message)
+        if len(encoded) > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f'{type(message).__name__} of {len(encoded)} bytes is too large')
+        self.send_bytes(_LENGTH.pack(len(encoded)) + encoded)
+
+    def send_bytes(self, data: bytes | memoryview) -> None:
+        """Send raw bytes as they lie in memory."""
+        view = memoryview(data)
+        while view:
+            self._await_turn()
+            view = view[self._socket.send(view) :]
+
+    def receive[Message](
+        self, decoder: 'msgspec.msgpack.Decoder[Message]', limit: int = MAX_MESSAGE_BYTES
+    ) -> Message:
+        """Receive one message of at most ``limit`` bytes; nothing longer is even allocated."""
+        prefix = bytearray(_LENGTH.size)
+        self.receive_into(memoryview(prefix))
+        (length,) = _LENGTH.unpack(prefix)
+        if length > limit:
+            raise ProtocolError(f'message of {length} bytes exceeds {limit}')
+        encoded = bytearray(length)
+        self.receive_into(memoryview(encoded))
+        try:
+            return decoder.decode(encoded)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ProtocolError(f'message cannot be understood: {error}') from error
+
+    def receive_request(self) -> Request:
+        """Receive one message as the server."""
+        return self.receive(_REQUESTS)
+
+    def receive_reply(self) -> Reply:
+        """Receive one message as the client."""
+        return self.receive(_REPLIES)
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill ``view`` with raw bytes."""
+        while view:
+            self._await_turn()
+            received = self._socket.recv_into(view)
+            if not received:
+                raise ConnectionError('connection closed by the peer')
+            view = view[received:]
+
+    def shutdown(self) -> None:
+        """Wake up whichever thread waits on this connection, from any thread."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # already gone
+            pass
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _await_turn(self) -> None:
+        if self._expires is None:
+            self._socket.settimeout(None)
+            return
+        remaining = self._expires - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError('deadline passed')
+        self._socket.settimeout(remaining)

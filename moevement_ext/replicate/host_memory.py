@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything one rank keeps in host memory, and its connections to the ranks it shares with.
+
+Set up once before iteration 1, collectively: sizes are exchanged, the budget is checked, files are
+reserved, replica holders are placed and servers started.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from moevement_ext.config import SparseCheckpointConfig, node_name
+from moevement_ext.memory.budget import HostMemoryError, HostMemoryPlan, RankMemory
+from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import Candidate
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.replicate.address import host_identity, local_host
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.domains import failure_domains
+from moevement_ext.replicate.greeting import new_secret
+from moevement_ext.replicate.placement import place_replicas
+from moevement_ext.replicate.server import ReplicaServer
+
+logger = logging.getLogger(__name__)
+
+GENERATIONS = 3
+LEDGER_RECORDS = 4096
+
+Exchange = Callable[[bytes], list[bytes]]
+"""Collective: every rank gives some bytes and gets those of all ranks, by rank."""
+
+
+class Member(msgspec.Struct, frozen=True):
+    """What a rank tells the others about its host memory."""
+
+    node: str
+    capacity_bytes: int
+    log_bytes: int
+    host: str
+    """The real host, which emulated nodes share."""
+    secret: bytes
+    """Of this life of the job, from rank 0; what the other ranks draw is not used."""
+
+
+class HostMemory:
+    """Window files, replicas held for others, ledger and server of one rank.
+
+    Args:
+        config: settings.
+        run_id: directory name of the run.
+        rank: global rank.
+        capacity_bytes: size of one window file of this rank.
+        log_bytes: size of the upstream log of this rank; 0: it keeps none.
+        device: where the tensors of the log come from.
+        on_degraded: called with a reason when the log cannot keep all it should.
+        exchange: collective over all ranks.
+        hosts_replicas: hold those that are placed here; without them, their owners lack one.
+
+    Raises:
+        HostMemoryError: over the budget, the tmpfs is too small, not ours or not writable, or no
+            other host could reach this one.
+        StoreInUseError: another live job has the same run id.
+        ConfigurationError: the topology file is wrong.
+    """
+
+    def __init__(
+        self,
+        config: SparseCheckpointConfig,
+        run_id: str,
+        rank: int,
+        capacity_bytes: int,
+        log_bytes: int,
+        device: torch.device,
+        on_degraded: Callable[[str], None],
+        exchange: Exchange,
+        hosts_replicas: bool = True,
+    ) -> None:
+        self.rank = rank
+        self._hosts_replicas = hosts_replicas
+        self.store = NodeStore(Path(config.dir), run_id, node_name())
+        own = Member(node_name(), capacity_bytes, log_bytes, host_identity(), new_secret())
+        self.members = _exchange_members(own, exchange)
+        self._secret = self.members[0].secret  # one replaced later still has that of the others
+        self.domains = failure_domains([member.node for member in self.members], config.topology)
+        self.holders = place_replicas(self.domains, config.replicas)
+        self.members[rank] = own  # a replacement may run on another node; replicas stay placed
+        self.log: UpstreamLog | None = None
+        self._fetching: ReplicaClient | None = None
+        self.plan = self._plan()
+        try:
+            self.plan.check(config.host_memory_gb, self.store.path)
+            self._reserve(own, device, config, on_degraded)
+        except HostMemoryError:
+            self.give_up()
+            raise
+        except OSError as error:  # costs protection as well, and not the training
+            self.give_up()
+            raise HostMemoryError(f'{self.store.path}: {error}') from error
+
+    def _reserve(
+        self,
+        own: Member,
+        device: torch.device,
+        config: SparseCheckpointConfig,
+        on_degraded: Callable[[str], None],
+    ) -> None:
+        rank = self.rank
+        self.windows = OwnerWindows(self.store, rank, rank, own.capacity_bytes, GENERATIONS)
+        self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS)
+        if own.log_bytes:
+            path = self.store.holder_path(rank) / 'upstream-log'
+            self.log = UpstreamLog(path, own.log_bytes, device, config.max_wait, on_degraded)
+        hosts = {member.host for member in self.members}
+        address = local_host(config.interface, several_hosts=len(hosts) > 1)
+        self.server = ReplicaServer(self.store, rank, self._hosted(rank), self._secret, address)
+        if self.log is not None:
+            self.server.serve_log(self.log)
+
+    def first_on_node(self) -> bool:
+        """True on one rank of each node, the one that speaks for it."""
+        return self.rank == min(self.plan.ranks)
+
+    def connect(self, exchange: Exchange) -> None:
+        """Tell the others where this rank's server listens. Collective."""
+        address = msgspec.msgpack.encode(self.server.address)
+        decoded = (msgspec.msgpack.decode(item, type=tuple[str, int]) for item in exchange(address))
+        self.addresses = list(decoded)
+        self.addresses[self.rank] = self.server.address
+
+    def client(self, rank: int) -> ReplicaClient:
+        """A new client of another rank's server."""
+        log_bytes = self.members[rank].log_bytes
+        return ReplicaClient(self.addresses[rank], self._secret, max_record_bytes=log_bytes)
+
+    def peer_addresses(self) -> list[tuple[str, int]]:
+        """Where the holders of this rank's replicas listen now."""
+        return [self.addresses[rank] for rank in self.holders[self.rank]]
+
+    def peers(self) -> dict[int, ReplicaClient]:
+        """New clients of the ranks that hold this rank's replicas."""
+        return {rank: self.client(rank) for rank in self.holders[self.rank]}
+
+    def fetch(
+        self,
+        candidate: Candidate,
+        holder: int,
+        received: Callable[[WindowFile, SlotHeader], None],
+    ) -> WindowFile:
+        """This rank's part of `candidate` from the node of rank `holder`, committed here.
+
+        Args:
+            received: called with every slot that has come and is undamaged, slot 0 first.
+
+        Raises:
+            RefusedWindow, PeerLost, PeerRefused, HostMemoryError: it could not be had there.
+        """
+        file = self.windows.begin(candidate.start, candidate.plan)
+        if file is None:
+            raise RefusedWindow(f'no free window file on rank {self.rank}')
+        client = self._fetching = self.client(holder)
+        try:
+            client.fetch_window(self.rank, candidate.start, candidate.plan, file, received)
+            self.windows.commit(file)
+        except BaseException:
+            self.windows.abandon(file)
+            raise
+        finally:
+            self._fetching = None
+            client.close()
+        return file
+
+    def captured_after(self, start: int) -> list[SlotHeader]:
+        """What was captured of this rank's state in windows that begin after `start`.
+
+        From its own memory or, if nothing is there, from whoever holds its replicas.
+        """
+        found = self.windows.headers_after(start)
+        for holder, client in self.peers().items():
+            if found:
+                break
+            try:
+                found = client.fetch_headers(self.rank, start)
+            except (PeerLost, PeerRefused, RefusedWindow) as error:
+                logger.warning('nothing to compare with from rank %d: %s', holder, error)
+            finally:
+                client.close()
+        return found
+
+    def forget_windows(self) -> None:
+        """Drop every window of this rank, here and where replicas are held."""
+        self.windows.discard_after(-1)
+        for holder, client in self.peers().items():
+            try:
+                client.discard_after(self.rank, -1)
+            except (PeerLost, PeerRefused) as error:
+                logger.warning('rank %d may keep a window of this rank: %s', holder, error)
+            finally:
+                client.close()
+
+    def interrupt_fetch(self) -> None:
+        """Let a `fetch` in progress on another thread end with ``PeerLost``."""
+        client = self._fetching
+        if client is not None:
+            client.interrupt()
+
+    def give_up(self) -> None:
+        """Free what was reserved, but no window that a predecessor may still be recovered from."""
+        if hasattr(self, 'server'):
+            self.server.stop()
+        if self.log is not None:
+            self.log.close()
+        if hasattr(self, 'ledger'):
+            self.ledger.close()
+        if any(window.holder == self.rank for window in self.store.scan()):
+            self.store.close()
+        else:
+            self.store.remove_rank(self.rank)
+
+    def close(self, remove: bool) -> None:
+        """Stop serving; with `remove` (a clean exit) delete what this rank keeps."""
+        self.server.stop()
+        if self.log is not None:
+            self.log.close()
+        self.ledger.close()
+        if remove:
+            self.store.remove_rank(self.rank)
+        else:
+            self.store.close()
+
+    def _hosted(self, rank: int) -> dict[int, int]:
+        """Bytes of a window file by owner, of those whose replicas `rank` holds."""
+        if rank == self.rank and not self._hosts_replicas:
+            return {}
+        return {
+            owner: self.members[owner].capacity_bytes
+            for owner, peers in enumerate(self.holders)
+            if rank in peers
+        }
+
+    def _plan(self) -> HostMemoryPlan:
+        """Bytes of every rank on this node."""
+        ranks = {}
+        for rank, member in enumerate(self.members):
+            if member.node != node_name():
+                continue
+            ranks[rank] = RankMemory(
+                own_windows=GENERATIONS * member.capacity_bytes,
+                replicas=GENERATIONS * sum(self._hosted(rank).values()),
+                ledger=Ledger.bytes_needed(LEDGER_RECORDS),
+                log_ring=member.log_bytes,
+            )
+        return HostMemoryPlan(ranks)
+
+
+def _exchange_members(own: Member, exchange: Exchange) -> list[Member]:
+    encoded = exchange(msgspec.msgpack.encode(own))
+    return [msgspec.msgpack.decode(item, type=Member) for item in encoded]

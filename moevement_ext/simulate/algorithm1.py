@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's Algorithm 1 as it is printed: a baseline to compare with, not to train by.
+
+It starts with every operator active (captured in full) in slot 0 and freezes one more until slot 0
+fits, then puts that many operators in each slot. Where it is wrong:
+
+- Only slot 0 is priced, with mean sizes: one large operator, or one rank that holds more than the
+  others, takes a slot over budget unnoticed.
+- The loop ends at two active operators, whether they fit or not, and never tries one: it cannot
+  say that a budget is infeasible and misses plans with one operator a slot.
+- Each slot has the same number of operators, although the light tail shrinks from slot to slot and
+  leaves room. With equal operators of A bytes in full and F light per parameter and a budget of b,
+  W is (A - F) / (b - F) instead of ln(b / (b - F)) / ln(A / (A - F)), both rounded up: for A = 12
+  and F = 2, 6 instead of 5 at b = 11/3 and 20 instead of 9 at b = 2.5.
+"""
+
+from collections.abc import Sequence
+from itertools import batched
+
+from moevement_ext.plan.byte_planner import OperatorBytes, WindowPlan
+
+
+def plan_as_printed(operators: Sequence[OperatorBytes], budget: int) -> WindowPlan:
+    """The window of Algorithm 1 for operators in the given order; slots may exceed the budget.
+
+    `budget` is the bytes that can be copied in one iteration (bandwidth times iteration time). The
+    paper knows no ranks: the mean is taken over operators and ranks, so it prices the mean rank.
+    """
+    active = active_operators(operators, budget)
+    names = (operator.name for operator in operators)
+    return WindowPlan(tuple(batched(names, active)) if active else ((),))
+
+
+def active_operators(operators: Sequence[OperatorBytes], budget: int) -> int:
+    """How many operators Algorithm 1 captures in full per slot."""
+    total = len(operators)
+    full = sum(sum(operator.full) for operator in operators)
+    light = sum(sum(operator.light) for operator in operators)
+    samples = sum(len(operator.full) for operator in operators)
+    active = total
+    while active > 2:
+        # Both sides times `samples`, so that the mean sizes stay integers.
+        if active * full + (total - active) * light <= budget * samples:
+            break
+        active -= 1
+    return active

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts real training jobs for tests: real processes, real death, but imports paid only once.
+
+A fork server imports torch, Megatron and `pretrain_gpt` once; each worker of a job is a fork of it,
+so a job of four ranks starts in about a second instead of tens of seconds.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from moevement_ext.membership.rendezvous import announce_failure
+
+ROOT = Path(__file__).resolve().parents[3]
+
+_CONTEXT = multiprocessing.get_context('forkserver')
+_CONTEXT.set_forkserver_preload(['pretrain_gpt'])
+
+
+def _worker(
+    program: str, argv: list[str], env: dict[str, str], log: str, mutation: str | None
+) -> None:
+    """Body of one rank, in a fork of the fork server."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = open(1, 'w', buffering=1, closefd=False)
+    sys.stderr = open(2, 'w', buffering=1, closefd=False)
+    os.environ.update(env)
+    multiprocessing.set_start_method('fork', force=True)  # as in a program started by itself
+    sys.argv = [f'{program}.py', *argv]
+    module = import_module(program)
+    if mutation is not None:
+        place, _, function = mutation.rpartition(':')
+        getattr(import_module(f'tests.distributed.{place or "mutations.whole_job"}'), function)()
+    module.main()
+
+
+@dataclass
+class Cluster:
+    """One training job that may be started several times, on emulated nodes.
+
+    Attributes:
+        flags: command line of the program.
+        ranks: world size.
+        nodes: ranks are spread evenly over this many emulated nodes.
+        directory: for logs, events, digests.
+        program: module whose `main` each rank runs.
+    """
+
+    flags: list[str]
+    directory: Path
+    ranks: int = 4
+    nodes: int = 2
+    program: str = 'pretrain_gpt'
+    name: str = field(default_factory=lambda: f'test-{uuid.uuid4().hex[:12]}')
+    lives: int = 0
+
+    @property
+    def memory(self) -> Path:
+        """Host memory of the run, all nodes."""
+        return Path('/dev/shm/moevement-tests') / self.name
+
+    def node_memory(self, node: int) -> Path:
+        """Host memory of one emulated node."""
+        return self.memory / f'node{node}'
+
+    def sparse_flags(self) -> list[str]:
+        """Flags that put windows and events into this run's directories."""
+        return [
+            '--sparse-ckpt',
+            '--sparse-ckpt-dir', str(self.memory.parent),
+            '--sparse-ckpt-run-id', self.name,
+            '--sparse-ckpt-events', str(self.directory / 'events'),
+        ]  # fmt: skip
+
+    def run(
+        self,
+        *,
+        fail_at: str = '',
+        kill_after_iteration: int | None = None,
+        kill_delay_s: float = 0.0,
+        mutation: str | None = None,
+        timeout_s: float = 180.0,
+    ) -> list[int]:
+        """Start all ranks; as soon as one dies, SIGKILL the others (the whole job is lost).
+
+        Args:
+            fail_at: `MOEVEMENT_FAIL_AT`, with this life's number where none is given.
+            kill_after_iteration: SIGKILL everything once the log shows this iteration, after
+                `kill_delay_s` more seconds.
+            mutation: name of a function in `mutations.whole_job` to break the product with, or
+                `module:function` of another module here, called in each worker before `main`.
+
+        Returns:
+            Exit codes by rank.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        port = _free_port()
+        workers = []
+        for rank in range(self.ranks):
+            env = self._environment(rank, port, fail_at)
+            arguments = (self.program, self.flags, env, str(self.log(rank)), mutation)
+            workers.append(_CONTEXT.Process(target=_worker, args=arguments))
+        for worker in workers:
+            worker.start()
+        try:
+            self._supervise(workers, kill_after_iteration, kill_delay_s, timeout_s)
+        finally:
+            _end(workers)
+        self.lives += 1
+        return [worker.exitcode for worker in workers]
+
+    def survive(
+        self,
+        *,
+        fail_at: str = '',
+        strike: Callable[[list, Callable[[int], Any]], None] | None = None,
+        evict: bool = True,
+        wipe: Collection[int] = (),
+        mutation: str | None = None,
+        announce: bool = True,
+        timeout_s: float = 240.0,
+    ) -> dict[int, int]:
+        """Run to the end under a launcher that starts again only the workers that died.
+
+        Args:
+            fail_at: `MOEVEMENT_FAIL_AT`.
+            strike: called again and again with the workers and a function that starts one of a
+                given rank, to kill or stop some.
+            evict: kill workers that the others find hung.
+            wipe: nodes whose memory is deleted when one of their workers dies.
+            mutation: as for `run`, in all workers.
+            announce: the launcher tells the others of a death; else they notice themselves.
+
+        Returns:
+            How often each rank was started again, of those that were.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        starts = dict.fromkeys(range(self.ranks), 0)
+        started: list[multiprocessing.Process] = []
+
+        def start(rank: int, **env: str) -> multiprocessing.Process:
+            env = {
+                **self._environment(rank, store.port, fail_at),
+                'TORCHELASTIC_USE_AGENT_STORE': 'True',
+                'TORCHELASTIC_RESTART_COUNT': str(starts[rank]),
+                **env,
+            }
+            arguments = (self.program, self.flags, env, str(self.log(rank)), mutation)
+            worker = _CONTEXT.Process(target=_worker, args=arguments)
+            worker.start()
+            started.append(worker)
+            return worker
+
+        workers = [start(rank) for rank in range(self.ranks)]
+        deadline = time.monotonic() + timeout_s
+        try:
+            while any(worker.exitcode != 0 for worker in workers):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f'job did not end in {timeout_s:g} s\n{self.tail()}')
+                if sum(starts.values()) > 40:
+                    raise RuntimeError(f'workers die again and again: {starts}\n{self.tail()}')
+                for rank, worker in enumerate(workers):
+                    if worker.exitcode not in (None, 0):
+                        starts[rank] += 1
+                        print(f'rank {rank}: exit code {worker.exitcode}\n{self.tail()}')
+                        self._wipe(rank, wipe)
+                        if announce:
+                            announce_failure(store, rank, f'rank {rank}: {worker.exitcode}')
+                        workers[rank] = start(rank)
+                if evict:
+                    self._evict(store, workers)
+                if strike is not None:
+                    strike(workers, start)
+                multiprocessing.connection.wait(
+                    [worker.sentinel for worker in workers if worker.exitcode is None], 0.02
+                )
+        finally:
+            _end(workers, started)
+        self.lives += 1
+        return {rank: count for rank, count in starts.items() if count}
+
+    def _wipe(self, rank: int, nodes: Collection[int]) -> None:
+        """Delete the memory of the node of `rank`, if it is one of `nodes`."""
+        node = rank * self.nodes // self.ranks
+        if node in nodes:
+            shutil.rmtree(self.node_memory(node), ignore_errors=True)
+
+    @staticmethod
+    def _evict(store: TCPStore, workers: list) -> None:
+        """Kill workers that the others found hung, as a launcher does."""
+        for rank, worker in enumerate(workers):
+            key = f'evict/{rank}'
+            if store.check([key]):
+                if int(store.get(key)) == worker.pid:
+                    worker.kill()
+                store.delete_key(key)
+
+    def finish(self, **kwargs: object) -> None:
+        """Run to the end; raises with the logs if a rank fails."""
+        codes = self.run(**kwargs)  # type: ignore[arg-type]
+        assert codes == [0] * self.ranks, f'exit codes {codes}\n{self.tail()}'
+
+    def log(self, rank: int) -> Path:
+        """Log of a rank in the present life."""
+        return self.directory / f'life{self.lives}-rank{rank}.log'
+
+    def tail(self, characters: int = 3000) -> str:
+        """End of the logs of the last life."""
+        logs = sorted(self.directory.glob(f'life{max(self.lives - 1, 0)}-rank*.log'))
+        return '\n'.join(f'--- {log.name}\n{log.read_text()[-characters:]}' for log in logs)
+
+    def output(self, life: int) -> str:
+        """Everything all ranks printed in one life."""
+        return '\n'.join(
+            log.read_text(errors='replace')
+            for log in sorted(self.directory.glob(f'life{life}-rank*.log'))
+        )
+
+    def events(self, name: str | None = None, rank: int = 0) -> list[dict]:
+        """Events of a rank over all lives."""
+        path = self.directory / 'events' / f'rank{rank}.jsonl'
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [json.loads(line) for line in lines]
+        return [event for event in found if name in (None, event['event'])]
+
+    def remove(self) -> None:
+        """Delete what the run left in host memory."""
+        shutil.rmtree(self.memory, ignore_errors=True)
+
+    def _environment(self, rank: int, port: int, fail_at: str) -> dict[str, str]:
+        return {
+            'RANK': str(rank),
+            'LOCAL_RANK': '0',
+            'WORLD_SIZE': str(self.ranks),
+            'MASTER_ADDR': '127.0.0.1',
+            'MASTER_PORT': str(port),
+            'CUDA_DEVICE_MAX_CONNECTIONS': '1',
+            'MOEVEMENT_NODE': f'node{rank * self.nodes // self.ranks}',
+            'MOEVEMENT_FAIL_AT': fail_at,
+        }
+
+    def _supervise(
+        self, workers: list, kill_after: int | None, delay_s: float, timeout_s: float
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        while any(worker.is_alive() for worker in workers):
+            if any(worker.exitcode not in (None, 0) for worker in workers):
+                return
+            if kill_after is not None and self._reached(kill_after):
+                time.sleep(delay_s)  # the moment to strike, not a synchronisation
+                for worker in workers:
+                    os.kill(worker.pid, signal.SIGKILL)
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f'job did not end in {timeout_s:g} s\n{self.tail()}')
+            multiprocessing.connection.wait([worker.sentinel for worker in workers], 0.02)
+
+    def _reached(self, iteration: int) -> bool:
+        log = self.log(self.ranks - 1)
+        return log.exists() and f'iteration {iteration:8d}/' in log.read_text(errors='replace')
+
+
+def _end(workers: Sequence[Any], before: Sequence[Any] = ()) -> None:
+    """Kill workers, and what they and those that died before have left: writers of checkpoints."""
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join()
+    for worker in (*workers, *before):
+        if worker.exitcode is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)  # each has a session of its own
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return probe.getsockname()[1]

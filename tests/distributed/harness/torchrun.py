@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs jobs under the real launcher: `torchrun` agents as processes of their own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.distributed.harness.cluster import ROOT
+
+
+@contextmanager
+def agent(
+    launch: Sequence[str], flags: Sequence[str], log: Path, **env: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """One agent with its workers; nothing of it is left afterwards.
+
+    Args:
+        launch: flags of torchrun.
+        flags: flags of `pretrain_gpt.py`.
+        log: what agent and workers print.
+        env: additional environment.
+    """
+    command = [sys.executable, '-m', 'torch.distributed.run', *launch, 'pretrain_gpt.py', *flags]
+    environment = {**os.environ, 'CUDA_DEVICE_MAX_CONNECTIONS': '1', **env}
+    with log.open('wb') as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    family = [psutil.Process(process.pid)] if process.poll() is None else []
+    family += [child for parent in family for child in parent.children(recursive=True)]
+    for member in family:
+        member.kill()
+    process.wait()
+    psutil.wait_procs(family)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What brings a job to an end of its own: called in each worker before `main`."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
+from megatron.training import get_args, training
+
+from megatron.moevement.seams import upstream
+
+
+def an_hour_passes_in_iteration_6() -> None:
+    """Upstream believes that training began an hour earlier."""
+
+    def an_hour_ago() -> None:
+        training._TRAIN_START_TIME -= 3600.0
+
+    _in_iteration_6(an_hour_ago)
+
+
+def terminated_in_iteration_6() -> None:
+    """Rank 2 gets SIGTERM from outside, as from a batch system."""
+
+    def terminate() -> None:
+        if os.environ['RANK'] == '2':
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    _in_iteration_6(terminate)
+
+
+def _in_iteration_6(act: Callable[[], None]) -> None:
+    def train_step(original: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
+        if iteration == 5:
+            act()
+        return original(*args, iteration=iteration, **kwargs)
+
+    upstream.wrap('train_step', train_step)
+
+
+def large_gradients_in_iteration_8() -> None:
+    """On rank 3; upstream runs the iteration a second time and goes on."""
+
+    def unexpectedly_large(self: RerunStateMachine, *args: Any, **kwargs: Any) -> bool:
+        first = self.state == RerunState.INITIAL_RUN
+        return first and get_args().curr_iteration == 7 and os.environ['RANK'] == '3'
+
+    RerunStateMachine.is_unexpectedly_large = unexpectedly_large
+
+
+def result_refused_in_iteration_6() -> None:
+    """The loss of a micro-batch on rank 1 fails validation, and has another value when repeated."""
+    validate = RerunStateMachine.validate_result
+
+    def validated(self: RerunStateMachine, *args: Any, **kwargs: Any) -> None:
+        injector = self.error_injector
+        injector.error_injection_rate = 1
+        injector.should_inject_errors = self.current_iteration == 6 and os.environ['RANK'] == '1'
+        validate(self, *args, **kwargs)
+
+    RerunStateMachine.validate_result = validated

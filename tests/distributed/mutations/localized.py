@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to break localized recovery, one step each. Every one must turn the bits red."""
+
+import os
+import time
+
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron.moevement import attachment
+from megatron.moevement.job import conversion, session, stage_replay
+from megatron.moevement.seams import data_position, p2p
+from megatron.moevement.state import global_scalars, training_state
+from tools import own_loop
+
+
+def data_not_moved_back() -> None:
+    """A stage that replays goes on reading where it was."""
+    data_position.UpstreamData.move_training = lambda *args: None
+
+
+def recorded_norm_of_catch_up_wrong() -> None:
+    """The clip factor of replayed iterations is that of a small gradient."""
+    entry = stage_replay.StageReplay._entry
+
+    def small(self, iteration):
+        found = entry(self, iteration)
+        found.grad_norms[:] = [norm / 1e3 for norm in found.grad_norms]
+        return found
+
+    stage_replay.StageReplay._entry = small
+
+
+def log_of_neighbour_changed() -> None:
+    """The first tensor of every iteration is not the one that was sent."""
+    take = p2p.BoundaryCommunicator._take
+
+    def scaled(self, direction):
+        found = take(self, direction)
+        return (found.detach() * 2).requires_grad_() if self._sequence[direction] == 1 else found
+
+    p2p.BoundaryCommunicator._take = scaled
+
+
+def iteration_state_not_put_back() -> None:
+    """Survivors run the iteration again with the random numbers where they were cut off."""
+    training_state.TrainingState.restore = lambda *args: None
+
+
+def tokens_of_last_stage_not_replayed() -> None:
+    """A first stage that replays alone divides its gradients by its own count of tokens."""
+    original = global_scalars.ScalarRecorder.replaying
+
+    def without(self, scalars):
+        kept = global_scalars.GlobalScalars(scalars.grad_norms, scalars.overflows)
+        return original(self, kept)
+
+    global_scalars.ScalarRecorder.replaying = without
+
+
+def own_data_not_moved_back() -> None:
+    """The same, of a loop that is not upstream's."""
+    move = attachment.ReplayableData.move_training
+
+    def only_at_start(self, consumed_samples):
+        if self.training is None:
+            move(self, consumed_samples)
+
+    attachment.ReplayableData.move_training = only_at_start
+
+
+def scheduler_counts_iterations() -> None:
+    """A loop moves its scheduler by one per iteration."""
+    step = OptimizerParamScheduler.step
+    OptimizerParamScheduler.step = lambda self, increment: step(self, min(increment, 1))
+
+
+def scheduler_stands_still() -> None:
+    """A loop forgets its scheduler."""
+    OptimizerParamScheduler.step = lambda self, increment: None
+
+
+def optimizer_steps_twice() -> None:
+    """A loop updates twice per iteration."""
+    train_step = own_loop.train_step
+
+    def twice(built, *args):
+        result = train_step(built, *args)
+        built[1].step()
+        return result
+
+    own_loop.train_step = twice
+
+
+def slow_set_up_of_new_worker() -> None:
+    """Not broken, but slow: longer than the time after which a worker counts as hung."""
+    if os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':
+        set_up = session.Session.set_up
+
+        def slow(self, *args):
+            time.sleep(10.0)
+            return set_up(self, *args)
+
+        session.Session.set_up = slow
+
+
+def one_bit_wrong_in_the_replay() -> None:
+    """A chip that corrupts: one bit of a master weight is wrong, in a new process."""
+    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
+        return
+    run = conversion.Conversion.run
+
+    def run_with_a_wrong_bit(self, loader, *args, **kwargs):
+        run(self, loader, *args, **kwargs)
+        name, state = max(loader._states.items())
+        state.master().view(torch.int32)[0] ^= 1 << 20
+        print(f'wrong bit in {name}')
+
+    conversion.Conversion.run = run_with_a_wrong_bit

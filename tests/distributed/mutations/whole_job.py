@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to break recovery, one step each. Every one must turn the comparison of bits red."""
+
+from megatron.moevement.job import conversion
+from megatron.moevement.state import global_scalars, iteration_state, slices
+
+
+def moments_not_restored() -> None:
+    """Adam's moments keep what a fresh process has: zeros."""
+    slices.SlotLoader.restore_moment = lambda *args: None
+
+
+def step_not_restored() -> None:
+    """Adam's step counts start again."""
+    slices.SlotLoader.restore_step = lambda *args: None
+
+
+def router_bias_not_restored() -> None:
+    """Router bias and token counters start again."""
+    slices.SlotLoader.restore_buffer = lambda *args: None
+
+
+def rng_not_restored() -> None:
+    """Random number generators stay as seeded."""
+    iteration_state.restore_rng = lambda state: None
+
+
+def norm_not_replayed() -> None:
+    """The clip factor of a replay comes from the gradients of the active operators only."""
+    original = global_scalars.ScalarRecorder.replaying
+
+    def computed(self, scalars):
+        return original(self, global_scalars.GlobalScalars([0.0] * 8, scalars.overflows))
+
+    global_scalars.ScalarRecorder.replaying = computed
+
+
+def overflow_not_replayed() -> None:
+    """A replay takes every step, also those that were skipped."""
+    original = global_scalars.ScalarRecorder.replaying
+
+    def never(self, scalars):
+        norms = scalars.grad_norms or [1.0] * 8
+        return original(self, global_scalars.GlobalScalars(norms, [False] * 8))
+
+    global_scalars.ScalarRecorder.replaying = never
+
+
+def frozen_weights_from_wrong_slot() -> None:
+    """Frozen operators keep the compute weights of slot 0 through the whole conversion."""
+    original = slices.SlotLoader.restore
+
+    def stale(self, record, content):
+        if record.part != 'weight' or not getattr(self, 'seen_slot_0', False):
+            original(self, record, content)
+
+    load = slices.SlotLoader.load
+
+    def load_and_note(self, header, payload, context):
+        load(self, header, payload, context)
+        self.seen_slot_0 = True
+
+    slices.SlotLoader.restore = stale
+    slices.SlotLoader.load = load_and_note
+
+
+def scheduler_not_restored() -> None:
+    """Learning rate and weight decay start again."""
+    original = iteration_state.restore
+
+    def restore(state, args, optimizer, scheduler):
+        steps = scheduler.num_steps
+        original(state, args, optimizer, scheduler)
+        scheduler.num_steps = steps
+        scheduler.step(increment=0)
+
+    iteration_state.restore = restore
+    conversion.iteration_state.restore = restore

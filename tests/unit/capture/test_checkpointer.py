@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+import gc
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from moevement_ext.capture.checkpointer import ScheduledPlan, SparseCheckpointer
+from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.events import EventLog
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import RankIdentity, WindowName
+from moevement_ext.memory.window.slot import SlotHeader, decode_context
+from moevement_ext.plan.byte_planner import WindowPlan
+from moevement_ext.replicate.replicator import Replicator
+from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY, digest, tmpfs_directory
+
+W = 3
+RANK = 2
+CAPACITY = 2**17
+DEADLINE_S = 30.0
+"""How long a test waits for something that comes at once."""
+
+NAMES = ('expert0', 'expert1', 'router')
+SCHEDULE = ScheduledPlan(0, WindowPlan(tuple((name,) for name in NAMES)), PLAN)
+
+
+class Training:
+    """A rank that trains, and is captured by real parts: tmpfs files, a replicator, threads.
+
+    After `iteration` iterations every tensor is full of `iteration`; forward overwrites buffers.
+    """
+
+    def __init__(
+        self, shm: Path, schedule: ScheduledPlan = SCHEDULE, max_wait_s: float = DEADLINE_S
+    ) -> None:
+        self.iteration = 0
+        self.updated: list[torch.Tensor] = []
+        self.buffer = torch.zeros(8)
+        operators = {name: self._operator(name) for name in NAMES}
+        self.store = NodeStore(shm, 'run1', 'node0')
+        self.windows = OwnerWindows(self.store, RANK, RANK, CAPACITY)
+        self.events = EventLog(None, RANK)
+        self.reported: queue.Queue[WindowName] = queue.Queue()
+        self.persisting = True
+        self.replicator = Replicator(
+            RANK, {}, lambda *name: self.checkpointer.replicated(*name), pytest.fail
+        )
+        self.checkpointer = SparseCheckpointer(
+            RankIdentity(RUN, TOPOLOGY, RANK),
+            operators,
+            self.windows,
+            self.replicator,
+            schedule,
+            torch.device('cpu'),
+            self.events,
+            max_wait_s,
+            self._report,
+        )
+
+    def _operator(self, name: str) -> OperatorSlices:
+        def part(kind: str, dtype: torch.dtype = torch.float32) -> TensorSlice:
+            self.updated.append(torch.zeros(100, dtype=dtype))
+            return TensorSlice(name, f'{name}.weight', kind, 0, 100, self.updated[-1])
+
+        full = [part('master'), part('exp_avg')]
+        if name == 'router':
+            full.append(TensorSlice(name, 'counts', 'buffer', 0, 8, self.buffer, volatile=True))
+        return OperatorSlices(tuple(full), (part('weight', torch.bfloat16),))
+
+    def _report(self, window: WindowName) -> None:
+        if self.persisting:
+            self.checkpointer.persisted(window)
+        self.reported.put(window)
+
+    def step(self) -> None:
+        """One iteration, in the order in which a trainer calls."""
+        self.checkpointer.begin(self.iteration, b'state %d' % self.iteration)
+        self.buffer.fill_(-1)  # forward
+        self.checkpointer.before_update()
+        self.iteration += 1
+        for tensor in (*self.updated, self.buffer):
+            tensor.fill_(self.iteration)
+
+    def run_until(self, iteration: int) -> None:
+        """Train; replication and persistence keep pace with the windows."""
+        while self.iteration < iteration:
+            self.step()
+            self.checkpointer.drain()
+            for window in self._complete():
+                if window not in self.heard:
+                    self.heard.append(self.reported.get(timeout=DEADLINE_S))
+
+    @property
+    def heard(self) -> list[WindowName]:
+        """Windows that were reported complete, in order."""
+        return self.__dict__.setdefault('_heard', [])
+
+    def _complete(self) -> list[WindowName]:
+        return [WindowName(ref.start, ref.plan) for ref in reversed(self.windows.committed())]
+
+    def committed(self) -> list[int]:
+        return [name.start for name in self._complete()]
+
+    def fail_copy_of(self, iteration: int) -> None:
+        """Train until `iteration`, whose capture finds a tensor that has become too short."""
+        self.run_until(iteration)
+        *_, last = self.updated
+        last.resize_(99)
+        self.step()
+        last.resize_(100).fill_(self.iteration)
+
+    def stop(self) -> None:
+        self.checkpointer.stop()
+        self.replicator.stop()
+        self.store.close()
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def training(shm: Path) -> Iterator[Training]:
+    training = Training(shm)
+    yield training
+    training.stop()
+
+
+def verified(
+    training: Training, start: int, plan: str = PLAN
+) -> tuple[WindowFile, list[SlotHeader]]:
+    """A committed window as a process that comes later reads it."""
+    held = training.windows.file(start, plan)
+    assert held is not None
+    file = WindowFile.open(held.path)
+    return file, file.verify(RUN, TOPOLOGY, RANK, start, plan)
+
+
+def assert_contents(training: Training, start: int) -> None:
+    """Every tensor of slot i is that of iteration start + i, whatever training did since."""
+    file, headers = verified(training, start)
+    assert [header.iteration for header in headers] == [*range(start, start + W)]
+    for header in headers:
+        context = decode_context(header.context)
+        assert context.full == [NAMES[header.slot]]
+        assert context.light == [*NAMES[header.slot + 1 :]]
+        assert context.state == b'state %d' % header.iteration
+        assert {record.operator for record in header.records} == {*context.full, *context.light}
+        payload = torch.from_numpy(file.payload(header.slot).copy())
+        for record in header.records:
+            stored = payload[record.offset : record.offset + record.nbytes]
+            assert (stored.view(getattr(torch, record.dtype)) == header.iteration).all()
+
+
+def test_a_window_is_committed_every_w_iterations(training: Training) -> None:
+    training.run_until(4 * W)
+    assert training.heard == [WindowName(start, PLAN) for start in (0, 3, 6, 9)]
+    assert training.committed() == [3, 6, 9]
+    for start in training.committed():
+        assert_contents(training, start)
+    statistics = training.checkpointer.statistics
+    assert (statistics.committed, statistics.persisted, statistics.iterations) == (9, 9, 12)
+    assert statistics.failures == statistics.skipped_windows == 0
+
+
+def test_training_alone_without_draining_captures_the_same(training: Training) -> None:
+    for _ in range(W):
+        training.step()
+    assert training.reported.get(timeout=DEADLINE_S) == WindowName(0, PLAN)
+    assert_contents(training, 0)
+
+
+def test_nothing_is_captured_before_the_origin(shm: Path) -> None:
+    training = Training(shm, SCHEDULE._replace(origin=5))
+    training.run_until(5 + W)
+    assert training.committed() == [5]
+    training.stop()
+
+
+def test_another_plan_takes_over_at_its_origin(training: Training) -> None:
+    """The window that it cuts short is given up, and its file is used again."""
+    other = ScheduledPlan(7, WindowPlan((('router',), ('expert1', 'expert0'))), 'plan2')
+    training.run_until(4)
+    training.checkpointer.schedule_next(other)
+    training.run_until(7)
+    assert training.checkpointer.schedule.digest == PLAN
+    training.run_until(7 + 2 * 4)
+    assert training.heard[-4:] == [WindowName(start, 'plan2') for start in (7, 9, 11, 13)]
+    assert WindowName(6, PLAN) not in training.heard
+    _, headers = verified(training, 13, 'plan2')
+    assert [decode_context(header.context).full for header in headers] == [
+        ['router'],
+        ['expert1', 'expert0'],
+    ]
+
+
+def test_full_store_skips_a_window_and_delays_training_no_longer_than_allowed(
+    shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(shm, max_wait_s=0.3)
+    training.persisting = False  # as when another rank does not keep up
+    training.run_until(3 * W)
+    began = time.perf_counter()
+    training.run_until(4 * W)
+    assert 0.3 <= time.perf_counter() - began < 0.3 + 2
+    assert training.committed() == [0, 3, 6]
+    assert training.checkpointer.statistics.skipped_windows == 1
+    assert 'window 9 is skipped' in caplog.text
+    training.checkpointer.persisted(WindowName(6, PLAN))
+    training.run_until(5 * W)
+    assert training.committed()[-1] == 12
+    assert_contents(training, 12)
+    training.stop()
+
+
+def test_a_file_that_becomes_free_ends_the_wait(training: Training) -> None:
+    training.persisting = False
+    training.run_until(3 * W)
+    freeing = threading.Timer(0.1, training.checkpointer.persisted, [WindowName(6, PLAN)])
+    freeing.start()
+    training.run_until(4 * W)
+    assert training.committed()[-1] == 9
+    assert training.checkpointer.statistics.skipped_windows == 0
+    freeing.join()
+
+
+def test_a_failed_capture_drops_only_its_window(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    training.fail_copy_of(2 * W + 1)
+    training.run_until(4 * W)
+    assert training.committed() == [0, 3, 9], 'the file of the dropped window was reused'
+    assert training.checkpointer.statistics.failures == 1
+    assert 'protection is reduced' in caplog.text
+    assert_contents(training, 3)
+    assert_contents(training, 9)
+
+
+def test_persisted_window_is_immutable_until_its_successor_is_persisted(shm: Path) -> None:
+    training = Training(shm, max_wait_s=0)
+    training.run_until(W)
+    [persisted] = training.windows.committed()
+    before = digest(persisted.path)
+    training.persisting = False
+    for iteration in range(W + 1, 4 * W):
+        training.run_until(iteration)
+        assert digest(persisted.path) == before
+    training.stop()
+
+
+def test_nothing_grows(training: Training) -> None:
+    process = psutil.Process()
+
+    def used() -> tuple[int, int, int]:
+        gc.collect()  # what earlier tests have left
+        files = len(os.listdir(training.windows.path))
+        return threading.active_count(), process.num_fds(), files
+
+    training.run_until(5 * W)
+    before, memory = used(), process.memory_info().rss
+    training.run_until(5 * W + 198)
+    assert used() == before
+    assert process.memory_info().rss - memory < 2**24
+
+
+def test_failed_captures_do_not_use_up_the_files(shm: Path) -> None:
+    training = Training(shm, max_wait_s=0)
+    for turn in range(4):
+        training.fail_copy_of(2 * turn * W + 1)
+        training.run_until(2 * (turn + 1) * W)
+    try:
+        assert training.committed()[-1] == 21
+    finally:
+        training.stop()
+
+
+def remove_file_before_the_commit_of(training: Training, start: int) -> Callable[[], None]:
+    """Train through all of window `start`, whose commit then fails once the result is called."""
+    training.run_until(start + W - 1)
+    gate = threading.Event()
+    # The checksums of earlier slots take long: the sealing thread is busy.
+    training.checkpointer._copier._sealing.submit(gate.wait, DEADLINE_S)
+    [writing] = training.windows.path.glob(f'writing-{start}-*')
+    writing.unlink()
+    training.step()
+    return gate.set
+
+
+def test_a_late_failure_does_not_drop_the_next_window(training: Training) -> None:
+    fail = remove_file_before_the_commit_of(training, 0)
+    training.step()  # window 3 has begun
+    fail()
+    training.run_until(2 * W)
+    assert training.committed() == [3]
+
+
+def test_a_failure_while_the_plan_changes_does_not_reach_training(training: Training) -> None:
+    fail = remove_file_before_the_commit_of(training, 0)
+    training.checkpointer.schedule_next(SCHEDULE._replace(origin=W, digest='plan2'))
+    opening = threading.Timer(0.1, fail)  # begin() waits for the sealing thread
+    opening.start()
+    training.run_until(2 * W)
+    assert training.committed() == [3]
+
+
+# Failures of other ranks
+
+
+def test_an_iteration_that_begins_again_is_captured_once(training: Training) -> None:
+    """Others failed in iterations 2 and 4, which left nothing but junk in this rank's buffers."""
+    for broken in (1, W):
+        training.run_until(broken)
+        training.checkpointer.begin(broken, b'state %d' % broken)
+        training.buffer.fill_(-7)
+        training.checkpointer.begin(broken, b'state after the failure')
+        training.checkpointer.before_update()
+    training.run_until(2 * W)
+    assert training.committed() == [0, 3]
+    for start in training.committed():
+        assert_contents(training, start)
+    assert training.checkpointer.statistics.failures == 0
+
+
+def roll_back(training: Training, start: int) -> None:
+    """Continue from window `start`, as a stage does that has to replay: its dense state is next."""
+    training.checkpointer.stop_capturing()
+    training.windows.discard_after(start)
+    training.checkpointer.roll_back(start)
+    training.iteration = start + W - 1
+    for tensor in (*training.updated, training.buffer):
+        tensor.fill_(training.iteration)
+
+
+def test_after_a_rollback_later_windows_are_captured_again(training: Training) -> None:
+    training.run_until(W)
+    before = digest(training.windows.committed()[0].path)
+    training.persisting = False  # window 3 is committed here, but another rank has not got it
+    training.run_until(2 * W + 2)
+    del training.heard[1:]
+    roll_back(training, 0)
+    assert training.committed() == [0]
+    training.run_until(2 * W)
+    assert training.committed() == [0, 3]
+    assert training.heard == [WindowName(0, PLAN), WindowName(3, PLAN)]
+    assert_contents(training, 3)
+    assert digest(training.windows.committed()[-1].path) == before, 'what it was recovered from'
+
+
+def test_captures_under_way_arrive_before_older_state_is_loaded(training: Training) -> None:
+    training.run_until(W)
+    gate, order = threading.Event(), list[str]()
+    training.checkpointer._copier._copying.submit(gate.wait, DEADLINE_S)
+    training.checkpointer.begin(W, b'state %d' % W)
+
+    def open_gate() -> None:
+        order.append('arrive')
+        gate.set()
+
+    opening = threading.Timer(0.1, open_gate)
+    opening.start()
+    training.checkpointer.stop_capturing()
+    order.append('load')
+    opening.join()
+    assert order == ['arrive', 'load']
+
+
+def test_a_window_of_which_only_seals_are_missing_is_kept(training: Training) -> None:
+    training.run_until(W - 1)
+    gate = threading.Event()
+    training.checkpointer._copier._sealing.submit(gate.wait, DEADLINE_S)
+    training.step()
+    opening = threading.Timer(0.1, gate.set)
+    opening.start()
+    training.checkpointer.stop_capturing()
+    opening.join()
+    assert training.committed() == [0]
+    assert_contents(training, 0)
+    assert training.checkpointer.statistics.failures == 0
+
+
+def test_the_file_of_a_window_that_is_given_up_is_free_at_once(training: Training) -> None:
+    training.run_until(W + 2)
+    assert len([*training.windows.path.glob('writing-*')]) == 1
+    training.checkpointer.stop_capturing()
+    assert [*training.windows.path.glob('writing-*')] == []
+    assert training.committed() == [0]
+    assert training.checkpointer.statistics.failures == 0
+
+
+def test_windows_given_up_in_rollbacks_do_not_use_up_the_files(shm: Path) -> None:
+    training = Training(shm, max_wait_s=0)
+    try:
+        training.run_until(W)
+        for _ in range(4):
+            training.run_until(W + 2)
+            roll_back(training, 0)
+        training.run_until(3 * W)
+        assert training.committed()[-2:] == [3, 6]
+        assert training.checkpointer.statistics.skipped_windows == 0
+    finally:
+        training.stop()

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: its flags, and that nothing outlives it."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moevement_ext.local_cluster.command_line import main, parse
+from moevement_ext.local_cluster.config import Action, Strike
+from tests.unit.local_cluster.conftest import Job, dies
+
+pytestmark = pytest.mark.timeout(60)
+SCRIPT = Path(__file__).resolve().parents[3] / 'scripts' / 'local_cluster.py'
+
+
+def test_flags(job: Job) -> None:
+    program = str(job.program)
+    own = '--nodes 2 --workers-per-node 3 --spares 1 --max-restarts 4 --log-dir logs'
+    struck = '--kill 0@1 5@2 --kill 1@9 --kill-node 1@3 --stop 2@4'
+    config = parse([*own.split(), *struck.split(), '--', program, '--nodes', '--', 'x'])
+    assert (config.program, config.flags) == (program, ('--nodes', '--', 'x'))
+    assert (config.nodes, config.workers_per_node, config.world_size) == (2, 3, 6)
+    assert (config.spares, config.max_restarts, config.log_dir) == (1, 4, Path('logs'))
+    assert config.strikes == (
+        Strike(Action.KILL, 0, 1),
+        Strike(Action.KILL, 5, 2),
+        Strike(Action.KILL, 1, 9),
+        Strike(Action.KILL_NODE, 1, 3),
+        Strike(Action.STOP, 2, 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        ('--nodes 2', 'no program: put --, the program and its flags after the other flags'),
+        ('--nodes 2 --', 'no program: put --'),
+        ('-- PROGRAM', 'required: --nodes'),
+        ('--nodes 0 -- PROGRAM', '--nodes 0 must be at least 1'),
+        ('--nodes x -- PROGRAM', "argument --nodes: invalid int value: 'x'"),
+        ('--nodes 1 --workers-per-node 0 -- PROGRAM', '--workers-per-node 0 must be at least 1'),
+        ('--nodes 1 --spares -1 -- PROGRAM', '--spares -1 must be at least 0'),
+        ('--nodes 1 --max-restarts -1 -- PROGRAM', '--max-restarts -1 must be at least 0'),
+        ('--nodes 1 -- nowhere.py', 'nowhere.py: no such program'),
+        (
+            '--nodes 1 --kill 8 -- PROGRAM',
+            "argument --kill: '8' must be RANK@ITERATION, two whole numbers, such as 2@8",
+        ),
+        ('--nodes 1 --kill-node a@8 -- PROGRAM', "--kill-node: 'a@8' must be NODE@ITERATION"),
+        (
+            '--nodes 2 --workers-per-node 2 --stop 4@8 -- PROGRAM',
+            '--stop 4@8: there is no rank 4; --nodes 2 --workers-per-node 2 has ranks 0 to 3',
+        ),
+        ('--nodes 2 --kill-node 2@8 -- PROGRAM', 'there is no node 2; --nodes 2'),
+        ('--nodes 2 --kill-node 1@8 -- PROGRAM', 'give PROGRAM a --sparse-ckpt-run-id'),
+    ],
+)
+def test_mistakes(flags: str, message: str, job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main([str(job.program) if word == 'PROGRAM' else word for word in flags.split()])
+    assert refused.value.code == 2
+    assert message.replace('PROGRAM', str(job.program)) in capsys.readouterr().err
+
+
+@contextmanager
+def launched(job: Job) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """The command with two workers and a spare, once all of them run their program."""
+    flags = ['--nodes', '2', '--spares', '1', '--', str(job.program), '1.0=print:two words']
+    command = [sys.executable, str(SCRIPT), *flags]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        family: list[psutil.Process] = []
+        try:
+            assert process.stdout is not None
+            wanted = {'[rank 0] importing', '[rank 1] two words', '[launcher] hot spare ready'}
+            while wanted:
+                line = process.stdout.readline()
+                assert line, f'ended without {wanted}'
+                wanted -= {text for text in wanted if line.startswith(text)}
+            family = psutil.Process(process.pid).children()
+            yield process, family
+        finally:
+            process.kill()
+            for worker in family:
+                with suppress(psutil.NoSuchProcess):
+                    worker.kill()
+
+
+def test_nothing_outlives_a_killed_launcher(job: Job) -> None:
+    with launched(job) as (process, family):
+        assert len(family) == 3
+        process.kill()
+        assert all(dies(worker.pid) for worker in family)
+
+
+def test_interrupt_ends_all_workers(job: Job) -> None:
+    with launched(job) as (process, family):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 128 + signal.SIGINT
+        assert psutil.wait_procs(family, timeout=0)[1] == []
+        assert process.stdout is not None
+        assert 'rank 0 (pid' in process.stdout.read()

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may change a bit of training makes another run; where and how it is launched does not."""
+
+import argparse
+import enum
+import functools
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+
+from megatron.moevement.job import identity
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.training.arguments import add_megatron_arguments  # noqa: E402
+
+from megatron.moevement.arguments import add_arguments  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[5]
+
+# Flags of which each changes what is computed.
+DECISIVE = [
+    'rotary_base', 'rotary_percent', 'rope_scaling_factor', 'layernorm_epsilon', 'qk_layernorm',
+    'squared_relu', 'attention_softmax_in_fp32', 'tokenizer_model', 'eod_mask_loss', 'train_iters',
+    'train_samples', 'lr_decay_iters', 'lr_wsd_decay_iters', 'decoupled_lr', 'initial_loss_scale',
+    'data_args_path', 'data_path', 'seed', 'use_precision_aware_optimizer', 'main_params_dtype',
+    'main_grads_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype', 'fp8', 'fp8_recipe',
+    'fp8_param_gather', 'fp8_margin', 'fp8_amax_history_len', 'fp8_amax_compute_algo', 'fp8_wgrad',
+    'first_last_layers_bf16', 'num_layers_at_start_in_bf16', 'num_layers_at_end_in_bf16',
+    'accumulate_allreduce_grads_in_fp32', 'moe_router_topk', 'eval_interval', 'ckpt_step',
+]  # fmt: skip
+# Flags that may change from launch to launch.
+INDIFFERENT = [
+    'save', 'load', 'save_interval', 'log_interval', 'tensorboard_dir', 'wandb_project',
+    'data_cache_path', 'num_workers', 'local_rank', 'distributed_timeout_minutes',
+    'exit_interval', 'exit_duration_in_mins', 'exit_signal_handler', 'profile', 'async_save',
+    'timing_log_level', 'manual_gc', 'sparse_ckpt_window', 'sparse_ckpt_dir', 'sparse_ckpt_events',
+]  # fmt: skip
+
+
+def parsed() -> Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    add_arguments(parser)
+    return parser.parse_args([])
+
+
+@pytest.fixture(scope='module')
+def defaults() -> Namespace:
+    """What upstream's parser gives without flags, and what its validation adds."""
+    args = parsed()
+    args.rank, args.world_size, args.data_parallel_size = 0, 4, 2
+    return args
+
+
+def _changed(args: Namespace, name: str) -> Namespace:
+    return Namespace(**{**vars(args), name: ('another value', getattr(args, name))})
+
+
+def _identities(args: Any) -> tuple[str, str]:
+    return identity.run_identity(args, 'run'), identity.topology_identity(args)
+
+
+@pytest.mark.parametrize('name', DECISIVE)
+def test_what_changes_the_bits_makes_another_run(defaults: Namespace, name: str) -> None:
+    run, topology = _identities(_changed(defaults, name))
+    assert run != identity.run_identity(defaults, 'run')
+    assert topology == identity.topology_identity(defaults)
+
+
+@pytest.mark.parametrize('name', INDIFFERENT)
+def test_paths_logging_and_launch_make_no_other_run(defaults: Namespace, name: str) -> None:
+    assert _identities(_changed(defaults, name)) == _identities(defaults)
+
+
+@pytest.mark.parametrize(
+    'name',
+    ['world_size', 'pipeline_model_parallel_size', 'pipeline_model_parallel_layout',
+     'expert_model_parallel_size', 'sequence_parallel'],
+)  # fmt: skip
+def test_layout_is_told_apart_from_the_run(defaults: Namespace, name: str) -> None:
+    run, topology = _identities(_changed(defaults, name))
+    assert run == identity.run_identity(defaults, 'run')
+    assert topology != identity.topology_identity(defaults)
+
+
+def test_every_flag_counts_unless_it_is_named(defaults: Namespace) -> None:
+    """A flag that upstream adds is not in any list, so it counts."""
+    named = identity.INDIFFERENT | identity.LAYOUT
+    for name in vars(defaults):
+        changed = _identities(_changed(defaults, name)) != _identities(defaults)
+        indifferent = name in identity.INDIFFERENT or name.startswith('sparse_ckpt')
+        assert changed is not indifferent, name
+    assert _identities(Namespace(**vars(defaults), new_flag=1)) != _identities(defaults)
+    flags = {*vars(defaults), 'timeout', 'timers'}
+    misspelt = {name for name in named - flags if name not in _SET_BY_VALIDATION}
+    assert misspelt == set()
+
+
+# Attributes without a flag, of upstream's arguments or of the configurations.
+_SET_BY_VALIDATION = {
+    'iteration', 'curr_iteration', 'consumed_train_samples', 'consumed_valid_samples',
+    'skipped_train_samples', 'num_floating_point_operations_so_far', 'do_train', 'do_valid',
+    'do_test', 'use_dist_ckpt', 'transformer_pipeline_model_parallel_size',
+    'virtual_pipeline_model_parallel_size', 'num_layers_in_first_pipeline_stage',
+    'num_layers_in_last_pipeline_stage', 'gtp_weight_remat_size', 'expert_gtp_weight_remat_size',
+}  # fmt: skip
+
+
+class Shade(enum.Enum):
+    """Some choice."""
+
+    LIGHT = enum.auto()
+    DARK = enum.auto()
+
+
+def _scaled(scale: float) -> Any:
+    def function(value: float) -> float:
+        return scale * value
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ('one', 'other'),
+    [
+        (torch.bfloat16, torch.float16),
+        (Shade.LIGHT, Shade.DARK),
+        (torch.nn.functional.silu, torch.nn.functional.gelu),
+        (functools.partial(torch.nn.init.normal_, std=0.1),
+         functools.partial(torch.nn.init.normal_, std=0.2)),
+        (_scaled(1.0), _scaled(2.0)),
+        (PurePosixPath('a'), PurePosixPath('b')),
+        ({'b', 'a'}, {'a', 'c'}),
+        ({1: 'a', (2, 3): 'b'}, {1: 'a', (2, 3): 'c'}),
+        (SimpleNamespace(inner=SimpleNamespace(value=1)),
+         SimpleNamespace(inner=SimpleNamespace(value=2))),
+        (float('nan'), None),
+        (1, '1'),
+        (True, 1),
+    ],
+)  # fmt: skip
+def test_values_of_any_type_are_told_apart(one: Any, other: Any) -> None:
+    digests = {identity.run_identity(SimpleNamespace(value=value), '') for value in (one, other)}
+    assert len(digests) == 2
+
+
+def own_loop() -> SimpleNamespace:
+    """What `attach` makes of configurations: callables, enums and data types among them."""
+    model = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2)
+    return SimpleNamespace(
+        **vars(DistributedDataParallelConfig())
+        | vars(OptimizerConfig(lr=1e-3))
+        | vars(model)
+        | {'names': {'some', 'names', 'in', 'a', 'set'}, 'build': _scaled(3.0)}
+    )
+
+
+def test_identity_of_configurations_is_the_same_in_another_process() -> None:
+    code = (
+        'from tests.unit.megatron.moevement.job.test_identity import own_loop\n'
+        'from megatron.moevement import identity\n'
+        'print(identity.run_identity(own_loop(), "run"))'
+    )
+    found = subprocess.run(
+        [sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert found.stdout.split()[-1] == identity.run_identity(own_loop(), 'run')

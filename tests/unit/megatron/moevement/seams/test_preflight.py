@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A broken installation is explained in one sentence; each case runs in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[5]
+CHECK = 'from megatron.moevement import preflight; preflight.check_installation()'
+
+
+def _check(*paths: Path) -> subprocess.CompletedProcess:
+    code = f'import sys; sys.path[:0] = {[str(path) for path in paths]!r}; {CHECK}'
+    return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd='/')
+
+
+def test_good_installation_passes() -> None:
+    assert _check(ROOT).returncode == 0
+
+
+def test_foreign_init_file_is_named(tmp_path: Path) -> None:
+    package = tmp_path / 'megatron'
+    package.mkdir()
+    (package / '__init__.py').touch()
+    (package / 'moevement').symlink_to(ROOT / 'megatron' / 'moevement')
+    found = _check(tmp_path)
+    assert found.returncode != 0
+    assert str(package / '__init__.py') in found.stderr and 'Remove that file' in found.stderr
+
+
+@pytest.mark.parametrize('version', ['0.18.1', '0.20.0'])
+def test_other_version_of_megatron_core_is_named(tmp_path: Path, version: str) -> None:
+    metadata = tmp_path / f'megatron_core-{version}.dist-info'
+    metadata.mkdir()
+    (metadata / 'METADATA').write_text(
+        f'Metadata-Version: 2.1\nName: megatron-core\nVersion: {version}\n'
+    )
+    found = _check(tmp_path, ROOT)
+    assert found.returncode != 0
+    assert f'megatron-core {version}' in found.stderr and 'pip install' in found.stderr
+
+
+def test_changed_upstream_function_is_named() -> None:
+    code = (
+        'import sys; sys.path.insert(0, ".");'
+        'from megatron.moevement import cpu_device; cpu_device.install();'
+        'import megatron.training.training as training;'
+        'from megatron.moevement import upstream;'
+        'training.train_step = lambda something_else: None; upstream.check()'
+    )
+    found = subprocess.run(
+        [sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert found.returncode != 0
+    assert 'train_step has the parameters' in found.stderr and '0.19.2' in found.stderr

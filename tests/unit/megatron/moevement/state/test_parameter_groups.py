@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that joins builds optimizers for all kinds of parameters in the job, held or not."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+import megatron.core.optimizer as upstream  # noqa: E402
+
+from megatron.moevement.state.parameter_groups import of_all_ranks  # noqa: E402
+from moevement_ext.membership.exchange import Exchange  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """A world of one rank."""
+    torch.distributed.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def _kinds(exchange: Exchange, experts: bool) -> list[tuple[bool, float, int]]:
+    """Whether experts', weight decay's factor and number of parameters, by group."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+    if experts:
+        model[1].weight.allreduce = False
+    config = upstream.OptimizerConfig(lr=0.1)
+    overrides = upstream.get_standard_config_overrides(config)
+    with of_all_ranks(exchange):
+        groups = upstream._get_param_groups([model], config, overrides)
+    return sorted(
+        (group['is_expert_parallel'], group['wd_mult'], len(group['params'])) for group in groups
+    )
+
+
+def test_groups_of_the_others_are_there_and_empty() -> None:
+    archive = HashStore()
+    assert _kinds(Exchange(archive), experts=True) == [
+        (False, 0.0, 1), (False, 1.0, 1), (True, 1.0, 1),
+    ]  # fmt: skip
+    assert _kinds(Exchange(archive, joining=True), experts=False) == [
+        (False, 0.0, 1), (False, 1.0, 2), (True, 1.0, 0),
+    ]  # fmt: skip
+    assert _kinds(Exchange(), experts=False) == [(False, 0.0, 1), (False, 1.0, 2)]

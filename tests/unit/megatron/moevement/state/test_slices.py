@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A slot of another model is refused with the name of a parameter, before anything is loaded."""
+
+import msgspec
+import pytest
+import torch
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.moevement.state.operators import Operator  # noqa: E402
+from megatron.moevement.state.slices import SlotLoader  # noqa: E402
+from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice  # noqa: E402
+from moevement_ext.memory.window.refused import RefusedWindow  # noqa: E402
+from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader  # noqa: E402
+from moevement_ext.plan.byte_planner import WindowPlan  # noqa: E402
+
+Model = dict[str, OperatorSlices]
+
+
+def _operator(name: str, numel: int = 6, dtype: torch.dtype = torch.bfloat16) -> OperatorSlices:
+    master, weight = torch.zeros(numel), torch.zeros(numel, dtype=dtype)
+    return OperatorSlices(
+        (TensorSlice(name, f'{name}.weight', 'master', 0, numel, master),),
+        (TensorSlice(name, f'{name}.weight', 'weight', 0, numel, weight),),
+    )
+
+
+def _model(**changed: OperatorSlices) -> Model:
+    return {'expert0': _operator('expert0'), 'rest': _operator('rest')} | changed
+
+
+def _slot(model: Model, index: int = 0) -> SlotHeader:
+    names = list(model)
+    layout = SlotLayout(WindowPlan((tuple(names[:1]), tuple(names[1:]))), index, model)
+    context = SlotContext(list(layout.full), list(layout.light), b'')
+    return SlotHeader(
+        version=FORMAT_VERSION, run='0' * 16, topology='0' * 16, owner=0, start=4, window=2,
+        slot=index, iteration=4 + index, plan='0' * 16, payload_bytes=layout.payload_bytes,
+        records=layout.records, context=msgspec.msgpack.encode(context),
+    )  # fmt: skip
+
+
+def _loader(model: Model) -> SlotLoader:
+    operators = {name: Operator(name, 'rest', {}, {}) for name in model}
+    return SlotLoader(operators, model, {}, [], distributed=False)
+
+
+@pytest.mark.parametrize('index', [0, 1])
+def test_slot_of_the_same_model_is_taken(index: int) -> None:
+    _loader(_model()).check(_slot(_model(), index))
+
+
+@pytest.mark.parametrize(
+    ('captured', 'named'),
+    [
+        (_model(rest=_operator('rest', numel=8)), 'rest.weight'),
+        (_model(rest=_operator('rest', dtype=torch.float16)), 'rest.weight'),
+        ({'expert0': _operator('expert0')}, 'nothing of rest'),
+        (_model(rest=OperatorSlices((), ())), 'rest.weight'),
+    ],
+    ids=['shape', 'type', 'operator', 'parameter'],
+)
+def test_slot_of_another_model_is_refused_by_parameter(captured: Model, named: str) -> None:
+    with pytest.raises(RefusedWindow, match=named):
+        _loader(_model()).check(_slot(captured))

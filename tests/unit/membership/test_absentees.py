@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who neither comes nor beats is evicted; who is on the way is not."""
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from moevement_ext.membership import absentees
+from moevement_ext.membership.absentees import Absentees
+from moevement_ext.membership.rendezvous import Rendezvous, break_epoch, present_epoch
+
+HANG_S = 1.0
+TIMEOUT = timedelta(seconds=60)
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    break_epoch(store, present_epoch(store), 'rank 3 died')
+    yield store
+
+
+def test_only_who_neither_comes_nor_beats_is_evicted(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has come, rank 1 is late, ranks 2 and 3 are not heard of."""
+    monkeypatch.setattr(absentees, 'BEAT_SECONDS', 0.05)
+    assert Rendezvous(store, 0, 4)._join(1, b'', False)
+    found = Absentees(store.clone(), 0, [100, 101, 102, 103], HANG_S)
+    began = time.monotonic()
+    while not store.check(['evict/2', 'evict/3']):
+        assert time.monotonic() - began < TIMEOUT.total_seconds()
+        store.add('beat/0/1', 1)  # as rank 1 does
+        time.sleep(0.01)
+    assert time.monotonic() - began > HANG_S
+    assert (store.get('evict/2'), store.get('evict/3')) == (b'102', b'103')
+    assert not store.check(['evict/0']) and not store.check(['evict/1'])
+    found.stop()

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of one job, each a thread here, go through epochs in a real store."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from moevement_ext.errors import EXIT_STUCK
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rendezvous import (
+    EpochBroken,
+    FencedOut,
+    Rendezvous,
+    break_epoch,
+    present_epoch,
+    why_broken,
+)
+from moevement_ext.membership.report import Report
+
+REPOSITORY = Path(__file__).parents[3]
+TIMEOUT = timedelta(seconds=60)
+HANG_S = 2.0
+WORLD = 3
+
+
+class Job:
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        self.threads = threads
+        self.members: list[Membership] = []
+
+    def start(self, rank: int) -> 'Future[Membership]':
+        """A new process."""
+        return self.threads.submit(self._start, rank)
+
+    def _start(self, rank: int) -> Membership:
+        store = TCPStore('127.0.0.1', self.store.port, is_master=False, timeout=TIMEOUT)
+        member = Membership(store, rank, WORLD, TIMEOUT, HANG_S, newcomer)
+        self.members.append(member)
+        return member
+
+    def move_on(self, member: Membership) -> 'Future[list[Report]]':
+        """A survivor leaves and meets the others."""
+        return self.threads.submit(self._move_on, member)
+
+    def _move_on(self, member: Membership) -> list[Report]:
+        member.leave('another rank died')
+        return member.meet(lambda: survivor(member.origin))
+
+
+def newcomer() -> Report:
+    return Report(survivor=False, node='a', pid=1, windows=[])
+
+
+def survivor(origin: int) -> Report:
+    return Report(survivor=True, node='a', pid=2, windows=[], origin=origin)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with ThreadPoolExecutor(WORLD) as threads:
+        made = Job(threads)
+        yield made
+        for member in made.members:
+            member.close()
+        break_epoch(made.store, present_epoch(made.store), 'the test is over')
+
+
+@pytest.fixture
+def joined(job: Job) -> tuple[list[Membership], Membership]:
+    """Two survivors, and a new process in the place of the third, which sets up."""
+    members = [future.result() for future in [job.start(rank) for rank in range(WORLD)]]
+    for member in members:
+        assert not member.joining
+        member.settle()
+    members[2].close()
+    break_epoch(job.store, 0, 'rank 2 died')
+    coming = job.start(2)
+    moving = [job.move_on(member) for member in members[:2]]
+    assert [future.result()[2].survivor for future in moving] == [False, False]
+    return members[:2], coming.result()
+
+
+def test_new_process_joins_again_while_it_sets_up(
+    job: Job, joined: tuple[list[Membership], Membership]
+) -> None:
+    """Twice; its training thread does nothing for it, and finds the newest meeting."""
+    survivors, new = joined
+    for _ in range(2):
+        epoch = present_epoch(job.store)
+        break_epoch(job.store, epoch, 'rank 1 lost a peer')
+        moving = [job.move_on(member) for member in survivors]
+        for future in moving:
+            assert [r.survivor for r in future.result(HANG_S * 10)] == [True, True, False]
+    new.settle()
+    assert [report.survivor for report in new.reports] == [True, True, False]
+    assert new.joining and new.origin == survivors[0].origin
+    new.store.set('address/2', 'here')
+    assert survivors[0].store.get('address/2') == b'here', 'all are in the same epoch'
+    assert not job.store.check(['evict/2'])
+
+
+def test_after_the_set_up_only_the_training_thread_moves_on(
+    job: Job, joined: tuple[list[Membership], Membership]
+) -> None:
+    survivors, new = joined
+    new.settle()
+    epoch = present_epoch(job.store)
+    break_epoch(job.store, epoch, 'rank 1 lost a peer')
+    moving = [job.move_on(member) for member in survivors]
+    with pytest.raises(EpochBroken):
+        new.barrier('ready')
+    assert not job.store.check([f'join/{epoch + 1}/2'])
+    mine = job.move_on(new)
+    assert len({len(future.result()) for future in [*moving, mine]}) == 1
+
+
+def test_process_that_was_replaced_while_it_set_up_learns_of_it(
+    job: Job, joined: tuple[list[Membership], Membership]
+) -> None:
+    survivors, new = joined
+    stranger = Rendezvous(job.store.clone(), 2, WORLD)
+    epoch = present_epoch(job.store)
+    place = f'join/{epoch + 1}/2'
+    job.store.set(place, f'{stranger.life}/')  # it was quicker to come
+    break_epoch(job.store, epoch, 'rank 1 lost a peer')
+    assert wait_until(lambda: new._lost is not None)
+    with pytest.raises(FencedOut, match='replaced'):
+        new.settle()
+
+
+def wait_until(true: Callable[[], bool]) -> bool:
+    never = threading.Event()
+    return any(true() or never.wait(0.05) for _ in range(1200))
+
+
+_STUCK = """
+import sys, threading
+from datetime import timedelta
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+from megatron.moevement.membership import Membership
+from moevement_ext.recover.verdict import Report
+limit = timedelta(seconds=60)
+store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, timeout=limit)
+dist.init_process_group('gloo', store=PrefixStore('pg', store), rank=0, world_size=1)
+report = lambda: Report(survivor=False, node='a', pid=1, windows=[])
+member = Membership(store, 0, 1, limit, 2.0, report, stuck_timeout_s=2.0)
+member.settle()
+member.watch('gloo', lambda: None)
+threading.Event().wait(60)
+"""
+
+
+def test_process_whose_training_thread_is_stuck_ends_and_says_where(job: Job) -> None:
+    ended = subprocess.run(
+        [sys.executable, '-c', _STUCK, str(job.store.port)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT.total_seconds(),
+    )  # fmt: skip
+    assert ended.returncode == EXIT_STUCK
+    assert 'rank 0 replaces itself: its training thread has stood still' in ended.stderr
+    assert 'in wait' in ended.stderr, 'the place'
+    assert 'rank 0 is stuck' in (why_broken(job.store, 0) or '')

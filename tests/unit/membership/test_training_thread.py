@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thread that stands still is told from one that moves and from one that waits for others."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from moevement_ext.membership.rendezvous import Rendezvous, break_epoch
+from moevement_ext.membership.training_thread import Look, TrainingThread
+from moevement_ext.regroup import waits
+
+LOOKS = 20
+
+
+@contextmanager
+def running(body: Callable[[], object]) -> Iterator[TrainingThread]:
+    made: list[TrainingThread] = []
+    ready = threading.Event()
+
+    def run() -> None:
+        made.append(TrainingThread())
+        ready.set()
+        body()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    ready.wait()
+    yield made[0]
+
+
+def looks(thread: TrainingThread, count: int = LOOKS) -> list[Look]:
+    found = []
+    for _ in range(count):
+        time.sleep(0.05)
+        found.append(thread.look())
+    return found
+
+
+def test_a_thread_that_is_stuck_stands_still_and_waits_for_nobody() -> None:
+    release = threading.Event()
+    with running(release.wait) as thread:
+        last = looks(thread)[-1]
+        stack = thread.stack()
+    release.set()
+    assert last.still_s > LOOKS / 2 * 0.05 and not last.waits_for_others
+    assert 'in run' in stack and 'body()' in stack
+
+
+def test_a_thread_that_computes_moves() -> None:
+    over = threading.Event()
+
+    def compute() -> None:
+        total = 0
+        while not over.is_set():
+            for i in range(1000):
+                total += i % 7
+                total -= abs(-i)
+
+    with running(compute) as thread:
+        most = max(look.still_s for look in looks(thread))
+    over.set()
+    assert most < LOOKS / 2 * 0.05
+
+
+def test_a_thread_at_a_barrier_waits_for_others() -> None:
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    timeout = timedelta(seconds=60)
+
+    def meet() -> None:
+        Rendezvous(store.clone(), 0, 2).meet(lambda: b'', timeout)
+
+    with running(meet) as thread:
+        found = looks(thread)
+    store.set('full/0', '1')
+    store.set('met/0', '1')
+    break_epoch(store, 0, 'over')
+    assert all(look.waits_for_others for look in found[LOOKS // 2 :])
+
+
+def test_a_thread_in_a_collective_waits_for_others() -> None:
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+
+    def peer() -> None:
+        other = dist.ProcessGroupGloo(store.clone(), 1, 2, timedelta(seconds=60))
+        release.wait()
+        other.barrier().wait()
+
+    release = threading.Event()
+    helper = threading.Thread(target=peer, daemon=True)
+    helper.start()
+    mine = dist.ProcessGroupGloo(store.clone(), 0, 2, timedelta(seconds=60))
+    waits.install()
+    try:
+        with running(lambda: mine.barrier().wait()) as thread:
+            found = looks(thread)
+    finally:
+        release.set()
+        helper.join(30)
+    assert all(look.waits_for_others for look in found[LOOKS // 2 :])
+
+
+def test_time_for_which_the_whole_process_was_stopped_does_not_count() -> None:
+    release = threading.Event()
+    with running(release.wait) as thread:
+        looks(thread, 3)
+        thread._looked -= 1000.0  # as if nobody had looked for so long
+        assert thread.look().still_s < 5.0
+    release.set()

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import queue
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from moevement_ext.membership import watch as detect
+from moevement_ext.membership.rendezvous import break_epoch, present_epoch, why_broken
+from moevement_ext.membership.watch import EpochWatch
+
+REPOSITORY = Path(__file__).parents[3]
+DEADLINE_S = 60.0
+"""How long a test waits for something that comes soon."""
+TIMEOUT = timedelta(seconds=DEADLINE_S)
+NEVER_HUNG_S = 600.0
+
+
+def connect(port: int) -> TCPStore:
+    return TCPStore('127.0.0.1', port, is_master=False, timeout=TIMEOUT)
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == 'sparse-ckpt-watch']
+
+
+def wait_for_end_of_threads() -> None:
+    """Each ends by itself."""
+    for thread in threads():
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+class Job:
+    """Ranks that watch the present epoch of a real store, and what woke them up."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        assert present_epoch(self.store) == 0
+        self.watches: list[EpochWatch] = []
+        self.woken: queue.Queue[tuple[int, str]] = queue.Queue()
+
+    def watch(
+        self,
+        rank: int,
+        pids: list[int],
+        hang_timeout_s: float = NEVER_HUNG_S,
+        epoch: int | None = None,
+        judges: bool = True,
+    ) -> EpochWatch:
+        watch = EpochWatch(
+            lambda: connect(self.store.port),
+            present_epoch(self.store) if epoch is None else epoch,
+            rank,
+            pids,
+            hang_timeout_s,
+            lambda reason: self.woken.put((rank, reason)),
+        )
+        self.watches.append(watch)
+        if judges:
+            watch.judge()
+        return watch
+
+    def next_woken(self) -> tuple[int, str]:
+        return self.woken.get(timeout=DEADLINE_S)
+
+    def beats(self, rank: int) -> int:
+        key = f'beat/{present_epoch(self.store)}/{rank}'
+        return int(self.store.get(key)) if self.store.check([key]) else 0
+
+    def end(self) -> None:
+        """Stop all watches and break the epoch, which ends their threads."""
+        for watch in self.watches:
+            watch.stop()
+        break_epoch(self.store, present_epoch(self.store), 'the test is over')
+        wait_for_end_of_threads()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.end()
+
+
+@pytest.fixture
+def fast_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, 'BEAT_SECONDS', 0.05)
+
+
+def test_everybody_wakes_up_at_once_when_the_epoch_is_broken(job: Job) -> None:
+    delays = []
+    for epoch in range(5):
+        watches = [job.watch(rank, [1, 2, 3]) for rank in range(3)]
+        began = time.perf_counter()
+        break_epoch(job.store, epoch, f'reason {epoch}')
+        woken = sorted(job.next_woken() for _ in watches)
+        delays.append(time.perf_counter() - began)
+        assert woken == [(rank, f'reason {epoch}') for rank in range(3)]
+        for watch in watches:
+            assert watch.broken.is_set() and watch.reason == f'reason {epoch}'
+            watch.stop()
+    assert statistics.median(delays) < 0.2
+    wait_for_end_of_threads()
+    assert job.woken.empty()
+
+
+def test_an_epoch_that_was_broken_before_wakes_up_too(job: Job) -> None:
+    break_epoch(job.store, 0, 'early')
+    job.watch(0, [100, 101], epoch=0)
+    assert job.next_woken() == (0, 'early')
+
+
+def test_who_announced_it_may_have_died_half_way(job: Job) -> None:
+    """The reason is there, but the number of the next epoch is not."""
+    job.watch(0, [1])
+    job.store.compare_set('broken/0', '', '12.5 the launcher of node 3 was killed')
+    assert job.next_woken() == (0, 'the launcher of node 3 was killed')
+    assert present_epoch(job.store) == 1
+
+
+def test_a_rank_that_stops_beating_is_evicted(job: Job, fast_beats: None) -> None:
+    """Rank 1 stops; only rank 0, which watches it, says so, and all that are left wake up."""
+    watches = [job.watch(rank, [100, 101, 102], hang_timeout_s=1.0) for rank in (0, 2)]
+    stopped = job.watch(1, [100, 101, 102])
+    while job.beats(1) < 3:
+        assert not watches[0].broken.wait(0.01)
+    stopped.stop()
+    reason = 'rank 1 has not been heard of for 1 s'
+    assert sorted([job.next_woken(), job.next_woken()]) == [(0, reason), (2, reason)]
+    assert job.store.get('evict/1') == b'101'
+    assert not job.store.check(['evict/0']) and not job.store.check(['evict/2'])
+    assert why_broken(job.store, 0) == reason and present_epoch(job.store) == 1
+
+
+def test_a_rank_that_never_begins_to_beat_is_evicted(job: Job, fast_beats: None) -> None:
+    job.watch(2, [100, 101, 102], hang_timeout_s=0.3)
+    assert job.next_woken() == (2, 'rank 0 has not been heard of for 0.3 s')
+    assert job.store.get('evict/0') == b'100'
+
+
+def test_a_silent_rank_is_left_alone_until_it_is_judged(job: Job, fast_beats: None) -> None:
+    """As while it sets up: for several times as long as it may be silent later."""
+    watch = job.watch(0, [100, 101], hang_timeout_s=0.3, judges=False)
+    while job.beats(0) < 20:
+        assert not watch.broken.wait(0.01)
+    watch.judge()
+    assert job.next_woken() == (0, 'rank 1 has not been heard of for 0.3 s')
+
+
+_NEIGHBOUR = """
+import os, sys, threading
+from datetime import timedelta
+from torch.distributed import TCPStore
+from moevement_ext.detect.watch import EpochWatch
+connect = lambda: TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False)
+woken = threading.Event()
+watch = EpochWatch(connect, 0, 1, [0, os.getpid()], 600.0, lambda reason: woken.set())
+woken.wait(60)
+print(watch.reason, flush=True)
+"""
+
+
+def test_a_stopped_process_is_evicted_and_learns_of_it_when_it_goes_on(job: Job) -> None:
+    neighbour = subprocess.Popen(
+        [sys.executable, '-c', _NEIGHBOUR, str(job.store.port)],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with neighbour:
+        job.store.wait(['beat/0/1'], TIMEOUT)
+        watch = job.watch(0, [0, neighbour.pid], hang_timeout_s=1.5)
+        neighbour.send_signal(signal.SIGSTOP)
+        assert watch.broken.wait(DEADLINE_S)
+        assert int(job.store.get('evict/1')) == neighbour.pid
+        neighbour.send_signal(signal.SIGCONT)
+        said, _ = neighbour.communicate(timeout=DEADLINE_S)
+    assert said == 'rank 1 has not been heard of for 1.5 s\n'
+
+
+def test_a_rank_that_beats_is_left_alone_however_slowly(job: Job, fast_beats: None) -> None:
+    """For longer than the time after which a silent rank counts as hung."""
+    began, hang_timeout_s, beats = time.monotonic(), 2.0, 0
+    watch = job.watch(0, [100, 101], hang_timeout_s)
+    while time.monotonic() - began < 1.5 * hang_timeout_s:
+        beats += 1
+        job.store.set('beat/0/1', str(beats))  # as rank 1 does
+        while job.beats(0) < 4 * beats:
+            assert not watch.broken.wait(0.01)
+
+
+def test_a_rank_alone_does_not_watch_itself(job: Job, fast_beats: None) -> None:
+    watch = job.watch(0, [100], hang_timeout_s=0.0)
+    while job.beats(0) < 4:
+        assert not watch.broken.wait(0.01)
+
+
+def test_stop_ends_the_beating_and_nothing_is_noticed_any_more(job: Job, fast_beats: None) -> None:
+    watch = job.watch(0, [100])
+    job.store.wait(['beat/0/0'], TIMEOUT)
+    assert len(threads()) == 2
+    watch.stop()
+    break_epoch(job.store, 0, 'after the stop')
+    wait_for_end_of_threads()
+    beats = job.store.add('beat/0/0', 0)
+    time.sleep(0.2)
+    assert job.store.add('beat/0/0', 0) == beats
+    assert job.woken.empty() and not watch.broken.is_set() and watch.reason is None
+
+
+def test_stop_lets_others_be_woken_up_first(job: Job) -> None:
+    """Whoever goes on after `stop` can rely on it that nothing of this process is unblocked."""
+    waking, go_on, order = threading.Event(), threading.Event(), list[str]()
+
+    def wake(reason: str) -> None:
+        waking.set()
+        assert go_on.wait(DEADLINE_S)
+        order.append('woken')
+
+    watch = EpochWatch(lambda: connect(job.store.port), 0, 0, [100], NEVER_HUNG_S, wake)
+    break_epoch(job.store, 0, 'test')
+    assert waking.wait(DEADLINE_S)
+
+    def stop() -> None:
+        watch.stop()
+        order.append('stopped')
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    stopping.join(0.2)  # it would end by then if it did not wait
+    assert stopping.is_alive()
+    go_on.set()
+    stopping.join(DEADLINE_S)
+    assert order == ['woken', 'stopped']
+
+
+_SERVER = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+store.set('epoch', '0')
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_that_is_gone_is_reported_and_no_failure_of_a_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = subprocess.Popen(
+        [sys.executable, '-c', _SERVER],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
+    )  # fmt: skip
+    with server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        woken: list[str] = []
+        short = timedelta(seconds=0.5)
+        watch = EpochWatch(
+            lambda: TCPStore('127.0.0.1', port, is_master=False, timeout=short),
+            0, 0, [0, 1], NEVER_HUNG_S, woken.append,
+        )  # fmt: skip
+        connect(port).wait(['beat/0/0'], TIMEOUT)
+        server.kill()
+    deadline = time.monotonic() + DEADLINE_S
+    while LOST not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(2.0)  # it is tried again all the while
+    watch.stop()
+    wait_for_end_of_threads()
+    assert woken == []
+    assert caplog.text.count(LOST) == 1
+
+
+LOST = 'the connection to the store of the launcher was lost'
+
+
+def connections(port: int) -> set[int]:
+    """File descriptors of this process that are connected to a port."""
+    found = psutil.Process().net_connections('tcp')
+    return {one.fd for one in found if one.raddr and one.raddr.port == port}
+
+
+def test_lost_connections_are_made_anew(
+    job: Job, fast_beats: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_the_test = connections(job.store.port)
+    watch = job.watch(0, [100])
+    while job.beats(0) < 3:
+        assert not watch.broken.wait(0.01)
+    for fd in connections(job.store.port) - of_the_test:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    beats = job.beats(0)
+    while job.beats(0) < beats + 3:
+        assert not watch.broken.wait(0.01)
+    assert caplog.text.count(LOST) == 1
+    break_epoch(job.store, 0, 'rank 7 died')
+    assert job.next_woken() == (0, 'rank 7 died')
+
+
+class Deaf(TCPStore):
+    """Its connection was dropped on the way, without a word to either side, while it was idle."""
+
+    def wait(self, *args: object) -> None:  # type: ignore[override]
+        threading.Event().wait(DEADLINE_S)
+
+
+def test_the_end_is_noticed_although_nobody_is_woken_up(job: Job, fast_beats: None) -> None:
+    woken: queue.Queue[str] = queue.Queue()
+    port = job.store.port
+    watch = EpochWatch(
+        lambda: Deaf('127.0.0.1', port, is_master=False), 0, 0, [100], NEVER_HUNG_S, woken.put
+    )
+    break_epoch(job.store, 0, 'rank 7 died')
+    assert woken.get(timeout=DEADLINE_S / 4) == 'rank 7 died'
+    watch.stop()
+    for thread in threads():
+        thread.name = 'deaf'  # it never ends
+
+
+def test_who_learns_of_the_end_itself_does_not_depend_on_the_store(job: Job) -> None:
+    watch = job.watch(0, [100])
+    watch.conclude('I lost a peer')
+    assert watch.broken.is_set() and job.next_woken() == (0, 'I lost a peer')
+    break_epoch(job.store, 0, 'I lost a peer')
+    watch.stop()
+    assert job.woken.empty()
+
+
+def test_signs_of_life_go_on_until_the_rank_has_left(job: Job, fast_beats: None) -> None:
+    watch = job.watch(0, [100])
+    break_epoch(job.store, 0, 'rank 7 died')
+    job.next_woken()
+    beats = job.store.add('beat/0/0', 0)
+    while job.store.add('beat/0/0', 0) < beats + 3:
+        time.sleep(0.01)
+    watch.stop()

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections import deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moevement_ext.memory.upstream_log.ring import Ring, region_bytes
+from moevement_ext.memory.window.slot import ALIGNMENT
+
+CAPACITY = 12 * ALIGNMENT + 7
+
+
+def test_regions_are_aligned_and_never_empty() -> None:
+    assert [region_bytes(n) for n in (0, 1, 64, 65)] == [64, 64, 64, 128]
+
+
+def test_wrap_leaves_the_tail_unused() -> None:
+    ring = Ring(4 * ALIGNMENT)
+    assert [ring.allocate(ALIGNMENT) for _ in range(3)] == [0, 64, 128]
+    assert ring.allocate(2 * ALIGNMENT) is None
+    ring.free_oldest()
+    ring.free_oldest()
+    assert ring.allocate(2 * ALIGNMENT) == 0, 'contiguous, so not at 192'
+    assert ring.allocate(1) is None, 'the tail is not used before the ring came around'
+    ring.free_oldest()
+    assert ring.allocate(1) == 128
+
+
+def test_freeing_the_newest_takes_a_wrap_back() -> None:
+    ring = Ring(4 * ALIGNMENT)
+    for _ in range(3):
+        ring.allocate(ALIGNMENT)
+    ring.free_oldest()
+    ring.free_oldest()
+    ring.allocate(2 * ALIGNMENT)
+    ring.free_newest()
+    assert ring.allocate(ALIGNMENT) == 192
+
+
+def test_more_than_everything_never_fits() -> None:
+    ring = Ring(2 * ALIGNMENT)
+    assert not ring.fits(2 * ALIGNMENT + 1)
+    assert ring.allocate(2 * ALIGNMENT) == 0
+
+
+steps = st.lists(
+    st.one_of(st.integers(0, CAPACITY + ALIGNMENT), st.sampled_from(['oldest', 'newest'])),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(steps=steps)
+def test_live_regions_never_overlap(steps: list[int | str]) -> None:
+    ring = Ring(CAPACITY)
+    live: deque[range] = deque()
+    for step in steps:
+        if isinstance(step, int):
+            fits = ring.fits(step)
+            start = ring.allocate(step)
+            assert fits == (start is not None)
+            if start is None:
+                assert live or region_bytes(step) > CAPACITY, 'an empty ring is all there is'
+                continue
+            new = range(start, start + max(step, 1))
+            assert start % ALIGNMENT == 0 and 0 <= start and new.stop <= CAPACITY
+            assert all(new.stop <= old.start or old.stop <= new.start for old in live)
+            live.append(new)
+        elif live and step == 'oldest':
+            ring.free_oldest()
+            live.popleft()
+        elif live:
+            ring.free_newest()
+            live.pop()

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.window import format as window_format
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import PREAMBLE_BYTES, window_capacity
+from moevement_ext.memory.window.refused import (
+    CorruptWindow,
+    ForeignRun,
+    RefusedWindow,
+    TruncatedWindow,
+    UnknownVersion,
+    WrongTopology,
+    WrongWindow,
+)
+from moevement_ext.memory.window.slot import FORMAT_VERSION, encode_frame, frame_bytes_bound
+from tests.unit.memory.samples import (
+    PLAN,
+    RUN,
+    TOPOLOGY,
+    WINDOW,
+    capacity,
+    content,
+    make_file,
+    make_header,
+    tmpfs_directory,
+    write_slot,
+    write_window,
+)
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+def load(path: Path) -> list[object]:
+    """Everything a reader does with a file it does not trust."""
+    return list(WindowFile.open(path).verify(RUN, TOPOLOGY))
+
+
+def filler(*parts: memoryview) -> Callable[[memoryview], None]:
+    """Return what receives the parts of a blob one after the other, as from a socket."""
+    remaining = iter(parts)
+
+    def fill(view: memoryview) -> None:
+        view[:] = next(remaining)
+
+    return fill
+
+
+def test_what_is_sealed_is_read_back(shm: Path) -> None:
+    make_file(shm / 'w', start=5)
+    file = WindowFile.open(shm / 'w')
+    headers = file.verify(RUN, TOPOLOGY, 0, 5, PLAN)
+    assert [header.iteration for header in headers] == [5, 6, 7]
+    for header in headers:
+        assert np.array_equal(file.payload(header.slot), content(header))
+        assert header.context == b'rng state'
+        assert all(record.checksum for record in header.records)
+
+
+def test_capacity_suffices_for_large_iterations(shm: Path) -> None:
+    make_file(shm / 'w', start=2**40)
+    headers = [make_header(slot) for slot in range(WINDOW)]
+    needed = window_capacity((h.payload_bytes, frame_bytes_bound(h)) for h in headers)
+    assert (shm / 'w').stat().st_size == needed
+
+
+def test_payloads_are_aligned(shm: Path) -> None:
+    file = make_file(shm / 'w')
+    base = file.array.ctypes.data
+    assert all((file.payload(slot).ctypes.data - base) % 64 == 0 for slot in file.slots())
+
+
+def test_slots_may_be_reserved_before_earlier_ones_are_sealed(shm: Path) -> None:
+    file = WindowFile.create(shm / 'w', capacity())
+    file.begin(0, PLAN)
+    headers = [make_header(slot) for slot in range(WINDOW)]
+    for header in headers:
+        file.reserve_slot(header.slot, header.payload_bytes)[:] = content(header)
+    for header in reversed(headers):
+        file.seal_slot(header)
+    assert len(WindowFile.open(shm / 'w').verify(RUN, TOPOLOGY)) == WINDOW
+
+
+def test_replica_is_byte_identical(shm: Path) -> None:
+    source = make_file(shm / 'source')
+    replica = WindowFile.create(shm / 'replica', capacity())
+    replica.begin(0, PLAN)
+    for slot in source.slots():
+        blob = source.slot_blob(slot)
+        replica.write_blob(slot, len(blob.payload), len(blob.frame), filler(*blob))
+    assert replica.verify(RUN, TOPOLOGY)
+    assert (shm / 'replica').read_bytes() == (shm / 'source').read_bytes()
+
+
+def test_interrupted_blob_is_written_again(shm: Path) -> None:
+    source = make_file(shm / 'source')
+    replica = WindowFile.create(shm / 'replica', capacity())
+    replica.begin(0, PLAN)
+    blob = source.slot_blob(0)
+
+    def break_off(view: memoryview) -> None:
+        view[:10] = blob.payload[:10]
+        raise ConnectionError('cut')
+
+    with pytest.raises(ConnectionError):
+        replica.write_blob(0, len(blob.payload), len(blob.frame), break_off)
+    assert replica.slots() == []
+    replica.write_blob(0, len(blob.payload), len(blob.frame), filler(*blob))
+    assert replica.slots() == [0]
+
+
+def test_blob_with_damaged_frame_is_refused(shm: Path) -> None:
+    source = make_file(shm / 'source')
+    replica = WindowFile.create(shm / 'replica', capacity())
+    replica.begin(0, PLAN)
+    blob = source.slot_blob(1)
+    damaged = bytearray(blob.frame)
+    damaged[40] ^= 1
+    fill = filler(blob.payload, memoryview(damaged))
+    with pytest.raises(CorruptWindow, match='slot 1'):
+        replica.write_blob(1, len(blob.payload), len(blob.frame), fill)
+    assert replica.slots() == []
+
+
+def test_corrupt_payload_names_operator_and_tensor(shm: Path) -> None:
+    file = make_file(shm / 'w')
+    file.payload(1)[1024] ^= 1  # first byte of the second tensor
+    with pytest.raises(
+        CorruptWindow, match=r'w: slot 1: .*operator expert-1, tensor decoder.layers.1.weight1,'
+    ):
+        load(shm / 'w')
+
+
+@pytest.mark.parametrize('cut', [0, 1, PREAMBLE_BYTES - 1, PREAMBLE_BYTES, PREAMBLE_BYTES + 5000])
+def test_truncated_file(shm: Path, cut: int) -> None:
+    make_file(shm / 'w')
+    os.truncate(shm / 'w', cut)
+    with pytest.raises(TruncatedWindow):
+        load(shm / 'w')
+
+
+def test_missing_slot(shm: Path) -> None:
+    file = WindowFile.create(shm / 'w', capacity())
+    file.begin(0, PLAN)
+    write_slot(file, 0)
+    write_slot(file, 2)
+    with pytest.raises(TruncatedWindow, match=r'\[0, 2\] of a window of 3'):
+        load(shm / 'w')
+
+
+def test_foreign_identities_are_refused_by_type(shm: Path) -> None:
+    file = make_file(shm / 'w', start=3)
+    with pytest.raises(ForeignRun, match='other-run'):
+        file.verify('other-run', TOPOLOGY)
+    with pytest.raises(WrongTopology):
+        file.verify(RUN, 'other-topology')
+    with pytest.raises(WrongWindow, match='owner'):
+        file.verify(RUN, TOPOLOGY, expect_owner=1)
+    with pytest.raises(WrongWindow, match='start'):
+        file.verify(RUN, TOPOLOGY, expect_start=4)
+    with pytest.raises(WrongWindow, match='plan'):
+        file.verify(RUN, TOPOLOGY, expect_plan='plan2')
+
+
+def test_unknown_version_of_file(shm: Path) -> None:
+    file = make_file(shm / 'w')
+    file.array[8] = FORMAT_VERSION + 1
+    with pytest.raises(UnknownVersion, match=f'version {FORMAT_VERSION + 1}'):
+        load(shm / 'w')
+
+
+def test_unknown_version_of_header(shm: Path) -> None:
+    file = WindowFile.create(shm / 'w', capacity())
+    file.begin(0, PLAN)
+    header = make_header(0)
+    file.reserve_slot(0, header.payload_bytes)
+    file.seal_slot(msgspec.structs.replace(header, version=FORMAT_VERSION + 1))
+    with pytest.raises(UnknownVersion):
+        file.headers()
+
+
+def test_damaged_directory(shm: Path) -> None:
+    file = make_file(shm / 'w')
+    file.array[window_format._PREAMBLE.size + 4] ^= 1
+    with pytest.raises(CorruptWindow, match='checksum of the directory'):
+        load(shm / 'w')
+
+
+@pytest.mark.parametrize('field', ['payload_offset', 'frame_offset'])
+@pytest.mark.parametrize('offset', [0, 2**40])
+def test_slot_outside_of_the_file(shm: Path, field: str, offset: int) -> None:
+    file = make_file(shm / 'w')
+    first, *rest = file._directory.entries
+    moved = msgspec.structs.replace(first, **{field: offset})
+    file._write_directory(window_format.Directory(file.name, [moved, *rest]))
+    with pytest.raises(CorruptWindow, match='slot 0 lies outside'):
+        load(shm / 'w')
+
+
+def test_committed_file_cannot_be_written(shm: Path) -> None:
+    file = make_file(shm / 'w')
+    with pytest.raises(ValueError, match='a committed window is final'):
+        file.reserve_slot(0, 64)
+
+
+def test_header_at_odds_with_its_file_is_not_sealed(shm: Path) -> None:
+    file = WindowFile.create(shm / 'w', capacity())
+    file.begin(0, PLAN)
+    header = make_header(0)
+    file.reserve_slot(0, header.payload_bytes)
+    for wrong in ({'start': 1}, {'payload_bytes': 64}, {'iteration': 5}, {'window': 0}):
+        with pytest.raises(ValueError):
+            file.seal_slot(msgspec.structs.replace(header, **wrong))
+    unaligned = [msgspec.structs.replace(header.records[0], offset=8)]
+    with pytest.raises(ValueError, match='not aligned'):
+        file.seal_slot(msgspec.structs.replace(header, records=unaligned))
+    assert file.slots() == []
+
+
+def test_window_larger_than_its_file(shm: Path) -> None:
+    file = WindowFile.create(shm / 'w', capacity())
+    file.begin(0, PLAN)
+    with pytest.raises(HostMemoryError, match='capacity'):
+        file.reserve_slot(0, capacity())
+
+
+def test_full_tmpfs_is_noticed_at_start(shm: Path) -> None:
+    total = shutil.disk_usage(shm).total
+    with pytest.raises(HostMemoryError, match=f'cannot reserve {total + 1} bytes for w in {shm}'):
+        WindowFile.create(shm / 'w', total + 1)
+    assert not (shm / 'w').exists()
+
+
+def test_refusal_of_the_file_system_itself(shm: Path) -> None:
+    """With a limit on file sizes the space looks free, and only the reservation fails."""
+    program = (
+        'import resource, sys; from pathlib import Path\n'
+        'from moevement_ext.memory.budget import HostMemoryError\n'
+        'from moevement_ext.memory.window.file import WindowFile\n'
+        'resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, 2**17))\n'
+        'try: WindowFile.create(Path(sys.argv[1]), 2**20)\n'
+        'except HostMemoryError as error: print(error)\n'
+    )
+    result = subprocess.run(
+        [sys.executable, '-c', program, str(shm / 'w')], capture_output=True, text=True, timeout=60
+    )
+    assert 'cannot reserve 1048576 bytes for w' in result.stdout, result.stderr
+    assert not (shm / 'w').exists()
+
+
+def test_adopted_file_forgets_its_slots(shm: Path) -> None:
+    make_file(shm / 'w')
+    file = WindowFile.adopt(shm / 'w', capacity())
+    assert file.slots() == []
+    assert WindowFile.open(shm / 'w').slots() == []
+
+
+@pytest.mark.parametrize('path', ['missing', '.'])
+def test_no_file(shm: Path, path: str) -> None:
+    with pytest.raises(RefusedWindow):
+        load(shm / path)
+
+
+@settings(deadline=None, max_examples=150)
+@given(garbage=st.binary(max_size=2048), padding=st.sampled_from([0, PREAMBLE_BYTES, 2**17]))
+def test_garbage_is_refused(garbage: bytes, padding: int) -> None:
+    with tmpfs_directory() as shm:
+        (shm / 'w').write_bytes(garbage + bytes(padding))
+        with pytest.raises(RefusedWindow):
+            load(shm / 'w')
+
+
+_INTEGERS = st.one_of(st.integers(0, 2**64 - 1), st.integers(0, 2**17))
+_ENTRIES = st.lists(st.lists(_INTEGERS, min_size=4, max_size=6), max_size=4)
+_NAMES = st.one_of(st.none(), st.tuples(_INTEGERS, st.text(max_size=4)))
+_DIRECTORIES = st.one_of(
+    st.tuples(_NAMES, _ENTRIES).map(msgspec.msgpack.encode), st.binary(max_size=300)
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(directory=_DIRECTORIES)
+@example(directory=msgspec.msgpack.encode(((0, PLAN), [(0, 2**64 - 1, 2**64 - 1, 0, 0)])))
+def test_directory_with_valid_checksum_but_any_content_is_refused(directory: bytes) -> None:
+    with tmpfs_directory() as shm:
+        file = make_file(shm / 'w')
+        checksum = window_format._preamble_checksum(FORMAT_VERSION, file.capacity, directory)
+        preamble = window_format._PREAMBLE.pack(
+            window_format._MAGIC, FORMAT_VERSION, len(directory), file.capacity, checksum
+        )
+        file.array[: len(preamble + directory)] = np.frombuffer(preamble + directory, np.uint8)
+        with pytest.raises(RefusedWindow):
+            load(shm / 'w')
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    field=st.sampled_from(['start', 'window', 'slot', 'iteration', 'payload_bytes', 'owner']),
+    value=_INTEGERS,
+    offset=_INTEGERS,
+    nbytes=_INTEGERS,
+)
+def test_header_with_valid_checksum_but_other_content_is_refused(
+    field: str, value: int, offset: int, nbytes: int
+) -> None:
+    with tmpfs_directory() as shm:
+        file = WindowFile.create(shm / 'w', capacity() + 2**12)
+        file.begin(0, PLAN)
+        write_window(file)
+        header = file.header(1)
+        records = [msgspec.structs.replace(header.records[0], offset=offset, nbytes=nbytes)]
+        forged = msgspec.structs.replace(header, records=records, **{field: value})
+        frame = encode_frame(forged)
+        with file._lock:
+            at = file._take(file._writing(), len(frame))
+        file.array[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
+        entries = [
+            (
+                msgspec.structs.replace(e, frame_offset=at, frame_bytes=len(frame))
+                if e.slot == 1
+                else e
+            )
+            for e in file._directory.entries
+        ]
+        file._write_directory(window_format.Directory(file.name, entries))
+        with pytest.raises(RefusedWindow):
+            load(shm / 'w')
+
+
+@settings(deadline=None, max_examples=300)
+@given(position=st.integers(0, 10**9), bit=st.integers(0, 7))
+def test_a_flipped_bit_changes_nothing_unnoticed(position: int, bit: int) -> None:
+    """Either the window is refused, or the bit was in padding and all records are as they were."""
+    with tmpfs_directory() as shm:
+        file = make_file(shm / 'w')
+        used = [*range(400), *range(PREAMBLE_BYTES, file.capacity)]
+        file.array[used[position % len(used)]] ^= 1 << bit
+        try:
+            whole = WindowFile.open(shm / 'w')
+            headers = whole.verify(RUN, TOPOLOGY)
+        except RefusedWindow:
+            return
+        for header in headers:
+            expected, got = content(header), whole.payload(header.slot)
+            for record in header.records:
+                part = slice(record.offset, record.offset + record.nbytes)
+                assert np.array_equal(expected[part], got[part])

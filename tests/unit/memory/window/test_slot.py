@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moevement_ext.memory.window.slot import (
+    SlotHeader,
+    align_up,
+    decode_frame,
+    encode_frame,
+    frame_bytes_bound,
+    frame_checksum,
+)
+from tests.unit.memory.samples import make_header
+
+
+def test_frame_round_trip() -> None:
+    header = make_header(1, start=7)
+    assert decode_frame(encode_frame(header)) == header
+
+
+@given(position=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_any_flipped_bit_of_a_frame_is_noticed(position: int, bit: int) -> None:
+    frame = bytearray(encode_frame(make_header(0)))
+    frame[position % len(frame)] ^= 1 << bit
+    with pytest.raises(ValueError, match='checksum'):
+        decode_frame(bytes(frame))
+
+
+@given(cut=st.integers(0, 10**6))
+def test_a_cut_frame_is_refused(cut: int) -> None:
+    frame = encode_frame(make_header(0))
+    with pytest.raises(ValueError):
+        decode_frame(frame[: cut % len(frame)])
+
+
+def test_frame_checksum_identifies_content() -> None:
+    header = make_header(0)
+    other = msgspec.structs.replace(header, context=b'another state')
+    assert frame_checksum(encode_frame(header)) == frame_checksum(encode_frame(header))
+    assert frame_checksum(encode_frame(header)) != frame_checksum(encode_frame(other))
+
+
+_LARGEST = 2**64 - 1
+
+
+@given(iteration=st.integers(0, _LARGEST), checksum=st.integers(0, _LARGEST))
+def test_bound_holds_for_any_iteration_and_checksum(iteration: int, checksum: int) -> None:
+    blank = make_header(0)
+    records = [msgspec.structs.replace(r, checksum=checksum) for r in blank.records]
+    sealed: SlotHeader = msgspec.structs.replace(
+        blank, records=records, start=iteration, iteration=iteration, payload_bytes=iteration
+    )
+    assert len(encode_frame(sealed)) <= frame_bytes_bound(blank)
+
+
+@given(st.integers(0, 2**40))
+def test_align_up(nbytes: int) -> None:
+    assert align_up(nbytes) % 64 == 0
+    assert nbytes <= align_up(nbytes) < nbytes + 64

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.protect.persistence import PersistenceBoard
+from tests.unit.replicate.peers import wait_for
+
+WORLD = 3
+DEADLINE_S = 20.0
+"""How long a test waits for something that comes at once."""
+TIMEOUT = timedelta(seconds=DEADLINE_S)
+
+
+class Job:
+    """The boards of all ranks, each with its own connection to a real store."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        self.persisted: list[queue.Queue[WindowName]] = [queue.Queue() for _ in range(WORLD)]
+        self.boards = [self._board(rank) for rank in range(WORLD)]
+
+    def _board(self, rank: int) -> PersistenceBoard:
+        store = TCPStore('127.0.0.1', self.store.port, is_master=False, timeout=TIMEOUT)
+        return PersistenceBoard(store, rank, WORLD, self.persisted[rank].put)
+
+    def replace(self, rank: int) -> None:
+        """Another process of this rank, which knows nothing of the one before."""
+        self.boards[rank].stop()
+        self.boards[rank] = self._board(rank)
+
+    def wait_until_counted(self, window: WindowName, ranks: int) -> None:
+        """Wait until as many ranks have reported a window that is not persisted yet."""
+        key = f'complete/{window.start}/{window.plan}'
+        wait_for(lambda: self.store.add(key, 0) >= ranks or self.store.check(['persisted']))
+
+    def report(self, window: WindowName, *ranks: int) -> None:
+        for rank in ranks:
+            self.boards[rank].report(window)
+
+    def next_persisted(self) -> list[WindowName]:
+        return [heard.get(timeout=DEADLINE_S) for heard in self.persisted]
+
+    def stop(self) -> None:
+        for board in self.boards:
+            board.stop()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.stop()
+
+
+def window(start: int, plan: str = 'a') -> WindowName:
+    return WindowName(start, plan)
+
+
+def test_persisted_on_every_rank_once_all_have_reported(job: Job) -> None:
+    job.report(window(0), 0, 1, 2)
+    assert job.next_persisted() == [window(0)] * WORLD
+    job.report(window(4), 2, 0, 1)
+    assert job.next_persisted() == [window(4)] * WORLD
+
+
+def test_one_missing_rank_holds_a_window_back_but_not_the_next(job: Job) -> None:
+    """Rank 2 skipped window 0; had the two reports counted, it would be heard of first."""
+    job.report(window(0), 0, 1)
+    job.report(window(4), 0, 1, 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+    assert all(heard.empty() for heard in job.persisted)
+
+
+def test_windows_of_different_plans_do_not_count_together(job: Job) -> None:
+    job.report(window(4, 'a'), 0, 1)
+    job.report(window(4, 'b'), 2)
+    job.report(window(8), 0, 1, 2)
+    assert job.next_persisted() == [window(8)] * WORLD
+
+
+def test_a_rank_that_reports_a_window_twice_counts_once(job: Job) -> None:
+    """As after a recovery, when it is captured again; rank 2 has not got it."""
+    job.report(window(0), 0, 0, 1, 1)
+    job.report(window(2), 0, 1)
+    job.wait_until_counted(window(2), 2)
+    assert not job.store.check(['persisted'])
+    job.report(window(4), 0, 1, 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+    assert all(heard.empty() for heard in job.persisted)
+
+
+def test_a_process_that_takes_the_place_of_another_does_not_count_again(job: Job) -> None:
+    job.report(window(0), 0, 1)
+    job.wait_until_counted(window(0), 2)
+    job.replace(1)
+    job.report(window(0), 1)
+    job.report(window(2), 1)
+    job.wait_until_counted(window(2), 1)
+    assert not job.store.check(['persisted'])
+    job.report(window(4), 0, 1, 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+    assert all(heard.empty() for heard in job.persisted)
+
+
+def test_what_a_process_had_reported_counts_for_the_one_in_its_place(job: Job) -> None:
+    job.report(window(0), 0, 1)
+    job.wait_until_counted(window(0), 2)
+    job.replace(1)
+    job.report(window(0), 1, 2)
+    assert job.next_persisted() == [window(0)] * WORLD
+
+
+def test_a_new_process_hears_what_is_persisted_already(job: Job) -> None:
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    job.replace(1)
+    job.report(window(0), 1)
+    assert job.persisted[1].get(timeout=DEADLINE_S) == window(0)
+    job.report(window(4), 0, 1, 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+
+
+def test_a_rank_that_reports_nothing_now_still_hears_when_it_does(job: Job) -> None:
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    job.report(window(4), 0, 1)
+    job.report(window(4), 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+
+
+# After a rollback
+
+
+def test_what_a_rank_has_lost_does_not_count_before_it_has_it_again(job: Job) -> None:
+    """Ranks 1 and 2 replay; rank 1 is done with window 4 first, and rank 2 has lost its own."""
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    job.report(window(4), 0, 2)
+    job.wait_until_counted(window(4), 2)
+    for rank in (1, 2):
+        job.boards[rank].withdraw_after(window(0))
+    assert job.store.add('complete/4/a', 0) == 1
+    job.report(window(4), 1)
+    job.wait_until_counted(window(4), 2)
+    assert all(heard.empty() for heard in job.persisted)
+    job.report(window(4), 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+
+
+def test_a_new_process_withdraws_what_its_predecessor_had_reported(job: Job) -> None:
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    job.report(window(4), 0, 2)
+    job.wait_until_counted(window(4), 2)
+    job.replace(2)
+    job.boards[2].withdraw_after(window(0))
+    job.report(window(4), 1)
+    job.wait_until_counted(window(4), 2)
+    assert all(heard.empty() for heard in job.persisted[:2])
+    job.report(window(4), 2)
+    heard = [queue.get(timeout=DEADLINE_S) for queue in job.persisted]
+    assert heard[:2] == [window(4)] * 2
+
+
+def test_what_was_not_lost_still_counts(job: Job) -> None:
+    job.report(window(0), 0, 1)
+    job.report(window(4), 0, 1)
+    job.wait_until_counted(window(4), 2)
+    job.boards[0].withdraw_after(window(0))
+    job.report(window(0), 2)
+    assert job.next_persisted() == [window(0)] * WORLD
+
+
+def test_a_persisted_window_that_was_lost_after_all_is_so_for_new_processes(job: Job) -> None:
+    """All copies of one rank's window were lost or damaged; the job goes on from an older one."""
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    job.report(window(4), 0, 1, 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+    job.boards[2].withdraw_after(window(0))
+    job.replace(1)
+    job.report(window(8), 0, 1, 2)
+    heard = [queue.get(timeout=DEADLINE_S) for queue in job.persisted]
+    assert heard[1] == window(0), 'not window 4'
+
+
+def test_a_window_about_to_be_published_can_still_be_withdrawn() -> None:
+    """The last rank has counted, and is held up before it publishes."""
+    server = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    heard: queue.Queue[WindowName] = queue.Queue()
+
+    def connection() -> TCPStore:
+        return TCPStore('127.0.0.1', server.port, is_master=False, timeout=TIMEOUT)
+
+    class Slow(PersistenceBoard):
+        def _publish(self, persisted: WindowName) -> None:
+            first.withdraw_after(window(0))
+            super()._publish(persisted)
+
+        def _replace_newest(self, found: str, newest: object) -> bool:
+            if late:
+                late.pop()
+                first.withdraw_after(window(0))
+            return super()._replace_newest(found, newest)  # type: ignore[arg-type]
+
+    first = PersistenceBoard(connection(), 0, 2, heard.put)
+    late: list[bool] = []
+    last = Slow(connection(), 1, 2, heard.put)
+    for start, in_the_middle in ((4, False), (8, True)):
+        first.report(window(start))
+        wait_for(lambda start=start: server.add(f'complete/{start}/a', 0) == 1)
+        if in_the_middle:
+            Slow._publish = PersistenceBoard._publish  # type: ignore[method-assign]
+            late.append(True)
+        last.report(window(start))
+        wait_for(lambda start=start: server.add(f'complete/{start}/a', 0) == 1)
+        wait_for(lambda: not last._tasks)
+        assert heard.empty()
+    first.stop()
+    last.stop()
+
+
+# Losing the store
+
+
+class Server:
+    """A store in a process of its own, and a way to it that can be cut."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        self.listener = socket.create_server(('127.0.0.1', 0))
+        self._open: list[socket.socket] = []
+        self._up = True
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self.listener.accept()[0]
+                if not self._up:
+                    near.close()
+                    continue
+                far = socket.create_connection(('127.0.0.1', self.store.port))
+                self._open += [near, far]
+                for a, b in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(a, b), daemon=True).start()
+
+    @staticmethod
+    def _carry(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                target.sendall(data)
+
+    def cut(self) -> None:
+        self._up = False
+        for sock in self._open:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        self._up = True
+
+
+def test_a_lost_connection_does_not_end_persistence(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server()
+    heard: queue.Queue[WindowName] = queue.Queue()
+    port = server.listener.getsockname()[1]
+    board = PersistenceBoard(
+        TCPStore('127.0.0.1', port, is_master=False, timeout=TIMEOUT), 0, 1, heard.put
+    )
+    board.report(window(0))
+    assert heard.get(timeout=DEADLINE_S) == window(0)
+    server.cut()
+    board.report(window(4))
+    wait_for(lambda: 'out of reach' in caplog.text)
+    server.mend()
+    assert heard.get(timeout=4 * DEADLINE_S) == window(4)
+    assert caplog.text.count('out of reach') == 1
+    board.stop()
+
+
+def test_keys_do_not_grow(job: Job) -> None:
+    """Not with complete windows, and not with windows that a rank skipped."""
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    keys = job.store.num_keys()
+    for start in range(4, 84, 8):
+        job.report(window(start), start // 8 % WORLD)
+        job.report(window(start + 4), 0, 1, 2)
+        assert job.next_persisted() == [window(start + 4)] * WORLD
+    assert job.store.num_keys() == keys
+
+
+def test_a_failing_callback_does_not_end_the_board() -> None:
+    heard: queue.Queue[WindowName] = queue.Queue()
+
+    def fail_once(persisted: WindowName) -> None:
+        heard.put(persisted)
+        if persisted.start == 0:
+            raise RuntimeError('callback')
+
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    board = PersistenceBoard(store, 0, 1, fail_once)
+    for start in (0, 4):
+        board.report(window(start))
+        assert heard.get(timeout=DEADLINE_S) == window(start)
+    board.stop()
+
+
+def test_keys_do_not_grow_with_replacements() -> None:
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+
+    def board(rank: int) -> tuple[PersistenceBoard, queue.Queue]:
+        heard: queue.Queue = queue.Queue()
+        connection = TCPStore('127.0.0.1', store.port, is_master=False)
+        return PersistenceBoard(connection, rank, 2, heard.put), heard
+
+    for rank in (0, 1):
+        boards = [board(number) for number in (0, 1)]
+        for one, _ in boards:
+            one.report(WindowName(0, 'a'))
+        for one, heard in boards:
+            heard.get(timeout=20)
+            one.stop()
+        if rank == 0:
+            before = store.num_keys()
+    assert store.num_keys() == before

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.upstream_log.record import Direction, LogKey
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.name import Candidate, HeldWindow
+from moevement_ext.recover.inventory import held_windows
+from moevement_ext.replicate.client import PeerRefused, ReplicaClient
+from moevement_ext.replicate.domains import failure_domains
+from moevement_ext.replicate.host_memory import HostMemory, Member
+from tests.unit.memory.samples import (
+    PLAN,
+    RUN,
+    SECRET,
+    TOPOLOGY,
+    WINDOW,
+    capacity,
+    digest,
+    tmpfs_directory,
+    write_window,
+)
+
+NODES = ('node-a', 'node-b')
+CANDIDATE = Candidate(0, WINDOW, PLAN)
+LOG_BYTES = 2**16
+CPU = torch.device('cpu')
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+class Job:
+    """Two ranks on two emulated nodes that hold each other's replicas; only rank 0 keeps a log."""
+
+    def __init__(self, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = SparseCheckpointConfig(dir=str(shm), replicas=1, max_wait=0)
+        log_bytes = (LOG_BYTES, 0)
+        members = [
+            msgspec.msgpack.encode(Member(node, capacity(), size, 'host', SECRET))
+            for node, size in zip(NODES, log_bytes, strict=True)
+        ]
+        self.degraded: list[str] = []
+        self.ranks: list[HostMemory] = []
+        for rank, node in enumerate(NODES):
+            monkeypatch.setenv('MOEVEMENT_NODE', node)
+            memory = HostMemory(
+                config, 'run1', rank, capacity(), log_bytes[rank], CPU, self.degraded.append,
+                lambda own: members,
+            )  # fmt: skip
+            self.ranks.append(memory)
+        addresses: list[bytes] = []
+        for memory in self.ranks:
+            memory.connect(lambda own: [addresses.append(own) or own] * 2)
+        for memory in self.ranks:
+            memory.connect(lambda own: addresses)
+
+    def commit(self, rank: int, start: int = 0) -> WindowFile:
+        file = self.ranks[rank].windows.begin(start, PLAN)
+        assert file is not None
+        write_window(file, rank)
+        self.ranks[rank].windows.commit(file)
+        return file
+
+    def inventories(self) -> list[list[HeldWindow]]:
+        return [held_windows(memory.store, RUN, TOPOLOGY) for memory in self.ranks]
+
+    def stop(self) -> None:
+        for memory in self.ranks:
+            memory.close(remove=False)
+
+
+@pytest.fixture
+def job(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    job = Job(shm, monkeypatch)
+    yield job
+    job.stop()
+
+
+def test_each_holds_the_replicas_of_the_other(job: Job) -> None:
+    assert [memory.holders for memory in job.ranks] == [[(1,), (0,)]] * 2
+    assert [[*memory.peers()] for memory in job.ranks] == [[1], [0]]
+    assert all(memory.plan.by_kind()['replicas'] == 3 * capacity() for memory in job.ranks)
+
+
+def test_lost_window_is_fetched_from_its_holder(job: Job) -> None:
+    file = job.commit(0)
+    expected = digest(file.path)
+    job.ranks[0].peers()[1].put_window(0, file)
+    job.ranks[0].windows.discard(0, PLAN)
+    arrived: list[int] = []
+    fetched = job.ranks[0].fetch(CANDIDATE, 1, lambda file, header: arrived.append(header.slot))
+    assert arrived == list(range(WINDOW))
+    assert digest(fetched.path) == expected
+    assert job.ranks[0].windows.file(0, PLAN) is fetched
+
+
+def test_fetch_that_fails_leaves_its_file_free(job: Job) -> None:
+    for _ in range(4):
+        with pytest.raises(PeerRefused, match='not on this node'):
+            job.ranks[0].fetch(CANDIDATE, 1, lambda file, header: None)
+    assert job.commit(0).name == (0, PLAN)
+
+
+def test_inventory_leaves_out_what_is_foreign_or_damaged(job: Job) -> None:
+    job.commit(0)
+    damaged = job.commit(0, start=3)
+    damaged.array[:8] = 0
+    store = job.ranks[0].store
+    assert held_windows(store, RUN, TOPOLOGY) == [HeldWindow(CANDIDATE, 0)]
+    assert held_windows(store, 'other-run', TOPOLOGY) == []
+    assert held_windows(store, RUN, 'other-topology') == []
+
+
+def test_clean_exit_leaves_nothing(job: Job, shm: Path) -> None:
+    job.commit(0)
+    for memory in job.ranks:
+        memory.close(remove=True)
+    assert not (shm / 'run1').exists()
+    job.ranks.clear()
+
+
+def test_over_budget_is_refused_before_anything_is_reserved(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
+    config = SparseCheckpointConfig(dir=str(shm), host_memory_gb=0.0001)
+    members = [msgspec.msgpack.encode(Member('node-a', capacity(), LOG_BYTES, 'host', SECRET))]
+    with pytest.raises(HostMemoryError, match='--sparse-ckpt-host-memory-gb'):
+        HostMemory(config, 'run1', 0, capacity(), LOG_BYTES, CPU, pytest.fail, lambda own: members)
+    assert not [*shm.rglob('*.window')] and not [*shm.rglob('upstream-log')]
+
+
+# A process in the place of a lost one
+
+
+def test_a_replacement_on_another_node_leaves_replicas_where_they_are(
+    job: Job, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It learns from the survivors what all ranks, its predecessor included, were like."""
+    first, second = job.ranks
+    monkeypatch.setenv('MOEVEMENT_NODE', 'node-c')
+    known = [msgspec.msgpack.encode(member) for member in first.members]
+    config = SparseCheckpointConfig(dir=str(shm), replicas=1)
+    memory = HostMemory(
+        config, 'run1', 0, capacity(), LOG_BYTES, CPU, pytest.fail, lambda own: known
+    )
+    try:
+        assert memory.holders == first.holders
+        assert [*memory.plan.ranks] == [0] and memory.members[0].node == 'node-c'
+        memory.connect(lambda own: [msgspec.msgpack.encode(it) for it in second.addresses])
+        assert memory.addresses[1] == second.addresses[1]
+        assert memory.addresses[0] != second.addresses[0], 'that one is dead'
+        assert memory.addresses[0][1] == memory.server.address[1]
+    finally:
+        memory.close(remove=True)
+
+
+# Upstream log
+
+
+def test_the_log_of_a_rank_is_in_the_budget_and_served_to_others(job: Job) -> None:
+    first, second = job.ranks
+    assert [memory.plan.by_kind()['log_ring'] for memory in job.ranks] == [LOG_BYTES, 0]
+    assert first.log is not None
+    assert first.log.array.size == LOG_BYTES
+    sent = torch.arange(12.0)
+    first.log.append(1, Direction.DOWN, sent)
+    found = second.client(0).fetch_log(LogKey(1, Direction.DOWN, 0))
+    assert found is not None
+    assert torch.equal(torch.frombuffer(found[1], dtype=torch.float32), sent)
+
+
+def test_no_log_is_kept_where_none_is_asked_for(job: Job, shm: Path) -> None:
+    first, second = job.ranks
+    assert second.log is None
+    assert [path.is_relative_to(first.store.path) for path in shm.rglob('upstream-log')] == [True]
+    with pytest.raises(PeerRefused):
+        first.client(1).fetch_log(LogKey(1, Direction.DOWN, 0))
+
+
+def test_a_log_that_cannot_keep_all_it_should_says_so(job: Job) -> None:
+    log = job.ranks[0].log
+    assert log is not None and job.degraded == []
+    for iteration in (1, 2, 3):
+        log.append(iteration, Direction.DOWN, torch.zeros(LOG_BYTES // 2, dtype=torch.uint8))
+    assert 'is full' in job.degraded[-1]
+
+
+# Failure domains
+
+
+def test_a_node_is_its_own_domain_without_a_file() -> None:
+    assert failure_domains(['a', 'a', 'b'], None) == ['a', 'a', 'b']
+
+
+def test_domains_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / 'topology.json'
+    path.write_text(json.dumps({'a': 'rack1', 'b': 'rack1', 'c': 'rack2', 'spare': 'rack3'}))
+    assert failure_domains(['a', 'b', 'c', 'a'], str(path)) == ['rack1', 'rack1', 'rack2', 'rack1']
+
+
+@pytest.mark.parametrize('content', [None, '', '{', '[]', '7', '"a"'])
+def test_unreadable_file_is_named_with_what_it_should_be(
+    tmp_path: Path, content: str | None
+) -> None:
+    path = tmp_path / 'topology.json'
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigurationError, match=f'--sparse-ckpt-topology {path}: expected a JSON'):
+        failure_domains(['a'], str(path))
+
+
+def test_nodes_the_file_leaves_out_are_named(tmp_path: Path) -> None:
+    path = tmp_path / 'topology.json'
+    path.write_text('{"a": "rack1"}')
+    with pytest.raises(ConfigurationError, match=r"does not name the nodes \['b', 'c'\]"):
+        failure_domains(['a', 'c', 'b'], str(path))
+
+
+# Who may take part, and what goes wrong at the start
+
+
+def test_each_life_of_the_job_has_a_secret_of_its_own_made_by_rank_0(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
+    drawn: list[list[Member]] = []
+
+    def exchange(own: bytes) -> list[bytes]:
+        other = msgspec.structs.replace(
+            msgspec.msgpack.decode(own, type=Member), node='node-b', secret=bytes(32)
+        )
+        everyone = [own, msgspec.msgpack.encode(other)]
+        drawn.append([msgspec.msgpack.decode(item, type=Member) for item in everyone])
+        return everyone
+
+    config = SparseCheckpointConfig(dir=str(shm), replicas=1)
+    for life in range(2):
+        memory = HostMemory(config, 'run1', 0, capacity(), 0, CPU, pytest.fail, exchange)
+        client = ReplicaClient(memory.server.address, drawn[life][0].secret, 20.0)
+        assert client.list_windows() == []
+        client.close()
+        memory.close(remove=True)
+    secrets = {members[0].secret for members in drawn}
+    assert len(secrets) == 2 and {len(secret) for secret in secrets} == {32}
+
+
+def test_what_cannot_be_used_costs_protection_and_not_training(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong, it is a HostMemoryError, and what is not ours stays as it is."""
+    monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
+    members = [msgspec.msgpack.encode(Member('node-a', capacity(), 0, 'host', SECRET))]
+    (shm / 'file').write_text('not a directory')
+    shared = shm / 'shared'
+    shared.mkdir()
+    shared.chmod(0o777)
+    for directory in (shm / 'file', shm / 'file' / 'below', shared, Path('/proc/nowhere')):
+        config = SparseCheckpointConfig(dir=str(directory))
+        with pytest.raises(HostMemoryError, match=str(directory)):
+            HostMemory(config, 'run1', 0, capacity(), 0, CPU, pytest.fail, lambda own: members)
+    config = SparseCheckpointConfig(dir=str(shm / 'memory'), interface='nosuch0')
+    with pytest.raises(HostMemoryError, match='--sparse-ckpt-interface nosuch0'):
+        HostMemory(config, 'run1', 0, capacity(), 0, CPU, pytest.fail, lambda own: members)
+    assert [path for path in (shm / 'memory').rglob('*') if path.is_file()] == []
+    assert (shm / 'file').read_text() == 'not a directory'
+    assert [*shared.iterdir()] == []

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moevement_ext import faults
+
+REPOSITORY = Path(__file__).parents[2]
+
+_WORKER = """
+from moevement_ext.testing import faults
+faults.arm(1)
+print('armed' if faults.armed() else 'not armed', flush=True)
+for iteration in (2, 3, 4):
+    faults.at_iteration(iteration)
+    for phase in ('forward', 'backward'):
+        faults.point(phase)
+        print(iteration, phase, flush=True)
+"""
+
+
+def work(fail_at: str | None, life: int = 0) -> tuple[list[str], int]:
+    """What a worker of rank 1 says, and its exit status."""
+    environment = {**os.environ, 'TORCHELASTIC_RESTART_COUNT': str(life)}
+    environment.pop('MOEVEMENT_FAIL_AT', None)
+    if fail_at is not None:
+        environment['MOEVEMENT_FAIL_AT'] = fail_at
+    done = subprocess.run(
+        [sys.executable, '-c', _WORKER],
+        env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return done.stdout.splitlines(), done.returncode
+
+
+ALL = ['2 forward', '2 backward', '3 forward', '3 backward', '4 forward', '4 backward']
+
+
+@pytest.mark.parametrize(
+    ('fail_at', 'life'),
+    [('1:3:backward', 0), ('0:2:forward,1:3:backward:0', 0), ('1:3:backward:2,1:2:forward', 2)],
+)
+def test_killed_at_the_point(fail_at: str, life: int) -> None:
+    said, status = work(fail_at, life)
+    assert status == -signal.SIGKILL
+    assert said == ['armed', *ALL[:3]]
+
+
+@pytest.mark.parametrize(
+    ('fail_at', 'life'),
+    [(None, 0), ('', 0), ('0:3:forward', 0), ('1:3:forward', 1), ('1:3:forward:1', 0)],
+)
+def test_another_rank_or_life_is_left_alone(fail_at: str | None, life: int) -> None:
+    assert work(fail_at, life) == (['not armed', *ALL], 0)
+
+
+def test_an_iteration_or_phase_that_does_not_come_kills_nobody() -> None:
+    assert work('1:9:forward,1:3:optimizer') == (['armed', *ALL], 0)
+
+
+@pytest.mark.parametrize('phase', faults.PHASES)
+def test_every_phase_can_be_asked_for_and_is_somewhere(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, '_armed', [])
+    monkeypatch.setenv('MOEVEMENT_FAIL_AT', f'99:7:{phase}')
+    faults.arm(99)
+    assert faults._armed == [faults.Fault(7, phase)]
+    sources = [*REPOSITORY.glob('moevement_ext/**/*.py'), *REPOSITORY.glob('megatron/**/*.py')]
+    point = re.compile(rf"faults\.point\((.+ else )?'{phase}'")
+    assert any(point.search(source.read_text()) for source in sources)
+
+
+@pytest.mark.parametrize(
+    'text',
+    ['1', '1:3', '1:3:nowhere', '1:3:forward:0:0', 'x:3:forward', '1:y:forward', '1:3:forward:z',
+     '-1:3:forward', '0:1:forward,1'],
+)  # fmt: skip
+def test_malformed_variable_is_named_with_what_it_should_be(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('MOEVEMENT_FAIL_AT', text)
+    with pytest.raises(ValueError, match=r"MOEVEMENT_FAIL_AT='.*expected <rank>:<iteration>:"):
+        faults.arm(99)
+
+
+def test_loading_waits_as_long_as_the_file_is_there(tmp_path: Path) -> None:
+    stall = tmp_path / 'stall'
+    program = (
+        'import os\nfrom moevement_ext.testing import faults\n'
+        f"open(f'{stall}.{{os.getpid()}}', 'w').close()\n"
+        "print('loading', flush=True)\nfaults.stall()\nprint('loaded', flush=True)"
+    )
+    environment = {**os.environ, 'MOEVEMENT_STALL_FILE': str(stall)}
+    command = [sys.executable, '-c', program]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == 'loading\n'
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(0.5)
+        Path(f'{stall}.{worker.pid}').unlink()
+        assert worker.stdout.read() == 'loaded\n'
