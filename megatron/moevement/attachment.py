@@ -40,9 +40,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.moevement.job.ending import finish
 from megatron.moevement.job.joining import join
 from megatron.moevement.job.session import Session
+from megatron.moevement.job.trainer import Surroundings
 from megatron.moevement.job.unsupported import refuse_unsupported
 from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.state.digest import state_digest, write_digest
+from megatron.moevement.state.global_scalars import ScalarRecorder
 from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 
@@ -147,9 +149,10 @@ class Attachment:
         self._data = ReplayableData()
         self._updates: list[bool] = []
         membership, self._store = join(args, sparse, plan.timeout)
-        self._session = Session(
-            args, sparse, membership, self._data, PostStep(args), OperationCount(lambda: 0.0)
+        around = Surroundings(
+            ScalarRecorder(), self._data, PostStep(args), OperationCount(lambda: 0.0)
         )
+        self._session = Session(args, sparse, membership, around)
         self._session.begin()
 
     @property
@@ -168,7 +171,7 @@ class Attachment:
         With NCCL create model-parallel groups with `create_gloo_process_groups=False`.
         """
         place = {'rank': self._args.rank, 'world_size': self._args.world_size}
-        if self._session.joining:
+        if self._session.job.joining:
             torch.distributed.init_process_group('fake', store=FakeStore(), **place)
             return
         torch.distributed.init_process_group(

@@ -9,16 +9,18 @@ from typing import Any
 from megatron.moevement.arguments import config_from_args
 from megatron.moevement.job import ending
 from megatron.moevement.job.joining import join
-from megatron.moevement.job.local_recovery import handovers
 from megatron.moevement.job.session import Session
+from megatron.moevement.job.trainer import Surroundings, decode_handover
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
 from megatron.moevement.seams import upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.state.digest import state_digest, write_digest
+from megatron.moevement.state.global_scalars import ScalarRecorder
 from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.membership.membership import Membership
 from moevement_ext.process.leaving import leave
+from moevement_ext.recover.localized import handovers
 
 
 def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
@@ -38,7 +40,8 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
     membership, store = join(args, config, timeout)
     data, post_step = UpstreamData(), PostStep(args)
     operations = OperationCount(partial(upstream.floating_point_operations, args))
-    session = Session(args, config, membership, data, post_step, operations)
+    around = Surroundings(ScalarRecorder(), data, post_step, operations)
+    session = Session(args, config, membership, around)
     UpstreamTrainer(args, session, data, post_step).install(localized=membership is not None)
     _digest_at_the_end(args)  # outermost: of a state that is whole, after the last recovery
     session.begin()
@@ -51,14 +54,15 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
     except SystemExit as planned:
         ending.exit_as_planned(args, session, planned)
     except Exception as error:
-        session.failed_after_training(error)
+        session.job.failed(error)
         raise
     leave(0)
 
 
 def _train_as_newcomer(train: Callable[..., Any], args: Any, membership: Membership) -> None:
     # What set-up learns from the others elsewhere, a process that joins them is told.
-    args.do_train, args.do_valid, args.do_test = handovers(membership.reports)[0].runs
+    handover = decode_handover(handovers(membership.reports)[0].trainer)
+    args.do_train, args.do_valid, args.do_test = handover.runs
     train()
 
 

@@ -40,10 +40,8 @@ from moevement_ext.membership.rendezvous import (
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.membership.training_thread import TrainingThread
 from moevement_ext.membership.watch import EpochWatch
-from moevement_ext.recover.sources import ArrivalStopped
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
-from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError
-from moevement_ext.replicate.log_reader import ReaderClosed
+from moevement_ext.regroup.process_groups import ProcessGroups
 
 logger = logging.getLogger(__name__)
 
@@ -335,15 +333,3 @@ def _encode(report: Report) -> bytes:
 
 def _decode(meeting: Meeting) -> list[Report]:
     return [msgspec.msgpack.decode(item, type=Report) for item in meeting.reports]
-
-
-def lost_peer(error: BaseException) -> bool:
-    """True if an exception says that another rank is gone, not that this one is at fault.
-
-    gloo names its transport in every message; NCCL, the stores, and what windows and logs are
-    fetched by have types of their own.
-    """
-    known = EpochBroken | RegroupError | DistError | ConnectionError | ReaderClosed | ArrivalStopped
-    if isinstance(error, known):
-        return True
-    return isinstance(error, RuntimeError) and 'gloo' in str(error).lower()

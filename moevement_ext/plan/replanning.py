@@ -5,6 +5,7 @@ How it gets to all ranks is the matter of `protect.replanner`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -13,6 +14,16 @@ from moevement_ext.plan.ordering import changed_enough
 
 # A plan decided in window k is in the store well before window k + 2 ends on any rank.
 _WINDOWS_AHEAD = 3
+
+
+class TokenCounter(Protocol):
+    """Counts tokens by expert, for the order of the operators."""
+
+    counting: bool
+    """Set by the engine for the iterations that count."""
+
+    def take(self) -> dict[str, int]:
+        """Counts by expert operator since the last call."""
 
 
 class WindowLoad(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import Candidate, HeldWindow
+from moevement_ext.memory.window.name import Candidate, HeldWindow, RankIdentity
 from moevement_ext.memory.window.refused import RefusedWindow
 
 logger = logging.getLogger(__name__)
@@ -57,13 +57,13 @@ def held_windows(store: NodeStore, run: str, topology: str) -> list[HeldWindow]:
     return sorted(found)
 
 
-def newcomer_report(store: NodeStore, run: str, topology: str, rank: int) -> Report:
+def newcomer_report(store: NodeStore, identity: RankIdentity) -> Report:
     """What a new process has: what its node's memory kept."""
-    newest = Ledger.read_newest(store.ledger_path(rank))
+    newest = Ledger.read_newest(store.ledger_path(identity.rank))
     return Report(
         survivor=False,
         node=node_name(),
         pid=os.getpid(),
-        windows=held_windows(store, run, topology),
+        windows=held_windows(store, identity.run, identity.topology),
         committed=newest.iteration if newest is not None else NOWHERE,
     )

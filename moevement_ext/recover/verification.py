@@ -8,12 +8,13 @@ that corrupts. Costs nothing before a failure.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import xxhash
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.config import STOP
 from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.window.slot import Record, SlotHeader
 
@@ -76,6 +77,11 @@ class Verification:
         self._iteration = -1
         self._differing: dict[str, int] = {}
 
+    @classmethod
+    def of_nothing(cls) -> Self:
+        """With nothing to compare with."""
+        return cls((), {})
+
     def check(self, iteration: int) -> None:
         """The state after `iteration` is recomputed, and nothing writes it now."""
         expected = self._expected.pop(iteration, None)
@@ -89,6 +95,10 @@ class Verification:
             self._iteration = iteration
             if _checksum(source) != checksum:
                 self._differing.setdefault(key.operator, iteration)
+
+    def forbids(self, verify: str) -> bool:
+        """What was recovered differs, and `--sparse-ckpt-verify` is to stop then."""
+        return verify == STOP and bool(self._differing)
 
     def result(self) -> Verified:
         """What was found so far."""

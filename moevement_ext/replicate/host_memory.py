@@ -124,6 +124,14 @@ class HostMemory:
         if self.log is not None:
             self.server.serve_log(self.log)
 
+    def describe(self) -> str:
+        """What this node keeps in host memory."""
+        replicas = min(len(holders) for holders in self.holders)
+        return (
+            f'node: {self.members[self.rank].node} | {self.plan.describe()} | '
+            f'directory: {self.store.path} | replicas: {replicas}'
+        )
+
     def first_on_node(self) -> bool:
         """True on one rank of each node, the one that speaks for it."""
         return self.rank == min(self.plan.ranks)

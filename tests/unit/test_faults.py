@@ -13,7 +13,7 @@ from moevement_ext import faults
 REPOSITORY = Path(__file__).parents[2]
 
 _WORKER = """
-from moevement_ext.testing import faults
+from moevement_ext import faults
 faults.arm(1)
 print('armed' if faults.armed() else 'not armed', flush=True)
 for iteration in (2, 3, 4):
@@ -91,7 +91,7 @@ def test_malformed_variable_is_named_with_what_it_should_be(
 def test_loading_waits_as_long_as_the_file_is_there(tmp_path: Path) -> None:
     stall = tmp_path / 'stall'
     program = (
-        'import os\nfrom moevement_ext.testing import faults\n'
+        'import os\nfrom moevement_ext import faults\n'
         f"open(f'{stall}.{{os.getpid()}}', 'w').close()\n"
         "print('loading', flush=True)\nfaults.stall()\nprint('loaded', flush=True)"
     )

@@ -34,7 +34,7 @@ def finish(args: Any, session: Session) -> None:
     """Training is over on this rank: give the host memory back when it is so on all. Collective."""
     torch.distributed.barrier()  # nobody gives up what another may still need to recover
     announce(args.rank, 0)
-    session.close()
+    session.job.close()
 
 
 def exit_as_planned(args: Any, session: Session, ending: SystemExit) -> NoReturn:
@@ -48,12 +48,12 @@ def exit_as_planned(args: Any, session: Session, ending: SystemExit) -> NoReturn
     code = ending.code or 0
     if code not in (0, *_RERUN) or not torch.distributed.is_initialized():
         raise ending
-    remove = _saved(args, session.committed) and code == 0
+    remove = _saved(args, session.job.committed) and code == 0
     announce(args.rank, int(code))
-    if session.kept_in is not None and args.rank == args.world_size - 1:
-        directory = args.save if remove else session.kept_in.parent
-        print(log_line.exit_line(session.committed, remove, directory), flush=True)
-    session.close(remove)
+    if session.job.kept_in is not None and args.rank == args.world_size - 1:
+        directory = args.save if remove else session.job.kept_in.parent
+        print(log_line.exit_line(session.job.committed, remove, directory), flush=True)
+    session.job.close(remove)
     leave(int(code))
 
 

@@ -27,6 +27,7 @@ import torch
 import xxhash
 
 from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.memory.window.name import RankIdentity
 
 _DENSE_CHECKPOINTS = (
     'save', 'load', 'save_interval', 'save_retain_interval', 'non_persistent_save_interval',
@@ -126,6 +127,12 @@ def counts(name: str) -> bool:
 def topology_identity(args: Any) -> str:
     """Digest of the parallel layout."""
     return _digest({name: getattr(args, name, None) for name in LAYOUT})
+
+
+def rank_identity(args: Any, config: SparseCheckpointConfig) -> RankIdentity:
+    """What every slot of this rank is stamped with."""
+    run = run_identity(args, run_name(args, config))
+    return RankIdentity(run, topology_identity(args), args.rank)
 
 
 def run_name(args: Any, config: SparseCheckpointConfig) -> str:

@@ -55,10 +55,7 @@ def _member(
 ) -> Membership:
     run_id = identity.run_name(args, config)
     store = NodeStore(Path(config.dir), run_id, node_name())
-    report = partial(
-        newcomer_report, store, identity.run_identity(args, run_id),
-        identity.topology_identity(args), args.rank,
-    )  # fmt: skip
+    report = partial(newcomer_report, store, identity.rank_identity(args, config))
     return Membership(
         launcher, args.rank, args.world_size, timeout, config.hang_timeout, report,
         stuck_timeout_s=config.stuck_timeout,

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What sparse checkpointing says in the log and in TensorBoard."""
 
-import dataclasses
 from typing import Any
 
 from megatron.training import print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer
 
-from megatron.moevement.state.iteration_state import IterationState
 from moevement_ext.capture.checkpointer import CaptureStatistics, SparseCheckpointer
-from moevement_ext.recover.verification import Verified
-from moevement_ext.replicate.host_memory import HostMemory
 
 
-def log_interval(args: Any, iteration: int, checkpointer: SparseCheckpointer) -> None:
+def log_interval(iteration: int, checkpointer: SparseCheckpointer) -> None:
     """One line, and scalars for TensorBoard, per log interval. All ranks call it."""
     statistics = checkpointer.statistics
     exposed_ms = 1000 * statistics.exposed_s / max(statistics.iterations, 1)
@@ -46,39 +42,9 @@ def _line(
     return ' sparse ckpt | ' + ' | '.join(f'{key}: {value}' for key, value in fields.items()) + ' |'
 
 
-def memory_line(memory: HostMemory) -> str:
-    """What a node keeps in host memory, before the first iteration."""
-    replicas = min(len(holders) for holders in memory.holders)
-    return (
-        f' sparse ckpt | node: {memory.members[memory.rank].node} | {memory.plan.describe()} | '
-        f'directory: {memory.store.path} | replicas: {replicas} |'
-    )
-
-
 def exit_line(iteration: int, removed: bool, directory: Any) -> str:
     """Says at an exit that upstream's flags planned what the job can go on from."""
     windows, hint = f'kept in {directory}', 'launch the job again, or remove the directory'
     if removed:
         windows, hint = 'removed', f'--load {directory}'
     return f' sparse ckpt | exit at iteration: {iteration} | windows: {windows} | go on: {hint} |'
-
-
-def conversion_line(first: IterationState, last: IterationState) -> str:
-    """Announces a finished conversion."""
-    return (
-        f' sparse ckpt | converted window: {first.iteration} | dense at iteration: '
-        f'{last.iteration} | replayed iterations: {last.iteration - first.iteration} |'
-    )
-
-
-def phase_seconds(phases: Any) -> dict[str, float]:
-    """Seconds by phase, rounded for people."""
-    return {name: round(value, 3) for name, value in dataclasses.asdict(phases).items()}
-
-
-def recovered_line(iteration: int, replayed: int, verified: Verified) -> str:
-    """Says on a rank that replayed where it is again, and whether that is exact."""
-    return (
-        f' sparse ckpt | recovered at iteration: {iteration} | replayed iterations: {replayed} | '
-        f'{verified} |'
-    )

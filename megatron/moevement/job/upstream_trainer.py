@@ -10,12 +10,13 @@ from typing import Any
 
 import megatron.training.training as training
 
-from megatron.moevement.job.session import LOOP_ENDS, Session
+from megatron.moevement.job.session import Session
 from megatron.moevement.seams import post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.state.training_state import armed_forward
 from moevement_ext import faults
+from moevement_ext.job.localized import LOOP_ENDS
 
 
 class UpstreamTrainer:
@@ -87,7 +88,9 @@ class UpstreamTrainer:
         save = post_step.dense_checkpoint(
             self._args, model, optimizer, scheduler, context, train_iterator
         )
-        self._post_step.know(evaluate, save, partial(post_step.forget_what_was_cut_off, context))
+        self._post_step.set_actions(
+            evaluate, save, partial(post_step.forget_what_was_cut_off, context)
+        )
         loop = partial(
             original, forward_step, model, optimizer, scheduler, train_iterator, valid_iterator,
             process, config, context, non_loss_data, *rest, **kwargs,

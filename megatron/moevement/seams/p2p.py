@@ -10,25 +10,22 @@ always the same micro-batch and model chunk (paper section 3.4, upstream logging
 Checked against megatron-core 0.19.2.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_model_config
 
+from megatron.moevement.seams import upstream
 from moevement_ext import faults
+from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.memory.upstream_log.ring import region_bytes
-
-
-class Received(Protocol):
-    """What the stage before sent down or the stage after sent up, of iterations gone by."""
-
-    def take(self, iteration: int, sequence: int) -> torch.Tensor:
-        """The tensor that was received as number `sequence` of that iteration."""
+from moevement_ext.recover.trainer import Received
 
 
 class _Done:
@@ -51,7 +48,7 @@ class BoundaryCommunicator(P2PCommunicator):
         super().__init__(pp_group, config)
         self._log = log
         self._iteration = 0
-        self._received: dict[Direction, Received] | None = None
+        self._received: Mapping[Direction, Received] | None = None
         self._sequence: dict[Direction, int] = {}
 
     def at_iteration(self, iteration: int) -> None:
@@ -60,7 +57,7 @@ class BoundaryCommunicator(P2PCommunicator):
         self._sequence = dict.fromkeys(Direction, 0)
 
     @contextmanager
-    def replaying(self, received: dict[Direction, Received]) -> Iterator[None]:
+    def replaying(self, received: Mapping[Direction, Received]) -> Iterator[None]:
         """Within the context, receive from logs and send nothing but into the own log."""
         self._received = received
         try:
@@ -112,6 +109,59 @@ class BoundaryCommunicator(P2PCommunicator):
         logged = self._received[direction].take(self._iteration, sequence)
         device = torch.device(torch.cuda.current_device())
         return logged.to(device).requires_grad_()
+
+
+class StagePipeline:
+    """What passes between this rank's stage and its neighbours. Training thread only.
+
+    Args:
+        args: upstream's arguments.
+        model: model chunks of this rank.
+    """
+
+    def __init__(self, args: Any, model: Sequence[Any]) -> None:
+        self._model = model
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        self._stages = parallel_state.get_pipeline_model_parallel_world_size()
+        self._communicator: BoundaryCommunicator | None = None
+        self._groups: Any = None
+        self.logged_bytes = logged_bytes_per_iteration(args, len(model))
+
+    @property
+    def neighbours(self) -> dict[Direction, int | None]:
+        """The ranks of the stage before and of that after."""
+        communicator = self._logging()
+        return {Direction.DOWN: communicator.prev_rank, Direction.UP: communicator.next_rank}
+
+    def receives(self, entry: LedgerEntry) -> dict[Direction, int]:
+        """How many tensors this stage receives in such an iteration."""
+        return receives_per_iteration(
+            self._stage, self._stages, len(self._model), entry.num_microbatches
+        )
+
+    def log_to(self, log: UpstreamLog | None) -> None:
+        """Take the place of upstream's communicator, in the iterations from now on."""
+        self._communicator = BoundaryCommunicator(
+            parallel_state.get_pipeline_model_parallel_group(),
+            get_model_config(self._model[0]),
+            log,
+        )
+        self._groups = upstream.groups()
+
+    def replaying(self, received: Mapping[Direction, Received]) -> AbstractContextManager[None]:
+        """Within the context, receive from logs and send nothing but into the own log."""
+        return self._logging().replaying(received)
+
+    def schedule(self, iteration: int) -> dict[str, Any]:
+        """What upstream's pipeline schedule is to be given in the iteration after `iteration`."""
+        if self._communicator is None:
+            return {}
+        self._communicator.at_iteration(iteration + 1)
+        return {'p2p_communicator': self._communicator, 'pg_collection': self._groups}
+
+    def _logging(self) -> BoundaryCommunicator:
+        assert self._communicator is not None  # only a localized recovery asks
+        return self._communicator
 
 
 def receives_per_iteration(

@@ -53,7 +53,7 @@ class PostStep:
         upstream.wrap('evaluate_and_print_results', self._evaluating)
         upstream.wrap('save_checkpoint_and_time', self._saving)
 
-    def know(
+    def set_actions(
         self,
         evaluate: Callable[[int], None],
         save: Callable[[int, bool], None],
@@ -70,7 +70,7 @@ class PostStep:
         self._save = save
         self._forget = forget
 
-    def let_go(self) -> None:
+    def reset_loop_state(self) -> None:
         """Upstream's loop is to be entered again, wherever it was left."""
         self._forget()
 

@@ -62,7 +62,7 @@ class BrokenIteration:
             else:
                 entry.values.zero_()
 
-    def let_go(self) -> None:
+    def reset_loop_state(self) -> None:
         """Make upstream's loop enterable again, wherever it was left: in a step, an evaluation, a
         checkpoint."""
         machine = get_rerun_state_machine()

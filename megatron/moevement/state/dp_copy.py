@@ -18,7 +18,7 @@ from megatron.moevement.state.operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState
 
 
-def twins(args: Any) -> list[int]:
+def replicas(args: Any) -> list[int]:
     """Global ranks that hold what this rank holds, itself left out; none where state is sharded."""
     if args.use_distributed_optimizer or args.data_parallel_random_init:
         return []

@@ -73,7 +73,7 @@ class ScalarRecorder:
         upstream.get_grad_norm_fp32 = grad_norm
         upstream.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = check_overflow
 
-    def stand_around(self, config: Any) -> None:
+    def wrap_reduction(self, config: Any) -> None:
         """Record and replay what `config.finalize_model_grads_func` divides by; once is enough."""
         finalize = config.finalize_model_grads_func
         if getattr(finalize, 'recorder', None) is self:

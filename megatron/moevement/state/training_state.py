@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model, optimizer and scheduler of this rank, as sparse checkpointing sees them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.moevement.state import iteration_state
+from megatron.moevement.state.dp_copy import copy_state
 from megatron.moevement.state.frozen import FrozenOperators
 from megatron.moevement.state.iteration_state import IterationState
 from megatron.moevement.state.operators import (
@@ -19,6 +20,8 @@ from megatron.moevement.state.operators import (
 from megatron.moevement.state.optimizer_state import chained, parameter_states
 from megatron.moevement.state.slices import SlotLoader, operator_slices
 from moevement_ext import faults
+from moevement_ext.memory.window.format import Bytes
+from moevement_ext.memory.window.slot import SlotContext, SlotHeader
 
 
 class TrainingState:
@@ -61,6 +64,27 @@ class TrainingState:
         self.loader = SlotLoader(self.operators, self.slices, self.states, self.model, distributed)
         self.frozen = FrozenOperators(self.operators, self.states, self.model, self.optimizer)
 
+    @property
+    def kinds(self) -> dict[str, str]:
+        """'expert', 'router' or 'rest' by operator."""
+        return {name: operator.kind for name, operator in self.operators.items()}
+
+    def check(self, header: SlotHeader) -> None:
+        """Compare what a slot holds with what this model needs of it; see `SlotLoader.check`."""
+        self.loader.check(header)
+
+    def load(self, header: SlotHeader, payload: Bytes, context: SlotContext) -> None:
+        """Put a verified slot into place. Collective over the ranks of the stage."""
+        self.loader.load(header, payload, context)
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Freeze exactly these operators; thaw all others."""
+        self.frozen.freeze(names)
+
+    def copy(self, source: int) -> None:
+        """Take over the state of rank `source`. Collective over its data-parallel replicas."""
+        copy_state(self.operators, self.states, source)
+
     def around_update(
         self,
         wait: Callable[[], None],
@@ -72,7 +96,7 @@ class TrainingState:
         Args:
             wait: called before each step, the first thing that writes what is captured.
             writing: called right before an optimizer writes; the gradients are complete then.
-            written: called when all have, with False for a step that was skipped.
+            written: called when all have, told whether the step was skipped.
         """
         step = self.optimizer.step
 
@@ -80,7 +104,7 @@ class TrainingState:
             faults.point('optimizer')
             wait()
             result = step(*args, **kwargs)
-            written(bool(result[0]))
+            written(not result[0])
             faults.point('after-step')
             return result
 

@@ -8,9 +8,10 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.moevement import attachment
-from megatron.moevement.job import conversion, session, stage_replay
+from megatron.moevement.job import session
 from megatron.moevement.seams import data_position, p2p
 from megatron.moevement.state import global_scalars, training_state
+from moevement_ext.recover import conversion, stage_replay
 from tools import own_loop
 
 
@@ -110,9 +111,9 @@ def one_bit_wrong_in_the_replay() -> None:
         return
     run = conversion.Conversion.run
 
-    def run_with_a_wrong_bit(self, loader, *args, **kwargs):
-        run(self, loader, *args, **kwargs)
-        name, state = max(loader._states.items())
+    def run_with_a_wrong_bit(self, trainer):
+        run(self, trainer)
+        name, state = max(trainer.operators.loader._states.items())
         state.master().view(torch.int32)[0] ^= 1 << 20
         print(f'wrong bit in {name}')
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to break recovery, one step each. Every one must turn the comparison of bits red."""
 
-from megatron.moevement.job import conversion
 from megatron.moevement.state import global_scalars, iteration_state, slices
 
 
@@ -75,4 +74,3 @@ def scheduler_not_restored() -> None:
         scheduler.step(increment=0)
 
     iteration_state.restore = restore
-    conversion.iteration_state.restore = restore

@@ -15,10 +15,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.moevement.job.conversion import Conversion
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.frozen import FrozenGating, FrozenOperators
 from megatron.moevement.state.training_state import TrainingState
+from moevement_ext.recover.conversion import Conversion
 from tests.distributed.probes import training as probes
 
 _LINEAR = (
@@ -82,9 +82,8 @@ def count_weight_gradients() -> None:
     """Write down the counts of every replayed iteration by operator."""
     run = Conversion.run
 
-    def counted(
-        self: Any, loader: Any, frozen: Any, recorder: Any, restore: Any, replay: Any
-    ) -> None:
+    def counted(self: Any, trainer: Any) -> None:
+        frozen, replay = trainer.operators.frozen, trainer.replay
         parameters = {
             name: parameter
             for operator in frozen._operators.values()
@@ -103,11 +102,11 @@ def count_weight_gradients() -> None:
         weights = {parameter.data_ptr(): name for name, parameter in parameters.items()}
         replayed: list[dict[str, Any]] = []
 
-        def counting_replay(iteration: int) -> Any:
+        def counting_replay(iteration: int, following: bytes) -> Any:
             products = Products(weights)
             accumulated.clear()
             with products.watching():
-                result = replay(iteration)
+                result = replay(iteration, following)
             replayed.append(
                 {
                     'frozen': self._slot(len(replayed)).context.light,
@@ -119,7 +118,9 @@ def count_weight_gradients() -> None:
             )
             return result
 
-        run(self, loader, frozen, recorder, restore, counting_replay)
+        trainer.replay = counting_replay
+        run(self, trainer)
+        del trainer.replay
         probes.report('replayed', replayed)
 
     Conversion.run = counted  # type: ignore[method-assign]

@@ -8,9 +8,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
-from megatron.moevement.job.planning import Planner
 from megatron.moevement.state.optimizer_state import chained
 from megatron.moevement.state.training_state import TrainingState
+from moevement_ext.protect.planner import Planner
 from tests.distributed.probes import training as probes
 
 Range = tuple[int, int]
@@ -24,7 +24,7 @@ def write_inventory() -> None:
 
 
 def _look(session: Any, training: TrainingState) -> dict[str, Any]:
-    planner: Planner = session._planner
+    planner: Planner = session.job.planner
     plan = planner.schedule(0, 3, {})
     return {
         'place': {

@@ -244,7 +244,8 @@ def test_damaged_committed_window_is_replaced(
 
 _VICTIM = """
 import sys, pathlib
-from moevement_ext.memory.store import NodeStore, OwnerWindows
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import PLAN, capacity, write_slot, write_window
 windows = OwnerWindows(NodeStore(pathlib.Path(sys.argv[1]), 'run1', 'node0'), 0, 0, capacity())
 file = windows.begin(0, PLAN)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.moevement.job import protection
+from moevement_ext.protect import protection
 from megatron.moevement.seams import p2p
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.window.format import PREAMBLE_BYTES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives the planner what it needs: bytes of every operator on every rank of this rank's stage.
+"""Plans the windows of this rank's stage from the bytes of every operator on each of its ranks.
 
 Of other stages it needs little: every rank plans its own, and what all plans are computed from goes
 into the digest of the window.
@@ -7,20 +7,22 @@ into the digest of the window.
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import Any
 
 import msgspec
-import torch
 import xxhash
-from megatron.core import parallel_state
 
-from megatron.moevement.state.dp_copy import twins
-from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.capture.checkpointer import ScheduledPlan
 from moevement_ext.capture.layout import operator_bytes
-from moevement_ext.membership.exchange import Exchange
+from moevement_ext.capture.operators import Operators
+from moevement_ext.membership.place import Place
+from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.window.format import window_capacity
-from moevement_ext.memory.window.slot import FORMAT_VERSION, Record, SlotHeader, frame_bytes_bound
+from moevement_ext.memory.window.slot import (
+    FORMAT_VERSION,
+    Record,
+    SlotHeader,
+    frame_bytes_bound,
+)
 from moevement_ext.plan.byte_planner import (
     OperatorBytes,
     balanced,
@@ -54,33 +56,39 @@ class Planner:
     """Plans the windows of this rank's stage. Collective construction.
 
     Costs as much as the ranks of one stage have operators, whatever the number of stages.
+
+    Args:
+        rank: this rank.
+        operators: what it holds.
+        place: where it is in the layout.
     """
 
-    def __init__(self, training: TrainingState, exchange: Exchange, args: Any) -> None:
-        slices = training.slices
+    def __init__(self, rank: Rank, operators: Operators, place: Place) -> None:
         own = RankOperators(
-            sizes={name: (item.full_bytes, item.light_bytes) for name, item in slices.items()},
-            kinds={name: operator.kind for name, operator in training.operators.items()},
-            tied=training.tied,
+            sizes={
+                name: (item.full_bytes, item.light_bytes) for name, item in operators.slices.items()
+            },
+            kinds=dict(operators.kinds),
+            tied=list(operators.tied),
         )
         encoded = msgspec.msgpack.encode(own)
         summary = RankSummary(
-            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            stage=place.stage,
             operators=xxhash.xxh3_64_hexdigest(encoded),
-            tied=bool(training.tied),
-            family=min([args.rank, *twins(args)]),
+            tied=bool(own.tied),
+            family=min([rank.number, *place.replicas]),
         )
-        stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        members = torch.distributed.get_process_group_ranks(stage)
+        self.place = place
         self._own = own
-        self._training = training
+        self._operators_held = operators
+        self._exchange = rank.exchange
         self._members = [
             msgspec.msgpack.decode(item, type=RankOperators)
-            for item in exchange.among('operators', encoded, members, stage)
+            for item in rank.exchange.among('operators', encoded, place.members, place.group)
         ]
         self._ranks = [
             msgspec.msgpack.decode(item, type=RankSummary)
-            for item in exchange('ranks', msgspec.msgpack.encode(summary))
+            for item in rank.exchange('ranks', msgspec.msgpack.encode(summary))
         ]
         self._largest_slots: list[list[int]] = []
 
@@ -90,7 +98,7 @@ class Planner:
         return [rank.stage for rank in self._ranks]
 
     @property
-    def twins(self) -> list[list[int]]:
+    def replicas(self) -> list[list[int]]:
         """Ranks that hold the same state, by rank."""
         families: dict[int, list[int]] = {}
         for rank, summary in enumerate(self._ranks):
@@ -121,10 +129,10 @@ class Planner:
         digest = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(everything))
         return ScheduledPlan(origin, balanced(self._operators(shares), window), digest)
 
-    def compare_windows(self, longest: int, exchange: Exchange) -> None:
+    def compare_windows(self, longest: int) -> None:
         """Prepare `shortest_window`. Collective."""
         own = largest_slots(self._operators({}), longest)
-        encoded = exchange('largest-slots', msgspec.msgpack.encode(own))
+        encoded = self._exchange('largest-slots', msgspec.msgpack.encode(own))
         of_stage = dict(zip(self.stage_of, encoded, strict=True))
         self._largest_slots = [
             msgspec.msgpack.decode(item, type=list[int]) for item in of_stage.values()
@@ -149,10 +157,6 @@ class Planner:
         payload = window_bytes_bound(operators, window)[0]
         frame = frame_bytes_bound(self._largest_header(window, context_bytes))
         return window_capacity([(payload, 0), *((0, frame) for _ in range(window))])
-
-    def dense_bytes(self) -> int:
-        """Bytes of a dense capture on this rank: every operator in full."""
-        return sum(full for full, _ in self._own.sizes.values())
 
     def _operators(self, shares: Mapping[str, float]) -> list[OperatorBytes]:
         """Of this stage in capture order, with their bytes on each of its ranks."""
@@ -181,7 +185,7 @@ class Planner:
         """A header with every record of this rank, in full and light."""
         records = [
             Record(part.operator, part.tensor, part.part, 'bfloat16', part.start, part.end, 0, 0)
-            for item in self._training.slices.values()
+            for item in self._operators_held.slices.values()
             for part in (*item.full, *item.light)
         ]
         names = sum(len(name) + 5 for name in self._all_names())

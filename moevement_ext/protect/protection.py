@@ -7,28 +7,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
 
-from megatron.moevement.job.conversion import Conversion
-from megatron.moevement.job.planning import Planner
-from megatron.moevement.seams.p2p import logged_bytes_per_iteration
-from megatron.moevement.state.popularity import TokenCounter
-from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.capture.checkpointer import ScheduledPlan, SparseCheckpointer
-from moevement_ext.config import AUTO, OFF, STOP, SparseCheckpointConfig
-from moevement_ext.events import EventLog
-from moevement_ext.membership.exchange import Exchange
+from moevement_ext.capture.operators import Operators
+from moevement_ext.config import AUTO, OFF
+from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import RankIdentity, WindowName
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.byte_planner import hideable_budget
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide
+from moevement_ext.plan.replanning import PlanParameters, TokenCounter, WindowLoad, decide
 from moevement_ext.protect.persistence import PersistenceBoard
+from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner, published_plan
-from moevement_ext.recover.verification import Verification
 from moevement_ext.replicate.host_memory import GENERATIONS, HostMemory
 from moevement_ext.replicate.replicator import Replicator
 
@@ -42,16 +37,12 @@ class Protection:
     """The engine of one rank. Construction is collective.
 
     Args:
-        args: upstream's arguments.
-        config: the `--sparse-ckpt-*` flags.
-        run_id: directory name of the run.
-        rank_identity: of this rank in this run.
-        planner: plans the windows of all stages.
-        training: what is captured.
-        events: event log of the rank.
+        rank: this rank.
+        planner: plans the windows of its stage.
+        operators: what is captured.
+        tokens: counts the load of the experts.
         context_bytes: upper bound of the small state that travels with a slot.
-        exchange: with all ranks, or with what they left for a process that joins them.
-        localized: keep a log of what this stage sends.
+        logged_bytes: upper bound of what this stage logs in an iteration; 0 without a log.
 
     Raises:
         HostMemoryError: this or another rank cannot reserve its host memory.
@@ -59,38 +50,30 @@ class Protection:
 
     def __init__(
         self,
-        args: Any,
-        config: SparseCheckpointConfig,
-        run_id: str,
-        rank_identity: RankIdentity,
+        rank: Rank,
         planner: Planner,
-        training: TrainingState,
-        events: EventLog,
+        operators: Operators,
+        tokens: TokenCounter,
         context_bytes: int,
-        exchange: Exchange,
-        localized: bool,
+        logged_bytes: int,
     ) -> None:
-        self._args = args
-        self._config = config
-        self._identity = rank_identity
-        self._planner = planner
-        self._training = training
-        self._events = events
-        self._counter = TokenCounter(training.model, training.device)
+        self._rank = rank
+        self.planner = planner
+        self._operators = operators
+        self._counter = tokens
         self._tokens: dict[str, int] = {}
         self._seconds: list[float] = []
         self._windows_seen = 0
         self._slot = 0
         self._step_began = 0.0
-        if config.window == AUTO:
-            planner.compare_windows(config.longest_window, exchange)
-        capacity = planner.capacity(config.longest_window, context_bytes)
+        longest = rank.config.longest_window
+        if rank.config.window == AUTO:
+            planner.compare_windows(longest)
+        capacity = planner.capacity(longest, context_bytes)
         # A window may become persisted only when its successor is nearly complete.
-        self.log_iterations = 2 * config.longest_window + _LATE_ITERATIONS
-        per_iteration = logged_bytes_per_iteration(args, len(training.model)) if localized else 0
-        self.memory = self._reserve(run_id, capacity, self.log_iterations * per_iteration, exchange)
-        self.memory.connect(partial(exchange, 'addresses'))
-        self.verification = Verification((), {})
+        self.log_iterations = 2 * longest + _LATE_ITERATIONS
+        self.memory = self._reserve(capacity, self.log_iterations * logged_bytes)
+        self.memory.connect(partial(rank.exchange, 'addresses'))
 
     @property
     def present(self) -> PlanParameters:
@@ -100,8 +83,8 @@ class Protection:
 
     def first_plan(self, iteration: int) -> PlanParameters:
         """What a job begins with at `iteration`."""
-        window = self._config.longest_window
-        if self._config.window == AUTO:
+        window = self._rank.config.longest_window
+        if self._rank.config.window == AUTO:
             window = min(window, _FIRST_WINDOW)
         return PlanParameters(0, iteration, window, {})
 
@@ -127,27 +110,27 @@ class Protection:
         self._parameters: dict[tuple[int, str], PlanParameters] = {}
         self._reached = self.memory.peer_addresses()
         self._replicator = Replicator(
-            self._identity.rank,
+            self._rank.number,
             self.memory.peers(),
             self._replicated,
             self._degraded,
             max_windows=GENERATIONS,
         )
         self.checkpointer = SparseCheckpointer(
-            self._identity,
-            self._training.slices,
+            self._rank.identity,
+            self._operators.slices,
             self.memory.windows,
             self._replicator,
             self._schedule(present),
-            self._training.device,
-            self._events,
-            self._config.max_wait,
+            self._operators.device,
+            self._rank.events,
+            self._rank.config.max_wait,
             self._report,
         )
-        world_size = self._args.world_size
-        self._board = PersistenceBoard(store, self._identity.rank, world_size, self._persisted)
+        world_size = self._rank.world_size
+        self._board = PersistenceBoard(store, self._rank.number, world_size, self._persisted)
         self._replanner = Replanner(
-            store.clone(), self._identity.rank, world_size, present, self._decide, self._adopt
+            store.clone(), self._rank.number, world_size, present, self._decide, self._adopt
         )
 
     def forget_the_past(self) -> None:
@@ -155,15 +138,9 @@ class Protection:
         self.memory.windows.discard_after(-1)
         self._replicator.discard_after(-1)
 
-    def expect_captured(self, start: int) -> None:
-        """A recovery from the window at `start` begins: what is newer tells if it is exact."""
-        if self._config.verify != OFF:
-            captured = self.memory.captured_after(start)
-            self.verification = Verification(captured, self._training.slices)
-
-    def refused(self) -> bool:
-        """True if what was recovered differs and is not to be gone on from."""
-        return self._config.verify == STOP and bool(self.verification.result().differing)
+    def captured_after(self, start: int) -> list[SlotHeader]:
+        """What tells if a recovery from the window at `start` is exact: newer slots, if wanted."""
+        return [] if self._rank.config.verify == OFF else self.memory.captured_after(start)
 
     def stop_capturing(self) -> None:
         """Nothing reads the state of this rank any more, so that it can be loaded anew."""
@@ -174,15 +151,13 @@ class Protection:
         if self.memory.log is not None:
             self.memory.log.rewind(iteration)
 
-    def roll_back(self, conversion: Conversion) -> None:
+    def roll_back(self, name: WindowName, file: WindowFile) -> None:
         """Go on from this window, which is protected already; later ones are captured again."""
-        file = conversion.file()
-        name = conversion.window
         self.withdraw_after(name)
         self.memory.windows.persisted(*name)
         self.memory.windows.discard_after(name.start)
         self.checkpointer.roll_back(name.start)
-        self._replicate_again(name, file)
+        self.replicate_again(name, file)
 
     def begin_window(self, iteration: int) -> None:
         """Capture by the plan in force from the state after `iteration` on; all ranks do so."""
@@ -261,26 +236,22 @@ class Protection:
             self._board.stop()
         self.memory.close(remove)
 
-    def replicate_again(self, conversion: Conversion) -> None:
+    def replicate_again(self, name: WindowName, file: WindowFile) -> None:
         """Replicas of the window just recovered from may be gone with a node: offer them again."""
-        self._replicate_again(conversion.window, conversion.file())
-
-    def _replicate_again(self, name: WindowName, file: WindowFile) -> None:
         self._replicator.discard_after(name.start)
         self._replicator.persisted(*name)
         self._submit(file)
 
-    def _reserve(
-        self, run_id: str, capacity: int, log_bytes: int, exchange: Exchange
-    ) -> HostMemory:
+    def _reserve(self, capacity: int, log_bytes: int) -> HostMemory:
         """Host memory of this rank; if any rank fails at the start, all do.
 
         A process that joins a running job, perhaps on another node, does without holding replicas
         for others if that helps; it is needed more than they are.
         """
+        rank, exchange = self._rank, self._rank.exchange
         reserve = partial(
-            HostMemory, self._config, run_id, self._identity.rank, capacity, log_bytes,
-            self._training.device, self._degraded, partial(exchange, 'members'),
+            HostMemory, rank.config, rank.run_id, rank.number, capacity, log_bytes,
+            self._operators.device, self._degraded, partial(exchange, 'members'),
         )  # fmt: skip
         memory: HostMemory | None = None
         problem: HostMemoryError | None = None
@@ -292,7 +263,7 @@ class Protection:
             memory = reserve(hosts_replicas=False)
             reason = f'this rank holds no replicas for others: {problem}'
             logger.warning('sparse checkpointing: protection is reduced: %s', reason)
-            self._events.emit('protection_reduced', reason=reason)
+            rank.events.emit('protection_reduced', reason=reason)
         if exchange.all_agree('reserved', memory is not None):
             assert memory is not None
             return memory
@@ -305,7 +276,7 @@ class Protection:
             self._replicator.submit(file, slot)
 
     def _schedule(self, parameters: PlanParameters) -> ScheduledPlan:
-        schedule = self._planner.schedule(parameters.origin, parameters.window, parameters.shares)
+        schedule = self.planner.schedule(parameters.origin, parameters.window, parameters.shares)
         self._parameters[schedule.origin, schedule.digest] = parameters
         return schedule
 
@@ -319,16 +290,16 @@ class Protection:
         return decide(
             present,
             loads,
-            best_window=self._best_window if self._config.window == AUTO else None,
-            change=self._config.reorder_change,
-            fraction=self._config.reorder_fraction,
+            best_window=self._best_window if self._rank.config.window == AUTO else None,
+            change=self._rank.config.reorder_change,
+            fraction=self._rank.config.reorder_fraction,
         )
 
     def _best_window(self, iteration_s: float, bytes_per_s: float) -> int:
         """The fewest slots that hide behind an iteration, at most `--sparse-ckpt-max-window`."""
-        window = self._planner.shortest_window(hideable_budget(bytes_per_s, iteration_s))
+        window = self.planner.shortest_window(hideable_budget(bytes_per_s, iteration_s))
         if window is None:
-            window = self._config.longest_window
+            window = self._rank.config.longest_window
             logger.warning(
                 'iterations will be longer: no window of up to --sparse-ckpt-max-window %d hides '
                 'every slot; allow a longer one, or spread the state over more ranks',
@@ -339,7 +310,7 @@ class Protection:
     def _adopt(self, parameters: PlanParameters) -> None:
         """On the replanner's thread."""
         self.checkpointer.schedule_next(self._schedule(parameters))
-        self._events.emit(
+        self._rank.events.emit(
             'replanned', origin=parameters.origin, window=parameters.window,
             version=parameters.version,
         )  # fmt: skip

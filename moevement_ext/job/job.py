@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse checkpointing of one training job, from set-up to its end, seen from one rank.
+
+Set-up finds the windows of a predecessor and prepares host memory; then one of three modes runs the
+training loop: `unprotected`, `whole_job` or `localized`.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moevement_ext.config import node_name
+from moevement_ext.job.localized import Localized
+from moevement_ext.job.unprotected import Unprotected
+from moevement_ext.job.whole_job import Restart, WholeJob
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.protect.planner import Planner
+from moevement_ext.protect.protection import Protection
+from moevement_ext.recover import whole_job
+from moevement_ext.recover.localized import handovers
+from moevement_ext.recover.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+AroundUpdate = Callable[[Callable[[], None], Callable[[], None], Callable[[bool], None]], None]
+
+
+class Job:
+    """All of sparse checkpointing in this process; the training thread calls the methods.
+
+    Args:
+        rank: this rank.
+        membership: this process among the others; None where a failure restarts the whole job.
+    """
+
+    def __init__(self, rank: Rank, membership: Membership | None) -> None:
+        self.rank = rank
+        self.membership = membership
+        self.joining = membership is not None and membership.joining
+        """This process takes the place of a lost one in a running job."""
+        self.protection: Protection | None = None
+        self._restart: Restart | None = None
+        self._mode: Unprotected | WholeJob | None = None
+        rank.events.emit('worker_started')
+
+    # Set-up
+
+    def set_up(
+        self,
+        build: Callable[[bool], Trainer],
+        load_dense: Callable[[], None],
+        dense_iteration: int = -1,
+        last_iteration: int | None = None,
+    ) -> None:
+        """Build what is trained; recover from host memory where that is best. Collective.
+
+        Args:
+            build: builds it; told whether to load the newest dense checkpoint as well.
+            load_dense: loads it into what was built, after a recovery from memory proved
+                impossible.
+            dense_iteration: of that checkpoint, -1 if there is none.
+            last_iteration: at which training ends, None if that is not known yet.
+
+        Raises:
+            HostMemoryError: there are windows to recover from, or protection is demanded, but host
+                memory cannot be set up.
+        """
+        predecessor, find_s = self._find(dense_iteration, last_iteration)
+        found = predecessor is not None and bool(predecessor.candidates)
+        self.trainer = build(not (self.joining or found))
+        self.planner = Planner(self.rank, self.trainer.operators, self.trainer.place)
+        self._protect(required=self.joining or found)
+        if predecessor is not None and found:
+            self._restart = self._obtain(predecessor, find_s)
+            if self._restart is None:
+                load_dense()
+
+    def _find(
+        self, dense_iteration: int, last_iteration: int | None
+    ) -> tuple[whole_job.Predecessor | None, float]:
+        """What an earlier life of the whole job left; a joining process takes part in this one."""
+        if self.joining:
+            return None, 0.0
+        began = time.perf_counter()
+        store = NodeStore(Path(self.rank.config.dir), self.rank.run_id, node_name())
+        found = whole_job.find(store, self.rank, dense_iteration, last_iteration)
+        return found, time.perf_counter() - began
+
+    def _protect(self, required: bool) -> None:
+        """Reserve host memory and connect to the peers; without it training is unprotected.
+
+        Args:
+            required: there are windows to recover from; going on without them would lose progress.
+        """
+        trainer, config = self.trainer, self.rank.config
+        try:
+            self.protection = Protection(
+                self.rank,
+                self.planner,
+                trainer.operators,
+                trainer.tokens,
+                trainer.state_bytes(),
+                trainer.pipeline.logged_bytes if self.membership is not None else 0,
+            )
+        except HostMemoryError as error:  # on all ranks or on none
+            if required or config.strict or config.host_memory_gb is not None:
+                raise
+            self.rank.events.emit('protection_reduced', reason=str(error))
+            logger.warning('sparse checkpointing: TRAINING IS UNPROTECTED: %s', error)
+            return
+        if self.protection.memory.first_on_node():
+            print(f' sparse ckpt | {self.protection.memory.describe()} |', flush=True)
+
+    def _obtain(self, predecessor: whole_job.Predecessor, find_s: float) -> Restart | None:
+        """Fetch and verify the window to convert; go to where its replay starts."""
+        assert self.protection is not None  # it was required
+        began = time.perf_counter()
+        captured = self.protection.captured_after(predecessor.candidates[0].start)
+        check = self.trainer.operators.check
+        conversion = whole_job.obtain(self.protection.memory, predecessor, self.rank, check)
+        if conversion is None:
+            return None
+        seconds = {'find': find_s, 'obtain': time.perf_counter() - began}
+        first, last = conversion.first, conversion.last
+        self.rank.events.emit('recovery_started', start=first.iteration, dense_at=last.iteration)
+        # The data iterators are built next: training data from where the replay starts,
+        # validation data from where it ends (a replay does not evaluate).
+        self.trainer.set_counters(first.state, validation=last.state)
+        return Restart(predecessor, conversion, captured, seconds)
+
+    # Training
+
+    def train(self, run: Callable[[], Any], around_update: AroundUpdate) -> Any:
+        """The training loop, started where the window becomes dense; again after failures.
+
+        Args:
+            run: the loop; every iteration of it goes through `step`.
+            around_update: has every update of the optimizer call these: one before the first thing
+                that writes what is captured (it waits until that is allowed), one right before the
+                optimizer writes (gradients are complete then), one when it has written, told
+                whether the update was skipped.
+        """
+        self._mode = self._start()
+        if not isinstance(self._mode, Unprotected):
+            around_update(self._mode.before_update, self._mode.updating, self._mode.stepped)
+        return self._mode.train(run)
+
+    def step(self, iteration: int) -> Any:
+        """The iteration after `iteration`, after what a failure has left to do.
+
+        Returns:
+            What `Trainer.iterate` returned last, or `LOOP_ENDS`.
+        """
+        assert self._mode is not None
+        return self._mode.step(iteration)
+
+    def _start(self) -> Unprotected | WholeJob:
+        """Begin to capture, with the plan of the job this process joins or with a first one."""
+        if self.protection is None:
+            return Unprotected(self.trainer)
+        store = own_store(self.membership, self.rank)
+        if self.membership is not None and self.joining:
+            in_force = handovers(self.membership.reports)[0].plan
+            self.protection.start(
+                self.protection.agreed_plan(in_force.version, in_force.origin, store), store
+            )
+            return self._protected(self.protection)
+        if self._restart is not None:
+            self.trainer.set_counters(self._restart.conversion.last.state)
+        self.trainer.start()
+        iteration = self.trainer.iteration
+        self.protection.start(self.protection.first_plan(iteration), store)
+        if self._restart is not None:
+            conversion = self._restart.conversion
+            self.protection.replicate_again(conversion.window, conversion.file())
+        else:
+            self.protection.forget_the_past()
+        return self._protected(self.protection)
+
+    def _protected(self, protection: Protection) -> WholeJob:
+        if self.membership is None:
+            return WholeJob(self.rank, self.trainer, protection, self._restart)
+        return Localized(self.rank, self.trainer, protection, self._restart, self.membership)
+
+    def failed(self, error: Exception) -> None:
+        """The program ends with an error; if it is another rank's, all workers start again."""
+        if self._mode is not None:
+            self._mode.failed(error)
+
+    # The end
+
+    @property
+    def committed(self) -> int:
+        """Iterations committed on this rank."""
+        return self.rank.events.iteration
+
+    @property
+    def kept_in(self) -> Path | None:
+        """Where windows of this rank are, None while training is unprotected."""
+        return None if self.protection is None else self.protection.memory.store.path
+
+    def close(self, remove: bool = True) -> None:
+        """The end: stop all threads; with `remove` give the host memory back."""
+        self.rank.events.emit('finished', removed=remove)
+        if self.protection is not None:
+            self.protection.close(remove)
+        if self.membership is not None:
+            self.membership.close()
+        self.rank.events.close()
+
+
+def own_store(membership: Membership | None, rank: Rank) -> torch.distributed.Store:
+    """The launcher's store under a name of this life of the job, by a connection of its own."""
+    if membership is not None:
+        return membership.archive
+    default = torch.distributed.distributed_c10d._get_default_store()
+    life = rank.exchange('life', secrets.token_hex(8).encode())[0].decode()
+    return torch.distributed.PrefixStore(f'sparse-ckpt/{life}', default.clone())

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A protected job in which only the stages that lost a worker go back."""
+
+from collections.abc import Callable
+from typing import Any
+
+from moevement_ext.job.whole_job import Restart, WholeJob
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rank import Rank
+from moevement_ext.membership.report import NOWHERE
+from moevement_ext.protect.protection import Protection
+from moevement_ext.recover.localized import LocalizedRecovery
+from moevement_ext.recover.rank_state import RankState
+from moevement_ext.recover.trainer import Start, Trainer
+
+LOOP_ENDS = object()
+"""What a step returns when the loop is to end where it is."""
+
+
+class Localized(WholeJob):
+    """Trains with protection, through failures of other ranks. Training thread only.
+
+    Args:
+        rank: this rank.
+        trainer: its training loop.
+        protection: started.
+        restart: what this life of the job began with, None if there was nothing.
+        membership: this process among the others.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        trainer: Trainer,
+        protection: Protection,
+        restart: Restart | None,
+        membership: Membership,
+    ) -> None:
+        super().__init__(rank, trainer, protection, restart)
+        self._membership = membership
+        self._trained = False
+        self._recovery: LocalizedRecovery | None = None
+
+    def train(self, run: Callable[[], Any]) -> Any:
+        """The training loop, entered again after failures of others."""
+        self.trainer.pipeline.log_to(self.protection.memory.log)
+        self._recovery = LocalizedRecovery(
+            self.rank,
+            self._membership,
+            self.trainer,
+            self.protection,
+            self.protection.planner,
+            self._position(),
+        )
+        result = self._recovery.train(run)
+        self._trained = True
+        self.protection.drain()
+        return result
+
+    def step(self, iteration: int) -> Any:
+        """The iteration after `iteration`, after what a failure has left to do."""
+        if self.recovery.pending():
+            self.drop_conversion()
+            if not self.recovery.carry_out(self.iterate):
+                return LOOP_ENDS
+            return self.iterate(iteration)
+        return super().step(iteration)
+
+    def updating(self) -> None:
+        """The optimizer begins to write."""
+        if self.running:
+            self.recovery.updating()
+
+    def begins(self, start: Start) -> None:
+        """The iteration after `start` begins."""
+        self.recovery.begin(start)
+
+    def committed(self, start: Start) -> None:
+        """The update that leads to `start` is written."""
+        self.recovery.stepped(start)
+
+    def converted(self, start: Start) -> None:
+        """All stages are at `start`."""
+        self.recovery.converted(start)
+
+    def failed(self, error: Exception) -> None:
+        """The program has failed; if another rank died, and training is over, all start again."""
+        if self._trained and self.recovery.caused_by_others(error):
+            self.recovery.give_up('a worker died after the last iteration')
+
+    @property
+    def recovery(self) -> LocalizedRecovery:
+        """Made when training begins."""
+        assert self._recovery is not None
+        return self._recovery
+
+    def _position(self) -> RankState[Start]:
+        """What this rank has when its training loop is entered for the first time."""
+        if self._membership.joining:
+            return RankState(NOWHERE)
+        if self._restart is not None:
+            return RankState(self._restart.conversion.last.iteration)
+        iteration = self.trainer.iteration
+        return RankState(iteration, Start(iteration, self.trainer.state()))

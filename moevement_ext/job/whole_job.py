@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A protected job in which a failure restarts all workers.
+
+Windows are captured in every iteration. If this life of the job began with windows of an earlier
+one, the first iteration converts them, all stages together.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from moevement_ext.membership.rank import Rank
+from moevement_ext.membership.report import NOWHERE
+from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.protect.protection import Protection
+from moevement_ext.recover import whole_job
+from moevement_ext.recover.conversion import Conversion
+from moevement_ext.recover.log_line import conversion_line, recovered_line
+from moevement_ext.recover.trainer import Start, Trainer
+from moevement_ext.recover.verification import Verification
+
+
+@dataclass
+class Restart:
+    """What a job begins with that has windows of an earlier life."""
+
+    predecessor: whole_job.Predecessor
+    conversion: Conversion
+    captured: list[SlotHeader]
+    """Newer slots, which tell whether the recovery is exact."""
+    seconds: dict[str, float]
+    """Of each phase on this rank."""
+
+    @property
+    def catches_up_to(self) -> int:
+        """The newest iteration that was committed before, or that the window comes to."""
+        return max(self.predecessor.committed, self.conversion.last.iteration)
+
+
+class WholeJob:
+    """Trains with protection. Training thread only.
+
+    Args:
+        rank: this rank.
+        trainer: its training loop.
+        protection: started.
+        restart: what this life of the job began with, None if there was nothing.
+    """
+
+    def __init__(
+        self, rank: Rank, trainer: Trainer, protection: Protection, restart: Restart | None
+    ) -> None:
+        self.rank = rank
+        self.trainer = trainer
+        self.protection = protection
+        self._restart = restart
+        self._converting = restart is not None
+        self._catch_up_to = NOWHERE if restart is None else restart.catches_up_to
+        self._caught_up_from = 0.0
+        self._running: int | None = None
+        self._verification = Verification.of_nothing()
+        if restart is not None:
+            self._verification = Verification(restart.captured, trainer.operators.slices)
+
+    def train(self, run: Callable[[], Any]) -> Any:
+        """The training loop, started where the window becomes dense."""
+        result = run()
+        self.protection.drain()
+        return result
+
+    def step(self, iteration: int) -> Any:
+        """The iteration after `iteration`, after what is left of a recovery."""
+        if self._converting:
+            self._convert()
+        return self.iterate(iteration)
+
+    def failed(self, error: Exception) -> None:
+        """The program has failed; the launcher starts all workers again."""
+
+    # Around the update
+
+    def before_update(self) -> None:
+        """The optimizer is about to write what is captured; wait until it may."""
+        self.protection.checkpointer.before_update()
+
+    def updating(self) -> None:
+        """The optimizer begins to write."""
+
+    def stepped(self, skipped: bool) -> None:
+        """The optimizer is done; in a conversion nothing is committed by that."""
+        if self._running is None:
+            return
+        iteration = self._running + 1
+        state, entry = self.trainer.record(iteration, skipped)
+        self.protection.memory.ledger.append(entry)
+        self.rank.events.iteration = iteration
+        self._verification.check(iteration)
+        self.committed(Start(iteration, state))
+        if iteration == self._catch_up_to:
+            self._recovered()
+
+    # For subclasses
+
+    def begins(self, start: Start) -> None:
+        """The iteration after `start` begins."""
+
+    def committed(self, start: Start) -> None:
+        """The update that leads to `start` is written."""
+
+    def converted(self, start: Start) -> None:
+        """All stages are at `start`."""
+
+    @property
+    def running(self) -> bool:
+        """An iteration is run that will be committed."""
+        return self._running is not None
+
+    def drop_conversion(self) -> None:
+        """A failure cut off the conversion of all stages; what to replay was decided anew."""
+        if self._converting:
+            self._converting = False
+            self._catch_up_to = NOWHERE
+
+    def iterate(self, iteration: int) -> Any:
+        """One iteration: capture its starting point, run it, note what it committed."""
+        with self.protection.exposed():
+            state = self.trainer.begin_iteration(iteration)
+            self.begins(Start(iteration, state))
+            self.protection.begin(iteration, state)
+        self._running = iteration
+        try:
+            result = self.trainer.iterate(iteration)
+        finally:
+            self._running = None
+        with self.protection.exposed():
+            self.protection.end(iteration + 1)
+        return result
+
+    # Recovery
+
+    def _convert(self) -> None:
+        assert self._restart is not None
+        conversion = self._restart.conversion
+        conversion.run(self.trainer)
+        self._converting = False
+        first, last = conversion.first, conversion.last
+        self.converted(last)
+        self.rank.events.iteration = last.iteration
+        self._verification.check(last.iteration)
+        self._restart.seconds |= {'load': conversion.load_s, 'convert': conversion.replay_s}
+        self._caught_up_from = time.perf_counter()
+        if self.rank.number == self.rank.world_size - 1:
+            print(conversion_line(first.iteration, last.iteration), flush=True)
+        if self._catch_up_to <= last.iteration:
+            self._recovered()
+
+    def _recovered(self) -> None:
+        assert self._restart is not None
+        seconds = self._restart.seconds
+        seconds['catch_up'] = time.perf_counter() - self._caught_up_from
+        verified = self._verification.result()
+        replayed = self._catch_up_to - self._restart.conversion.first.iteration
+        self.rank.events.emit(
+            'recovered',
+            replayed=replayed,
+            **verified._asdict(),
+            seconds={name: round(value, 3) for name, value in seconds.items()},
+        )
+        print(recovered_line(self._catch_up_to, replayed, verified), flush=True)
+        if self._verification.forbids(self.rank.config.verify):
+            dense_iteration = self._restart.predecessor.dense_iteration
+            whole_job.refuse(self.protection.memory, verified, self.rank, dense_iteration)

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a rank is in the layout of the job."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Place(NamedTuple):
+    """The place of one rank."""
+
+    stage: int
+    """Of the pipeline."""
+    members: Sequence[int]
+    """All ranks of that stage, in the order of `group`."""
+    group: torch.distributed.ProcessGroup | None
+    """Of `members`; None: all ranks of the job."""
+    replicas: Sequence[int]
+    """Other ranks that hold the same state, bit for bit."""
+    interleaved: bool
+    """The rank has several stages in turn, so that the last stage sends to the first."""

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the sparse window into a dense state by replaying its iterations (paper section 3.3).
+
+Slot 0 makes group 0 active, the others are frozen; the next iteration is replayed; slot 1 makes
+group 1 active; ... after the last slot every operator is active and the state is consistent.
+"""
+
+import time
+from functools import cached_property
+from typing import NamedTuple
+
+from moevement_ext import faults
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import Bytes
+from moevement_ext.memory.window.slot import SlotContext, SlotHeader, decode_context
+from moevement_ext.recover.sources import SlotSource
+from moevement_ext.recover.trainer import Start, Trainer
+
+
+class _Slot(NamedTuple):
+    """One slot, decoded."""
+
+    header: SlotHeader
+    payload: Bytes
+    context: SlotContext
+
+    @property
+    def start(self) -> Start:
+        return Start(self.header.iteration, self.context.state)
+
+
+class Conversion:
+    """A window on its way to a dense state. Training thread only.
+
+    Args:
+        source: of its verified slots, which may still be on their way.
+    """
+
+    def __init__(self, source: SlotSource) -> None:
+        self._source = source
+        self.window = source.name
+        self.load_s = 0.0
+        self.replay_s = 0.0
+
+    @cached_property
+    def first(self) -> Start:
+        """Where the replay starts. Waits for the first slot."""
+        return self._slot(0).start
+
+    @cached_property
+    def last(self) -> Start:
+        """Where the state is dense. Waits for the last slot."""
+        return self._slot(self._source.window - 1).start
+
+    def file(self) -> WindowFile:
+        """The whole window in this rank's memory. Waits until it is there."""
+        return self._source.file()
+
+    def run(self, trainer: Trainer) -> None:
+        """Load slot after slot, replaying one iteration between each two.
+
+        Collective over the stages that convert.
+
+        Raises:
+            RefusedWindow: a slot cannot be had, or is of another model.
+        """
+        with trainer.replaying():
+            slot = self._slot(0)
+            self._load(slot, trainer)
+            for index in range(1, self._source.window):
+                following = self._slot(index)  # knows what the replayed iteration reduced
+                self._replay(slot, following, trainer)
+                self._load(following, trainer)
+                slot = following
+
+    def _load(self, slot: _Slot, trainer: Trainer) -> None:
+        began = time.perf_counter()
+        faults.at_iteration(slot.header.iteration + 1)
+        faults.point('load')
+        trainer.operators.load(slot.header, slot.payload, slot.context)
+        trainer.restore(slot.context.state)
+        self.load_s += time.perf_counter() - began
+
+    def _replay(self, slot: _Slot, following: _Slot, trainer: Trainer) -> None:
+        began = time.perf_counter()
+        trainer.operators.freeze(slot.context.light)
+        faults.point('convert')
+        trainer.replay(slot.header.iteration, following.context.state)
+        self.replay_s += time.perf_counter() - began
+
+    def _slot(self, index: int) -> _Slot:
+        header, payload = self._source.slot(index)
+        return _Slot(header, payload, decode_context(header.context))

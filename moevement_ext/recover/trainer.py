@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What recovery asks of a training loop; whoever implements this can be recovered.
+
+The engine decides what is captured, kept, fetched, replayed and when; a trainer knows how its own
+model, optimizer, data and pipeline do it. `megatron.moevement` implements it for Megatron-Core,
+`examples/pipeline_loop.py` for a loop on plain torch.
+
+*Small state* is all but tensors that an iteration starts from: random numbers, schedules, positions
+in the data, loss scales, and what the step before reduced over all ranks. It is `bytes` here; only
+the trainer reads them. The training thread calls everything.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from moevement_ext.capture.operators import Operators
+from moevement_ext.membership.place import Place
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.upstream_log.record import Direction
+from moevement_ext.plan.replanning import TokenCounter
+
+
+class Start(NamedTuple):
+    """Where an iteration starts."""
+
+    iteration: int
+    """Number of committed iterations."""
+    state: bytes
+    """The small state after them."""
+
+
+class Committed(NamedTuple):
+    """What an update that is written leaves."""
+
+    state: bytes
+    """The small state that the next iteration starts from."""
+    entry: LedgerEntry
+    """What a replay of the iteration needs that it cannot compute alone."""
+
+
+class Received(Protocol):
+    """What the stage before sent down, or the stage after sent up, in iterations gone by."""
+
+    def take(self, iteration: int, sequence: int) -> torch.Tensor:
+        """What was received as number `sequence` (from 0) of that iteration (from 1)."""
+
+
+class Pipeline(Protocol):
+    """What passes between this rank's stage and its neighbours."""
+
+    @property
+    def neighbours(self) -> Mapping[Direction, int | None]:
+        """The rank from which this one receives in each direction, None if it does not."""
+
+    @property
+    def logged_bytes(self) -> int:
+        """Upper bound of what is logged in one iteration; 0 if nothing is."""
+
+    def receives(self, entry: LedgerEntry) -> Mapping[Direction, int]:
+        """How many tensors it receives in such an iteration."""
+
+    def log_to(self, log: UpstreamLog | None) -> None:
+        """Whatever is sent is noted there from now on."""
+
+    def replaying(self, received: Mapping[Direction, Received]) -> AbstractContextManager[None]:
+        """Within it, receive from these and send nothing but into the own log."""
+
+
+class Trainer(Protocol):
+    """A training loop of one rank, as recovery sees it."""
+
+    @property
+    def place(self) -> Place:
+        """In the layout."""
+
+    @property
+    def iteration(self) -> int:
+        """Committed iterations."""
+
+    @property
+    def last_iteration(self) -> int:
+        """At which training ends."""
+
+    @property
+    def operators(self) -> Operators:
+        """The state that is captured."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """To the neighbours."""
+
+    @property
+    def tokens(self) -> TokenCounter:
+        """The load of the experts."""
+
+    # An iteration
+
+    def state(self) -> bytes:
+        """The small state now. Nothing changes by that."""
+
+    def state_bytes(self) -> int:
+        """Upper bound of the small state's size in this job."""
+
+    def begin_iteration(self, iteration: int) -> bytes:
+        """The iteration after `iteration` begins: note what it will accumulate into.
+
+        Returns:
+            The small state it starts from.
+        """
+
+    def iterate(self, iteration: int) -> Any:
+        """Run the iteration after `iteration`: forward, backward, update."""
+
+    def record(self, iteration: int, skipped: bool) -> Committed:
+        """What the update that led to `iteration` leaves; it was just written, or skipped."""
+
+    def committed(self, iteration: int) -> None:
+        """`iteration` is committed on this rank; what follows it is not done yet."""
+
+    # A replay
+
+    def replaying(self) -> AbstractContextManager[None]:
+        """Within it iterations are replayed; at its end nothing is frozen."""
+
+    def restore(self, state: bytes) -> None:
+        """Put the small state back, all of it."""
+
+    def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
+        """Iteration and samples are those of `state`.
+
+        Args:
+            validation: small state that validation data go on from; None: `state`.
+        """
+
+    def move_data(self, state: bytes) -> None:
+        """Training data go on from where `state` was."""
+
+    def replay(self, iteration: int, following: bytes) -> None:
+        """Run the iteration after `iteration`, some operators being frozen.
+
+        Args:
+            following: small state after it; what all ranks reduced together is taken from there.
+        """
+
+    def recorded(self, entry: LedgerEntry) -> AbstractContextManager[None]:
+        """Within it, what all ranks reduce together is taken from `entry`."""
+
+    def count_on(self, entry: LedgerEntry) -> None:
+        """The iteration of `entry` is replayed: go on counting from there."""
+
+    # After a failure
+
+    def leave_loop(self) -> None:
+        """Make the loop enterable again, wherever it was cut off."""
+
+    def enter_loop(
+        self, target: int, kept: bytes | None, entry: LedgerEntry | None, others: Sequence[bytes]
+    ) -> None:
+        """The loop is about to be entered at `target`, with connections that lead nowhere.
+
+        Args:
+            target: the newest committed iteration.
+            kept: the small state after it, if this rank has it.
+            entry: what the ledger has of it.
+            others: what `hand_over` returned on each survivor.
+        """
+
+    def undo_broken_iteration(self, state: bytes, began: bool) -> None:
+        """Put back what the iteration after `state` has changed before it was cut off.
+
+        Args:
+            began: it had begun; else only the small state may have changed.
+        """
+
+    def hand_over(self) -> bytes:
+        """What others need to know of this rank after a failure."""
+
+    def finish_post_step(
+        self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
+    ) -> bool:
+        """Do what not all survivors had done after `target`; False if the loop ends there.
+
+        Collective over all ranks, which are connected and at `target`.
+
+        Args:
+            others: as of `enter_loop`.
+            entry: what the ledger has of `target`.
+        """
+
+    def start(self) -> None:
+        """Set-up is over, and training begins where the counters are."""
