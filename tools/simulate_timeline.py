@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goodput over the time of a job, with its failures marked: a trace, or failures drawn at random.
 
-    tools/simulate.py timeline --trace docs/simulate-trace.csv --systems gemini,ours \\
-        --profile docs/simulate-profile.json --plot goodput.png
+    tools/simulate.py timeline --trace docs/assets/simulate-trace.csv --systems gemini,ours \\
+        --profile docs/assets/simulate-profile.json --plot goodput.png
     tools/simulate.py timeline --mtbf 900 --job-hours 6 --systems gemini,ours ...
 
 Goodput is the share of each span of time that went into iterations which were kept in the end. All

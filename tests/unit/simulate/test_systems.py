@@ -205,7 +205,7 @@ def test_missing_profile_is_named(tmp_path: Path) -> None:
         read_profile(tmp_path / 'none.json')
 
 
-@pytest.mark.parametrize('path', ['measurements/profile-cpu.json', 'simulate-profile.json'])
+@pytest.mark.parametrize('path', ['measurements/profile-cpu.json', 'assets/simulate-profile.json'])
 def test_shipped_profiles_price_every_system(path: str) -> None:
     profile = read_profile(DOCS / path)
     for name in ('none', 'checkfreq', 'gemini', 'moc', 'moetion', 'moevement', 'ours'):

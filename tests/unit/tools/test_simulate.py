@@ -13,8 +13,8 @@ import pytest
 from tools import bench_simulate, simulate
 
 ROOT = Path(__file__).resolve().parents[3]
-PROFILE = str(ROOT / 'docs' / 'simulate-profile.json')
-TRACE = str(ROOT / 'docs' / 'simulate-trace.csv')
+PROFILE = str(ROOT / 'docs' / 'assets' / 'simulate-profile.json')
+TRACE = str(ROOT / 'docs' / 'assets' / 'simulate-trace.csv')
 MOEVEMENT = (
     '--system moevement --window 6 --iteration-time 2.9 --overhead 0.06 --mtbf 600 '
     '--restart-time 0 --json'

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`docs/design.md` and the tree agree: invariants, tests, files, threads, collectives."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DESIGN = ROOT / 'docs' / 'design.md'
+PAGES = [DESIGN, *(ROOT / 'docs').glob('*.md'), *ROOT.glob('*.md'), ROOT / 'tests' / 'README.md']
+PRODUCT = ('moevement_ext', 'megatron')
+
+# Files that the pages name already; to be taken off when they are there.
+COMING = {
+    'moevement_ext/recover/trainer.py', 'moevement_ext/recover/conversion.py',
+    'moevement_ext/recover/whole_job.py', 'moevement_ext/recover/localized.py',
+    'moevement_ext/recover/stage_replay.py', 'moevement_ext/protect/lifecycle.py',
+    'moevement_ext/protect/protection.py', 'examples/own_loop.py',
+}  # fmt: skip
+
+# Collectives of ours, and when they happen; all of them outside of fault-free iterations.
+COLLECTIVES = {
+    'exchange.py': 'at the start',
+    'dp_copy.py': 'in a recovery',
+    'optimizer_state.py': 'in a recovery',
+    'ending.py': 'at the end',
+    'digest.py': 'at the end',
+}
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob('*.py'))
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    tree = ast.parse(path.read_text('utf-8'))
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def invariants() -> dict[str, str]:
+    """Text of each, by its number."""
+    found = re.findall(r'^### (I\d+) [^\n]*\n(.*?)(?=^##)', DESIGN.read_text('utf-8'), re.M | re.S)
+    return dict(found)
+
+
+def test_there_are_eight_invariants_in_order() -> None:
+    assert list(invariants()) == [f'I{number}' for number in range(1, 9)]
+
+
+def test_every_invariant_that_is_cited_is_there() -> None:
+    files = [*sources(*PRODUCT, 'tools', 'tests'), *PAGES]
+    cited = {found for path in files for found in re.findall(r'\bI\d+\b', path.read_text('utf-8'))}
+    assert len(cited) > 3
+    assert cited <= invariants().keys()
+
+
+def test_every_invariant_names_tests() -> None:
+    for number, text in invariants().items():
+        assert re.search(r'Tests?:\s+`test_', text), number
+
+
+def existing_tests() -> set[str]:
+    return {
+        node.name
+        for path in sources('tests')
+        for node in ast.walk(ast.parse(path.read_text('utf-8')))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith('test_')
+    }
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = {
+        name for page in PAGES for name in re.findall(r'`(test_\w+)`', page.read_text('utf-8'))
+    }
+    assert len(named) > 40
+    assert named <= existing_tests()
+
+
+@pytest.mark.parametrize('page', sorted(set(PAGES)), ids=lambda page: page.name)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    for code in re.findall(r'`([^`\n]+)`', page.read_text('utf-8')):
+        if re.fullmatch(r'[\w.-]+(/[\w.-]+)+/?', code) and code.split('/')[0] in top_level():
+            assert code in COMING or (ROOT / code).exists(), code
+        elif re.fullmatch(r'test_\w+\.py', code):
+            assert (ROOT / 'tests' / 'distributed' / code).exists(), code
+
+
+def top_level() -> set[str]:
+    return {path.name for path in ROOT.iterdir()} | {'examples'}
+
+
+def test_what_has_come_is_taken_off_the_list() -> None:
+    assert not {name for name in COMING if (ROOT / name).exists()}
+
+
+# ---- threads
+
+
+def thread_names() -> dict[str, str]:
+    """File by name; of a name with a number in it, the part before that."""
+    names = {}
+    for path in sources(*PRODUCT):
+        for call in calls(path):
+            if ast.unparse(call.func).split('.')[-1] in ('Thread', 'ThreadPoolExecutor'):
+                given = {k.arg: k.value for k in call.keywords}
+                name = given.get('name', given.get('thread_name_prefix'))
+                if isinstance(name, ast.JoinedStr):
+                    name = name.values[0]
+                text = name.value if isinstance(name, ast.Constant) else '(a pool without a name)'
+                names[str(text)] = path.name
+    return names
+
+
+def test_every_thread_is_in_the_table_and_no_other() -> None:
+    table = re.findall(r'^\| (?:`([\w-]+)(?:<\w+>)?`|(\(a pool[^|]*\)))', threads_section(), re.M)
+    listed = {name or pool for name, pool in table}
+    assert len(listed) > 12
+    assert listed == set(thread_names())
+
+
+def threads_section() -> str:
+    text = DESIGN.read_text('utf-8')
+    return text[text.index('## Threads') : text.index('## Epochs')]
+
+
+# ---- collectives
+
+
+def test_no_collective_of_ours_in_an_iteration() -> None:
+    """Invariant I8: those that there are happen elsewhere, see the list."""
+    found = {
+        path.name
+        for path in sources(*PRODUCT)
+        for call in calls(path)
+        if re.fullmatch(
+            r'((torch\.)?distributed\.|dist\.)?(all_reduce|all_gather\w*|all_to_all\w*|broadcast\w*|'
+            r'reduce|reduce_scatter\w*|gather\w*|scatter\w*|barrier)',
+            ast.unparse(call.func),
+        )
+    }
+    assert found == COLLECTIVES.keys()

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents say is so: flags, figures, snippets, commands, links."""
+
+import argparse
+import ast
+import importlib.util
+import inspect
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.moevement.seams import cpu_device
+
+if cpu_device.needed():
+    cpu_device.install()
+
+from megatron.moevement.arguments import add_arguments  # noqa: E402
+from megatron.moevement.attachment import Attachment  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / 'README.md'
+PAGES = sorted(
+    [
+        *ROOT.glob('*.md'),
+        *(p for f in ('docs', 'tests', 'examples') for p in (ROOT / f).rglob('*.md')),
+    ]
+)
+MOST_LINES = 180
+MOST_CHARACTERS = 100
+
+# Programs that the pages name already; to be taken off when they are there.
+COMING = {
+    'tools.bench.overhead', 'tools.bench.recovery', 'tools.bench.regroup',
+    'tools.bench.gpu_copy', 'tools.bench.simulate',
+}  # fmt: skip
+
+
+def test_what_has_come_is_taken_off_the_list() -> None:
+    assert not {module for module in COMING if importlib.util.find_spec(module)}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def section(page: Path, title: str) -> str:
+    """What stands below a heading of the second level."""
+    found = re.search(rf'^## {title}\n(.*?)(?=^## |\Z)', page.read_text('utf-8'), re.M | re.S)
+    assert found, f'{name_of(page)} has no section {title}'
+    return found[1]
+
+
+def rows(text: str) -> Iterator[list[str]]:
+    """Cells of the tables in a text, without heads."""
+    for line in re.findall(r'^\|(?! *-)(.*)\|$', text, re.M)[1:]:
+        yield [cell.strip() for cell in line.split('|')]
+
+
+# ---- flags
+
+
+def flags() -> dict[str, argparse.Action]:
+    parser = add_arguments(argparse.ArgumentParser(add_help=False))
+    return {action.option_strings[0]: action for action in parser._actions}
+
+
+def test_flag_table_has_every_flag_and_its_default() -> None:
+    table = {row[0].strip('`'): row[1] for row in rows(section(README, 'Flags'))}
+    assert table.keys() == flags().keys()
+    for flag, action in flags().items():
+        default = str(action.default).replace(f'-{os.geteuid()}', '-<uid>')
+        if action.default is None:
+            assert not re.fullmatch(r'`.*`|[\d.]+|off', table[flag]), flag
+        else:
+            assert table[flag].strip('`') == {'False': 'off'}.get(default, default), flag
+
+
+# ---- snippets
+
+
+def snippets() -> list[Any]:
+    found = [
+        pytest.param(code, id=f'{name_of(page)}-{number}')
+        for page in PAGES
+        for number, code in enumerate(
+            re.findall(r'^```python\n(.*?)^```', page.read_text('utf-8'), re.M | re.S)
+        )
+    ]
+    assert len(found) >= 2
+    return found
+
+
+@pytest.mark.parametrize('code', snippets())
+def test_snippet_compiles_and_calls_what_there_is(code: str) -> None:
+    """Its imports are carried out, and calls of what they bring held against the signatures."""
+    tree = ast.parse(code)
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names: dict[str, Any] = {}
+    exec(compile(ast.Module(imports, []), '<snippet>', 'exec'), names)
+    assert 'attach' in names
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == 'job':
+            assert hasattr(Attachment, node.attr), node.attr
+        elif isinstance(node, ast.Call):
+            called = names.get(ast.unparse(node.func))
+            if getattr(called, '__module__', '').startswith(('megatron', 'moevement_ext')):
+                given = {keyword.arg: keyword for keyword in node.keywords if keyword.arg}
+                inspect.signature(called).bind(*node.args, **given)
+
+
+# ---- figures
+
+
+def figures_in(file: Path) -> list[float]:
+    text = file.read_text('utf-8')
+    if file.suffix == '.json':
+        text = json.dumps(json.loads(text), indent=0)
+    return [float(found) for found in re.findall(r'(?<![\w.])-?\d+(?:\.\d+)?(?![\w.])', text)]
+
+
+def quoted(text: str) -> list[str]:
+    """Figures in a text; not those in code, links, words and units of range."""
+    text = re.sub(r'`[^`]*`|\]\([^)]*\)', '', text).replace(',', '')
+    return re.findall(r'(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\w)', text)
+
+
+def test_every_measured_figure_comes_from_its_file() -> None:
+    lines = re.split(r'^- ', section(README, 'Measured'), flags=re.M)[1:]
+    assert len(lines) >= 5
+    for line in lines:
+        (file,) = re.findall(r'\]\((docs/measurements/[^)]+)\)', line)
+        assert quoted(line), line
+        check_figures(quoted(line), ROOT / file)
+
+
+@pytest.mark.parametrize('title', ['Overhead', 'All workers killed', 'One worker killed'])
+def test_every_figure_of_a_table_comes_from_its_file(title: str) -> None:
+    text = section(ROOT / 'docs' / 'measured.md', title)
+    (file,) = re.findall(r'\]\((measurements/[^)]+)\)', text)
+    cells = [cell for row in rows(text) for cell in row]
+    assert len(quoted(' '.join(cells))) > 5
+    check_figures(quoted(' '.join(cells)), ROOT / 'docs' / file)
+
+
+def check_figures(figures: list[str], file: Path) -> None:
+    measured = figures_in(file)
+    for figure in figures:
+        digits = len(figure.partition('.')[2])
+        assert float(figure) in {round(value, digits) for value in measured}, (figure, file.name)
+
+
+# ---- form
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text('utf-8').splitlines()) < MOST_LINES
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name_of)
+def test_lines_are_short(page: Path) -> None:
+    """But for tables, also those that a program prints, and links."""
+    long = [
+        line
+        for line in page.read_text('utf-8').splitlines()
+        if len(line) > MOST_CHARACTERS and not line.startswith(('|', '│')) and '](' not in line
+    ]
+    assert not long
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r'\]\(([^)\s]+)\)', page.read_text('utf-8')):
+        if '://' in target:
+            continue
+        file, _, anchor = target.partition('#')
+        other = (page.parent / file).resolve() if file else page
+        assert other.exists(), target
+        if anchor:
+            assert anchor in anchors(other), target
+
+
+def anchors(page: Path) -> set[str]:
+    """As forges make them of headings."""
+    titles = re.findall(r'^#+ (.*)$', page.read_text('utf-8'), re.M)
+    return {re.sub(r'[^\w -]', '', title).lower().replace(' ', '-') for title in titles}
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name_of)
+def test_programs_are_there(page: Path) -> None:
+    text = page.read_text('utf-8')
+    for module in re.findall(r'python -m ((?:tools|tests)\.[\w.]*\w)', text):
+        assert module in COMING or importlib.util.find_spec(module), module
+    for script in re.findall(r'\bscripts/[\w.]+\w', text):
+        assert (ROOT / script).exists(), script
+    assert not re.search(r'\btools/\w+\.py\b', text), 'tools are started by python -m'
