@@ -15,7 +15,7 @@ _DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Its name in a header, e.g. ``bfloat16``."""
+    """Its name in a header, e.g. `bfloat16`."""
     return str(dtype).removeprefix('torch.')
 
 

@@ -19,7 +19,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import Candidate
+from moevement_ext.memory.window.name import Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.replicate.address import host_identity, local_host
@@ -150,24 +150,26 @@ class HostMemory:
 
     def fetch(
         self,
-        candidate: Candidate,
+        window: Window,
         holder: int,
         received: Callable[[WindowFile, SlotHeader], None],
     ) -> WindowFile:
-        """This rank's part of `candidate` from the node of rank `holder`, committed here.
+        """Fetch this rank's part of a window and commit it here. Called by any one thread.
 
         Args:
+            window: the window.
+            holder: rank whose node has it.
             received: called with every slot that has come and is undamaged, slot 0 first.
 
         Raises:
             RefusedWindow, PeerLost, PeerRefused, HostMemoryError: it could not be had there.
         """
-        file = self.windows.begin(candidate.start, candidate.plan)
+        file = self.windows.begin(window.name)
         if file is None:
             raise RefusedWindow(f'no free window file on rank {self.rank}')
         client = self._fetching = self.client(holder)
         try:
-            client.fetch_window(self.rank, candidate.start, candidate.plan, file, received)
+            client.fetch_window(self.rank, window.name, file, received)
             self.windows.commit(file)
         except BaseException:
             self.windows.abandon(file)
@@ -206,7 +208,7 @@ class HostMemory:
                 client.close()
 
     def interrupt_fetch(self) -> None:
-        """Let a `fetch` in progress on another thread end with ``PeerLost``."""
+        """Let a `fetch` in progress on another thread end with `PeerLost`."""
         client = self._fetching
         if client is not None:
             client.interrupt()

@@ -30,7 +30,7 @@ class _Fetched(NamedTuple):
 class LogReader:
     """Fetches all records of one direction from one neighbour, in order, on a background thread.
 
-    The replaying thread calls ``take``; any thread may call ``close``.
+    The replaying thread calls `take`; any thread may call `close`.
 
     Args:
         client: the neighbour; it belongs to the reader from now on, and is closed with it.
@@ -71,7 +71,7 @@ class LogReader:
             ReaderClosed: also while waiting.
             PeerLost, PeerRefused, CorruptLog: the neighbour cannot deliver it; the message names
                 it. All later takes raise the same.
-            TimeoutError: it has not come within ``timeout_s``; it may be taken again.
+            TimeoutError: it has not come within `timeout_s`; it may be taken again.
             ValueError: it is not the next in order.
         """
         key = LogKey(iteration, self._direction, sequence)
@@ -145,7 +145,7 @@ class LogReader:
 
 
 def _as_tensor(logged: LoggedTensor, data: bytearray) -> torch.Tensor:
-    """Return the tensor over the memory of ``data``, without a copy."""
+    """Return the tensor over the memory of `data`, without a copy."""
     dtype = dtype_of(logged.dtype)
     if dtype is None:
         raise CorruptLog(f'unknown dtype {logged.dtype!r}')

@@ -3,7 +3,7 @@
 upstream log of its rank.
 
 One thread accepts, one thread per connection works. Nothing here ever raises into training: what
-goes wrong is answered with ``Refused`` or ends the connection. Whoever has not proved to belong to
+goes wrong is answered with `Refused` or ends the connection. Whoever has not proved to belong to
 the job gets a thread for some seconds and 256 bytes, and only so many at a time.
 """
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.record import LogGap
+from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
@@ -34,19 +35,15 @@ from moevement_ext.replicate.protocol import (
     FetchHeaders,
     FetchLog,
     FetchWindow,
-    ListWindows,
     LogHead,
     NotYet,
-    Persisted,
     Proceed,
     PutSlot,
     Refused,
-    RemoteWindow,
     Reply,
     Request,
     SlotHead,
     WindowHead,
-    WindowList,
 )
 
 if TYPE_CHECKING:  # a holder of replicas alone needs no torch
@@ -65,7 +62,7 @@ _LOG_WAIT_SECONDS = 0.5
 
 
 class ReplicaServer:
-    """Receives replicas for ``rank`` to hold; serves the windows on its node and the rank's log.
+    """Receives replicas for `rank` to hold; serves the windows on its node and the rank's log.
 
     Args:
         store: store of this node.
@@ -117,10 +114,6 @@ class ReplicaServer:
         """Interface and port listened on."""
         host, port = self._listener.server_address[:2]
         return str(host), int(port)
-
-    def replicas(self, owner: int) -> OwnerWindows:
-        """Return the replica windows held for ``owner``."""
-        return self._inboxes[owner].windows
 
     def serve_log(self, log: 'UpstreamLog | None') -> None:
         """Serve this log from now on; None: refuse to."""
@@ -202,10 +195,9 @@ class ReplicaServer:
                 case FetchHeaders():
                     self._send_headers(connection, request)
                     return
-                case ListWindows():
-                    reply: Reply = self._list()
-                case PutSlot() | CommitWindow() | Persisted() | DiscardAfter():
-                    reply = self._inbox(request.owner).answer(connection, request, self._timeout_s)
+                case PutSlot() | CommitWindow() | DiscardAfter():
+                    inbox = self._inbox(request.owner)
+                    reply: Reply = inbox.answer(connection, request, self._timeout_s)
                 case _:
                     raise ProtocolError(f'{type(request).__name__} is not expected here')
         except _REFUSALS as refusal:
@@ -228,10 +220,6 @@ class ReplicaServer:
         if owner not in self._inboxes:
             raise ValueError(f'no replicas of rank {owner} are held here')
         return self._inboxes[owner]
-
-    def _list(self) -> WindowList:
-        found = {(window.owner, window.start, window.plan) for window in self._store.scan()}
-        return WindowList([RemoteWindow(*window) for window in sorted(found)])
 
     def _send_window(self, connection: Connection, request: FetchWindow) -> None:
         """Stream a window. Its files are never locked: a rename before the first overwritten byte
@@ -264,19 +252,20 @@ class ReplicaServer:
 
     def _open_whole(self, request: FetchWindow) -> tuple[Path, int | None, WindowFile]:
         """Return path, inode and map of the first undamaged copy on this node, whoever holds it."""
-        wanted = (request.owner, request.start, request.plan)
+        expected = Expected(owner=request.owner, name=request.window)
         refusals: list[str] = []
         for found in self._store.scan():
-            if (found.owner, found.start, found.plan) != wanted:
+            if (found.owner, found.name) != (request.owner, request.window):
                 continue
             inode = _inode(found.path)
             try:
                 file = WindowFile.open(found.path)
-                file.verify(None, None, *wanted)
+                file.verify(expected)
                 return found.path, inode, file
             except RefusedWindow as refusal:
                 refusals.append(str(refusal))
-        raise RefusedWindow('; '.join(refusals) or f'window {wanted} is not on this node')
+        missing = f'window {request.window} of rank {request.owner} is not on this node'
+        raise RefusedWindow('; '.join(refusals) or missing)
 
 
 class _Inbox:
@@ -291,17 +280,17 @@ class _Inbox:
     def answer(
         self,
         connection: Connection,
-        request: PutSlot | CommitWindow | Persisted | DiscardAfter,
+        request: PutSlot | CommitWindow | DiscardAfter,
         timeout_s: float,
     ) -> Reply:
-        """Do what the owner asks; raises ``RefusedWindow`` or ``ValueError`` for a refusal."""
+        """Do what the owner asks; raises `RefusedWindow` or `ValueError` for a refusal."""
         with self._admitted(connection, timeout_s):
             return self._dispatch(connection, request, timeout_s)
 
     def headers_after(
         self, connection: Connection, start: int, timeout_s: float
     ) -> list[SlotHeader]:
-        """Headers of what was received of windows after ``start``; errors as of ``answer``."""
+        """Headers of what was received of windows after `start`; errors as of `answer`."""
         with self._admitted(connection, timeout_s):
             return self.windows.headers_after(start)
 
@@ -324,16 +313,14 @@ class _Inbox:
     def _dispatch(
         self,
         connection: Connection,
-        request: PutSlot | CommitWindow | Persisted | DiscardAfter,
+        request: PutSlot | CommitWindow | DiscardAfter,
         timeout_s: float,
     ) -> Reply:
         match request:
             case PutSlot():
                 return self._put(connection, request, timeout_s)
             case CommitWindow():
-                self._commit(WindowName(request.start, request.plan), request.owner)
-            case Persisted():
-                self.windows.persisted(request.start, request.plan)
+                self._commit(request.window)
             case DiscardAfter():
                 self.windows.discard_after(request.start)
                 self._forget_discarded(request.start)
@@ -341,16 +328,15 @@ class _Inbox:
 
     def _put(self, connection: Connection, request: PutSlot, timeout_s: float) -> Reply:
         if request.persisted is not None:
-            self.windows.persisted(*request.persisted)
-        name = WindowName(request.start, request.plan)
-        file = self._file_for(name)
+            self.windows.persisted(request.persisted)
+        file = self._file_for(request.window)
         if request.slot in file.slots():
             if frame_checksum(file.slot_blob(request.slot).frame) == request.frame_checksum:
                 return Ack()
             if file is not self._receiving:
-                raise ValueError(f'committed window {name.start}-{name.plan} has other content')
+                raise ValueError(f'committed window {request.window} has other content')
             self._abandon()  # left from an attempt the owner has given up
-            file = self._file_for(name)
+            file = self._file_for(request.window)
         file.reserve_slot(request.slot, request.payload_bytes)  # refuse before bytes are sent
         nbytes = request.payload_bytes + request.frame_bytes
         connection.set_deadline(timeout_s, nbytes)
@@ -361,35 +347,35 @@ class _Inbox:
         return Ack()
 
     def _file_for(self, name: WindowName) -> WindowFile:
-        """Return the committed window of this name, or the one being received, begun if need be."""
-        committed = self.windows.file(*name)
+        """The committed window of this name, or the one being received, begun if need be."""
+        committed = self.windows.file(name)
         if committed is not None:
             return committed
         if self._receiving is not None and self._receiving.name != name:
             self._abandon()
         if self._receiving is None:
-            self._receiving = self.windows.begin(*name)
+            self._receiving = self.windows.begin(name)
         if self._receiving is None:
             raise ValueError(
-                f'no free file for window {name.start}-{name.plan} of rank {self.windows.owner}: '
+                f'no free file for window {name} of rank {self.windows.owner}: '
                 f'all hold windows not known to be outdated '
                 f'(newest persisted: {self.windows.newest_persisted})'
             )
         return self._receiving
 
-    def _commit(self, name: WindowName, owner: int) -> None:
-        if self.windows.file(*name) is None:
+    def _commit(self, name: WindowName) -> None:
+        if self.windows.file(name) is None:
             file = self._receiving
             if file is None or file.name != name:
-                raise ValueError(f'window {name.start}-{name.plan} was not received here')
+                raise ValueError(f'window {name} was not received here')
             try:
-                file.verify(None, None, owner, *name)
+                file.verify(Expected(owner=self.windows.owner, name=name))
                 self.windows.commit(file)
             except RefusedWindow:
                 self._abandon()  # the owner sends it again from the first slot
                 raise
             self._receiving = None
-        self.windows.announce(*name)  # the acknowledgement lets the owner rely on it
+        self.windows.announce(name)  # the acknowledgement lets the owner rely on it
 
     def _abandon(self) -> None:
         if self._receiving is not None:

@@ -17,8 +17,8 @@ from megatron.moevement.state.global_scalars import ScalarRecorder
 from megatron.moevement.state.iteration_state import IterationState
 from megatron.moevement.state.slices import SlotLoader
 from moevement_ext import faults
+from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.format import Bytes
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader, decode_context
 from moevement_ext.recover.sources import SlotSource
 

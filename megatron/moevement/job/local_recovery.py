@@ -41,7 +41,7 @@ from moevement_ext.membership.membership import Membership, lost_peer
 from moevement_ext.membership.rendezvous import EpochBroken
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.window.name import Candidate, RankIdentity, WindowName
+from moevement_ext.memory.window.name import RankIdentity, Window
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.recover.rank_state import RankState, Running
 from moevement_ext.recover.verdict import Localized, WholeJob, decide
@@ -138,7 +138,7 @@ class LocalRecovery:
         )
         self._rank = rank_state
         self._operations = operations
-        self._refused: list[Candidate] = []
+        self._refused: list[Window] = []
         self._phases = Phases()
         self._first_iteration = False
 
@@ -229,7 +229,7 @@ class LocalRecovery:
             # Before anybody reads this log, or counts what is captured anew: a stage that replays,
             # too, waits for what is sent anew, and its windows count when it has them again.
             self._protection.rewind_log(verdict.window.start)
-            self._protection.withdraw_after(WindowName(verdict.window.start, verdict.window.plan))
+            self._protection.withdraw_after(verdict.window.name)
         self._exchange_addresses(verdict)
         self._phases.respawn += time.perf_counter() - began
         if self._args.rank in verdict.ranks:

@@ -179,7 +179,7 @@ class Protection:
         file = conversion.file()
         name = conversion.window
         self.withdraw_after(name)
-        self.memory.windows.persisted(*name)
+        self.memory.windows.persisted(name)
         self.memory.windows.discard_after(name.start)
         self.checkpointer.roll_back(name.start)
         self._replicate_again(name, file)
@@ -208,8 +208,8 @@ class Protection:
         self._reached = self.memory.peer_addresses()
         self._replicator.set_peers(self.memory.peers())
         for window in reversed(self.memory.windows.committed()):
-            file = self.memory.windows.file(window.start, window.plan)
-            if file is not None and window.start <= newest:
+            file = self.memory.windows.file(window.name)
+            if file is not None and window.name.start <= newest:
                 self._submit(file)
 
     @contextmanager
@@ -267,7 +267,7 @@ class Protection:
 
     def _replicate_again(self, name: WindowName, file: WindowFile) -> None:
         self._replicator.discard_after(name.start)
-        self._replicator.persisted(*name)
+        self._replicator.persisted(name)
         self._submit(file)
 
     def _reserve(
@@ -344,8 +344,8 @@ class Protection:
             version=parameters.version,
         )  # fmt: skip
 
-    def _replicated(self, start: int, plan: str) -> None:
-        self.checkpointer.replicated(start, plan)
+    def _replicated(self, window: WindowName) -> None:
+        self.checkpointer.replicated(window)
 
     def _persisted(self, window: WindowName) -> None:
         self.checkpointer.persisted(window)

@@ -378,25 +378,19 @@ class Session:
         what to log are through; a failure in those must not undo the iteration.
         """
         assert self._protection is not None
-        training = self._training
         num_microbatches = get_num_microbatches()
         samples = self._args.data_parallel_size * self._args.micro_batch_size * num_microbatches
         state = self._state(iteration, self._recorder.peek())
         state.consumed_train_samples += samples
         state.floating_point_operations = self._operations.at(state.consumed_train_samples)
         state.scheduler_steps += 0 if skipped else samples
-        group = training.optimizer.param_groups[0]
         self._protection.memory.ledger.append(
             LedgerEntry(
                 iteration=iteration,
                 grad_norms=state.scalars.grad_norms,
                 overflows=state.scalars.overflows,
-                skipped=skipped,
                 num_microbatches=num_microbatches,
                 consumed_samples=state.consumed_train_samples,
-                scheduler_steps=state.scheduler_steps,
-                learning_rate=group['lr'],
-                weight_decay=group['weight_decay'],
                 num_tokens=state.scalars.num_tokens,
             )
         )

@@ -28,7 +28,7 @@ from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction
-from moevement_ext.memory.window.name import Candidate, HeldWindow, RankIdentity
+from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.sources import ArrivingWindow
@@ -214,7 +214,7 @@ class StageReplay:
 
     @contextmanager
     def _arriving(
-        self, window: Candidate, inventories: Sequence[Sequence[HeldWindow]]
+        self, window: Window, inventories: Sequence[Sequence[HeldWindow]]
     ) -> Iterator[ArrivingWindow]:
         """This rank's part of the window, converted while the rest of it is on its way."""
         memory = self._protection.memory

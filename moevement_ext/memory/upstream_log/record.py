@@ -2,13 +2,12 @@
 """What the upstream log keeps, how it is asked for, and why it may have to decline."""
 
 from enum import StrEnum
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from moevement_ext.errors import SparseCheckpointError
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
+from moevement_ext.memory.window.name import Count
 
 
 class Direction(StrEnum):
@@ -23,7 +22,7 @@ class Direction(StrEnum):
 class LogKey(NamedTuple):
     """Names one tensor that was sent.
 
-    ``sequence`` counts, from 0, the tensors sent in this direction within the iteration. Sender and
+    `sequence` counts, from 0, the tensors sent in this direction within the iteration. Sender and
     receiver follow one schedule and tensors arrive in the order in which they were sent, so the
     sequence alone identifies micro-batch and virtual chunk.
     """
@@ -33,7 +32,7 @@ class LogKey(NamedTuple):
     sequence: int
 
     def __str__(self) -> str:
-        """Return the words used in messages."""
+        """Words for messages."""
         return f'tensor {self.sequence} sent {self.direction} in iteration {self.iteration}'
 
 
@@ -41,7 +40,7 @@ class LoggedTensor(msgspec.Struct, frozen=True, array_like=True):
     """What makes a tensor again of the bytes of a record."""
 
     dtype: str
-    """``bfloat16``, ``float32``, ``int64``, ..."""
+    """`bfloat16`, `float32`, `int64`, ..."""
     shape: tuple[Count, ...]
     nbytes: Count
     checksum: Count

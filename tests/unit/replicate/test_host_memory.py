@@ -11,25 +11,26 @@ from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.upstream_log.record import Direction, LogKey
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import Candidate, HeldWindow
+from moevement_ext.memory.window.name import HeldWindow, Window
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import failure_domains
 from moevement_ext.replicate.host_memory import HostMemory, Member
 from tests.unit.memory.samples import (
-    PLAN,
     RUN,
     SECRET,
     TOPOLOGY,
     WINDOW,
     capacity,
     digest,
+    named,
     tmpfs_directory,
     write_window,
 )
+from tests.unit.replicate.peers import put_window
 
 NODES = ('node-a', 'node-b')
-CANDIDATE = Candidate(0, WINDOW, PLAN)
+CANDIDATE = Window(named(0), WINDOW)
 LOG_BYTES = 2**16
 CPU = torch.device('cpu')
 
@@ -66,7 +67,7 @@ class Job:
             memory.connect(lambda own: addresses)
 
     def commit(self, rank: int, start: int = 0) -> WindowFile:
-        file = self.ranks[rank].windows.begin(start, PLAN)
+        file = self.ranks[rank].windows.begin(named(start))
         assert file is not None
         write_window(file, rank)
         self.ranks[rank].windows.commit(file)
@@ -96,20 +97,20 @@ def test_each_holds_the_replicas_of_the_other(job: Job) -> None:
 def test_lost_window_is_fetched_from_its_holder(job: Job) -> None:
     file = job.commit(0)
     expected = digest(file.path)
-    job.ranks[0].peers()[1].put_window(0, file)
-    job.ranks[0].windows.discard(0, PLAN)
+    put_window(job.ranks[0].peers()[1], file)
+    job.ranks[0].windows.discard(named(0))
     arrived: list[int] = []
     fetched = job.ranks[0].fetch(CANDIDATE, 1, lambda file, header: arrived.append(header.slot))
     assert arrived == list(range(WINDOW))
     assert digest(fetched.path) == expected
-    assert job.ranks[0].windows.file(0, PLAN) is fetched
+    assert job.ranks[0].windows.file(named(0)) is fetched
 
 
 def test_fetch_that_fails_leaves_its_file_free(job: Job) -> None:
     for _ in range(4):
         with pytest.raises(PeerRefused, match='not on this node'):
             job.ranks[0].fetch(CANDIDATE, 1, lambda file, header: None)
-    assert job.commit(0).name == (0, PLAN)
+    assert job.commit(0).name == named(0)
 
 
 def test_inventory_leaves_out_what_is_foreign_or_damaged(job: Job) -> None:
@@ -249,7 +250,7 @@ def test_each_life_of_the_job_has_a_secret_of_its_own_made_by_rank_0(
     for life in range(2):
         memory = HostMemory(config, 'run1', 0, capacity(), 0, CPU, pytest.fail, exchange)
         client = ReplicaClient(memory.server.address, drawn[life][0].secret, 20.0)
-        assert client.list_windows() == []
+        assert client.fetch_headers(1, 0) == []
         client.close()
         memory.close(remove=True)
     secrets = {members[0].secret for members in drawn}
