@@ -34,8 +34,10 @@ from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice, operator_bytes
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.pinning import payload_tensor
+from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import window_capacity
+from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader, frame_bytes_bound
 from moevement_ext.plan.byte_planner import (
     InfeasiblePlan,
@@ -194,7 +196,7 @@ class Window:
 
     def begin(self) -> None:
         """Forget all slots."""
-        self.file.begin(0, _NAME)
+        self.file.begin(WindowName(0, _NAME))
 
     def capture(self, slot: int, copier: Copier) -> None:
         """Begin to capture one slot."""
@@ -209,7 +211,7 @@ class Window:
 
     def contents_are(self, values: Sequence[int]) -> bool:
         """Whether slot i is whole and holds nothing but the i-th value."""
-        headers = self.file.verify()
+        headers = self.file.verify(Expected())
         return all(
             _filled_with(torch.from_numpy(self.file.payload(header.slot)), header, value)
             for header, value in zip(headers, values, strict=True)

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class ScheduledPlan(NamedTuple):
     """A plan and the iteration whose state is the first captured under it.
 
-    Windows begin at `origin`, `origin + W`, ... on every rank, so that ranks which learn of a plan
+    Windows begin at `origin`, `origin + W`, ... on every rank, so that ranks which hear of a plan
     late fall into step at the next boundary. `digest` covers the plans of all stages: windows of
     ranks that plan differently never count as one.
     """
@@ -44,19 +44,20 @@ class ScheduledPlan(NamedTuple):
 
 @dataclass
 class CaptureStatistics:
-    """What the log line and the metrics report; written by the training and sealing threads."""
+    """Figures of the log line and the metrics; no two threads write the same, but `failures`."""
 
     exposed_s: float = 0.0
     """Seconds the training thread spent on sparse checkpointing, waits included."""
     iterations: int = 0
+    """Iterations that came to their update."""
     slot_bytes: int = 0
-    copy_bytes: int = 0
-    copy_s: float = 0.0
+    """Payload of the newest slot."""
     skipped_windows: int = 0
+    """Windows for which there was no free file."""
     failures: int = 0
+    """How often protection was reduced."""
     persisted: int | None = None
-    committed: int | None = None
-    reasons: list[str] = field(default_factory=list)
+    """Start of the newest window that every rank and its holders have."""
 
 
 @dataclass(eq=False)
@@ -65,15 +66,15 @@ class _Writing:
 
     file: WindowFile
     name: WindowName
-    window: int
+    length: int
     started: int = 0
     unsealed: int = 0
     given_up: bool = False
 
     @property
     def complete(self) -> bool:
-        """All slots were started; the last ones may still be on their way."""
-        return self.started == self.window
+        """True when all slots were started; the last ones may still be on their way."""
+        return self.started == self.length
 
 
 class SparseCheckpointer:
@@ -84,7 +85,7 @@ class SparseCheckpointer:
     protection is reduced, reported and counted (invariant I6).
 
     Args:
-        identity: of this rank in this run.
+        identity: run, layout and rank, stamped on every slot.
         operators: slices of every operator on this rank.
         windows: the window files of this rank.
         replicator: sends sealed slots to the peers; `on_window_replicated` of it must lead to
@@ -134,7 +135,7 @@ class SparseCheckpointer:
         return self._schedule
 
     def schedule_next(self, schedule: ScheduledPlan) -> None:
-        """Change to another plan at its origin. Called on any thread."""
+        """Change to another plan at its origin. Called by any thread."""
         with self._lock:
             self._upcoming.append(schedule)
 
@@ -180,7 +181,10 @@ class SparseCheckpointer:
         self._release_given_up()
 
     def roll_back(self, start: int) -> None:
-        """Capture again from the window after the one that began at `start`. Training thread."""
+        """Capture again from the window after the one that began at `start`.
+
+        Called by the training thread.
+        """
         self._captured = start
 
     def before_update(self) -> None:
@@ -189,24 +193,24 @@ class SparseCheckpointer:
         self.statistics.iterations += 1
 
     def copy_bytes_per_s(self) -> float | None:
-        """Measured rate of the copies to host memory; None before the first."""
+        """Measured rate of the copies to host memory, bytes/s; None before the first."""
         return self._copier.bytes_per_s()
 
-    def replicated(self, start: int, plan: str) -> None:
-        """All peers hold this window. Called by the replicator's thread."""
-        self._windows.announce(start, plan)
-        self._report(WindowName(start, plan))
+    def replicated(self, window: WindowName) -> None:
+        """Report a window that all peers hold. Called by the replicator's thread."""
+        self._windows.announce(window)
+        self._report(window)
 
     def persisted(self, window: WindowName) -> None:
-        """Every rank and its holders have this window. Called by the board's thread."""
-        self._windows.persisted(*window)
-        self._replicator.persisted(*window)
+        """Note that every rank and its holders have a window. Called by the board's thread."""
+        self._windows.persisted(window)
+        self._replicator.persisted(window)
         self.statistics.persisted = window.start
         self._freed.set()
         self._events.emit('window_persisted', start=window.start, plan=window.plan)
 
     def degraded(self, reason: str) -> None:
-        """Note that protection is reduced. Called on any thread."""
+        """Note that protection is reduced. Called by any thread."""
         logger.warning('sparse checkpointing: protection is reduced: %s', reason)
         self.statistics.failures += 1
         self._events.emit('protection_reduced', reason=reason)
@@ -235,7 +239,7 @@ class SparseCheckpointer:
             self._window = None
             self._adopt(max(due, key=lambda schedule: schedule.origin))
 
-    def _give_up(self, window: '_Writing') -> None:
+    def _give_up(self, window: _Writing) -> None:
         """Drop a window that nobody relies on; its file is reused once its seals have run."""
         with self._lock:
             if not window.given_up:
@@ -247,31 +251,31 @@ class SparseCheckpointer:
             idle = [window for window in self._given_up if window.unsealed == 0]
             self._given_up = [window for window in self._given_up if window.unsealed]
         for window in idle:
-            self._replicator.abandon(*window.name)
+            self._replicator.abandon(window.name)
             try:
                 self._windows.abandon(window.file)
             except Exception as error:
                 self.degraded(f'{window.file.path} cannot be reused: {error}')
 
-    def _open(self, iteration: int) -> '_Writing | None':
-        """A file for the window that begins now, waiting for one at most `max_wait_s`.
+    def _open(self, iteration: int) -> _Writing | None:
+        """Take a file for the window that begins now, waiting for one at most `max_wait_s`.
 
         After one wait in vain there are no more, until a window is persisted again.
         """
-        digest = self._schedule.digest
-        if self._windows.file(iteration, digest) is not None:
+        name = WindowName(iteration, self._schedule.digest)
+        if self._windows.file(name) is not None:
             return None  # the window just recovered from; it is protected already
         began = time.perf_counter()
         patience_s = 0.0 if self._stalled and not self._freed.is_set() else self._max_wait_s
         try:
             self._freed.clear()
-            file = self._windows.begin(iteration, digest)
+            file = self._windows.begin(name)
             while file is None:
                 remaining = patience_s - (time.perf_counter() - began)
                 if remaining <= 0 or not self._freed.wait(remaining):
                     break
                 self._freed.clear()
-                file = self._windows.begin(iteration, digest)
+                file = self._windows.begin(name)
         except Exception as error:
             self.degraded(f'window {iteration} cannot be opened: {error}')
             return None
@@ -282,9 +286,9 @@ class SparseCheckpointer:
                 f'window {iteration} is skipped: earlier windows are not persisted on every rank'
             )
             return None
-        return _Writing(file, WindowName(iteration, digest), self._schedule.plan.window)
+        return _Writing(file, name, self._schedule.plan.window)
 
-    def _capture(self, window: '_Writing', slot: int, iteration: int, state: bytes) -> None:
+    def _capture(self, window: _Writing, slot: int, iteration: int, state: bytes) -> None:
         layout = self._layouts[slot]
         payload = payload_tensor(window.file, window.file.reserve_slot(slot, layout.payload_bytes))
         context = SlotContext(list(layout.full), list(layout.light), state)
@@ -313,27 +317,26 @@ class SparseCheckpointer:
             on_error=lambda error: self._ended(window, error),
         )
 
-    def _seal(self, window: '_Writing', header: SlotHeader) -> None:
-        """On the sealing thread, when all copies of a slot have arrived."""
+    def _seal(self, window: _Writing, header: SlotHeader) -> None:
+        """Seal a slot, all copies of which have arrived. Called on the sealing thread."""
         faults.point('seal')
         if not window.given_up:
             window.file.seal_slot(header)
             if header.slot == header.window - 1:
                 self._windows.commit(window.file)
-                self.statistics.committed = header.start
                 self._events.emit('window_committed', start=header.start, plan=header.plan)
             faults.point('replicate')
             self._replicator.submit(window.file, header.slot)
         self._ended(window)
 
-    def _ended(self, window: '_Writing', error: Exception | None = None) -> None:
-        """A slot is sealed, or failed. Called on the worker threads."""
+    def _ended(self, window: _Writing, error: Exception | None = None) -> None:
+        """Note that a slot is sealed, or failed. Called on the worker threads."""
         if error is not None:
             self._failed(window, error)
         with self._lock:
             window.unsealed -= 1
 
-    def _failed(self, window: '_Writing', error: Exception) -> None:
-        """A capture failed: drop its window, keep the persisted one, train on."""
+    def _failed(self, window: _Writing, error: Exception) -> None:
+        """Drop the window of a failed capture, keep the persisted one, train on."""
         self._give_up(window)
         self.degraded(f'window {window.name.start}: {type(error).__name__}: {error}')

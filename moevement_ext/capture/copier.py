@@ -72,7 +72,7 @@ class Copier:
         return time.perf_counter() - began
 
     def bytes_per_s(self) -> float | None:
-        """Measured rate of all copies so far; None before the first."""
+        """Measured rate of all copies so far, bytes/s; None before the first."""
         return self._copied_bytes / self._copy_s if self._copied_bytes and self._copy_s else None
 
     def drain(self) -> None:
@@ -116,7 +116,7 @@ class Copier:
     def _copy_on_stream(
         self, copies: Sequence[Copy], ready: torch.cuda.Event
     ) -> Callable[[], None]:
-        """Issue the copies; returns what waits for them to arrive, on the sealing thread."""
+        """Issue the copies; what is returned waits for them to arrive, on the sealing thread."""
         began = torch.cuda.Event(enable_timing=True)
         copied = torch.cuda.Event(enable_timing=True)
         # The sources outlive the copies (parameters and optimizer state), so the allocator needs

@@ -31,7 +31,7 @@ class TensorSlice:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the slice in bytes."""
         return self.source.numel() * self.source.element_size()
 
 
@@ -43,12 +43,12 @@ class OperatorSlices(NamedTuple):
 
     @property
     def full_bytes(self) -> int:
-        """Bytes in a slot, alignment included."""
+        """Bytes in a slot that holds the operator in full, alignment included."""
         return sum(align_up(item.nbytes) for item in self.full)
 
     @property
     def light_bytes(self) -> int:
-        """Bytes in a slot, alignment included."""
+        """Bytes in a slot that holds its compute weights only, alignment included."""
         return sum(align_up(item.nbytes) for item in self.light)
 
 
@@ -60,12 +60,18 @@ class Copy(NamedTuple):
 
 
 class SlotLayout:
-    """The places of all tensors of one slot.
+    """Places of all tensors of one slot.
 
     Args:
         plan: the window's plan.
         slot: index of the slot.
         operators: slices by operator; operators that this rank holds nothing of may be missing.
+
+    Attributes:
+        full: operators captured in full.
+        light: operators of which the compute weights alone are captured.
+        records: where each slice goes, in the order of the payload.
+        payload_bytes: size of the payload.
     """
 
     def __init__(
@@ -80,18 +86,17 @@ class SlotLayout:
         self.records: list[Record] = []
         offset = 0
         for item in self._slices:
-            dtype = dtype_name(item.source.dtype)
-            self.records.append(
-                Record(
-                    item.operator, item.tensor, item.part, dtype, item.start, item.end,
-                    offset, item.nbytes,
-                )
-            )  # fmt: skip
+            self.records.append(_record(item, offset))
             offset += align_up(item.nbytes)
         self.payload_bytes = offset
 
     def copies(self, payload: torch.Tensor, volatile: bool) -> list[Copy]:
-        """The copies of the volatile, or of the other, slices into `payload` (flat uint8)."""
+        """Copies of the volatile, or of the other, slices into the payload of a slot.
+
+        Args:
+            payload: uint8, shape [payload_bytes].
+            volatile: which of the two.
+        """
         return [
             Copy(
                 payload[record.offset : record.offset + record.nbytes].view(item.source.dtype),
@@ -102,10 +107,28 @@ class SlotLayout:
         ]
 
 
+def _record(item: TensorSlice, offset: int) -> Record:
+    return Record(
+        operator=item.operator,
+        tensor=item.tensor,
+        part=item.part,
+        dtype=dtype_name(item.source.dtype),
+        start=item.start,
+        end=item.end,
+        offset=offset,
+        nbytes=item.nbytes,
+    )
+
+
 def operator_bytes(
     names: Sequence[str], ranks: Sequence[Mapping[str, tuple[int, int]]]
 ) -> list[OperatorBytes]:
-    """Planner input from each rank's {operator: (full, light)} bytes, in the order of `names`."""
+    """Sizes of all operators, as the planner takes them.
+
+    Args:
+        names: operators, in the order of the result.
+        ranks: for each rank of the stage, full and light bytes by operator.
+    """
     return [
         OperatorBytes(
             name,

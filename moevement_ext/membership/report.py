@@ -4,7 +4,7 @@
 import msgspec
 
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.window.name import Candidate, HeldWindow
+from moevement_ext.memory.window.name import HeldWindow, Window
 
 NOWHERE = -1
 """In place of an iteration: none."""
@@ -27,7 +27,7 @@ class Report(msgspec.Struct, frozen=True):
     """Iteration whose whole state it has in memory; `NOWHERE`: none, or torn in an update."""
     first_logged: int = NOWHERE
     """Oldest iteration of which its log has everything; `NOWHERE`: it logs nothing."""
-    refused: list[Candidate] = []
+    refused: list[Window] = []
     """Windows that turned out to be damaged beyond repair."""
     address: tuple[str, int] | None = None
     """Where its replica server listens; None until it has one."""

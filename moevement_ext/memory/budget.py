@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much host memory a node will need, checked before iteration 1 (invariant I5)."""
 
-import errno
 import os
 import shutil
 from collections.abc import Mapping
@@ -13,7 +12,11 @@ from moevement_ext.errors import SparseCheckpointError
 
 GIB = 2**30
 
-_NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+NO_SPACE_REMEDY = (
+    'Remove what earlier runs left there, mount a larger tmpfs (mount -o remount,size=...), '
+    'choose another directory, or hold fewer replicas.'
+)
+"""What to do when the file system of the windows is full."""
 
 
 class HostMemoryError(SparseCheckpointError):
@@ -49,7 +52,7 @@ class HostMemoryPlan:
         self.ranks = dict(ranks)
 
     def by_kind(self) -> dict[str, int]:
-        """Return the bytes of the node by kind."""
+        """Bytes of the node by kind."""
         kinds = RankMemory.__struct_fields__
         return {kind: sum(getattr(rank, kind) for rank in self.ranks.values()) for kind in kinds}
 
@@ -59,7 +62,7 @@ class HostMemoryPlan:
         return sum(rank.total for rank in self.ranks.values())
 
     def describe(self) -> str:
-        """Return one line for the log: the node's total, by kind, and the largest rank."""
+        """One line for the log: the node's total, by kind, and the largest rank."""
         kinds = ', '.join(
             f'{kind.replace("_", " ")} {gib(size)}' for kind, size in self.by_kind().items()
         )
@@ -73,7 +76,7 @@ class HostMemoryPlan:
         """Refuse a plan that does not fit, before anything is allocated.
 
         Args:
-            budget_gb: ``--sparse-ckpt-host-memory-gb``, GiB for the whole node; None: no limit but
+            budget_gb: `--sparse-ckpt-host-memory-gb`, GiB for the whole node; None: no limit but
                 the file system's.
             directory: directory of this run on this node. Space that files in it already reserve
                 (left by an earlier process of the run, to be adopted) is not needed again.
@@ -94,30 +97,24 @@ class HostMemoryPlan:
             raise HostMemoryError(
                 f'{self.describe()}: {directory} needs {gib(missing)} more '
                 f'({gib(adopted)} already reserved there) but only {gib(free)} are free. '
-                f'{_REMEDY}'
+                f'{NO_SPACE_REMEDY}'
             )
 
 
-_REMEDY = (
-    'Remove what earlier runs left there, mount a larger tmpfs (mount -o remount,size=...), '
-    'choose another directory, or hold fewer replicas.'
-)
-
-
 def gib(nbytes: int) -> str:
-    """Return a size for people, e.g. ``1.50 GiB``."""
+    """Size in bytes as people read it, e.g. `1.50 GiB`."""
     return f'{nbytes / GIB:.2f} GiB' if abs(nbytes) >= GIB // 100 else f'{nbytes} bytes'
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the free bytes of the file system that has, or will have, ``directory``."""
+    """Free bytes of the file system that has, or will have, `directory`."""
     while not directory.exists():
         directory = directory.parent
     return shutil.disk_usage(directory).free
 
 
 def reserved_bytes(directory: Path) -> int:
-    """Return the bytes that files below ``directory`` occupy now (0 if there is none)."""
+    """Bytes that files below `directory` occupy now (0 if there is none)."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -126,31 +123,3 @@ def reserved_bytes(directory: Path) -> int:
             except OSError:
                 continue  # another rank is recycling while we count, or it is not ours
     return total
-
-
-def preallocate(fd: int, nbytes: int, path: Path) -> None:
-    """Give the open file ``fd`` its final size with all pages reserved.
-
-    A write to a mapped but unreserved page of a full tmpfs kills the process with SIGBUS, so the
-    space is reserved here or refused here.
-
-    Raises:
-        HostMemoryError: the file system cannot give that much.
-    """
-    missing = nbytes - os.fstat(fd).st_blocks * 512
-    free = free_bytes(path.parent)
-    if missing > free:
-        raise _no_space(path, nbytes, free)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in _NO_SPACE:
-            raise
-        raise _no_space(path, nbytes, free_bytes(path.parent)) from error
-
-
-def _no_space(path: Path, nbytes: int, free: int) -> HostMemoryError:
-    return HostMemoryError(
-        f'cannot reserve {nbytes} bytes for {path.name} in {path.parent}: {free} bytes free '
-        f'(or a file size limit is set, see ulimit -f). {_REMEDY}'
-    )

@@ -15,7 +15,7 @@ from moevement_ext.memory import private
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.holder_lock import HolderLock
 from moevement_ext.memory.window.file_names import committed_in
-from moevement_ext.memory.window.name import FoundWindow
+from moevement_ext.memory.window.name import StoredWindow
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,12 @@ class NodeStore:
     """The directory of one run on one node; safe to construct in every rank of the node.
 
     Args:
-        root: directory in a tmpfs, e.g. ``/dev/shm/moevement-1000``.
-        run_id: ``--sparse-ckpt-run-id``.
+        root: directory in a tmpfs, e.g. `/dev/shm/moevement-1000`.
+        run_id: `--sparse-ckpt-run-id`.
         node: name of this node (or of this emulated node).
+
+    Raises:
+        ValueError: the run id or the node name cannot be a directory name.
     """
 
     def __init__(self, root: Path, run_id: str, node: str) -> None:
@@ -44,15 +47,15 @@ class NodeStore:
         self._locks: dict[int, HolderLock] = {}
 
     def holder_path(self, holder: int) -> Path:
-        """Return the directory of everything rank ``holder`` keeps."""
+        """Directory of everything rank `holder` keeps."""
         return self.path / str(holder)
 
     def ledger_path(self, holder: int) -> Path:
-        """Return the path of the ledger of rank ``holder``."""
+        """Path of the ledger of rank `holder`."""
         return self.holder_path(holder) / 'ledger'
 
     def lock(self, holder: int) -> None:
-        """Claim the directory of ``holder`` for this object, until ``close`` or the process ends.
+        """Claim the directory of `holder` for this object, until `close` or the process ends.
 
         Raises:
             StoreInUseError: another live job uses the same run id on this node.
@@ -63,8 +66,8 @@ class NodeStore:
             private.make_directories(self.root, path)
             self._locks[holder] = HolderLock(path / 'lock')
 
-    def scan(self) -> list[FoundWindow]:
-        """Return all committed windows on this node, of whichever holder, newest first.
+    def scan(self) -> list[StoredWindow]:
+        """List all committed windows on this node, of whichever holder, newest first.
 
         Only names are read and nothing stays mapped; what a file holds is verified when loaded.
         There are none in directories that are not this user's own.
@@ -77,12 +80,12 @@ class NodeStore:
             logger.warning('windows of earlier processes are not used: %s', error)
             return []
         found = [
-            FoundWindow(holder, owner, ref.start, ref.plan, ref.path)
+            window
             for holder, holder_path in _numbered(self.path)
             for owner, owner_path in _numbered(holder_path)
-            for ref in committed_in(owner_path)
+            for window in committed_in(owner_path, holder, owner)
         ]
-        return sorted(found, key=lambda window: (-window.start, window.owner, window.holder))
+        return sorted(found, key=lambda window: (-window.name.start, window.owner, window.holder))
 
     def close(self) -> None:
         """Release the locks; files stay for the next process."""
@@ -91,7 +94,7 @@ class NodeStore:
         self._locks.clear()
 
     def remove_rank(self, holder: int) -> None:
-        """Delete everything ``holder`` keeps, for a clean exit, and the run if it is empty then.
+        """Delete everything `holder` keeps, for a clean exit, and the run if it is empty then.
 
         Nothing happens if this object has not locked it: it is somebody else's.
         """
@@ -119,7 +122,7 @@ class NodeStore:
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the subdirectories named by a rank; none if ``path`` is gone or not readable."""
+    """Yield the subdirectories named by a rank; none if `path` is gone or not readable."""
     try:
         entries = sorted(path.iterdir())
     except OSError:

@@ -23,15 +23,15 @@ _REMEDY = (
 class ForeignFileError(HostMemoryError):
     """What lies at this path is not this user's alone; nothing was read from it or written to it.
 
-    As a ``HostMemoryError`` it costs protection, not the training.
+    As a `HostMemoryError` it costs protection, not the training.
     """
 
 
 def make_directories(root: Path, path: Path) -> None:
-    """Make all levels from ``root`` down to ``path`` that are missing, for this user only.
+    """Make all levels from `root` down to `path` that are missing, for this user only.
 
     Raises:
-        ForeignFileError: a level is there, but not as this user's own directory; for ``root``
+        ForeignFileError: a level is there, but not as this user's own directory; for `root`
             itself it suffices that others cannot replace what lies in it.
     """
     try:
@@ -50,10 +50,10 @@ def make_directories(root: Path, path: Path) -> None:
 
 
 def check_directories(root: Path, path: Path) -> None:
-    """Check all levels from ``root`` down to ``path``, from which something is to be read.
+    """Check all levels from `root` down to `path`, from which something is to be read.
 
     Raises:
-        ForeignFileError: as of ``make_directories``.
+        ForeignFileError: as in `make_directories`.
         FileNotFoundError: a level is missing.
     """
     _check_root(root)
@@ -65,11 +65,15 @@ def open_file(path: Path, flags: int) -> int:
     """Open a regular file of this user, mode 0600; new ones are made so.
 
     Args:
-        flags: of ``os.open``, without ``O_TRUNC``: nothing changes before the check.
+        path: the file.
+        flags: as for `os.open`, without `O_TRUNC`: nothing changes before the check.
+
+    Returns:
+        The descriptor, which the caller closes.
 
     Raises:
         ForeignFileError: a link, not a regular file, of another user, or open to others.
-        OSError: as of ``os.open``.
+        OSError: as in `os.open`.
     """
     try:
         # Without O_NONBLOCK a named pipe would block.
@@ -87,7 +91,7 @@ def open_file(path: Path, flags: int) -> int:
 
 
 def _levels(root: Path, path: Path) -> list[Path]:
-    """The directories below ``root`` on the way to ``path``, and ``path`` itself."""
+    """The directories below `root` on the way to `path`, and `path` itself."""
     parts = path.relative_to(root).parts
     return [root.joinpath(*parts[: depth + 1]) for depth in range(len(parts))]
 

@@ -17,6 +17,7 @@ from moevement_ext.config import AUTO, OFF
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import GENERATIONS
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.byte_planner import hideable_budget
@@ -24,7 +25,7 @@ from moevement_ext.plan.replanning import PlanParameters, TokenCounter, WindowLo
 from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner, published_plan
-from moevement_ext.replicate.host_memory import GENERATIONS, HostMemory
+from moevement_ext.replicate.host_memory import HostMemory, Share
 from moevement_ext.replicate.replicator import Replicator
 
 logger = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class Protection:
     def roll_back(self, name: WindowName, file: WindowFile) -> None:
         """Go on from this window, which is protected already; later ones are captured again."""
         self.withdraw_after(name)
-        self.memory.windows.persisted(*name)
+        self.memory.windows.persisted(name)
         self.memory.windows.discard_after(name.start)
         self.checkpointer.roll_back(name.start)
         self.replicate_again(name, file)
@@ -183,8 +184,8 @@ class Protection:
         self._reached = self.memory.peer_addresses()
         self._replicator.set_peers(self.memory.peers())
         for window in reversed(self.memory.windows.committed()):
-            file = self.memory.windows.file(window.start, window.plan)
-            if file is not None and window.start <= newest:
+            file = self.memory.windows.file(window.name)
+            if file is not None and window.name.start <= newest:
                 self._submit(file)
 
     @contextmanager
@@ -239,7 +240,7 @@ class Protection:
     def replicate_again(self, name: WindowName, file: WindowFile) -> None:
         """Replicas of the window just recovered from may be gone with a node: offer them again."""
         self._replicator.discard_after(name.start)
-        self._replicator.persisted(*name)
+        self._replicator.persisted(name)
         self._submit(file)
 
     def _reserve(self, capacity: int, log_bytes: int) -> HostMemory:
@@ -249,18 +250,22 @@ class Protection:
         for others if that helps; it is needed more than they are.
         """
         rank, exchange = self._rank, self._rank.exchange
-        reserve = partial(
-            HostMemory, rank.config, rank.run_id, rank.number, capacity, log_bytes,
-            self._operators.device, self._degraded, partial(exchange, 'members'),
-        )  # fmt: skip
+        share = Share(rank.number, capacity, log_bytes)
+
+        def reserve(share: Share) -> HostMemory:
+            return HostMemory(
+                rank.config, rank.run_id, share, self._operators.device, self._degraded,
+                partial(exchange, 'members'),
+            )  # fmt: skip
+
         memory: HostMemory | None = None
         problem: HostMemoryError | None = None
         try:
-            memory = reserve()
+            memory = reserve(share)
         except HostMemoryError as error:
             problem = error
         if problem is not None and exchange.joining:
-            memory = reserve(hosts_replicas=False)
+            memory = reserve(share._replace(hosts_replicas=False))
             reason = f'this rank holds no replicas for others: {problem}'
             logger.warning('sparse checkpointing: protection is reduced: %s', reason)
             rank.events.emit('protection_reduced', reason=reason)
@@ -315,8 +320,8 @@ class Protection:
             version=parameters.version,
         )  # fmt: skip
 
-    def _replicated(self, start: int, plan: str) -> None:
-        self.checkpointer.replicated(start, plan)
+    def _replicated(self, window: WindowName) -> None:
+        self.checkpointer.replicated(window)
 
     def _persisted(self, window: WindowName) -> None:
         self.checkpointer.persisted(window)

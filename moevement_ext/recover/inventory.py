@@ -9,24 +9,25 @@ from moevement_ext.config import node_name
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import Candidate, HeldWindow, RankIdentity
+from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 
 logger = logging.getLogger(__name__)
 
 
-def candidates(held: Collection[HeldWindow], world_size: int) -> list[Candidate]:
+def candidates(held: Collection[HeldWindow], world_size: int) -> list[Window]:
     """Windows of which every rank's part exists somewhere, the newest dense state first."""
-    owners: dict[Candidate, set[int]] = {}
+    owners: dict[Window, set[int]] = {}
     for part in held:
-        owners.setdefault(part.candidate, set()).add(part.owner)
+        owners.setdefault(part.window, set()).add(part.owner)
     complete = [found for found, ranks in owners.items() if ranks == set(range(world_size))]
     return sorted(complete, key=lambda found: (found.dense_at, found), reverse=True)
 
 
 def holders(
-    candidate: Candidate, owner: int, inventories: Sequence[Collection[HeldWindow]]
+    candidate: Window, owner: int, inventories: Sequence[Collection[HeldWindow]]
 ) -> list[int]:
     """Ranks whose node holds `owner`'s part, the owner itself first.
 
@@ -44,16 +45,14 @@ def held_windows(store: NodeStore, run: str, topology: str) -> list[HeldWindow]:
     What is refused is named in the log. Payloads are verified later, when one is loaded.
     """
     found = set()
-    for window in store.scan():
+    for stored in store.scan():
+        expected = Expected(run, topology, stored.owner, stored.name)
         try:
-            headers = WindowFile.open(window.path).verify_identity(
-                run, topology, window.owner, window.start, window.plan
-            )
+            headers = WindowFile.open(stored.path).verify_identity(expected)
         except RefusedWindow as refusal:
             logger.warning('refused: %s', refusal)
             continue
-        candidate = Candidate(window.start, headers[0].window, window.plan)
-        found.add(HeldWindow(candidate, window.owner))
+        found.add(HeldWindow(Window(stored.name, headers[0].window), stored.owner))
     return sorted(found)
 
 

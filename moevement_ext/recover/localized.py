@@ -25,7 +25,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import EpochBroken
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.window.name import Candidate, WindowName
+from moevement_ext.memory.window.name import Window
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.recover.log_line import recovered_line
@@ -116,7 +116,7 @@ class LocalizedRecovery:
         self._stages = stages
         self._position = position
         self._replay = StageReplay(rank, trainer, protection, self._enters)
-        self._refused: list[Candidate] = []
+        self._refused: list[Window] = []
         self._phases = Phases()
         self._first_iteration = False
 
@@ -208,7 +208,7 @@ class LocalizedRecovery:
             # Before anybody reads this log, or counts what is captured anew: a stage that replays,
             # too, waits for what is sent anew, and its windows count when it has them again.
             self._protection.rewind_log(verdict.window.start)
-            self._protection.withdraw_after(WindowName(verdict.window.start, verdict.window.plan))
+            self._protection.withdraw_after(verdict.window.name)
         self._exchange_addresses(verdict)
         self._phases.respawn += time.perf_counter() - began
         if self._rank.number in verdict.ranks:

@@ -13,9 +13,10 @@ from typing import Protocol
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.format import Bytes
-from moevement_ext.memory.window.name import Candidate, HeldWindow, RankIdentity, WindowName
+from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.inventory import holders
@@ -77,7 +78,7 @@ class VerifiedWindow:
 
 def verified_window(
     memory: HostMemory,
-    candidate: Candidate,
+    candidate: Window,
     inventories: Sequence[Sequence[HeldWindow]],
     identity: RankIdentity,
     arrived: Arrived = lambda file, header: None,
@@ -106,30 +107,30 @@ def verified_window(
 
 def _sources(
     memory: HostMemory,
-    candidate: Candidate,
+    candidate: Window,
     inventories: Sequence[Sequence[HeldWindow]],
     identity: RankIdentity,
 ) -> Iterator[tuple[str, Callable[[Arrived], WindowFile]]]:
-    own = memory.windows.file(candidate.start, candidate.plan)
+    own = memory.windows.file(candidate.name)
     if own is not None:
         yield 'own memory', partial(_verify_own, own, identity)
-        memory.windows.discard(candidate.start, candidate.plan)  # it was refused
+        memory.windows.discard(candidate.name)  # it was refused
     for holder in holders(candidate, memory.rank, inventories):
         yield f'rank {holder}', partial(_fetch, memory, candidate, holder, identity)
 
 
 def _verify_own(file: WindowFile, identity: RankIdentity, arrived: Arrived) -> WindowFile:
-    for header in file.verify_identity(identity.run, identity.topology, identity.rank):
+    for header in file.verify_identity(Expected.of(identity)):
         file.verify_payloads([header])
         arrived(file, header)
     return file
 
 
 def _fetch(
-    memory: HostMemory, candidate: Candidate, holder: int, identity: RankIdentity, arrived: Arrived
+    memory: HostMemory, candidate: Window, holder: int, identity: RankIdentity, arrived: Arrived
 ) -> WindowFile:
     def received(file: WindowFile, header: SlotHeader) -> None:
-        file.verify_header(header, identity.run, identity.topology, identity.rank)
+        Expected.of(identity).check(header, file.path)
         arrived(file, header)
 
     return memory.fetch(candidate, holder, received)
@@ -150,12 +151,12 @@ class ArrivingWindow:
     def __init__(
         self,
         memory: HostMemory,
-        candidate: Candidate,
+        candidate: Window,
         inventories: Sequence[Sequence[HeldWindow]],
         identity: RankIdentity,
     ) -> None:
-        self.name = WindowName(candidate.start, candidate.plan)
-        self.window = candidate.window
+        self.name = candidate.name
+        self.window = candidate.length
         self._memory = memory
         self._slots: dict[int, tuple[SlotHeader, Bytes]] = {}
         self._file: WindowFile | None = None
@@ -203,7 +204,7 @@ class ArrivingWindow:
 
     def _run(
         self,
-        candidate: Candidate,
+        candidate: Window,
         inventories: Sequence[Sequence[HeldWindow]],
         identity: RankIdentity,
     ) -> None:

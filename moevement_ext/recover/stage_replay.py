@@ -17,7 +17,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction
-from moevement_ext.memory.window.name import Candidate, HeldWindow
+from moevement_ext.memory.window.name import HeldWindow, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.conversion import Conversion
@@ -186,7 +186,7 @@ class StageReplay:
 
     @contextmanager
     def _arriving(
-        self, window: Candidate, inventories: Sequence[Sequence[HeldWindow]]
+        self, window: Window, inventories: Sequence[Sequence[HeldWindow]]
     ) -> Iterator[ArrivingWindow]:
         """This rank's part of the window, converted while the rest of it is on its way."""
         memory = self._protection.memory

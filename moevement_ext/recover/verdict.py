@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from moevement_ext.membership.report import NOWHERE, Report
-from moevement_ext.memory.window.name import Candidate
+from moevement_ext.memory.window.name import Window
 from moevement_ext.recover.inventory import candidates
 
 
@@ -25,7 +25,7 @@ class Localized(msgspec.Struct, frozen=True):
     """All ranks of those stages."""
     newcomers: frozenset[int]
     """Ranks whose process is new."""
-    window: Candidate | None
+    window: Window | None
     """What the replay starts from; None if nothing is replayed."""
     copies: dict[int, int] = {}
     """Ranks that take their whole state from a peer that holds the same, by rank."""
@@ -110,7 +110,7 @@ def _window(
     ranks: frozenset[int],
     stage_of: Sequence[int],
     interleaved: bool,
-) -> Candidate | str:
+) -> Window | str:
     """The newest window that can be converted, or why there is none.
 
     It must be complete on *all* ranks, also on those that do not replay: their logs and those that

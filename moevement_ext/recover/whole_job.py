@@ -19,7 +19,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import Candidate, HeldWindow
+from moevement_ext.memory.window.name import HeldWindow, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.conversion import Conversion
@@ -36,7 +36,7 @@ class Predecessor:
     """What an earlier life of the job left in host memory, over all nodes."""
 
     inventories: list[list[HeldWindow]]
-    candidates: list[Candidate]
+    candidates: list[Window]
     """Windows to try, best first; empty if the dense checkpoint or the start is better."""
     committed: int
     """Newest iteration that any rank committed, -1 if nothing is known."""
@@ -104,7 +104,7 @@ def obtain(
         file = _verified(memory, candidate, predecessor, rank, check)
         if rank.exchange.all_agree(f'verified/{candidate.start}', file is not None):
             assert file is not None
-            memory.windows.persisted(candidate.start, candidate.plan)
+            memory.windows.persisted(candidate.name)
             memory.windows.discard_after(candidate.start)
             return Conversion(VerifiedWindow(file))
         logger.warning('window %d is not whole on every rank', candidate.start)
@@ -145,7 +145,7 @@ def newest_committed(store: NodeStore, rank: int) -> int:
 
 def _verified(
     memory: HostMemory,
-    candidate: Candidate,
+    candidate: Window,
     predecessor: Predecessor,
     rank: Rank,
     check: Callable[[SlotHeader], None],

@@ -9,6 +9,7 @@ import xxhash
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.upstream_log.record import CorruptLog, LoggedTensor, LogKey
+from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
@@ -22,19 +23,15 @@ from moevement_ext.replicate.protocol import (
     FetchHeaders,
     FetchLog,
     FetchWindow,
-    ListWindows,
     LogHead,
     NotYet,
-    Persisted,
     Proceed,
     PutSlot,
     Refused,
-    RemoteWindow,
     Reply,
     Request,
     SlotHead,
     WindowHead,
-    WindowList,
 )
 
 _MAX_HEADERS = 4096
@@ -50,17 +47,17 @@ class PeerRefused(SparseCheckpointError):
 
 
 class ReplicaClient:
-    """One peer. One thread at a time uses it; it connects on first use and after a loss.
+    """Connection to one peer, opened on first use and after a loss. One thread at a time uses it.
 
     What the peer says is not believed before it has proved that it belongs to the job, and never
     decides alone how much memory is taken.
 
-    Every method raises ``PeerLost`` naming the address when the peer does not answer in time, and
-    ``PeerRefused`` with the peer's reason. All requests may be repeated safely.
+    Every method raises `PeerLost` naming the address when the peer does not answer in time, and
+    `PeerRefused` with the peer's reason. All requests may be repeated safely.
 
     Args:
-        address: host and port of its ``ReplicaServer``.
-        secret: of this life of the job.
+        address: host and port of its `ReplicaServer`.
+        secret: secret of this life of the job.
         timeout_s: time for one exchange, besides time to move its bytes.
         max_record_bytes: the largest record of its log, which cannot be larger than the log.
     """
@@ -81,17 +78,18 @@ class ReplicaClient:
     def put_slot(
         self, owner: int, file: WindowFile, slot: int, persisted: WindowName | None = None
     ) -> None:
-        """Send a sealed slot of the window in ``file``; nothing is sent that is there already.
+        """Send a sealed slot of the window in `file`; nothing is sent that is there already.
 
         Args:
+            owner: rank whose window it is.
+            file: the window, perhaps not yet complete.
+            slot: index of the slot.
             persisted: newest window known to be persisted everywhere; lets the peer recycle.
         """
-        name = _name(file)
         blob = file.slot_blob(slot)
         request = PutSlot(
             owner=owner,
-            start=name.start,
-            plan=name.plan,
+            window=file.required_name(),
             slot=slot,
             payload_bytes=len(blob.payload),
             frame_bytes=len(blob.frame),
@@ -108,46 +106,33 @@ class ReplicaClient:
             connection.send_bytes(blob.frame)
             _expect(connection, Ack)
 
-    def put_window(self, owner: int, file: WindowFile, persisted: WindowName | None = None) -> None:
-        """Send a whole sealed window and commit it there."""
-        for slot in file.slots():
-            self.put_slot(owner, file, slot, persisted)
-        name = _name(file)
-        self.commit(owner, name.start, name.plan, file.capacity)
-
-    def commit(self, owner: int, start: int, plan: str, nbytes: int = 0) -> None:
+    def commit(self, owner: int, window: WindowName, nbytes: int = 0) -> None:
         """Have the peer verify and commit a window whose slots were all sent.
 
         Args:
+            owner: rank whose window it is.
+            window: its name.
             nbytes: size of the window, which the peer needs time to verify.
         """
-        self._call(CommitWindow(owner, start, plan), nbytes)
-
-    def persisted(self, owner: int, start: int, plan: str) -> None:
-        """Tell the peer that this window is persisted everywhere."""
-        self._call(Persisted(owner, start, plan))
+        self._call(CommitWindow(owner, window), nbytes)
 
     def discard_after(self, owner: int, start: int) -> None:
-        """Have the peer drop replicas that begin after ``start`` (-1: all)."""
+        """Have the peer drop the owner's replicas that begin after `start` (-1: all)."""
         self._call(DiscardAfter(owner, start))
-
-    def list_windows(self) -> list[RemoteWindow]:
-        """Return all committed windows on the node of the peer."""
-        with self._exchange() as connection:
-            connection.send(ListWindows())
-            return _expect(connection, WindowList).windows
 
     def fetch_window(
         self,
         owner: int,
-        start: int,
-        plan: str,
+        window: WindowName,
         into: WindowFile,
         received: Callable[[WindowFile, SlotHeader], None] = lambda file, header: None,
     ) -> list[SlotHeader]:
-        """Receive a whole window into ``into``, a file being written, and verify it.
+        """Receive a whole window into `into`, a file being written, and verify it.
 
         Args:
+            owner: rank whose window it is.
+            window: its name.
+            into: begun here, whatever it held.
             received: called with every slot that has come and is undamaged, slot 0 first.
 
         Returns:
@@ -155,11 +140,11 @@ class ReplicaClient:
 
         Raises:
             RefusedWindow: what arrived is damaged or not the window asked for.
-            HostMemoryError: ``into`` is too small.
+            HostMemoryError: `into` is too small.
         """
-        into.begin(start, plan)  # forgets what an earlier, interrupted fetch has left
+        into.begin(window)  # forgets what an earlier, interrupted fetch has left
         with self._exchange() as connection:
-            connection.send(FetchWindow(owner, start, plan))
+            connection.send(FetchWindow(owner, window))
             # The peer reads the whole window before it answers; its size is not known yet.
             connection.set_deadline(self._timeout_s, into.capacity)
             head = _expect(connection, WindowHead)
@@ -168,10 +153,10 @@ class ReplicaClient:
                 header = self._receive_slot(connection, into)
                 received(into, header)
             _expect(connection, Ack)
-        return into.verify_identity(None, None, owner, start, plan)
+        return into.verify_identity(Expected(owner=owner, name=window))
 
     def fetch_headers(self, owner: int, start: int) -> list[SlotHeader]:
-        """Receive the headers of what the peer has of windows after ``start``, complete or not.
+        """Receive the headers of what the peer has of windows after `start`, complete or not.
 
         Raises:
             RefusedWindow: what arrived is damaged, or more than windows can have.
@@ -234,7 +219,7 @@ class ReplicaClient:
         return header
 
     def interrupt(self) -> None:
-        """Let an exchange in progress end with ``PeerLost``; from any thread."""
+        """Let an exchange in progress end with `PeerLost`. Called by any thread."""
         connection = self._connection
         if connection is not None:
             connection.shutdown()
@@ -276,12 +261,6 @@ class ReplicaClient:
             self.close()
             raise PeerRefused(reason)
         return connection
-
-
-def _name(file: WindowFile) -> WindowName:
-    if file.name is None:
-        raise ValueError(f'{file.path} holds no window')
-    return file.name
 
 
 def _expect[Expected: Reply](connection: Connection, expected: type[Expected]) -> Expected:

@@ -27,8 +27,8 @@ class ProtocolError(ConnectionError):
 class Connection:
     """A socket with messages and a deadline. One thread at a time uses it.
 
-    All operations raise ``OSError`` when the connection is lost, ``TimeoutError`` (an ``OSError``)
-    past the deadline, and ``ProtocolError`` (also one) for what cannot be understood.
+    All operations raise `OSError` when the connection is lost, `TimeoutError` (an `OSError`)
+    past the deadline, and `ProtocolError` (also one) for what cannot be understood.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -38,7 +38,7 @@ class Connection:
         self._expires: float | None = None
 
     def set_deadline(self, seconds: float | None, nbytes: int = 0) -> None:
-        """Let everything from now on be done within ``seconds`` plus time to move ``nbytes``.
+        """Let everything from now on be done within `seconds` plus time to move `nbytes`.
 
         None: wait without end, which only an idle server does; keepalive ends a dead peer.
         """
@@ -63,7 +63,7 @@ class Connection:
     def receive[Message](
         self, decoder: 'msgspec.msgpack.Decoder[Message]', limit: int = MAX_MESSAGE_BYTES
     ) -> Message:
-        """Receive one message of at most ``limit`` bytes; nothing longer is even allocated."""
+        """Receive one message of at most `limit` bytes; nothing longer is even allocated."""
         prefix = bytearray(_LENGTH.size)
         self.receive_into(memoryview(prefix))
         (length,) = _LENGTH.unpack(prefix)
@@ -85,7 +85,7 @@ class Connection:
         return self.receive(_REPLIES)
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill ``view`` with raw bytes."""
+        """Fill `view` with raw bytes."""
         while view:
             self._await_turn()
             received = self._socket.recv_into(view)
@@ -94,7 +94,7 @@ class Connection:
             view = view[received:]
 
     def shutdown(self) -> None:
-        """Wake up whichever thread waits on this connection, from any thread."""
+        """Wake up whichever thread waits on this connection. Called by any thread."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # already gone

@@ -28,9 +28,9 @@ class _Fetched(NamedTuple):
 
 
 class LogReader:
-    """Fetches all records of one direction from one neighbour, in order, on a background thread.
+    """All records of one direction from one neighbour, fetched in order on a background thread.
 
-    The replaying thread calls ``take``; any thread may call ``close``.
+    The replaying thread calls `take`; any thread may call `close`.
 
     Args:
         client: the neighbour; it belongs to the reader from now on, and is closed with it.
@@ -62,16 +62,18 @@ class LogReader:
         self._thread.start()
 
     def take(self, iteration: int, sequence: int, timeout_s: float | None = None) -> torch.Tensor:
-        """Return the next tensor, on the CPU, once it is here; the caller owns its memory.
+        """Next tensor, on the CPU, once it is here; the caller owns its memory.
 
         Args:
+            iteration: number of the iteration in which it was sent.
+            sequence: its place among those sent in that iteration, from 0.
             timeout_s: None: wait until it comes, the neighbour fails or the reader is closed.
 
         Raises:
             ReaderClosed: also while waiting.
             PeerLost, PeerRefused, CorruptLog: the neighbour cannot deliver it; the message names
                 it. All later takes raise the same.
-            TimeoutError: it has not come within ``timeout_s``; it may be taken again.
+            TimeoutError: it has not come within `timeout_s`; it may be taken again.
             ValueError: it is not the next in order.
         """
         key = LogKey(iteration, self._direction, sequence)
@@ -145,7 +147,7 @@ class LogReader:
 
 
 def _as_tensor(logged: LoggedTensor, data: bytearray) -> torch.Tensor:
-    """Return the tensor over the memory of ``data``, without a copy."""
+    """Tensor over the memory of `data`, without a copy."""
     dtype = dtype_of(logged.dtype)
     if dtype is None:
         raise CorruptLog(f'unknown dtype {logged.dtype!r}')

@@ -5,11 +5,10 @@ Every exchange is a request and its reply, both a 4-byte length and a tagged msg
 bytes follow a message raw and are received straight into the mapped file. Plain TCP, because it
 must outlive the torch process groups that are torn down and rebuilt in a recovery.
 
-A connection begins with a greeting (``greeting``); then, from the client's side:
+A connection begins with a greeting (`greeting`); then, from the client's side:
 
     PutSlot -> Ack (already there) | Refused | Proceed, then payload and frame -> Ack | Refused
-    CommitWindow | Persisted | DiscardAfter -> Ack | Refused
-    ListWindows -> WindowList
+    CommitWindow | DiscardAfter -> Ack | Refused
     FetchWindow -> Refused | WindowHead, then per slot SlotHead, payload, frame -> Ack | Refused
     FetchHeaders -> Refused | WindowHead, then per slot SlotHead and frame -> Ack
     FetchLog -> Refused | NotYet | LogHead, then the bytes
@@ -20,10 +19,9 @@ from typing import Annotated
 import msgspec
 
 from moevement_ext.memory.upstream_log.record import LoggedTensor, LogKey
-from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.slot import Count
+from moevement_ext.memory.window.name import Count, WindowName
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_FRAME_BYTES = 64 * 2**20
 MIN_BYTES_PER_SECOND = 10 * 2**20
@@ -33,105 +31,76 @@ FrameBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_FRAME_BYTES)]
 
 
 class PutSlot(msgspec.Struct, frozen=True, tag=True):
-    """Announces one sealed slot of the sender's window."""
+    """Announcement of one sealed slot of the sender's window."""
 
     owner: Count
-    start: Count
-    plan: str
+    window: WindowName
     slot: Count
     payload_bytes: Count
     frame_bytes: FrameBytes
     frame_checksum: Count
-    """Identifies the content of the slot (``slot.frame_checksum``)."""
+    """Identifies the content of the slot (`slot.frame_checksum`)."""
     persisted: WindowName | None
-    """The newest window the owner knows to be persisted everywhere: older replicas may go."""
+    """Newest window that, as far as the owner was told, is persisted everywhere."""
 
 
 class CommitWindow(msgspec.Struct, frozen=True, tag=True):
-    """All slots were sent: verify the whole window and make it permanent."""
+    """Request to verify a whole window, all of whose slots were sent, and to make it permanent."""
 
     owner: Count
-    start: Count
-    plan: str
-
-
-class Persisted(msgspec.Struct, frozen=True, tag=True):
-    """The window is persisted on every rank."""
-
-    owner: Count
-    start: Count
-    plan: str
+    window: WindowName
 
 
 class DiscardAfter(msgspec.Struct, frozen=True, tag=True):
-    """Windows after ``start`` (-1: all) belong to an abandoned past."""
+    """Request to drop windows after `start` (-1: all), which belong to an abandoned past."""
 
     owner: Count
     start: int
 
 
-class ListWindows(msgspec.Struct, frozen=True, tag=True):
-    """Which committed windows are on this node?"""
-
-
 class FetchWindow(msgspec.Struct, frozen=True, tag=True):
-    """Send a whole committed window."""
+    """Request for a whole committed window."""
 
     owner: Count
-    start: Count
-    plan: str
+    window: WindowName
 
 
 class FetchHeaders(msgspec.Struct, frozen=True, tag=True):
-    """Send the headers of all sealed slots of windows after ``start``, complete or not."""
+    """Request for the headers of all sealed slots of windows after `start`, complete or not."""
 
     owner: Count
     start: int
 
 
 class FetchLog(msgspec.Struct, frozen=True, tag=True):
-    """Send one record of the upstream log of the peer."""
+    """Request for one record of the upstream log of the peer."""
 
     key: LogKey
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """Done."""
+    """Answer: done."""
 
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):
-    """The place is reserved: send payload and frame now."""
+    """Answer: the place is reserved, send payload and frame now."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Not done, and why."""
+    """Answer: not done, and why."""
 
     reason: str
 
 
-class RemoteWindow(msgspec.Struct, frozen=True, array_like=True):
-    """One committed window on the node of the peer."""
-
-    owner: int
-    start: int
-    plan: str
-
-
-class WindowList(msgspec.Struct, frozen=True, tag=True):
-    """Answer to ``ListWindows``."""
-
-    windows: list[RemoteWindow]
-
-
 class WindowHead(msgspec.Struct, frozen=True, tag=True):
-    """The window that follows: number of slots and of bytes."""
+    """Head of the window, or of the headers, that follow: number of slots and of bytes."""
 
     slots: Count
     nbytes: Count
 
 
 class SlotHead(msgspec.Struct, frozen=True, tag=True):
-    """The slot that follows."""
+    """Head of the slot that follows."""
 
     slot: Count
     payload_bytes: Count
@@ -139,23 +108,14 @@ class SlotHead(msgspec.Struct, frozen=True, tag=True):
 
 
 class LogHead(msgspec.Struct, frozen=True, tag=True):
-    """The record that follows."""
+    """Head of the record that follows."""
 
     tensor: LoggedTensor
 
 
 class NotYet(msgspec.Struct, frozen=True, tag=True):
-    """The record is not there but may still come: ask again."""
+    """Answer: the record is not there but may still come, ask again."""
 
 
-Request = (
-    PutSlot
-    | CommitWindow
-    | Persisted
-    | DiscardAfter
-    | ListWindows
-    | FetchWindow
-    | FetchHeaders
-    | FetchLog
-)
-Reply = Ack | Proceed | Refused | WindowList | WindowHead | SlotHead | LogHead | NotYet
+Request = PutSlot | CommitWindow | DiscardAfter | FetchWindow | FetchHeaders | FetchLog
+Reply = Ack | Proceed | Refused | WindowHead | SlotHead | LogHead | NotYet

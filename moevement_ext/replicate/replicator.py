@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps all peers of one owner up to date, in the background (paper sec. 3.3).
+"""How all peers of one owner are kept up to date, in the background (paper sec. 3.3).
 
 It never holds up or fails training.
 """
@@ -24,7 +24,7 @@ _LAST_RETRY_SECONDS = 30.0
 
 
 class _Peer:
-    """What the replicator knows of one peer."""
+    """One peer, and what it is known to have."""
 
     def __init__(self, client: ReplicaClient) -> None:
         self.client = client
@@ -35,7 +35,7 @@ class _Peer:
         self.retry_at = 0.0
 
     def backoff(self) -> float:
-        """Count a failure; return the seconds until the next attempt."""
+        """Count a failure; the result is the seconds until the next attempt."""
         delay = min(_FIRST_RETRY_SECONDS * 2.0**self.failures, _LAST_RETRY_SECONDS)
         self.failures = min(self.failures + 1, 16)
         self.retry_at = time.monotonic() + delay
@@ -45,25 +45,25 @@ class _Peer:
 class _Job:
     """One window on its way to the peers."""
 
-    def __init__(self, file: WindowFile, name: WindowName, window: int) -> None:
+    def __init__(self, file: WindowFile, name: WindowName, length: int) -> None:
         self.file = file
         self.name = name
-        self.window = window
+        self.length = length
         self.slots: list[int] = []
 
     @property
     def complete(self) -> bool:
-        """All slots were submitted."""
-        return len(self.slots) == self.window
+        """True when all slots were submitted."""
+        return len(self.slots) == self.length
 
     @property
     def recycled(self) -> bool:
-        """The file was taken for another window while this one was still to be sent."""
+        """True if the file was taken for another window while this one was still to be sent."""
         return self.file.name != self.name
 
 
 class Replicator:
-    """Keeps the replicas of one owner up to date, on one background thread.
+    """Background thread that keeps the replicas of one owner up to date; any thread calls it.
 
     The thread compares what should be at each peer with what is, and does the oldest missing thing
     next: so a lost peer, a retry and a new peer need no handling of their own.
@@ -71,9 +71,9 @@ class Replicator:
     Args:
         owner: rank whose windows these are.
         peers: clients by rank; they belong to the replicator from now on.
-        on_window_replicated: called with (start, plan) once every peer has committed the window.
+        on_window_replicated: called with a window once every peer has committed it.
         on_degraded: called with a reason when a peer is lost, refuses or falls behind; protection
-            is reduced until ``on_window_replicated`` is called again. Both callbacks run on the
+            is reduced until `on_window_replicated` is called again. Both callbacks run on the
             replicator's thread.
         max_windows: windows waiting at most; beyond it the oldest is given up.
     """
@@ -82,7 +82,7 @@ class Replicator:
         self,
         owner: int,
         peers: Mapping[int, ReplicaClient],
-        on_window_replicated: Callable[[int, str], None],
+        on_window_replicated: Callable[[WindowName], None],
         on_degraded: Callable[[str], None],
         max_windows: int = 2,
     ) -> None:
@@ -106,9 +106,7 @@ class Replicator:
         Called by the sealing thread, or, for a window that is to be sent again (new peers), by
         whoever finds it committed.
         """
-        name = file.name
-        if name is None:
-            raise ValueError(f'{file.path} holds no window')
+        name = file.required_name()
         with self._changed:
             job = next((job for job in self._jobs if job.name == name), None)
             if job is None:
@@ -119,24 +117,24 @@ class Replicator:
                 job.slots.append(slot)
             self._changed.notify()
 
-    def abandon(self, start: int, plan: str) -> None:
+    def abandon(self, window: WindowName) -> None:
         """Stop sending a window that was given up or is to be recycled."""
         with self._changed:
-            self._drop(WindowName(start, plan))
+            self._drop(window)
 
     def abandon_after(self, start: int) -> None:
-        """Stop sending windows that begin after ``start``; what peers have of them stays."""
+        """Stop sending windows that begin after `start`; what peers have of them stays."""
         with self._changed:
             for job in [job for job in self._jobs if job.name.start > start]:
                 self._drop(job.name)
 
-    def persisted(self, start: int, plan: str) -> None:
-        """Note the newest window persisted everywhere; peers learn of it with the next slot."""
+    def persisted(self, window: WindowName) -> None:
+        """Note the newest window persisted everywhere; peers are told with the next slot."""
         with self._changed:
-            self._persisted = WindowName(start, plan)
+            self._persisted = window
 
     def discard_after(self, start: int) -> None:
-        """Have all peers drop what begins after ``start``, before anything else is sent."""
+        """Have all peers drop what begins after `start`, before anything else is sent."""
         with self._changed:
             for job in [job for job in self._jobs if job.name.start > start]:
                 self._drop(job.name)
@@ -197,7 +195,7 @@ class Replicator:
         return min(waits, default=None) if not self._stopping.is_set() else 0.0
 
     def _next_action(self) -> Callable[[], None] | None:
-        """Return the next thing to do; None: nothing, until something changes or a retry is due."""
+        """Next thing to do; None: nothing, until something changes or a retry is due."""
         if self._reports:
             return partial(self._on_degraded, self._reports.popleft())
         if self._retired:
@@ -223,11 +221,11 @@ class Replicator:
         return None
 
     def _tell(self, job: _Job) -> None:
-        """Report a window, unless it was dropped: after ``discard_after`` it is not any more."""
+        """Report a window, unless it was dropped: after `discard_after` it is not any more."""
         with self._changed:
             if job in self._jobs:
                 self._drop(job.name)
-                self._on_window_replicated(*job.name)
+                self._on_window_replicated(job.name)
 
     def _is_replicated(self, job: _Job) -> bool:
         return job.complete and all(job.name in peer.committed for peer in self._peers.values())
@@ -247,7 +245,7 @@ class Replicator:
                 peer.sent.add((job.name, slot))
 
     def _commit(self, job: _Job, peer: _Peer) -> None:
-        peer.client.commit(self.owner, *job.name, job.file.capacity)
+        peer.client.commit(self.owner, job.name, job.file.capacity)
         with self._changed:
             if job in self._jobs:
                 peer.committed.add(job.name)

@@ -9,27 +9,23 @@ from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import Direction, LoggedTensor, LogKey
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Directory, Entry, encode_directory
-from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import encode_frame, frame_checksum
 from moevement_ext.replicate.protocol import (
     Ack,
     CommitWindow,
     DiscardAfter,
+    FetchHeaders,
     FetchLog,
     FetchWindow,
-    ListWindows,
     LogHead,
     NotYet,
-    Persisted,
     Proceed,
     PutSlot,
     Refused,
-    RemoteWindow,
     SlotHead,
     WindowHead,
-    WindowList,
 )
-from tests.unit.memory.samples import PLAN, WINDOW
+from tests.unit.memory.samples import WINDOW, named
 
 
 def message(struct_: msgspec.Struct) -> bytes:
@@ -45,9 +41,9 @@ def seeds(file: WindowFile) -> dict[str, list[bytes]]:
         file: a whole window.
     """
     entries = [Entry(slot, 2**16 + 64, 64, 2**16, 64) for slot in range(WINDOW)]
-    directory = Directory(WindowName(0, PLAN), entries)
+    directory = Directory(named(), entries)
     frames = [encode_frame(header)[8:] for header in file.headers()]
-    entry = LedgerEntry(3, [1.5], [False], False, 4, 32, 32, 0.1, 0.01)
+    entry = LedgerEntry(3, [1.5], [False], 4, 32)
     return {
         'window': [
             file.array[:1024].tobytes(),
@@ -65,27 +61,26 @@ def _requests(file: WindowFile) -> list[bytes]:
     put = b''
     for slot in file.slots():
         payload, frame = file.slot_blob(slot)
-        head = PutSlot(
-            0, 0, PLAN, slot, len(payload), len(frame), frame_checksum(frame), WindowName(0, PLAN)
-        )
+        checksum = frame_checksum(frame)
+        head = PutSlot(0, named(), slot, len(payload), len(frame), checksum, named())
         put += message(head) + bytes(payload) + bytes(frame)
     return [
         put,
-        message(CommitWindow(0, 0, PLAN)) + message(Persisted(0, 0, PLAN)),
-        message(DiscardAfter(0, 3)) + message(ListWindows()),
-        message(FetchWindow(0, 0, PLAN)),
+        message(CommitWindow(0, named())) + message(DiscardAfter(0, 3)),
+        message(FetchHeaders(0, -1)) + message(FetchWindow(0, named())),
         message(FetchLog(LogKey(1, Direction.UP, 0))),
     ]
 
 
 def _replies(file: WindowFile) -> list[bytes]:
-    window = message(WindowHead(WINDOW, file.capacity))
+    window = headers = message(WindowHead(WINDOW, file.capacity))
     for slot in file.slots():
         payload, frame = file.slot_blob(slot)
+        headers += message(SlotHead(slot, 0, len(frame))) + bytes(frame)
         window += message(SlotHead(slot, len(payload), len(frame))) + bytes(payload) + bytes(frame)
     tensor = LoggedTensor('float32', (2,), 8, 0)
     return [
-        b'\0' + message(WindowList([RemoteWindow(0, 0, PLAN)])),
+        b'\0' + headers + message(Ack()),
         b'\1' + window + message(Ack()),
         b'\1' + message(WindowHead(2**62, 2**63)) + message(SlotHead(2**40, 2**63, 64)),
         b'\2' + message(LogHead(tensor)) + bytes(8),

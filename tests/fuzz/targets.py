@@ -17,6 +17,7 @@ from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LogKey
 from moevement_ext.memory.window import format as window_format
+from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import decode_frame
@@ -26,16 +27,16 @@ from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.log_reader import _as_tensor
 from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import (
-    PLAN,
     SECRET,
     capacity,
     make_file,
     make_header,
+    named,
     tmpfs_directory,
     write_window,
 )
+from tests.unit.replicate.peers import OWNER, put_window
 
-OWNER = 0
 SECONDS = 20.0
 MAX_RECORD_BYTES = 2**20
 
@@ -58,8 +59,8 @@ class Targets:
         logging.getLogger('moevement_ext').propagate = False
         self._store = NodeStore(directory, 'run1', 'node1')
         self._server = ReplicaServer(self._store, 1, {OWNER: capacity()}, SECRET)
-        windows = self._server.replicas(OWNER)
-        file = windows.begin(0, PLAN)
+        windows = self._server._inboxes[OWNER].windows
+        file = windows.begin(named())
         assert file is not None
         write_window(file)
         windows.commit(file)
@@ -105,7 +106,7 @@ class Targets:
         with contextlib.suppress(ValueError):
             decode_frame(whole)
         parts = [memoryview(bytes(make_header(0).payload_bytes)), memoryview(whole)]
-        self._scratch.begin(0, PLAN)
+        self._scratch.begin(named())
         with contextlib.suppress(RefusedWindow, HostMemoryError):
             header = self._scratch.write_blob(
                 0, len(parts[0]), len(whole), lambda view: _fill(view, parts)
@@ -155,15 +156,15 @@ class Targets:
     def _ask(self, client: ReplicaClient, what: int) -> None:
         match what:
             case 0:
-                client.list_windows()
+                client.fetch_headers(OWNER, 0)
             case 1:
-                client.fetch_window(OWNER, 0, PLAN, self._scratch)
+                client.fetch_window(OWNER, named(), self._scratch)
             case 2:
                 record = client.fetch_log(LogKey(1, Direction.DOWN, 0))
                 if record is not None:
                     _as_tensor(*record)
             case _:
-                client.put_window(OWNER, self._window)
+                put_window(client, self._window)
 
     def _answer(self, data: bytes) -> None:
         with self._listener.accept()[0] as sock, contextlib.suppress(OSError):
@@ -198,7 +199,7 @@ def _load(content: np.ndarray) -> None:
         file = WindowFile(path, content, window_format.read_directory(path, content))
         for slot in file.slots():
             file.slot_blob(slot)
-        file.verify()
+        file.verify(Expected())
 
 
 def _fill(view: memoryview, parts: list[memoryview]) -> None:

@@ -15,12 +15,13 @@ from moevement_ext.capture.layout import Copy, OperatorSlices, TensorSlice
 from moevement_ext.events import EventLog
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import payload_tensor
+from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.replicate.replicator import Replicator
-from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY, tmpfs_directory
+from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY, named, tmpfs_directory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +55,7 @@ class Rig:
         self.errors: queue.Queue[Exception] = queue.Queue()
         self.copier = Copier(device)
         self.file = WindowFile.create(folder / 'test.window', 2**20 + 8 * 4 * ELEMENTS)
-        self.file.begin(0, PLAN)
+        self.file.begin(named(0))
         self._slots = 0
 
     def copy(self, value: float) -> Copy:
@@ -212,7 +213,7 @@ class Training:
         store = NodeStore(folder, 'run', 'node')
         self.windows = OwnerWindows(store, 0, 0, 2**20 + 12 * 4 * ELEMENTS)
         self.replicator = Replicator(
-            0, {}, lambda *name: self.checkpointer.replicated(*name), pytest.fail
+            0, {}, lambda window: self.checkpointer.replicated(window), pytest.fail
         )
         plan = WindowPlan(tuple((name,) for name in NAMES))
         self.checkpointer = SparseCheckpointer(
@@ -265,10 +266,10 @@ def test_windows_of_a_gpu_hold_the_state_of_their_iterations(
     for start in (0, 3, 6, 9):
         assert training.reported.get(timeout=DEADLINE_S) == WindowName(start, PLAN)
     assert training.checkpointer.statistics.failures == 0
-    held = training.windows.file(9, PLAN)
+    held = training.windows.file(named(9))
     assert held is not None
     file = WindowFile.open(held.path)
-    headers = file.verify(RUN, TOPOLOGY, 0, 9, PLAN)
+    headers = file.verify(Expected(RUN, TOPOLOGY, 0, named(9)))
     assert [header.iteration for header in headers] == [9, 10, 11]
     for header in headers:
         payload = torch.from_numpy(file.payload(header.slot).copy())

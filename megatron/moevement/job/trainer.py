@@ -162,17 +162,12 @@ class MegatronTrainer:
         state.consumed_train_samples += samples
         state.floating_point_operations = self._operations.at(state.consumed_train_samples)
         state.scheduler_steps += 0 if skipped else samples
-        group = self.operators.optimizer.param_groups[0]
         entry = LedgerEntry(
             iteration=iteration,
             grad_norms=state.scalars.grad_norms,
             overflows=state.scalars.overflows,
-            skipped=skipped,
             num_microbatches=num_microbatches,
             consumed_samples=state.consumed_train_samples,
-            scheduler_steps=state.scheduler_steps,
-            learning_rate=group['lr'],
-            weight_decay=group['weight_decay'],
             num_tokens=state.scalars.num_tokens,
         )
         return Committed(iteration_state.encode(state), entry)

@@ -12,14 +12,11 @@ overwritten by the record that took its place before that one counts as complete
 """
 
 import logging
-import mmap
-import os
 import queue
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,31 +25,18 @@ import numpy as np
 import torch
 import xxhash
 
-from moevement_ext.memory import private
-from moevement_ext.memory.budget import gib, preallocate
+from moevement_ext.memory.budget import gib
 from moevement_ext.memory.dtypes import dtype_name
+from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.pinning import pin
 from moevement_ext.memory.upstream_log.record import Direction, LogGap, LoggedTensor, LogKey
 from moevement_ext.memory.upstream_log.ring import Ring
-from moevement_ext.memory.window.format import Bytes
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class LogStatistics:
-    """Totals since the log was opened."""
-
-    bytes_logged: int = 0
-    records: int = 0
-    waited_s: float = 0.0
-    """Seconds training was held up because the ring was full."""
-    iterations_dropped: int = 0
-    """Iterations that were given up, not those no longer needed."""
-
-
 class _Record:
-    """Where one tensor lies in the ring; ``logged`` is None until all of it has arrived."""
+    """Where one tensor lies in the ring; `logged` is None until all of it has arrived."""
 
     def __init__(self, key: LogKey, offset: int, nbytes: int) -> None:
         self.key = key
@@ -61,7 +45,7 @@ class _Record:
 
 
 class _Job(NamedTuple):
-    """A record to complete. ``source`` lives until then, and not longer."""
+    """A record to complete. `source` lives until then, and not longer."""
 
     record: _Record
     source: torch.Tensor
@@ -70,16 +54,16 @@ class _Job(NamedTuple):
 
 
 class UpstreamLog:
-    """Records of all tensors sent in the iterations from ``first_iteration`` on.
+    """Records of all tensors sent in the iterations from `first_iteration` on.
 
-    The training thread calls ``append``, ``rewind`` and ``close``; any thread calls the rest. The
+    The training thread calls `append`, `rewind` and `close`; any thread calls the rest. The
     index lives in this process, and the log with it: a file left by an earlier one is overwritten.
 
     Args:
         path: file in a tmpfs, in a directory that no other process uses.
-        capacity_bytes: size of the ring; a record takes ``ring.region_bytes`` of it.
+        capacity_bytes: size of the ring; a record takes `ring.region_bytes` of it.
         device: where the tensors come from.
-        max_wait_s: longest time one ``append`` holds up training because the ring is full.
+        max_wait_s: longest time one `append` holds up training because the ring is full.
         on_degraded: called with a reason, on the training or the worker thread, when localized
             recovery is not possible for a while, or the log holds up training.
 
@@ -100,7 +84,9 @@ class UpstreamLog:
         on_degraded: Callable[[str], None],
     ) -> None:
         self.path = path
-        self.array = _map(path, capacity_bytes)
+        if capacity_bytes < 1:
+            raise ValueError(f'an upstream log of {capacity_bytes} bytes keeps nothing')
+        self.array = np.frombuffer(map_anew(path, capacity_bytes), np.uint8)
         self._device = device
         self._cuda = device.type == 'cuda'
         self._bytes = torch.from_numpy(self.array)
@@ -117,7 +103,6 @@ class UpstreamLog:
         self._waited_in_vain = False
         self._forgetting = False
         self._closed = False
-        self._statistics = LogStatistics()
         self._changed = threading.Condition()
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name='upstream-log', daemon=True)
@@ -129,11 +114,11 @@ class UpstreamLog:
         """Log a tensor of any shape, right before it is sent, as the next of its direction.
 
         Nothing is copied here. The log holds on to the storage until the copy is done, also when
-        the caller replaces ``tensor.data`` meanwhile; nobody may write to that storage before.
+        the caller replaces `tensor.data` meanwhile; nobody may write to that storage before.
         Where the tensor cannot be kept, its iteration and older ones are given up.
 
         Raises:
-            ValueError: an iteration older than the last one, without a ``rewind`` in between.
+            ValueError: an iteration older than the last one, without a `rewind` in between.
         """
         source = tensor.detach()  # shares the storage, but not a later change of `.data`
         nbytes = source.numel() * source.element_size()
@@ -149,7 +134,7 @@ class UpstreamLog:
         self._jobs.put(_Job(record, source, arrive))
 
     def drop_until(self, iteration: int) -> None:
-        """Forget the records up to and with ``iteration``, which no recovery needs any more."""
+        """Forget the records up to and with `iteration`, which no recovery needs any more."""
         with self._changed:
             if self._first is not None and iteration >= self._first:
                 self._drop_oldest(iteration)
@@ -157,7 +142,7 @@ class UpstreamLog:
                 self._forgetting = False
 
     def rewind(self, iteration: int) -> None:
-        """Forget the records after ``iteration``: the iterations after it are computed again."""
+        """Forget the records after `iteration`: the iterations after it are computed again."""
         self.drain()
         with self._changed:
             if self._first is None or self._iteration is None or self._iteration <= iteration:
@@ -176,21 +161,20 @@ class UpstreamLog:
 
     @property
     def first_iteration(self) -> int | None:
-        """All records of all iterations from this one on are there; None: nothing was logged."""
+        """Oldest iteration of which all records are there; None: nothing was logged."""
         with self._changed:
             return self._first
 
-    @property
-    def statistics(self) -> LogStatistics:
-        """Totals since the log was opened."""
-        with self._changed:
-            return replace(self._statistics)
-
     def read(self, key: LogKey, timeout_s: float) -> tuple[LoggedTensor, bytes] | None:
-        """Return a record and a copy of its bytes, once it is complete.
+        """A record and a copy of its bytes, once it is complete. Called by any thread.
+
+        Args:
+            key: the record.
+            timeout_s: how long to wait for it.
 
         Returns:
-            None: it has not come within ``timeout_s``. It may yet, where this stage replays too.
+            The record and its bytes. None: it has not come within `timeout_s`; it may yet, where
+            this stage replays too.
 
         Raises:
             LogGap: it is not in the log and will not come.
@@ -210,7 +194,7 @@ class UpstreamLog:
         self._jobs.join()
 
     def close(self) -> None:
-        """Complete what was appended and end the thread; readers get ``LogGap``.
+        """Complete what was appended and end the thread; readers get `LogGap`.
 
         Later appends are ignored. The file stays; its map goes with this object.
         """
@@ -237,16 +221,13 @@ class UpstreamLog:
             f'{self._description} is full: training waits up to {self._max_wait_s:g} s for the '
             f'next window to be persisted. Enlarge the log if this is seen again'
         )
-        began = time.perf_counter()
         with self._changed:
-            came = self._changed.wait_for(
+            self._waited_in_vain = not self._changed.wait_for(
                 lambda: not self._room_may_come(iteration, nbytes), self._max_wait_s
             )
-            self._waited_in_vain = not came
-            self._statistics.waited_s += time.perf_counter() - began
 
     def _room_may_come(self, iteration: int, nbytes: int) -> bool:
-        """There is no room, and dropping older iterations may make some."""
+        """True if there is no room, and dropping older iterations may make some."""
         if self._closed or nbytes > self._ring.capacity or self._ring.fits(nbytes):
             return False
         return self._oldest_iteration(iteration) < iteration
@@ -288,17 +269,15 @@ class UpstreamLog:
             offset = self._ring.allocate(nbytes)
             if offset is not None:
                 record = self._records[key] = _Record(key, offset, nbytes)
-                self._statistics.records += 1
-                self._statistics.bytes_logged += nbytes
                 return record
-            self._forget(self._oldest_iteration(key.iteration))
+            self._drop_oldest(self._oldest_iteration(key.iteration))
         return None
 
     def _keeps(self, iteration: int) -> bool:
         return not self._closed and self._first is not None and iteration >= self._first
 
     def _begin_copy(self, source: torch.Tensor, span: slice) -> Callable[[], object]:
-        """Return what lets the bytes arrive, on the worker thread."""
+        """Begin; what is returned lets the bytes arrive, on the worker thread."""
         target = self._bytes[span].view(source.dtype).view(source.shape)
         if not self._cuda:
             return partial(target.copy_, source)
@@ -350,15 +329,11 @@ class UpstreamLog:
         with self._changed:
             if self._records.get(record.key) is not record:
                 return  # dropped meanwhile
-            self._forget(record.key.iteration)
+            self._drop_oldest(record.key.iteration)
         self._report(f'{self._description} has failed ({error}): {self._consequence}')
 
-    def _forget(self, iteration: int) -> None:
-        if self._first is not None:
-            self._statistics.iterations_dropped += iteration + 1 - self._first
-        self._drop_oldest(iteration)
-
     def _drop_oldest(self, iteration: int) -> None:
+        """Forget the records up to and with `iteration`."""
         while self._oldest_iteration(iteration + 1) <= iteration:
             self._records.popitem(last=False)
             self._ring.free_oldest()
@@ -378,7 +353,7 @@ class UpstreamLog:
         return record if record is not None and record.logged is not None else None
 
     def _gap(self, key: LogKey) -> str | None:
-        """Return why a record will never come; None: it is there or may come."""
+        """Why a record will never come; None: it is there or may come."""
         if self._closed:
             return 'the log is closed'
         if self._first is None or self._iteration is None:
@@ -406,18 +381,3 @@ class UpstreamLog:
             self._on_degraded(reason)
         except Exception:  # neither training nor the worker may end because a callback fails
             logger.exception('%s', reason)
-
-
-def _map(path: Path, capacity: int) -> Bytes:
-    if capacity < 1:
-        raise ValueError(f'an upstream log of {capacity} bytes keeps nothing')
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Pages of an earlier file are used again rather than given back and zeroed.
-    fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
-    try:
-        os.ftruncate(fd, min(os.fstat(fd).st_size, capacity))
-        preallocate(fd, capacity, path)
-        shared = mmap.mmap(fd, capacity, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    finally:
-        os.close(fd)
-    return np.frombuffer(shared, np.uint8)

@@ -2,13 +2,12 @@
 """What the upstream log keeps, how it is asked for, and why it may have to decline."""
 
 from enum import StrEnum
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from moevement_ext.errors import SparseCheckpointError
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
+from moevement_ext.memory.window.name import Count
 
 
 class Direction(StrEnum):
@@ -21,29 +20,31 @@ class Direction(StrEnum):
 
 
 class LogKey(NamedTuple):
-    """Names one tensor that was sent.
+    """Name of one tensor that was sent.
 
-    ``sequence`` counts, from 0, the tensors sent in this direction within the iteration. Sender and
+    `sequence` counts, from 0, the tensors sent in this direction within the iteration. Sender and
     receiver follow one schedule and tensors arrive in the order in which they were sent, so the
     sequence alone identifies micro-batch and virtual chunk.
     """
 
     iteration: int
+    """Iteration in which it was sent."""
     direction: Direction
     sequence: int
 
     def __str__(self) -> str:
-        """Return the words used in messages."""
+        """Words for messages."""
         return f'tensor {self.sequence} sent {self.direction} in iteration {self.iteration}'
 
 
 class LoggedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """What makes a tensor again of the bytes of a record."""
+    """Type, shape and checksum by which the bytes of a record are a tensor again."""
 
     dtype: str
-    """``bfloat16``, ``float32``, ``int64``, ..."""
+    """`bfloat16`, `float32`, `int64`, ..."""
     shape: tuple[Count, ...]
     nbytes: Count
+    """Size in bytes."""
     checksum: Count
     """xxh3_64 of the bytes."""
 

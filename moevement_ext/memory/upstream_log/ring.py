@@ -13,11 +13,14 @@ class _Region(NamedTuple):
 
 
 class Ring:
-    """Allocator of regions in a ring of ``capacity`` bytes; not thread-safe.
+    """Allocator of regions in a ring of `capacity` bytes; not thread-safe.
 
     A region begins at a multiple of 64 and never wraps: one that does not fit before the end of
     the ring begins at 0, and the tail stays unused until the ring comes around again. No region is
     empty, so the ring is empty exactly when there is no region.
+
+    Args:
+        capacity: size of the ring in bytes.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -25,14 +28,18 @@ class Ring:
         self._regions: deque[_Region] = deque()  # oldest first
 
     def allocate(self, nbytes: int) -> int | None:
-        """Return the offset of a new region, which is the newest; None: no place for it now."""
+        """Take a region, which is then the newest.
+
+        Returns:
+            Its offset in bytes; None: there is no place for it now.
+        """
         start = self._place(region_bytes(nbytes))
         if start is not None:
             self._regions.append(_Region(start, start + region_bytes(nbytes)))
         return start
 
     def fits(self, nbytes: int) -> bool:
-        """Say whether ``allocate`` would find a place."""
+        """True if `allocate` would find a place."""
         return self._place(region_bytes(nbytes)) is not None
 
     def free_oldest(self) -> None:
@@ -55,5 +62,5 @@ class Ring:
 
 
 def region_bytes(nbytes: int) -> int:
-    """Return the bytes a record of ``nbytes`` takes in the ring."""
+    """Bytes that a record of `nbytes` takes in the ring."""
     return max(align_up(nbytes), ALIGNMENT)

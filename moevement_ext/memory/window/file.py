@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One window of one owner in one preallocated, mapped file (see ``window_format``).
+"""One window of one owner in one preallocated, mapped file (see `window.format`).
 
 A slot is its payload and, after it, the frame of its header; the frame takes its place when the
 slot is sealed, so its size need not be known when the payload is reserved.
 
-Reading trusts nothing: whatever is wrong ends in a ``RefusedWindow`` (invariant I7).
+Reading trusts nothing: whatever is wrong ends in a `RefusedWindow` (invariant I7).
 """
 
 import mmap
@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 import xxhash
 
-from moevement_ext.memory import private
-from moevement_ext.memory.budget import HostMemoryError, preallocate
+from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.mapped import Bytes, map_anew, map_existing, map_new
+from moevement_ext.memory.window.expected import IDENTITY, Expected
 from moevement_ext.memory.window.format import (
     MAX_SLOTS,
     PREAMBLE_BYTES,
-    Bytes,
     Directory,
     Entry,
     check_layout,
@@ -32,14 +32,7 @@ from moevement_ext.memory.window.format import (
     unknown_version,
 )
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.refused import (
-    CorruptWindow,
-    ForeignRun,
-    RefusedWindow,
-    TruncatedWindow,
-    WrongTopology,
-    WrongWindow,
-)
+from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, TruncatedWindow
 from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
     Record,
@@ -57,16 +50,6 @@ class SlotBlob(NamedTuple):
     frame: memoryview
 
 
-_IDENTITY = {
-    'run': ForeignRun,
-    'topology': WrongTopology,
-    'owner': WrongWindow,
-    'start': WrongWindow,
-    'plan': WrongWindow,
-}
-"""What all slots of a window say alike, and how another one is refused."""
-
-
 class _Draft:
     """What only a window being written has: the end of the used part and reserved payloads."""
 
@@ -79,7 +62,7 @@ class WindowFile:
     """A window file mapped once for the life of the object.
 
     One thread begins and reserves, another may seal (checksums are computed there); the directory
-    is guarded by a lock. After ``freeze`` nothing is written until the next ``begin``.
+    is guarded by a lock. After `freeze` nothing is written until the next `begin`.
 
     Attributes:
         path: present path; changes when the store renames the file.
@@ -95,19 +78,12 @@ class WindowFile:
 
     @classmethod
     def create(cls, path: Path, capacity: int) -> 'WindowFile':
-        """Create an empty file of ``capacity`` bytes with all its pages reserved.
+        """Create an empty file of `capacity` bytes with all its pages reserved.
 
         Raises:
             HostMemoryError: the file system has not that much left; nothing stays behind.
         """
-        fd = private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        try:
-            return cls._blank(fd, path, capacity)
-        except BaseException:
-            path.unlink()
-            raise
-        finally:
-            os.close(fd)
+        return cls._blank(path, map_new, capacity)
 
     @classmethod
     def adopt(cls, path: Path, capacity: int) -> 'WindowFile':
@@ -116,42 +92,36 @@ class WindowFile:
         Raises:
             ForeignFileError: others may have the file open.
         """
-        fd = private.open_file(path, os.O_RDWR)
-        try:
-            return cls._blank(fd, path, capacity)
-        finally:
-            os.close(fd)
+        return cls._blank(path, map_anew, capacity)
 
     @classmethod
     def open(cls, path: Path, writable: bool = False) -> 'WindowFile':
-        """Map an existing window; frames and payloads are read later, by ``verify``.
+        """Map an existing window; frames and payloads are read later, by `verify`.
 
         Args:
-            writable: map it so that the file can later be recycled with ``begin``.
+            path: the file.
+            writable: map it so that the file can later be recycled with `begin`.
 
         Raises:
             RefusedWindow: no readable, whole, known window file (typed by the reason).
         """
         try:
-            fd = private.open_file(path, os.O_RDWR if writable else os.O_RDONLY)
+            array = np.frombuffer(map_existing(path, writable), np.uint8)
+        except ValueError as error:
+            raise TruncatedWindow(f'{path}: {error}') from error
         except OSError as error:
             raise RefusedWindow(f'{path}: cannot be opened: {error.strerror}') from error
         except HostMemoryError as error:
             raise RefusedWindow(str(error)) from error
-        try:
-            array = _map(fd, writable) if os.fstat(fd).st_size else np.empty(0, np.uint8)
-        except (OSError, ValueError) as error:
-            raise RefusedWindow(f'{path}: cannot be mapped: {error}') from error
-        finally:
-            os.close(fd)
         return cls(path, array, read_directory(path, array))
 
     @classmethod
-    def _blank(cls, fd: int, path: Path, capacity: int) -> 'WindowFile':
+    def _blank(
+        cls, path: Path, map_file: Callable[[Path, int], mmap.mmap], capacity: int
+    ) -> 'WindowFile':
         if capacity < PREAMBLE_BYTES:
             raise ValueError(f'a window file needs at least {PREAMBLE_BYTES} bytes, not {capacity}')
-        preallocate(fd, capacity, path)
-        file = cls(path, _map(fd, writable=True), Directory())
+        file = cls(path, np.frombuffer(map_file(path, capacity), np.uint8), Directory())
         file._write_directory(Directory())
         return file
 
@@ -165,6 +135,16 @@ class WindowFile:
         """The window this file holds or is being written for; None when empty."""
         return self._directory.name
 
+    def required_name(self) -> WindowName:
+        """Name of the window this file holds or is being written for.
+
+        Raises:
+            ValueError: the file is empty.
+        """
+        if self.name is None:
+            raise ValueError(f'{self.path} holds no window')
+        return self.name
+
     def rename(self, path: Path) -> None:
         """Rename atomically within the file system."""
         os.rename(self.path, path)
@@ -172,11 +152,11 @@ class WindowFile:
 
     # Writing
 
-    def begin(self, start: int, plan: str) -> None:
-        """Forget all slots and open the file for window (``start``, ``plan``)."""
+    def begin(self, name: WindowName) -> None:
+        """Forget all slots and open the file for another window."""
         with self._lock:
             self._draft = _Draft()
-            self._write_directory(Directory(WindowName(start, plan)))
+            self._write_directory(Directory(name))
 
     def freeze(self) -> None:
         """Allow no more writing; called when the window is committed."""
@@ -184,9 +164,12 @@ class WindowFile:
             self._draft = None
 
     def reserve_slot(self, slot: int, payload_bytes: int) -> Bytes:
-        """Return the 64-byte aligned view that the payload of ``slot`` is to be written to.
+        """Reserve the place of a slot's payload; the caller writes to it.
 
         A slot reserved before but not sealed (a transfer was cut off) gets the same place again.
+
+        Returns:
+            View of the map, 64-byte aligned, shape [payload_bytes].
 
         Raises:
             HostMemoryError: the file is too small for it.
@@ -233,12 +216,15 @@ class WindowFile:
         """Write a slot that was sealed elsewhere, byte for byte.
 
         Args:
+            slot: index of the slot.
+            payload_bytes: size of its payload.
+            frame_bytes: size of the frame of its header.
             fill: called with the place of the payload in the map, then with that of the frame; it
                 fills each completely or raises, after which the slot can be written again.
 
         Raises:
             CorruptWindow: the frame is damaged or belongs to another slot. Payload checksums are
-                left to ``verify_payloads``.
+                left to `verify_payloads`.
             HostMemoryError: the file is too small for it.
         """
         payload = self.reserve_slot(slot, payload_bytes)
@@ -294,11 +280,11 @@ class WindowFile:
     # Reading
 
     def slots(self) -> list[int]:
-        """Return the sealed slots in ascending order."""
+        """Sealed slots in ascending order."""
         return sorted(entry.slot for entry in self._directory.entries)
 
     def header(self, slot: int) -> SlotHeader:
-        """Return the verified header of a sealed slot.
+        """Verified header of a sealed slot.
 
         Raises:
             RefusedWindow: missing, damaged, of an unknown version, or at odds with the file.
@@ -316,29 +302,22 @@ class WindowFile:
         return header
 
     def headers(self) -> list[SlotHeader]:
-        """Return the headers of all sealed slots, slot 0 first; errors as in ``header``."""
+        """Headers of all sealed slots, slot 0 first; errors as in `header`."""
         return [self.header(slot) for slot in self.slots()]
 
     def payload(self, slot: int) -> Bytes:
-        """Return a view of the payload of a sealed slot, shape [payload bytes], not verified."""
+        """View of the payload of a sealed slot, shape [payload bytes], not verified."""
         entry = self._sealed(slot)
         return self.array[entry.payload_offset : entry.payload_offset + entry.payload_bytes]
 
     def slot_blob(self, slot: int) -> SlotBlob:
-        """Return payload and frame of a sealed slot for replication, without copying."""
+        """Payload and frame of a sealed slot for replication, without copying."""
         entry = self._sealed(slot)
         frame = self.array[entry.frame_offset : entry.frame_offset + entry.frame_bytes]
         return SlotBlob(memoryview(self.payload(slot)), memoryview(frame))
 
-    def verify(
-        self,
-        expect_run: str | None = None,
-        expect_topology: str | None = None,
-        expect_owner: int | None = None,
-        expect_start: int | None = None,
-        expect_plan: str | None = None,
-    ) -> list[SlotHeader]:
-        """Verify that the window is whole, undamaged and the one expected; None: do not compare.
+    def verify(self, expected: Expected) -> list[SlotHeader]:
+        """Verify that the window is whole, undamaged and the one expected.
 
         Returns:
             The headers, slot 0 first.
@@ -346,51 +325,23 @@ class WindowFile:
         Raises:
             RefusedWindow: typed by the reason, naming file, slot and where it applies tensor.
         """
-        headers = self.verify_identity(
-            expect_run, expect_topology, expect_owner, expect_start, expect_plan
-        )
+        headers = self.verify_identity(expected)
         self.verify_payloads(headers)
         return headers
 
-    def verify_identity(
-        self,
-        expect_run: str | None = None,
-        expect_topology: str | None = None,
-        expect_owner: int | None = None,
-        expect_start: int | None = None,
-        expect_plan: str | None = None,
-    ) -> list[SlotHeader]:
-        """Do what ``verify`` does, without reading the payloads."""
+    def verify_identity(self, expected: Expected) -> list[SlotHeader]:
+        """Verify that the window is whole and the one expected; payloads are not read.
+
+        Returns and raises what `verify` does.
+        """
         headers = self.headers()
         self._check_complete(headers)
-        for field in _IDENTITY:
+        for field in IDENTITY:
             found = {getattr(header, field) for header in headers}
             if len(found) > 1:
                 raise CorruptWindow(f'{self.path}: slots disagree on {field}: {sorted(found)}')
-        self.verify_header(
-            headers[0], expect_run, expect_topology, expect_owner, expect_start, expect_plan
-        )
+        expected.check(headers[0], self.path)
         return headers
-
-    def verify_header(
-        self,
-        header: SlotHeader,
-        expect_run: str | None = None,
-        expect_topology: str | None = None,
-        expect_owner: int | None = None,
-        expect_start: int | None = None,
-        expect_plan: str | None = None,
-    ) -> None:
-        """Verify that one slot belongs to the window expected; None: do not compare.
-
-        Raises:
-            RefusedWindow: typed by what differs.
-        """
-        expectations = (expect_run, expect_topology, expect_owner, expect_start, expect_plan)
-        for (field, refusal), expected in zip(_IDENTITY.items(), expectations, strict=True):
-            found = getattr(header, field)
-            if expected is not None and found != expected:
-                raise refusal(f'{self.path}: {field} is {found!r}, expected {expected!r}')
 
     def verify_payloads(self, headers: Iterable[SlotHeader]) -> None:
         """Compare every record with its checksum.
@@ -426,15 +377,6 @@ class WindowFile:
         if entry is None:
             raise TruncatedWindow(f'{self.path}: has no sealed slot {slot}')
         return entry
-
-
-def _map(fd: int, writable: bool) -> Bytes:
-    # Page tables are filled now: a fault per page would otherwise slow down the first window.
-    if writable:
-        shared = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    else:
-        shared = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-    return np.frombuffer(shared, np.uint8)
 
 
 def _checksum(payload: Bytes, record: Record) -> int:

@@ -2,7 +2,7 @@
 """What the bytes of a window file mean: the preamble with the directory of the slots.
 
 The preamble has a fixed size: magic, version, checksum, capacity, then the directory. The slots
-follow, each a payload and, after it, the frame of its header (``slot.encode_frame``).
+follow, each a payload and, after it, the frame of its header (`slot.encode_frame`).
 
 Reading trusts nothing: every offset is checked against the file before it is used.
 """
@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.window.name import Count, WindowName
 from moevement_ext.memory.window.refused import CorruptWindow, TruncatedWindow, UnknownVersion
-from moevement_ext.memory.window.slot import ALIGNMENT, FORMAT_VERSION, Count, SlotHeader, align_up
+from moevement_ext.memory.window.slot import ALIGNMENT, FORMAT_VERSION, SlotHeader, align_up
 
 PREAMBLE_BYTES = 64 * 1024
 MAX_SLOTS = 1024
@@ -27,11 +26,9 @@ _MAGIC = b'MoEvWin\0'
 _PREAMBLE = struct.Struct('<8sIIQQ')  # magic, version, directory bytes, capacity, checksum
 _CHECKED = struct.Struct('<IIQ')  # the fields the checksum covers besides the directory
 
-Bytes = npt.NDArray[np.uint8]
-
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """Where one sealed slot lies in the file, in bytes from its beginning."""
+    """Place of one sealed slot in the file, in bytes from its beginning."""
 
     slot: Count
     payload_offset: Count
@@ -41,23 +38,23 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Directory(msgspec.Struct, frozen=True, array_like=True):
-    """Which window a file holds, and its sealed slots in the order in which they were sealed."""
+    """Name of the window in a file, and its slots in the order in which they were sealed."""
 
     name: WindowName | None = None
     entries: list[Entry] = []
 
 
 def window_capacity(slots: Iterable[tuple[int, int]]) -> int:
-    """Return the bytes a window file needs.
+    """Size in bytes of a window file that has room for all its slots.
 
     Args:
-        slots: payload bytes and frame bytes (``slot.frame_bytes_bound``) of every slot.
+        slots: payload bytes and frame bytes (`slot.frame_bytes_bound`) of every slot.
     """
     return PREAMBLE_BYTES + sum(align_up(payload) + align_up(frame) for payload, frame in slots)
 
 
 def encode_directory(path: Path, capacity: int, directory: Directory) -> bytes:
-    """Return the used part of the preamble of a file of ``capacity`` bytes.
+    """Encode the used part of the preamble of a file of `capacity` bytes.
 
     Raises:
         ValueError: too many slots for the preamble.
@@ -71,7 +68,7 @@ def encode_directory(path: Path, capacity: int, directory: Directory) -> bytes:
 
 
 def read_directory(path: Path, array: Bytes) -> Directory:
-    """Return the directory of a mapped file after checking all of the preamble.
+    """Decode the directory of a mapped file after checking all of the preamble.
 
     Raises:
         RefusedWindow: no readable, whole, known window file (typed by the reason).
@@ -99,14 +96,18 @@ def read_directory(path: Path, array: Bytes) -> Directory:
 
 
 def check_layout(header: SlotHeader, name: WindowName | None, payload_bytes: int) -> None:
-    """Raise ValueError for a header that contradicts itself, its file or its payload.
+    """Check that a header contradicts neither itself nor its file nor its payload.
 
     Args:
+        header: of one slot.
         name: window that the file was begun for.
         payload_bytes: size of the payload in the file.
+
+    Raises:
+        ValueError: it does; the message says how.
     """
-    if WindowName(header.start, header.plan) != name:
-        raise ValueError(f'header of window {header.start}-{header.plan} in a file of {name}')
+    if header.name != name:
+        raise ValueError(f'header of window {header.name} in a file of {name}')
     if header.payload_bytes != payload_bytes:
         raise ValueError(f'payload has {payload_bytes} bytes, header says {header.payload_bytes}')
     if not header.slot < header.window or header.iteration != header.start + header.slot:
@@ -124,7 +125,7 @@ def check_layout(header: SlotHeader, name: WindowName | None, payload_bytes: int
 
 
 def unknown_version(path: Path, version: int) -> UnknownVersion:
-    """Return the refusal of a file or header of another format version."""
+    """Refusal of a file or header of another format version."""
     return UnknownVersion(
         f'{path}: format version {version}, this program reads {FORMAT_VERSION}; '
         f'it was written by another release'

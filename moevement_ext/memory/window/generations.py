@@ -11,12 +11,21 @@ from moevement_ext.memory import private
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.file_names import check_plan, committed_in, committed_name
-from moevement_ext.memory.window.name import WindowName, WindowRef
+from moevement_ext.memory.window.file_names import (
+    committed_in,
+    committed_name,
+    free_name,
+    writing_name,
+)
+from moevement_ext.memory.window.name import StoredWindow, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 
 logger = logging.getLogger(__name__)
+
+GENERATIONS = 3
+"""Files of one owner: one window is persisted everywhere, one complete here but not yet everywhere,
+one being written."""
 
 
 class _State(enum.Enum):
@@ -30,7 +39,7 @@ _KEPT = (_State.COMMITTED, _State.ANNOUNCED)
 
 
 class _Generation:
-    """One file and what it may be used for; ``index`` names it while it is free."""
+    """One file and what it may be used for; `index` names it while it is free."""
 
     def __init__(self, file: WindowFile, index: int, state: _State) -> None:
         self.file = file
@@ -39,26 +48,31 @@ class _Generation:
 
 
 class OwnerWindows:
-    """The generations of windows of one owner that one holder keeps.
+    """Generations of windows of one owner that one holder keeps.
 
     Thread-safe; every call is short (renames and a preamble), except construction, which reserves
     the memory.
 
     Args:
-        store: store of the node; the directory of ``holder`` is locked.
+        store: store of the node; the directory of `holder` is locked.
         holder: rank that keeps the files (the owner itself, or a peer for its replica).
         owner: rank whose state it is.
-        capacity_bytes: size of each file (``window_file.window_capacity``).
-        generations: files kept. Three suffice: one persisted everywhere, one complete here but not
-            yet everywhere, one being written.
+        capacity_bytes: size of each file (`format.window_capacity`).
+        generations: files kept, at least two.
 
     Raises:
+        ValueError: fewer than two generations.
         HostMemoryError: the files cannot be reserved.
         StoreInUseError: another live job holds the directory.
     """
 
     def __init__(
-        self, store: NodeStore, holder: int, owner: int, capacity_bytes: int, generations: int = 3
+        self,
+        store: NodeStore,
+        holder: int,
+        owner: int,
+        capacity_bytes: int,
+        generations: int = GENERATIONS,
     ) -> None:
         if generations < 2:
             raise ValueError(
@@ -84,7 +98,7 @@ class OwnerWindows:
         """The newest window known to be persisted on every rank."""
         return self._persisted
 
-    def begin(self, start: int, plan: str) -> WindowFile | None:
+    def begin(self, name: WindowName) -> WindowFile | None:
         """Open a file for a new window.
 
         Takes a free file, else the oldest window older than the newest persisted one, else one
@@ -95,23 +109,23 @@ class OwnerWindows:
             caller decides whether to wait or to skip this window.
 
         Raises:
-            ValueError: this window is already here (after a rollback call ``discard_after``).
+            ValueError: this window is already here (after a rollback call `discard_after`), or its
+                plan's digest cannot be part of a file name.
         """
-        check_plan(plan)
-        name = WindowName(start, plan)
+        path = self.path / writing_name(name)
         with self._lock:
             if self._find(name) is not None:
                 raise ValueError(
-                    f'{self.path}: window {start}-{plan} is already here; '
+                    f'{self.path}: window {name} is already here; '
                     f'after a rollback, discard_after() must come before writing it again'
                 )
             chosen = self._choose()
             if chosen is None:
                 return None
             # The rename comes first: what is named window-* is never written (invariant I3).
-            chosen.file.rename(self.path / f'writing-{start}-{plan}.window')
+            chosen.file.rename(path)
             chosen.state = _State.WRITING
-            chosen.file.begin(start, plan)
+            chosen.file.begin(name)
             return chosen.file
 
     def commit(self, file: WindowFile) -> None:
@@ -124,7 +138,7 @@ class OwnerWindows:
         with self._lock:
             generation = self._writing(file)
             file.freeze()
-            file.rename(self.path / committed_name(generation.file))
+            file.rename(self.path / committed_name(file.required_name()))
             generation.state = _State.COMMITTED
 
     def abandon(self, file: WindowFile) -> None:
@@ -132,28 +146,32 @@ class OwnerWindows:
         with self._lock:
             self._release(self._writing(file))
 
-    def announce(self, start: int, plan: str) -> None:
-        """Note that others were told this window is complete here: it may now be relied on."""
+    def announce(self, name: WindowName) -> None:
+        """Note that others were told this window is complete here: it may now be relied on.
+
+        Raises:
+            ValueError: it is not committed here.
+        """
         with self._lock:
-            generation = self._find(WindowName(start, plan))
+            generation = self._find(name)
             if generation is None or generation.state not in _KEPT:
-                raise ValueError(f'{self.path}: window {start}-{plan} is not committed here')
+                raise ValueError(f'{self.path}: window {name} is not committed here')
             generation.state = _State.ANNOUNCED
 
-    def persisted(self, start: int, plan: str) -> None:
+    def persisted(self, name: WindowName) -> None:
         """Note that every rank agreed this window is persisted; older ones may be recycled.
 
         A window older than one already persisted changes nothing. It need not be held here: a
-        holder that was cut off for a while learns that what it holds is of no use any more.
+        holder that was cut off for a while is told that what it holds is of no use any more.
         """
         with self._lock:
-            if self._persisted is None or start > self._persisted.start:
-                self._persisted = WindowName(start, plan)
+            if self._persisted is None or name.start > self._persisted.start:
+                self._persisted = name
 
     def discard_after(self, start: int) -> None:
-        """Free all windows that begin after ``start``, persisted or not.
+        """Free all windows that begin after `start`, persisted or not.
 
-        Called after a recovery that resumed from window ``start`` (-1: from a dense checkpoint or
+        Called after a recovery that resumed from window `start` (-1: from a dense checkpoint or
         from iteration 0): later windows belong to a past that did not happen.
         """
         with self._lock:
@@ -164,25 +182,25 @@ class OwnerWindows:
                 if generation.state is not _State.FREE and name and name.start > start:
                     self._release(generation)
 
-    def discard(self, start: int, plan: str) -> None:
+    def discard(self, name: WindowName) -> None:
         """Free one committed window that was found to be damaged, so that it can be fetched."""
         with self._lock:
-            generation = self._find(WindowName(start, plan))
+            generation = self._find(name)
             if generation is not None:
                 self._release(generation)
 
-    def committed(self) -> list[WindowRef]:
-        """Return the committed windows, newest first."""
+    def committed(self) -> list[StoredWindow]:
+        """List the committed windows, newest first."""
         with self._lock:
+            files = [g.file for g in self._generations if g.state in _KEPT]
             held = [
-                WindowRef(*generation.file.name, generation.file.path)
-                for generation in self._generations
-                if generation.state in _KEPT and generation.file.name is not None
+                StoredWindow(self.holder, self.owner, file.required_name(), file.path)
+                for file in files
             ]
         return sorted(held, reverse=True)
 
     def headers_after(self, start: int) -> list[SlotHeader]:
-        """Return what was captured in windows that begin after ``start``, complete or not.
+        """Headers of what was captured in windows that begin after `start`, complete or not.
 
         Slots that an earlier process sealed in a window it could not complete count, too, until
         their file is needed.
@@ -192,21 +210,21 @@ class OwnerWindows:
             headers = [header for file in files for header in _readable_headers(file)]
             return [h for h in (*headers, *self._cut_off) if h.start > start]
 
-    def file(self, start: int, plan: str) -> WindowFile | None:
-        """Return the mapped file of a committed window, None if it is not here."""
+    def file(self, name: WindowName) -> WindowFile | None:
+        """Mapped file of a committed window, None if it is not here."""
         with self._lock:
-            generation = self._find(WindowName(start, plan))
+            generation = self._find(name)
             if generation is None or generation.state is _State.WRITING:
                 return None
             return generation.file
 
     def files(self) -> list[WindowFile]:
-        """Return the mapped files of all generations, e.g. to pin them before iteration 1."""
+        """Mapped files of all generations, e.g. to pin them before iteration 1."""
         with self._lock:
             return [generation.file for generation in self._generations]
 
     def _find(self, name: WindowName) -> _Generation | None:
-        """Return the generation that holds, or is being written for, this window."""
+        """The generation that holds, or is being written for, this window."""
         for generation in self._generations:
             if generation.state is not _State.FREE and generation.file.name == name:
                 return generation
@@ -226,7 +244,7 @@ class OwnerWindows:
         return None
 
     def _recyclable(self) -> list[_Generation]:
-        """Return what may be overwritten, in the order in which to do so."""
+        """What may be overwritten, in the order in which to do so."""
 
         def age(generation: _Generation) -> int:
             name = generation.file.name
@@ -249,7 +267,7 @@ class OwnerWindows:
             generation.file.path.unlink()
             self._generations.remove(generation)
             return
-        generation.file.rename(self.path / f'free-{generation.index}.window')
+        generation.file.rename(self.path / free_name(generation.index))
         generation.state = _State.FREE
 
     def _fitting(self) -> list[_Generation]:
@@ -257,15 +275,14 @@ class OwnerWindows:
 
     def _adopt(self) -> None:
         """Take over the files an earlier process left."""
-        refs = committed_in(self.path)
-        for ref in refs:
+        for found in committed_in(self.path, self.holder, self.owner):
             try:
-                file = WindowFile.open(ref.path, writable=True)
-                if file.name != WindowName(ref.start, ref.plan):
-                    raise RefusedWindow(f'{ref.path}: holds window {file.name}')
+                file = WindowFile.open(found.path, writable=True)
+                if file.name != found.name:
+                    raise RefusedWindow(f'{found.path}: holds window {file.name}')
             except RefusedWindow as refusal:
                 logger.warning('dropping a window left by an earlier process: %s', refusal)
-                ref.path.unlink()
+                found.path.unlink()
                 continue
             # Whether it was announced is not known any more, so it may be relied on.
             self._generations.append(_Generation(file, self._next_index(), _State.ANNOUNCED))
@@ -287,14 +304,14 @@ class OwnerWindows:
             logger.warning('not adopted, but removed: %s', error)
             path.unlink()
             return
-        file.rename(self.path / f'free-{index}.window')
+        file.rename(self.path / free_name(index))
         self._generations.append(_Generation(file, index, _State.FREE))
 
     def _allocate(self) -> None:
         while len(self._fitting()) < self._wanted:
             index = self._next_index()
             try:
-                file = WindowFile.create(self.path / f'free-{index}.window', self.capacity_bytes)
+                file = WindowFile.create(self.path / free_name(index), self.capacity_bytes)
             except HostMemoryError as error:
                 raise HostMemoryError(
                     f'rank {self.holder} cannot keep {self._wanted} windows of rank {self.owner}: '
@@ -307,7 +324,7 @@ class OwnerWindows:
         return next(
             k
             for k in itertools.count()
-            if k not in used and not (self.path / f'free-{k}.window').exists()
+            if k not in used and not (self.path / free_name(k)).exists()
         )
 
 

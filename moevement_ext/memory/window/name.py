@@ -3,60 +3,70 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
-
-class WindowName(NamedTuple):
-    """What tells two windows of one owner apart: start iteration and digest of the plan."""
-
-    start: int
-    plan: str
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""A number that is not negative, which is checked when it comes from a file or from the wire."""
 
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """What every slot is stamped with, and what is compared before one is loaded."""
+    """Run, layout and rank: stamped on every slot, and compared before one is loaded."""
 
     run: str
+    """Digest of the run: model, data, hyperparameters."""
     topology: str
+    """Digest of the parallel layout."""
     rank: int
+    """Global rank: the owner of what it captures."""
 
 
-class Candidate(msgspec.Struct, frozen=True, order=True):
-    """A window of all ranks: the same start, W and plan digest everywhere."""
+class WindowName(NamedTuple):
+    """Start and plan of a window, which tell two windows of one owner apart."""
 
-    start: int
-    window: int
+    start: Count
+    """Iteration whose state its first slot holds."""
     plan: str
+    """Digest of the plan (which operators in which slot)."""
+
+    def __str__(self) -> str:
+        return f'{self.start}-{self.plan}'
+
+
+class Window(msgspec.Struct, frozen=True, order=True):
+    """A window, of whichever rank: name and length are the same on all of them."""
+
+    name: WindowName
+    length: int
+    """W, iterations (and slots) in the window."""
+
+    @property
+    def start(self) -> int:
+        """Iteration whose state its first slot holds."""
+        return self.name.start
 
     @property
     def dense_at(self) -> int:
         """Iteration at which its conversion ends: every operator is active and consistent."""
-        return self.start + self.window - 1
+        return self.start + self.length - 1
 
 
 class HeldWindow(msgspec.Struct, frozen=True, order=True):
-    """The part of one owner, committed on some node."""
+    """One owner's part of a window, committed on some node."""
 
-    candidate: Candidate
+    window: Window
     owner: int
+    """Rank whose state it is."""
 
 
-class WindowRef(NamedTuple):
-    """A committed window of one owner."""
-
-    start: int
-    plan: str
-    path: Path
-
-
-class FoundWindow(NamedTuple):
-    """A committed window found on this node."""
+class StoredWindow(NamedTuple):
+    """One owner's part of a window, committed in a file on this node."""
 
     holder: int
+    """Rank that keeps the file: the owner, or a peer for its replica."""
     owner: int
-    start: int
-    plan: str
+    """Rank whose state it is."""
+    name: WindowName
     path: Path

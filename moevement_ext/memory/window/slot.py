@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The typed header of one slot: what was captured after one iteration of a window (paper sec. 3.2).
 
-A *window* is W consecutive iterations beginning at iteration ``start``; slot i holds the slice
-captured of the state after iteration ``start + i``. A header travels as a *frame*: the xxh3_64 of
+A *window* is W consecutive iterations beginning at iteration `start`; slot i holds the slice
+captured of the state after iteration `start + i`. A header travels as a *frame*: the xxh3_64 of
 the encoded header followed by the header itself, so that header and context verify themselves,
 in a file as on the wire. The header holds the checksums of all records, hence the checksum of a
 frame identifies the content of a whole slot.
@@ -14,10 +14,10 @@ from typing import Annotated
 import msgspec
 import xxhash
 
+from moevement_ext.memory.window.name import Count, WindowName
+
 FORMAT_VERSION = 1
 ALIGNMENT = 64
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _CHECKSUM = struct.Struct('<Q')
 
@@ -28,11 +28,11 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     operator: str
     """Operator the tensor belongs to: one expert, one router, or the rest of a layer."""
     tensor: str
-    """Parameter or buffer name, e.g. ``decoder.layers.0.mlp.router.weight``."""
+    """Parameter or buffer name, e.g. `decoder.layers.0.mlp.router.weight`."""
     part: str
-    """``master``, ``exp_avg``, ``exp_avg_sq``, ``step``, ``weight`` or ``buffer``."""
+    """`master`, `exp_avg`, `exp_avg_sq`, `step`, `weight` or `buffer`."""
     dtype: str
-    """``float32``, ``bfloat16``, ..."""
+    """`float32`, `bfloat16`, ..."""
     start: Count
     """First element of the flat parameter this record covers."""
     end: Count
@@ -46,10 +46,10 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SlotHeader(msgspec.Struct):
-    """Everything needed to read one slot without trusting its file name."""
+    """All that is needed to read one slot without trusting its file name."""
 
     version: Count
-    """``FORMAT_VERSION`` of the writer."""
+    """`FORMAT_VERSION` of the writer."""
     run: str
     """Digest of the run identity."""
     topology: str
@@ -61,9 +61,9 @@ class SlotHeader(msgspec.Struct):
     window: Annotated[int, msgspec.Meta(ge=1)]
     """W, iterations (and slots) in the window."""
     slot: Count
-    """Index of this slot, ``0 <= slot < window``."""
+    """Index of this slot, `0 <= slot < window`."""
     iteration: Count
-    """The iteration after which the slice was captured, ``start + slot``."""
+    """The iteration after which the slice was captured, `start + slot`."""
     plan: str
     """Digest of the plan (which operators in which slot)."""
     payload_bytes: Count
@@ -73,24 +73,29 @@ class SlotHeader(msgspec.Struct):
     context: bytes = b''
     """Opaque small state (RNG, schedulers, ...), covered by the checksum of the frame."""
 
+    @property
+    def name(self) -> WindowName:
+        """Start and plan of the window."""
+        return WindowName(self.start, self.plan)
+
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(SlotHeader)
 
 
 def align_up(nbytes: int) -> int:
-    """Return the smallest multiple of ``ALIGNMENT`` that is not below ``nbytes``."""
+    """Smallest multiple of `ALIGNMENT` (64 bytes) that is not below `nbytes`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def encode_frame(header: SlotHeader) -> bytes:
-    """Return the self-verifying frame of a header: 8 bytes of xxh3_64, then the encoded header."""
+    """Self-verifying frame of a header: 8 bytes of xxh3_64, then the encoded header."""
     encoded = _ENCODER.encode(header)
     return _CHECKSUM.pack(xxhash.xxh3_64_intdigest(encoded)) + encoded
 
 
 def frame_checksum(frame: bytes | memoryview) -> int:
-    """Return the checksum a frame carries; equal checksums mean equal slots, payload included."""
+    """Checksum that a frame carries; equal checksums mean equal slots, payload included."""
     checksum: int = _CHECKSUM.unpack_from(frame)[0]
     return checksum
 
@@ -113,7 +118,7 @@ def decode_frame(frame: bytes | memoryview) -> SlotHeader:
 
 
 def frame_bytes_bound(header: SlotHeader) -> int:
-    """Upper bound in bytes of the frame of ``header``, whatever its checksums and iteration are.
+    """Upper bound in bytes of the frame of `header`, whatever its checksums and iteration are.
 
     Called when windows are sized, before anything was captured: an integer takes 1 to 9 bytes in
     msgpack, so every checksum may grow by 8, and so may each of the seven integer fields. The
@@ -123,7 +128,7 @@ def frame_bytes_bound(header: SlotHeader) -> int:
 
 
 class SlotContext(msgspec.Struct, frozen=True):
-    """Which operators a slot holds, on every rank of the stage, and the small state.
+    """Operators that a slot holds, on every rank of the stage, and the small state.
 
     A rank may hold no bytes of an operator that its peers hold, so the records alone do not tell.
     """
@@ -137,5 +142,9 @@ class SlotContext(msgspec.Struct, frozen=True):
 
 
 def decode_context(encoded: bytes) -> SlotContext:
-    """Decode the context of a verified slot header."""
+    """Decode the context of a verified slot header.
+
+    Raises:
+        msgspec.MsgspecError: it is not such a context.
+    """
     return msgspec.msgpack.decode(encoded, type=SlotContext)

@@ -14,8 +14,8 @@ from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
-from moevement_ext.protect.planner import RankOperators  # noqa: E402
 from moevement_ext.membership.exchange import Exchange, _leave  # noqa: E402
+from moevement_ext.protect.planner import RankOperators  # noqa: E402
 
 RANKS = 300
 LAYERS, LOCAL_EXPERTS = 16, 64

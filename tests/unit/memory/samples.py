@@ -13,6 +13,7 @@ import numpy as np
 
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import window_capacity
+from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
     Record,
@@ -27,6 +28,11 @@ PLAN = 'plan1'
 SECRET = bytes(range(32))
 WINDOW = 3
 TENSOR_BYTES = (1000, 64, 4096)
+
+
+def named(start: int = 0, plan: str = PLAN) -> WindowName:
+    """Name of a window of these samples."""
+    return WindowName(start, plan)
 
 
 @contextmanager
@@ -83,9 +89,8 @@ def content(header: SlotHeader) -> np.ndarray:
 
 
 def write_slot(file: WindowFile, slot: int, owner: int = 0, window: int = WINDOW) -> SlotHeader:
-    """Reserve, fill and seal one slot of the window ``file`` was begun for."""
-    assert file.name is not None
-    header = make_header(slot, *file.name, owner=owner, window=window)
+    """Reserve, fill and seal one slot of the window `file` was begun for."""
+    header = make_header(slot, *file.required_name(), owner=owner, window=window)
     file.reserve_slot(slot, header.payload_bytes)[:] = content(header)
     return file.seal_slot(header)
 
@@ -99,7 +104,7 @@ def write_window(file: WindowFile, owner: int = 0, window: int = WINDOW) -> None
 def make_file(path: Path, start: int = 0, plan: str = PLAN, owner: int = 0) -> WindowFile:
     """A whole window in a file outside of any store."""
     file = WindowFile.create(path, capacity())
-    file.begin(start, plan)
+    file.begin(named(start, plan))
     write_window(file, owner)
     file.freeze()
     return file

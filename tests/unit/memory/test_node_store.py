@@ -14,8 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
 from tests.unit.memory.samples import (
     PLAN,
@@ -23,6 +25,7 @@ from tests.unit.memory.samples import (
     TOPOLOGY,
     capacity,
     digest,
+    named,
     tmpfs_directory,
     write_slot,
     write_window,
@@ -45,7 +48,7 @@ def store(shm: Path) -> Iterator[NodeStore]:
 
 
 def commit(windows: OwnerWindows, start: int, plan: str = PLAN) -> WindowFile:
-    file = windows.begin(start, plan)
+    file = windows.begin(named(start, plan))
     assert file is not None
     write_window(file, windows.owner)
     windows.commit(file)
@@ -53,7 +56,7 @@ def commit(windows: OwnerWindows, start: int, plan: str = PLAN) -> WindowFile:
 
 
 def starts(windows: OwnerWindows) -> list[int]:
-    return [ref.start for ref in windows.committed()]
+    return [window.name.start for window in windows.committed()]
 
 
 def file_names(windows: OwnerWindows) -> list[str]:
@@ -63,15 +66,15 @@ def file_names(windows: OwnerWindows) -> list[str]:
 def test_names_follow_the_states(store: NodeStore) -> None:
     windows = OwnerWindows(store, 4, 4, capacity(), generations=2)
     assert file_names(windows) == ['free-0.window', 'free-1.window']
-    file = windows.begin(0, PLAN)
+    file = windows.begin(named(0))
     assert file is not None
     assert file_names(windows) == ['free-1.window', 'writing-0-plan1.window']
     assert windows.committed() == []
     write_window(file, 4)
     windows.commit(file)
     assert file_names(windows) == ['free-1.window', 'window-0-plan1.window']
-    assert windows.file(0, PLAN) is file
-    second = windows.begin(3, PLAN)
+    assert windows.file(named(0)) is file
+    second = windows.begin(named(3))
     assert second is not None
     windows.abandon(second)
     assert file_names(windows) == ['free-1.window', 'window-0-plan1.window']
@@ -79,7 +82,7 @@ def test_names_follow_the_states(store: NodeStore) -> None:
 
 def test_incomplete_window_is_not_committed(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
-    file = windows.begin(0, PLAN)
+    file = windows.begin(named(0))
     assert file is not None
     with pytest.raises(TruncatedWindow):
         windows.commit(file)
@@ -93,11 +96,11 @@ def test_announced_windows_stay_until_a_newer_one_is_persisted(store: NodeStore)
     windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
     for start in (0, 3, 6):
         commit(windows, start)
-        windows.announce(start, PLAN)
-    assert windows.begin(9, PLAN) is None
-    windows.persisted(0, PLAN)
-    assert windows.begin(9, PLAN) is None, 'nothing is older than the persisted window'
-    windows.persisted(3, PLAN)
+        windows.announce(named(start))
+    assert windows.begin(named(9)) is None
+    windows.persisted(named(0))
+    assert windows.begin(named(9)) is None, 'nothing is older than the persisted window'
+    windows.persisted(named(3))
     commit(windows, 9)
     assert starts(windows) == [9, 6, 3]
 
@@ -105,7 +108,7 @@ def test_announced_windows_stay_until_a_newer_one_is_persisted(store: NodeStore)
 def test_window_never_announced_is_recycled_but_not_the_persisted(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity(), generations=2)
     commit(windows, 0)
-    windows.persisted(0, PLAN)
+    windows.persisted(named(0))
     commit(windows, 3)
     commit(windows, 6)
     assert starts(windows) == [6, 0]
@@ -113,25 +116,25 @@ def test_window_never_announced_is_recycled_but_not_the_persisted(store: NodeSto
 
 def test_late_agreement_on_an_older_window_changes_nothing(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
-    windows.persisted(6, PLAN)
-    windows.persisted(3, PLAN)
-    assert windows.newest_persisted == (6, PLAN)
+    windows.persisted(named(6))
+    windows.persisted(named(3))
+    assert windows.newest_persisted == named(6)
 
 
 def test_a_window_is_not_written_twice_without_a_rollback(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
     commit(windows, 3)
     with pytest.raises(ValueError, match='discard_after'):
-        windows.begin(3, PLAN)
+        windows.begin(named(3))
 
 
 def test_rollback_frees_later_windows(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
     for start in (0, 3):
         commit(windows, start)
-        windows.announce(start, PLAN)
-    windows.persisted(3, PLAN)
-    open_file = windows.begin(6, PLAN)
+        windows.announce(named(start))
+    windows.persisted(named(3))
+    open_file = windows.begin(named(6))
     assert open_file is not None
     windows.discard_after(0)
     assert starts(windows) == [0]
@@ -139,7 +142,7 @@ def test_rollback_frees_later_windows(store: NodeStore) -> None:
     with pytest.raises(ValueError, match='not open for writing'):
         write_slot(open_file, 0)
     commit(windows, 3)
-    windows.announce(3, PLAN)
+    windows.announce(named(3))
     commit(windows, 6)
     assert starts(windows) == [6, 3, 0]
 
@@ -148,7 +151,7 @@ def test_rollback_frees_later_windows(store: NodeStore) -> None:
 def test_plan_must_be_a_file_name(store: NodeStore, plan: str) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
     with pytest.raises(ValueError, match='plan digest'):
-        windows.begin(0, plan)
+        windows.begin(named(0, plan))
 
 
 @pytest.mark.parametrize('run_id', ['', '..', 'a/b', '-x'])
@@ -180,7 +183,7 @@ def restart(store: NodeStore) -> NodeStore:
 def test_restart_keeps_committed_and_frees_the_rest(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
     commit(windows, 0)
-    unfinished = windows.begin(3, PLAN)
+    unfinished = windows.begin(named(3))
     assert unfinished is not None
     write_slot(unfinished, 0)
     before = digest(windows.committed()[0].path)
@@ -191,8 +194,8 @@ def test_restart_keeps_committed_and_frees_the_rest(store: NodeStore) -> None:
     assert [name.split('-')[0] for name in file_names(adopted)] == ['free', 'free', 'window']
     assert {path.stat().st_ino for path in adopted.path.iterdir()} == inodes, 'no new memory'
     assert digest(adopted.committed()[0].path) == before
-    adopted_file = adopted.file(0, PLAN)
-    assert adopted_file is not None and adopted_file.verify(RUN, TOPOLOGY)
+    adopted_file = adopted.file(named(0))
+    assert adopted_file is not None and adopted_file.verify(Expected(RUN, TOPOLOGY))
     commit(adopted, 3)
     assert starts(adopted) == [3, 0]
     second.close()
@@ -204,8 +207,8 @@ def test_adopted_windows_count_as_announced(store: NodeStore) -> None:
     commit(windows, 3)
     second = restart(store)
     adopted = OwnerWindows(second, 0, 0, capacity(), generations=2)
-    assert adopted.begin(6, PLAN) is None
-    adopted.persisted(3, PLAN)
+    assert adopted.begin(named(6)) is None
+    adopted.persisted(named(3))
     commit(adopted, 6)
     assert starts(adopted) == [6, 3]
     second.close()
@@ -219,10 +222,10 @@ def test_restart_with_other_sizes(store: NodeStore) -> None:
     sizes = {path.name: path.stat().st_size for path in adopted.path.iterdir()}
     assert sizes.pop('window-0-plan1.window') == capacity()
     assert list(sizes.values()) == [larger, larger]
-    adopted.persisted(3, PLAN)
+    adopted.persisted(named(3))
     commit(adopted, 3)
     commit(adopted, 6)
-    assert adopted.begin(9, PLAN) is not None
+    assert adopted.begin(named(9)) is not None
     assert starts(adopted) == [3], 'window 6 was never announced'
     assert not (adopted.path / 'window-0-plan1.window').exists(), 'odd size is deleted in the end'
     second.close()
@@ -246,12 +249,12 @@ _VICTIM = """
 import sys, pathlib
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
-from tests.unit.memory.samples import PLAN, capacity, write_slot, write_window
+from tests.unit.memory.samples import capacity, named, write_slot, write_window
 windows = OwnerWindows(NodeStore(pathlib.Path(sys.argv[1]), 'run1', 'node0'), 0, 0, capacity())
-file = windows.begin(0, PLAN)
+file = windows.begin(named(0))
 write_window(file)
 windows.commit(file)
-write_slot(windows.begin(3, PLAN), 0)
+write_slot(windows.begin(named(3)), 0)
 print('ready', flush=True)
 sys.stdin.read()
 """
@@ -279,8 +282,8 @@ def test_committed_window_survives_sigkill(shm: Path, store: NodeStore) -> None:
         victim.kill()
     windows = OwnerWindows(store, 0, 0, capacity())
     assert starts(windows) == [0]
-    file = windows.file(0, PLAN)
-    assert file is not None and len(file.verify(RUN, TOPOLOGY, 0, 0, PLAN)) == 3
+    file = windows.file(named(0))
+    assert file is not None and len(file.verify(Expected(RUN, TOPOLOGY, 0, named(0)))) == 3
     assert len(file_names(windows)) == 3
 
 
@@ -324,15 +327,15 @@ def test_scan_finds_all_holders_and_only_committed(store: NodeStore) -> None:
     assert store.scan() == []
     for holder, owner, start in ((0, 0, 0), (0, 5, 3), (1, 1, 3)):
         commit(OwnerWindows(store, holder, owner, capacity()), start)
-    unfinished = OwnerWindows(store, 1, 7, capacity()).begin(9, PLAN)
+    unfinished = OwnerWindows(store, 1, 7, capacity()).begin(named(9))
     assert unfinished is not None
     found = NodeStore(store.root, store.run_id, 'node0').scan()
-    assert [window[:4] for window in found] == [
-        (1, 1, 3, PLAN),
-        (0, 5, 3, PLAN),
-        (0, 0, 0, PLAN),
+    assert [window[:3] for window in found] == [
+        (1, 1, named(3)),
+        (0, 5, named(3)),
+        (0, 0, named(0)),
     ]
-    assert all(WindowFile.open(window.path).verify(RUN, TOPOLOGY) for window in found)
+    assert all(WindowFile.open(window.path).verify(Expected(RUN, TOPOLOGY)) for window in found)
     assert NodeStore(store.root, store.run_id, 'node1').scan() == []
     assert NodeStore(store.root, 'run2', 'node0').scan() == []
 
@@ -375,7 +378,7 @@ class Recycling(RuleBasedStateMachine):
     @precondition(lambda self: self.open is None)
     @rule()
     def begin(self) -> None:
-        self.open = self.windows.begin(self.next_start, PLAN)
+        self.open = self.windows.begin(named(self.next_start))
         self.next_start += 3
 
     @precondition(lambda self: self.open is not None)
@@ -398,7 +401,7 @@ class Recycling(RuleBasedStateMachine):
     @rule(data=st.data())
     def announce(self, data: st.DataObject) -> None:
         start = data.draw(st.sampled_from(starts(self.windows)))
-        self.windows.announce(start, PLAN)
+        self.windows.announce(named(start))
         self.announced.add(start)
 
     @precondition(lambda self: any(s in self.announced for s in starts(self.windows)))
@@ -406,7 +409,7 @@ class Recycling(RuleBasedStateMachine):
     def persist(self, data: st.DataObject) -> None:
         known = [start for start in starts(self.windows) if start in self.announced]
         start = data.draw(st.sampled_from(known))
-        self.windows.persisted(start, PLAN)
+        self.windows.persisted(named(start))
         self.persisted = max(self.persisted, start)
 
     @rule()
@@ -422,7 +425,7 @@ class Recycling(RuleBasedStateMachine):
         now = {}
         for path in self.windows.path.glob('window-*'):
             now[path.name, path.stat().st_ino] = digest(path)
-            assert WindowFile.open(path).verify(RUN, TOPOLOGY)
+            assert WindowFile.open(path).verify(Expected(RUN, TOPOLOGY))
         for key, value in now.items():
             assert self.seen.get(key, value) == value
         self.seen = now
@@ -447,15 +450,15 @@ def test_name_changes_before_the_first_byte_is_overwritten(
     names_at_first_write = []
     begin = WindowFile.begin
 
-    def spy(file: WindowFile, start: int, plan: str) -> None:
+    def spy(file: WindowFile, name: WindowName) -> None:
         names_at_first_write.append(file.path.name)
-        begin(file, start, plan)
+        begin(file, name)
 
     monkeypatch.setattr(WindowFile, 'begin', spy)
     windows = OwnerWindows(store, 0, 0, capacity(), generations=2)
     for start in (0, 3, 6):
         commit(windows, start)
-        windows.persisted(start, PLAN)
+        windows.persisted(named(start))
     assert names_at_first_write == [f'writing-{start}-plan1.window' for start in (0, 3, 6)]
 
 
@@ -472,7 +475,7 @@ def test_readers_never_see_a_torn_window_under_its_name(store: NodeStore) -> Non
             for found in store.scan():
                 try:
                     file = WindowFile.open(found.path)
-                    file.verify(RUN, TOPOLOGY, 0, found.start, found.plan)
+                    file.verify(Expected(RUN, TOPOLOGY, 0, found.name))
                     verified.set()
                 except RefusedWindow as refusal:
                     if found.path.exists():
@@ -482,8 +485,8 @@ def test_readers_never_see_a_torn_window_under_its_name(store: NodeStore) -> Non
     reader.start()
     for index in range(300):
         commit(windows, 3 * index)
-        windows.announce(3 * index, PLAN)
-        windows.persisted(3 * index, PLAN)
+        windows.announce(named(3 * index))
+        windows.persisted(named(3 * index))
         if index % 10 == 0:  # let the reader see some whole ones too
             verified.clear()
             assert verified.wait(20)

@@ -19,7 +19,7 @@ from moevement_ext.memory.private import ForeignFileError
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
-from tests.unit.memory.samples import PLAN, capacity, tmpfs_directory, write_window
+from tests.unit.memory.samples import PLAN, capacity, named, tmpfs_directory, write_window
 
 REPOSITORY = Path(__file__).parents[3]
 NOBODY = 65534
@@ -144,7 +144,7 @@ def test_a_window_that_others_can_open_is_not_adopted(public: Path, name: str, m
     directory = public / 'run1' / 'node0' / '0' / '0'
     directory.mkdir(parents=True)
     planted = WindowFile.create(directory / name, capacity())
-    planted.begin(0, PLAN)
+    planted.begin(named(0))
     write_window(planted)
     planted.path.chmod(mode)
     with open(planted.path, 'rb') as theirs:  # who has it open would read all that is written
@@ -177,7 +177,7 @@ def test_what_another_user_made_first_is_refused_and_left_alone(public: Path) ->
 def test_windows_that_another_user_left_are_not_found(public: Path) -> None:
     store = NodeStore(public, 'run1', 'node0')
     windows = OwnerWindows(store, 0, 0, capacity())
-    file = windows.begin(0, PLAN)
+    file = windows.begin(named(0))
     assert file is not None
     write_window(file)
     windows.commit(file)

@@ -3,12 +3,11 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.memory.window.name import Candidate, HeldWindow
+from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
 from moevement_ext.recover.inventory import candidates, holders
 
-CANDIDATES = st.builds(
-    Candidate, st.integers(0, 6), st.integers(1, 4), st.sampled_from(['plan-a', 'plan-b'])
-)
+NAMES = st.builds(WindowName, st.integers(0, 6), st.sampled_from(['plan-a', 'plan-b']))
+CANDIDATES = st.builds(Window, NAMES, st.integers(1, 4))
 PARTS = st.builds(HeldWindow, CANDIDATES, st.integers(0, 2))
 INVENTORIES = st.lists(st.sets(PARTS, max_size=20), min_size=3, max_size=3)
 
@@ -17,7 +16,7 @@ def everything(inventories: list[set[HeldWindow]]) -> set[HeldWindow]:
     return set().union(*inventories)
 
 
-def complete(world_size: int, *found: Candidate) -> list[HeldWindow]:
+def complete(world_size: int, *found: Window) -> list[HeldWindow]:
     return [HeldWindow(window, owner) for window in found for owner in range(world_size)]
 
 
@@ -27,9 +26,9 @@ def test_candidates_are_exactly_the_windows_of_all_owners(
 ) -> None:
     held = everything(inventories)
     expected = {
-        part.candidate
+        part.window
         for part in held
-        if all(HeldWindow(part.candidate, owner) in held for owner in range(3))
+        if all(HeldWindow(part.window, owner) in held for owner in range(3))
     }
     found = candidates(held, 3)
     assert len(found) == len(set(found))
@@ -50,26 +49,30 @@ def test_all_ranks_agree_whatever_the_order_they_heard_in(parts: list, order: ob
 
 
 def test_a_window_that_ends_later_is_newer_than_one_that_begins_later() -> None:
-    long, short = Candidate(4, 4, 'a'), Candidate(5, 1, 'a')
+    long, short = Window(WindowName(4, 'a'), 4), Window(WindowName(5, 'a'), 1)
     assert (long.dense_at, short.dense_at) == (7, 5)
     assert candidates(complete(2, short, long), 2) == [long, short]
 
 
 def test_parts_of_different_plans_or_lengths_never_count_as_one_window() -> None:
-    windows = [Candidate(4, 2, 'a'), Candidate(4, 2, 'b'), Candidate(4, 3, 'a')]
+    windows = [
+        Window(WindowName(4, 'a'), 2),
+        Window(WindowName(4, 'b'), 2),
+        Window(WindowName(4, 'a'), 3),
+    ]
     held = [HeldWindow(window, owner) for owner, window in enumerate(windows)]
     assert candidates(held, 3) == []
 
 
 def test_a_window_of_a_larger_job_is_not_a_candidate() -> None:
-    assert candidates(complete(3, Candidate(0, 2, 'a')), 2) == []
+    assert candidates(complete(3, Window(WindowName(0, 'a'), 2)), 2) == []
 
 
 @given(inventories=INVENTORIES, wanted=PARTS)
 def test_holders_are_those_who_have_it_the_owner_first(
     inventories: list[set[HeldWindow]], wanted: HeldWindow
 ) -> None:
-    found = holders(wanted.candidate, wanted.owner, inventories)
+    found = holders(wanted.window, wanted.owner, inventories)
     assert set(found) == {rank for rank in range(3) if wanted in inventories[rank]}
     others = [rank for rank in found if rank != wanted.owner]
     assert others == sorted(others)
@@ -77,5 +80,5 @@ def test_holders_are_those_who_have_it_the_owner_first(
 
 
 def test_inventories_travel_as_they_are() -> None:
-    held = complete(2, Candidate(3, 2, 'a'))
+    held = complete(2, Window(WindowName(3, 'a'), 2))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(held), type=list[HeldWindow]) == held

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity
 from moevement_ext.memory.window.refused import RefusedWindow
@@ -24,16 +25,16 @@ from moevement_ext.replicate import greeting
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import SlotHead, WindowHead
 from tests.unit.memory.samples import (
-    PLAN,
     RUN,
     SECRET,
     TOPOLOGY,
     WINDOW,
     capacity,
     digest,
+    named,
     tmpfs_directory,
 )
-from tests.unit.replicate.peers import DEADLINE_S, silent_peer
+from tests.unit.replicate.peers import DEADLINE_S, put_window, silent_peer
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
 
 pytestmark = pytest.mark.timeout(60)
@@ -65,7 +66,7 @@ def arriving(job: Job) -> Iterator[Callable[[], ArrivingWindow]]:
 
 def replicate(job: Job, file: WindowFile) -> None:
     client = job.ranks[0].peers()[1]
-    client.put_window(0, file)
+    put_window(client, file)
     client.close()
 
 
@@ -82,7 +83,7 @@ def test_own_window_is_taken_without_a_transfer(job: Job, arriving: Callable) ->
     expected = [file.payload(slot).tobytes() for slot in range(WINDOW)]
     job.ranks[1].server.stop()
     window = arriving()
-    assert (window.name, window.window) == ((0, PLAN), WINDOW)
+    assert (window.name, window.window) == (named(0), WINDOW)
     assert bytes_of(window) == expected
     assert window.file() is file
     assert bytes_of(VerifiedWindow(file)) == expected
@@ -92,11 +93,11 @@ def test_lost_window_comes_from_its_holder_and_is_kept(job: Job, arriving: Calla
     file = job.commit(0)
     expected = digest(file.path)
     replicate(job, file)
-    job.ranks[0].windows.discard(0, PLAN)
+    job.ranks[0].windows.discard(named(0))
     window = arriving()
     assert [window.slot(index)[0].slot for index in range(WINDOW)] == list(range(WINDOW))
     assert digest(window.file().path) == expected
-    assert job.ranks[0].windows.file(0, PLAN) is window.file()
+    assert job.ranks[0].windows.file(named(0)) is window.file()
 
 
 @pytest.mark.parametrize('slot', range(WINDOW))
@@ -111,7 +112,7 @@ def test_damaged_own_slot_is_replaced_once_the_ones_before_are_used(
     for index in range(WINDOW):
         _, payload = window.slot(index)
         assert payload.tobytes() == expected[index]
-    assert window.file().verify(RUN, TOPOLOGY)
+    assert window.file().verify(Expected(RUN, TOPOLOGY))
     assert len(job.ranks[0].windows.committed()) == 1
 
 
@@ -125,9 +126,9 @@ def test_what_was_taken_is_not_overwritten_while_it_may_be_read(
     window = arriving()
     window.slot(0)
     assert not window._thread.join(0.2) and window._thread.is_alive()
-    assert job.ranks[0].windows.file(0, PLAN) is file
+    assert job.ranks[0].windows.file(named(0)) is file
     window.slot(1)
-    assert window.file().verify(RUN, TOPOLOGY)
+    assert window.file().verify(Expected(RUN, TOPOLOGY))
 
 
 def test_what_nobody_can_deliver_is_refused_with_every_reason(job: Job, arriving: Callable) -> None:
@@ -141,7 +142,7 @@ def test_what_nobody_can_deliver_is_refused_with_every_reason(job: Job, arriving
     window.slot(1)
     with pytest.raises(RefusedWindow, match='own memory: .*slot 2: checksum'):
         window.slot(2)
-    assert job.commit(0).name == (0, PLAN)  # the failed attempts left their files free
+    assert job.commit(0).name == named(0)  # the failed attempts left their files free
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_who_waits_wakes_up_when_it_is_closed(job: Job, arriving: Callable) -> N
     """The only holder has accepted the connection, and then says nothing."""
     replicate(job, job.commit(0))
     inventories = job.inventories()
-    job.ranks[0].windows.discard(0, PLAN)
+    job.ranks[0].windows.discard(named(0))
     with silent_peer(greets=True) as address, ThreadPoolExecutor() as pool:
         job.ranks[0].addresses[1] = address
         window = ArrivingWindow(job.ranks[0], CANDIDATE, [[], inventories[1]], OWN)
@@ -172,7 +173,7 @@ def test_who_waits_wakes_up_when_it_is_closed(job: Job, arriving: Callable) -> N
         with pytest.raises(ArrivalStopped):
             taken.result(20.0)
     assert not window._thread.is_alive()
-    assert job.commit(0).name == (0, PLAN)  # the file is free
+    assert job.commit(0).name == named(0)  # the file is free
 
 
 def test_reader_that_has_not_noticed_what_has_come_is_not_idle(
@@ -218,7 +219,7 @@ def test_a_holder_that_sends_no_window_is_passed_over(
     expected = [file.payload(slot).tobytes() for slot in range(WINDOW)]
     replicate(job, file)
     blobs = [(bytes(file.slot_blob(s).payload), bytes(file.slot_blob(s).frame)) for s in range(2)]
-    job.ranks[0].windows.discard(0, PLAN)
+    job.ranks[0].windows.discard(named(0))
 
     def serve(connection: Connection) -> None:
         connection.receive_request()

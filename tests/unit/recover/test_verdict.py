@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.window.name import Candidate, HeldWindow
+from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
 from moevement_ext.recover.verdict import Localized, Verdict, WholeJob, decide
 
 LAST = 1000
 """At which training ends, far from the iterations of these tests."""
 ITERATIONS = st.integers(0, 12)
+NAMES = st.builds(WindowName, ITERATIONS, st.just('plan'))
 
 
 class Job(NamedTuple):
@@ -49,7 +50,7 @@ class Job(NamedTuple):
             if stage in stages
         ]
 
-    def usable(self, window: Candidate) -> bool:
+    def usable(self, window: Window) -> bool:
         """Could be converted, as far as the windows are concerned."""
         held = {part for report in self.reports for part in report.windows}
         return (
@@ -58,8 +59,8 @@ class Job(NamedTuple):
             and window.dense_at <= self.target
         )
 
-    def all_windows(self) -> set[Candidate]:
-        return {part.candidate for report in self.reports for part in report.windows}
+    def all_windows(self) -> set[Window]:
+        return {part.window for report in self.reports for part in report.windows}
 
 
 @st.composite
@@ -72,7 +73,7 @@ def jobs(draw: st.DrawFn) -> Job:
     )
     ranks = range(len(stage_of))
     newest = draw(ITERATIONS)
-    windows = draw(st.lists(st.builds(Candidate, ITERATIONS, st.integers(1, 3), st.just('plan'))))
+    windows = draw(st.lists(st.builds(Window, NAMES, st.integers(1, 3))))
     parts = [HeldWindow(window, owner) for window in windows for owner in ranks]
     missing = draw(st.sets(st.sampled_from(parts), max_size=2)) if parts else set()
     inventories: list[list[HeldWindow]] = [[] for _ in ranks]
@@ -85,7 +86,7 @@ def jobs(draw: st.DrawFn) -> Job:
 
 @st.composite
 def reports_of(
-    draw: st.DrawFn, newest: int, windows: Sequence[Candidate], inventory: list[HeldWindow]
+    draw: st.DrawFn, newest: int, windows: Sequence[Window], inventory: list[HeldWindow]
 ) -> Report:
     if draw(st.integers(0, 3)) == 0:
         return newcomer(inventory, committed=draw(st.integers(NOWHERE, newest + 3)))
@@ -105,7 +106,7 @@ def survivor(
     clean_at: int | None = None,
     first_logged: int = 1,
     windows: Sequence[HeldWindow] = (),
-    refused: Sequence[Candidate] = (),
+    refused: Sequence[Window] = (),
 ) -> Report:
     return Report(
         survivor=True,
@@ -124,7 +125,7 @@ def newcomer(windows: Sequence[HeldWindow] = (), committed: int = NOWHERE) -> Re
     return Report(survivor=False, node='node', pid=2, windows=list(windows), committed=committed)
 
 
-def everywhere(world_size: int, *windows: Candidate) -> list[HeldWindow]:
+def everywhere(world_size: int, *windows: Window) -> list[HeldWindow]:
     """All parts, as if one node held them."""
     return [HeldWindow(window, owner) for window in windows for owner in range(world_size)]
 
@@ -174,14 +175,14 @@ def test_nobody_replays_when_nobody_lost_anything(committed: int, stages: int, t
     [(0, True, {0, 3}), (3, True, {0, 3}), (1, True, {1}), (0, False, {0}), (3, False, {3})],
 )
 def test_tied_ends_replay_together(lost: int, tied: bool, stages: set[int]) -> None:
-    windows = everywhere(4, Candidate(2, 3, 'plan'))
+    windows = everywhere(4, Window(WindowName(2, 'plan'), 3))
     reports = [survivor(9, windows=windows) for _ in range(4)]
     reports[lost] = newcomer()
     assert localized(Job(reports, [*range(4)], tied).verdict()).stages == stages
 
 
 def test_a_rank_that_missed_the_last_update_replays_with_its_stage() -> None:
-    windows = everywhere(4, Candidate(2, 3, 'plan'))
+    windows = everywhere(4, Window(WindowName(2, 'plan'), 3))
     reports = [survivor(9, windows=windows), survivor(9), survivor(8), survivor(9)]
     verdict = localized(Job(reports, [0, 0, 1, 1]).verdict())
     assert (verdict.target, verdict.stages, verdict.ranks) == (9, {1}, {2, 3})
@@ -189,13 +190,19 @@ def test_a_rank_that_missed_the_last_update_replays_with_its_stage() -> None:
 
 
 def test_a_torn_update_is_not_clean() -> None:
-    reports = [survivor(9, windows=everywhere(2, Candidate(2, 3, 'plan'))), survivor(9, NOWHERE)]
+    reports = [
+        survivor(9, windows=everywhere(2, Window(WindowName(2, 'plan'), 3))),
+        survivor(9, NOWHERE),
+    ]
     assert localized(Job(reports, [0, 1]).verdict()).stages == {1}
 
 
 def test_what_a_lost_process_had_committed_does_not_count() -> None:
     """Its successor reads it in the ledger; no survivor has that iteration."""
-    reports = [survivor(9, windows=everywhere(2, Candidate(2, 3, 'plan'))), newcomer(committed=10)]
+    reports = [
+        survivor(9, windows=everywhere(2, Window(WindowName(2, 'plan'), 3))),
+        newcomer(committed=10),
+    ]
     verdict = localized(Job(reports, [0, 1]).verdict())
     assert (verdict.target, verdict.stages) == (9, {1})
 
@@ -221,7 +228,7 @@ def test_a_window_is_whole_everywhere_dense_in_time_and_in_the_logs_around(job: 
 
 
 @given(job=jobs())
-@example(job=Job([survivor(3), newcomer(everywhere(2, Candidate(3, 1, 'a')))], [0, 1]))
+@example(job=Job([survivor(3), newcomer(everywhere(2, Window(WindowName(3, 'a'), 1)))], [0, 1]))
 def test_the_newest_such_window_is_taken_and_otherwise_the_whole_job(job: Job) -> None:
     verdict = job.verdict()
     if not job.survivors:
@@ -266,11 +273,11 @@ def test_all_ranks_decide_alike_whatever_the_order_in_an_inventory(job: Job, ord
     assert job._replace(reports=shuffled).verdict() == job.verdict()
 
 
-OLD, NEW = Candidate(2, 3, 'plan'), Candidate(6, 3, 'plan')
+OLD, NEW = Window(WindowName(2, 'plan'), 3), Window(WindowName(6, 'plan'), 3)
 
 
 def one_lost(
-    lost: int, first_logged: Sequence[int], *windows: Candidate, interleaved: bool = False
+    lost: int, first_logged: Sequence[int], *windows: Window, interleaved: bool = False
 ) -> Verdict:
     """Of five stages one is lost; the others log from `first_logged` on."""
     held = everywhere(5, *windows)
@@ -308,12 +315,12 @@ def test_the_ends_are_neighbours_where_stages_have_virtual_chunks(
 
 
 def test_a_window_that_is_not_dense_yet_is_passed_over() -> None:
-    late = Candidate(8, 3, 'plan')
+    late = Window(WindowName(8, 'plan'), 3)
     assert localized(one_lost(1, [1] * 5, OLD, NEW, late)).window == NEW
 
 
 def test_a_window_of_one_iteration_at_the_target_needs_no_log() -> None:
-    whole = Candidate(9, 1, 'plan')
+    whole = Window(WindowName(9, 'plan'), 1)
     assert localized(one_lost(1, [NOWHERE] * 5, OLD, whole)).window == whole
 
 
@@ -396,7 +403,7 @@ def test_nobody_comes_back_after_the_last_iteration() -> None:
 
 
 def test_reports_travel_as_they_are() -> None:
-    entry = LedgerEntry(9, [0.1], [False], False, 8, 576, 576, 1e-3, 0.1, num_tokens=4096)
+    entry = LedgerEntry(9, [0.1], [False], 8, 576, num_tokens=4096)
     report = Report(
         True, 'node', 7, everywhere(2, NEW), 1, 9, 9, 3, [OLD], ('::1', 80), [entry], b'\xff'
     )

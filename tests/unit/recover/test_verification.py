@@ -12,7 +12,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.recover.verification import Verification
-from tests.unit.memory.samples import PLAN
+from tests.unit.memory.samples import PLAN, named
 
 SLOTS = (('expert.0',), ('expert.1',))
 
@@ -42,7 +42,7 @@ def captured(path: Path, state: dict[str, torch.Tensor], slot: int) -> SlotHeade
     plan = WindowPlan(SLOTS)
     layout = SlotLayout(plan, slot, slices_of(state))
     file = WindowFile.create(path / f'{slot}.window', 1 << 18)
-    file.begin(6, PLAN)
+    file.begin(named(6))
     payload = payload_tensor(file, file.reserve_slot(slot, layout.payload_bytes))
     for copy in layout.copies(payload, volatile=False):
         copy.target.copy_(copy.source)

@@ -14,10 +14,12 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import WindowName
 from moevement_ext.replicate import greeting
+from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.server import ReplicaServer
-from tests.unit.memory.samples import PLAN, SECRET, capacity, write_window
+from tests.unit.memory.samples import PLAN, SECRET, capacity, named, write_window
 
 OWNER, HOLDER = 0, 1
 DEADLINE_S = 20.0
@@ -26,11 +28,7 @@ DEADLINE_S = 20.0
 
 @contextmanager
 def serving(
-    shm: Path,
-    rank: int = HOLDER,
-    port: int = 0,
-    generations: int = 3,
-    host: str = '127.0.0.1',
+    shm: Path, rank: int = HOLDER, port: int = 0, host: str = '127.0.0.1'
 ) -> Iterator[ReplicaServer]:
     """A holder of replicas of OWNER, on a node of its own."""
     store = NodeStore(shm, 'run1', f'node{rank}')
@@ -39,10 +37,8 @@ def serving(
         rank,
         {OWNER: capacity()},
         SECRET,
-        host,
-        port,
-        generations,
-        timeout_s=DEADLINE_S,
+        (host, port),
+        DEADLINE_S,
     )
     try:
         yield server
@@ -66,19 +62,43 @@ def logging(path: Path) -> Iterator[UpstreamLog]:
 
 
 def commit(windows: OwnerWindows, start: int, plan: str = PLAN) -> WindowFile:
-    file = windows.begin(start, plan)
+    file = windows.begin(named(start, plan))
     assert file is not None
     write_window(file, windows.owner)
     windows.commit(file)
     return file
 
 
+def put_window(
+    client: ReplicaClient, file: WindowFile, persisted: WindowName | None = None, owner: int = OWNER
+) -> None:
+    """Send a whole sealed window and commit it there."""
+    for slot in file.slots():
+        client.put_slot(owner, file, slot, persisted)
+    client.commit(owner, file.required_name(), file.capacity)
+
+
+def ask(client: ReplicaClient) -> None:
+    """Any exchange: it succeeds if the peer is there and speaks to this client."""
+    assert client.fetch_headers(OWNER, 2**40) == []
+
+
+def replicas(server: ReplicaServer) -> OwnerWindows:
+    """What is held for OWNER."""
+    return server._inboxes[OWNER].windows
+
+
 def replica_starts(server: ReplicaServer) -> list[int]:
-    return [ref.start for ref in server.replicas(OWNER).committed()]
+    return [window.name.start for window in replicas(server).committed()]
+
+
+def stored(shm: Path) -> list[tuple[int, WindowName]]:
+    """Owners and names of the committed windows on the node of HOLDER."""
+    return sorted((w.owner, w.name) for w in NodeStore(shm, 'run1', f'node{HOLDER}').scan())
 
 
 def own_file(windows: OwnerWindows, start: int) -> WindowFile:
-    file = windows.file(start, PLAN)
+    file = windows.file(named(start))
     assert file is not None
     return file
 
@@ -126,7 +146,7 @@ def connected(server: ReplicaServer, secret: bytes = SECRET) -> Connection:
 
 
 def wait_for[Value](probe: Callable[[], Value]) -> Value:
-    """Return the first true value of ``probe``."""
+    """Return the first true value of `probe`."""
     give_up = time.monotonic() + DEADLINE_S
     while time.monotonic() < give_up:
         value = probe()

@@ -6,31 +6,38 @@ import pytest
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
-from moevement_ext.replicate.protocol import RemoteWindow
 from moevement_ext.replicate.server import ReplicaServer
-from tests.unit.memory.samples import PLAN, capacity, digest, make_file, write_window
-from tests.unit.replicate.peers import OWNER, commit, own_file, replica_starts
+from tests.unit.memory.samples import capacity, digest, make_file, named, write_window
+from tests.unit.replicate.peers import (
+    OWNER,
+    commit,
+    own_file,
+    put_window,
+    replica_starts,
+    replicas,
+    stored,
+)
 
 
 def test_replica_is_byte_identical(
-    own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
+    shm: Path, own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     file = commit(own, 0)
-    client.put_window(OWNER, file)
-    [replica] = server.replicas(OWNER).committed()
+    put_window(client, file)
+    [replica] = replicas(server).committed()
     assert digest(replica.path) == digest(file.path)
-    assert client.list_windows() == [RemoteWindow(OWNER, 0, PLAN)]
+    assert stored(shm) == [(OWNER, named(0))]
 
 
 def test_nothing_is_visible_before_the_commit(
-    own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
+    shm: Path, own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     file = commit(own, 0)
     for slot in file.slots():
         client.put_slot(OWNER, file, slot)
-        assert client.list_windows() == []
-    client.commit(OWNER, 0, PLAN)
-    assert client.list_windows() == [RemoteWindow(OWNER, 0, PLAN)]
+        assert stored(shm) == []
+    client.commit(OWNER, named(0))
+    assert stored(shm) == [(OWNER, named(0))]
 
 
 def test_everything_may_be_repeated(
@@ -39,54 +46,58 @@ def test_everything_may_be_repeated(
     file = commit(own, 0)
     client.put_slot(OWNER, file, 0)
     client.put_slot(OWNER, file, 0)
-    client.put_window(OWNER, file)
-    before = digest(server.replicas(OWNER).committed()[0].path)
-    client.put_window(OWNER, file)
-    assert digest(server.replicas(OWNER).committed()[0].path) == before
+    put_window(client, file)
+    before = digest(replicas(server).committed()[0].path)
+    put_window(client, file)
+    assert digest(replicas(server).committed()[0].path) == before
     assert replica_starts(server) == [0]
 
 
-def test_incomplete_window_is_not_committed(own: OwnerWindows, client: ReplicaClient) -> None:
+def test_incomplete_window_is_not_committed(
+    shm: Path, own: OwnerWindows, client: ReplicaClient
+) -> None:
     file = commit(own, 0)
     client.put_slot(OWNER, file, 1)
     with pytest.raises(PeerRefused, match=r'has slots \[1\] of a window of 3'):
-        client.commit(OWNER, 0, PLAN)
+        client.commit(OWNER, named(0))
     with pytest.raises(PeerRefused, match='was not received'):
-        client.commit(OWNER, 3, PLAN)
-    assert client.list_windows() == []
+        client.commit(OWNER, named(3))
+    assert stored(shm) == []
 
 
-def test_corrupt_payload_is_not_committed(own: OwnerWindows, client: ReplicaClient) -> None:
+def test_corrupt_payload_is_not_committed(
+    shm: Path, own: OwnerWindows, client: ReplicaClient
+) -> None:
     file = commit(own, 0)
     file.payload(2)[0] ^= 1  # as if damaged on the way
     with pytest.raises(PeerRefused, match='CorruptWindow.*slot 2.*operator expert-0'):
-        client.put_window(OWNER, file)
-    assert client.list_windows() == []
+        put_window(client, file)
+    assert stored(shm) == []
     file.payload(2)[0] ^= 1
-    client.put_window(OWNER, file)
-    assert client.list_windows() == [RemoteWindow(OWNER, 0, PLAN)]
+    put_window(client, file)
+    assert stored(shm) == [(OWNER, named(0))]
 
 
 def test_window_of_another_owner_is_not_committed(shm: Path, client: ReplicaClient) -> None:
     file = make_file(shm / 'w', owner=7)
     with pytest.raises(PeerRefused, match='WrongWindow: .*owner is 7, expected 0'):
-        client.put_window(OWNER, file)
+        put_window(client, file)
     with pytest.raises(PeerRefused, match='no replicas of rank 7'):
-        client.put_window(7, file)
+        put_window(client, file, owner=7)
 
 
 def test_old_replica_stays_served_until_the_new_one_is_complete(
     own: OwnerWindows, shm: Path, server: ReplicaServer, client: ReplicaClient
 ) -> None:
-    client.put_window(OWNER, commit(own, 0))
-    [old] = server.replicas(OWNER).committed()
+    put_window(client, commit(own, 0))
+    [old] = replicas(server).committed()
     before = digest(old.path)
     new = commit(own, 3)
     for slot in new.slots():
         client.put_slot(OWNER, new, slot)
-        assert client.list_windows() == [RemoteWindow(OWNER, 0, PLAN)]
+        assert stored(shm) == [(OWNER, named(0))]
         assert digest(old.path) == before
-    client.commit(OWNER, 3, PLAN)
+    client.commit(OWNER, named(3))
     assert replica_starts(server) == [3, 0]
 
 
@@ -94,12 +105,11 @@ def test_replicas_are_recycled_only_when_outdated(
     own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     for start in (0, 3, 6):
-        client.put_window(OWNER, commit(own, start))
-    own.persisted(3, PLAN)
+        put_window(client, commit(own, start))
+    own.persisted(named(3))
     with pytest.raises(PeerRefused, match='no free file for window 9-plan1 of rank 0'):
-        client.put_window(OWNER, commit(own, 9))
-    client.persisted(OWNER, 3, PLAN)
-    client.put_window(OWNER, own_file(own, 9))
+        put_window(client, commit(own, 9))
+    put_window(client, own_file(own, 9), named(3))
     assert replica_starts(server) == [9, 6, 3]
 
 
@@ -107,8 +117,8 @@ def test_persisted_travels_with_slots(
     own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     for start in (0, 3, 6, 9, 12):
-        client.put_window(OWNER, commit(own, start), own.newest_persisted)
-        own.persisted(start, PLAN)
+        put_window(client, commit(own, start), own.newest_persisted)
+        own.persisted(named(start))
     assert replica_starts(server) == [12, 9, 6]
 
 
@@ -116,8 +126,8 @@ def test_unfinished_replica_gives_way_to_the_next_window(
     own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     client.put_slot(OWNER, commit(own, 0), 0)
-    client.put_window(OWNER, commit(own, 3))
-    client.put_window(OWNER, commit(own, 6))
+    put_window(client, commit(own, 3))
+    put_window(client, commit(own, 6))
     assert replica_starts(server) == [6, 3]
 
 
@@ -125,30 +135,30 @@ def test_rollback_replaces_the_abandoned_past(
     shm: Path, own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     for start in (0, 3):
-        client.put_window(OWNER, commit(own, start))
+        put_window(client, commit(own, start))
     other = make_file(shm / 'other', start=3)
     with other._lock:  # the same window, but not with the same bits
         other._draft = None
     altered = WindowFile.create(shm / 'altered', capacity())
-    altered.begin(3, PLAN)
+    altered.begin(named(3))
     for header in other.headers():
         altered.reserve_slot(header.slot, header.payload_bytes)[:] = 7
         altered.seal_slot(header)
     with pytest.raises(PeerRefused, match='has other content'):
-        client.put_window(OWNER, altered)
+        put_window(client, altered)
     client.discard_after(OWNER, 0)
     assert replica_starts(server) == [0]
-    client.put_window(OWNER, altered)
+    put_window(client, altered)
     assert replica_starts(server) == [3, 0]
-    fetched = own.begin(6, PLAN)
+    fetched = own.begin(named(6))
     assert fetched is not None
-    assert client.fetch_window(OWNER, 3, PLAN, fetched) == altered.headers()
+    assert client.fetch_window(OWNER, named(3), fetched) == altered.headers()
 
 
 def test_window_larger_than_the_replica_files(shm: Path, client: ReplicaClient) -> None:
     file = WindowFile.create(shm / 'w', 2 * capacity(20))
-    file.begin(0, PLAN)
+    file.begin(named(0))
     write_window(file, window=20)
     with pytest.raises(PeerRefused, match='HostMemoryError'):
-        client.put_window(OWNER, file)
-    assert client.list_windows() == []
+        put_window(client, file)
+    assert stored(shm) == []

@@ -8,6 +8,7 @@ import pytest
 
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.refused import CorruptWindow
@@ -18,13 +19,11 @@ from moevement_ext.replicate.protocol import (
     Ack,
     FetchWindow,
     Refused,
-    RemoteWindow,
     SlotHead,
     WindowHead,
 )
 from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import (
-    PLAN,
     RUN,
     SECRET,
     TOPOLOGY,
@@ -33,33 +32,44 @@ from tests.unit.memory.samples import (
     digest,
     make_file,
     make_header,
+    named,
     write_slot,
 )
-from tests.unit.replicate.peers import DEADLINE_S, HOLDER, OWNER, commit, connected, serving
+from tests.unit.replicate.peers import (
+    DEADLINE_S,
+    HOLDER,
+    OWNER,
+    ask,
+    commit,
+    connected,
+    put_window,
+    serving,
+    stored,
+)
 
 
 def test_restarted_owner_gets_its_window_back(
     shm: Path, own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     file = commit(own, 0)
-    client.put_window(OWNER, file)
+    put_window(client, file)
     before = digest(file.path)
     replacement = OwnerWindows(NodeStore(shm, 'run1', 'node9'), OWNER, OWNER, capacity())
-    into = replacement.begin(0, PLAN)
+    into = replacement.begin(named(0))
     assert into is not None
-    headers = client.fetch_window(OWNER, 0, PLAN, into)
+    headers = client.fetch_window(OWNER, named(0), into)
     assert [header.slot for header in headers] == list(range(WINDOW))
     replacement.commit(into)
     assert digest(replacement.committed()[0].path) == before
-    assert into.verify(RUN, TOPOLOGY)
+    assert into.verify(Expected(RUN, TOPOLOGY))
 
 
 def test_headers_of_a_window_that_was_cut_off_are_served(
     own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     """They say what the state was, though the window is of no use."""
-    client.put_window(OWNER, commit(own, 0))
-    begun = own.begin(WINDOW, PLAN)
+    put_window(client, commit(own, 0))
+    begun = own.begin(named(WINDOW))
     assert begun is not None
     for slot in range(WINDOW - 1):
         write_slot(begun, slot, OWNER)
@@ -76,10 +86,10 @@ def test_headers_of_a_window_that_was_cut_off_are_served(
 def test_any_window_on_the_node_is_served(shm: Path, client: ReplicaClient) -> None:
     neighbour = NodeStore(shm, 'run1', f'node{HOLDER}')
     commit(OwnerWindows(neighbour, 6, 6, capacity()), 3)
-    assert client.list_windows() == [RemoteWindow(6, 3, PLAN)]
+    assert stored(shm) == [(6, named(3))]
     into = WindowFile.create(shm / 'into', capacity())
-    into.begin(3, PLAN)
-    assert len(client.fetch_window(6, 3, PLAN, into)) == WINDOW
+    into.begin(named(3))
+    assert len(client.fetch_window(6, named(3), into)) == WINDOW
     neighbour.close()
 
 
@@ -88,23 +98,24 @@ def test_damaged_copy_is_refused_and_another_copy_served(shm: Path, client: Repl
     copies = [commit(OwnerWindows(neighbour, holder, 6, capacity()), 3) for holder in (6, 7)]
     into = WindowFile.create(shm / 'into', capacity())
     copies[0].payload(0)[0] ^= 1
-    assert len(client.fetch_window(6, 3, PLAN, into)) == WINDOW
+    assert len(client.fetch_window(6, named(3), into)) == WINDOW
     copies[1].payload(1)[0] ^= 1
     with pytest.raises(PeerRefused, match='slot 0: checksum.*slot 1: checksum'):
-        client.fetch_window(6, 3, PLAN, into)
+        client.fetch_window(6, named(3), into)
     with pytest.raises(PeerRefused, match='not on this node'):
-        client.fetch_window(6, 30, PLAN, into)
+        client.fetch_window(6, named(30), into)
     neighbour.close()
 
 
 def test_window_too_large_for_the_local_file(
     own: OwnerWindows, shm: Path, client: ReplicaClient
 ) -> None:
-    client.put_window(OWNER, commit(own, 0))
+    put_window(client, commit(own, 0))
     small = WindowFile.create(shm / 'small', capacity(1))
     with pytest.raises(HostMemoryError):
-        client.fetch_window(OWNER, 0, PLAN, small)
-    assert client.list_windows() == [RemoteWindow(OWNER, 0, PLAN)], 'the client is still of use'
+        client.fetch_window(OWNER, named(0), small)
+    assert stored(shm) == [(OWNER, named(0))]
+    ask(client)
 
 
 def test_fetch_while_the_source_recycles(
@@ -112,14 +123,14 @@ def test_fetch_while_the_source_recycles(
 ) -> None:
     """Readers take no lock: what arrives is whole, or it is refused, but never a mixture."""
     feeder = ReplicaClient(server.address, SECRET, DEADLINE_S)
-    feeder.put_window(OWNER, commit(own, 0))
-    own.persisted(0, PLAN)
+    put_window(feeder, commit(own, 0))
+    own.persisted(named(0))
     done = threading.Event()
 
     def feed() -> None:
         for start in range(3, 300, 3):
-            feeder.put_window(OWNER, commit(own, start), own.newest_persisted)
-            own.persisted(start, PLAN)
+            put_window(feeder, commit(own, start), own.newest_persisted)
+            own.persisted(named(start))
         done.set()
 
     feeding = threading.Thread(target=feed)
@@ -127,12 +138,12 @@ def test_fetch_while_the_source_recycles(
     into = WindowFile.create(shm / 'into', capacity())
     whole = 0
     while not done.is_set():
-        for window in client.list_windows():
+        for owner, name in stored(shm):
             try:
-                client.fetch_window(window.owner, window.start, window.plan, into)
+                client.fetch_window(owner, name, into)
             except (PeerRefused, CorruptWindow):
                 continue
-            into.verify(RUN, TOPOLOGY, OWNER, window.start, PLAN)
+            into.verify(Expected(RUN, TOPOLOGY, OWNER, name))
             whole += 1
     feeding.join()
     feeder.close()
@@ -162,7 +173,7 @@ def test_damage_on_the_way_is_noticed_by_the_receiver(shm: Path) -> None:
     into = WindowFile.create(shm / 'into', capacity())
     client = ReplicaClient(listener.getsockname(), SECRET, DEADLINE_S)
     with pytest.raises(CorruptWindow, match='into: slot 1: .*operator expert-0'):
-        client.fetch_window(OWNER, 0, PLAN, into)
+        client.fetch_window(OWNER, named(0), into)
     sender.join()
     listener.close()
     client.close()
@@ -174,7 +185,7 @@ def test_sender_says_when_its_window_was_recycled_meanwhile(shm: Path) -> None:
     with serving(shm) as server:
         neighbour = NodeStore(shm, 'run1', f'node{HOLDER}')
         windows = OwnerWindows(neighbour, 6, 6, large + 2 * capacity())
-        file = windows.begin(0, PLAN)
+        file = windows.begin(named(0))
         assert file is not None
         header = msgspec.structs.replace(
             make_header(0, owner=6, window=1), payload_bytes=large, records=[]
@@ -183,7 +194,7 @@ def test_sender_says_when_its_window_was_recycled_meanwhile(shm: Path) -> None:
         file.seal_slot(header)
         windows.commit(file)
         connection = connected(server)
-        connection.send(FetchWindow(6, 0, PLAN))
+        connection.send(FetchWindow(6, named(0)))
         assert isinstance(connection.receive_reply(), WindowHead)
         windows.discard_after(-1)
         slot = connection.receive_reply()

@@ -20,10 +20,10 @@ from moevement_ext.replicate import server as server_module
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.connection import Connection, ProtocolError
 from moevement_ext.replicate.greeting import Challenge, Hello, Response
-from moevement_ext.replicate.protocol import PROTOCOL_VERSION, ListWindows, Refused
+from moevement_ext.replicate.protocol import PROTOCOL_VERSION, FetchHeaders, Refused
 from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import SECRET
-from tests.unit.replicate.peers import DEADLINE_S, connected, serving, wait_for
+from tests.unit.replicate.peers import DEADLINE_S, OWNER, ask, connected, serving, wait_for
 
 ANOTHER_SECRET = bytes(32)
 _CHALLENGE = msgspec.msgpack.Decoder(Challenge)
@@ -37,13 +37,13 @@ def opened(server: ReplicaServer) -> Connection:
 
 
 def test_those_of_one_job_know_each_other(server: ReplicaServer, client: ReplicaClient) -> None:
-    assert client.list_windows() == []
+    ask(client)
 
 
 def test_a_client_of_another_job_sees_that_this_is_not_its_server(server: ReplicaServer) -> None:
     stranger = ReplicaClient(server.address, ANOTHER_SECRET, DEADLINE_S)
     with pytest.raises(PeerLost, match='does not know the secret.*--sparse-ckpt-run-id'):
-        stranger.list_windows()
+        ask(stranger)
 
 
 def test_a_client_that_cannot_prove_itself_is_refused(server: ReplicaServer) -> None:
@@ -52,7 +52,7 @@ def test_a_client_that_cannot_prove_itself_is_refused(server: ReplicaServer) -> 
     challenge = connection.receive(_CHALLENGE)
     connection.send(Response(challenge.proof))  # what the server has proved itself with
     assert connection.receive(_ANSWER).reason == 'this holder belongs to another job'
-    connection.send(ListWindows())
+    connection.send(FetchHeaders(OWNER, 0))
     with pytest.raises(OSError):
         connection.receive_reply()
 
@@ -64,7 +64,7 @@ def test_a_recorded_greeting_is_of_no_use(server: ReplicaServer) -> None:
     challenge = first.receive(_CHALLENGE)
     recorded = hmac.digest(SECRET, b'client' + nonce + challenge.nonce, 'sha256')
     first.send(Response(recorded))
-    first.send(ListWindows())
+    first.send(FetchHeaders(OWNER, 0))
     second = opened(server)
     second.send(Hello(PROTOCOL_VERSION, nonce))
     second.receive(_CHALLENGE)
@@ -111,14 +111,14 @@ def test_no_client_gives_a_stranger_anything_to_hold() -> None:
     with stranger_serving(answer) as address:
         client = ReplicaClient(address, SECRET, DEADLINE_S)
         with pytest.raises(PeerLost, match='does not know the secret'):
-            client.list_windows()
+            ask(client)
     assert len(heard) == 1, 'the client hung up without another word'
 
 
 def test_a_refusal_in_the_greeting_reaches_the_caller() -> None:
     with stranger_serving(lambda connection: connection.send(Refused('not today'))) as address:
         with pytest.raises(PeerRefused, match='not today'):
-            ReplicaClient(address, SECRET, DEADLINE_S).list_windows()
+            ask(ReplicaClient(address, SECRET, DEADLINE_S))
 
 
 @pytest.mark.parametrize('length', [257, 2**22, 2**32 - 1])
@@ -144,7 +144,7 @@ def memory_mib() -> int:
 def test_strangers_take_few_threads_and_no_memory(
     server: ReplicaServer, client: ReplicaClient
 ) -> None:
-    client.list_windows()
+    ask(client)
     threads, memory = threading.active_count(), memory_mib()
     crowd = []
     for _ in range(200):
@@ -156,7 +156,8 @@ def test_strangers_take_few_threads_and_no_memory(
     assert threading.active_count() - threads <= 64
     assert memory_mib() - memory < 64
     other = ReplicaClient(server.address, SECRET, DEADLINE_S)
-    assert other.list_windows() == [] == client.list_windows(), 'peers still get in'
+    ask(other)
+    ask(client)
     other.close()
     for sock in crowd + idle:
         sock.close()
@@ -172,7 +173,7 @@ def test_a_peer_may_stay_silent(server: ReplicaServer, monkeypatch: pytest.Monke
     monkeypatch.setattr(server_module, '_GREETING_SECONDS', 0.2)
     connection = connected(server)
     time.sleep(0.4)
-    connection.send(ListWindows())
+    connection.send(FetchHeaders(OWNER, 0))
     assert connection.receive_reply()
 
 
@@ -209,5 +210,5 @@ def test_the_family_that_is_announced_is_listened_in(shm: Path) -> None:
     with serving(shm, host='::1') as server:
         assert server.address[0] == '::1'
         client = ReplicaClient(server.address, SECRET, DEADLINE_S)
-        assert client.list_windows() == []
+        ask(client)
         client.close()

@@ -11,25 +11,26 @@ from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.upstream_log.record import Direction, LogKey
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import Candidate, HeldWindow
+from moevement_ext.memory.window.name import HeldWindow, Window
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import failure_domains
-from moevement_ext.replicate.host_memory import HostMemory, Member
+from moevement_ext.replicate.host_memory import HostMemory, Member, Share
 from tests.unit.memory.samples import (
-    PLAN,
     RUN,
     SECRET,
     TOPOLOGY,
     WINDOW,
     capacity,
     digest,
+    named,
     tmpfs_directory,
     write_window,
 )
+from tests.unit.replicate.peers import put_window
 
 NODES = ('node-a', 'node-b')
-CANDIDATE = Candidate(0, WINDOW, PLAN)
+CANDIDATE = Window(named(0), WINDOW)
 LOG_BYTES = 2**16
 CPU = torch.device('cpu')
 
@@ -55,9 +56,13 @@ class Job:
         for rank, node in enumerate(NODES):
             monkeypatch.setenv('MOEVEMENT_NODE', node)
             memory = HostMemory(
-                config, 'run1', rank, capacity(), log_bytes[rank], CPU, self.degraded.append,
+                config,
+                'run1',
+                Share(rank, capacity(), log_bytes[rank]),
+                CPU,
+                self.degraded.append,
                 lambda own: members,
-            )  # fmt: skip
+            )
             self.ranks.append(memory)
         addresses: list[bytes] = []
         for memory in self.ranks:
@@ -66,7 +71,7 @@ class Job:
             memory.connect(lambda own: addresses)
 
     def commit(self, rank: int, start: int = 0) -> WindowFile:
-        file = self.ranks[rank].windows.begin(start, PLAN)
+        file = self.ranks[rank].windows.begin(named(start))
         assert file is not None
         write_window(file, rank)
         self.ranks[rank].windows.commit(file)
@@ -96,20 +101,20 @@ def test_each_holds_the_replicas_of_the_other(job: Job) -> None:
 def test_lost_window_is_fetched_from_its_holder(job: Job) -> None:
     file = job.commit(0)
     expected = digest(file.path)
-    job.ranks[0].peers()[1].put_window(0, file)
-    job.ranks[0].windows.discard(0, PLAN)
+    put_window(job.ranks[0].peers()[1], file)
+    job.ranks[0].windows.discard(named(0))
     arrived: list[int] = []
     fetched = job.ranks[0].fetch(CANDIDATE, 1, lambda file, header: arrived.append(header.slot))
     assert arrived == list(range(WINDOW))
     assert digest(fetched.path) == expected
-    assert job.ranks[0].windows.file(0, PLAN) is fetched
+    assert job.ranks[0].windows.file(named(0)) is fetched
 
 
 def test_fetch_that_fails_leaves_its_file_free(job: Job) -> None:
     for _ in range(4):
         with pytest.raises(PeerRefused, match='not on this node'):
             job.ranks[0].fetch(CANDIDATE, 1, lambda file, header: None)
-    assert job.commit(0).name == (0, PLAN)
+    assert job.commit(0).name == named(0)
 
 
 def test_inventory_leaves_out_what_is_foreign_or_damaged(job: Job) -> None:
@@ -137,7 +142,9 @@ def test_over_budget_is_refused_before_anything_is_reserved(
     config = SparseCheckpointConfig(dir=str(shm), host_memory_gb=0.0001)
     members = [msgspec.msgpack.encode(Member('node-a', capacity(), LOG_BYTES, 'host', SECRET))]
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-host-memory-gb'):
-        HostMemory(config, 'run1', 0, capacity(), LOG_BYTES, CPU, pytest.fail, lambda own: members)
+        HostMemory(
+            config, 'run1', Share(0, capacity(), LOG_BYTES), CPU, pytest.fail, lambda own: members
+        )
     assert not [*shm.rglob('*.window')] and not [*shm.rglob('upstream-log')]
 
 
@@ -153,7 +160,7 @@ def test_a_replacement_on_another_node_leaves_replicas_where_they_are(
     known = [msgspec.msgpack.encode(member) for member in first.members]
     config = SparseCheckpointConfig(dir=str(shm), replicas=1)
     memory = HostMemory(
-        config, 'run1', 0, capacity(), LOG_BYTES, CPU, pytest.fail, lambda own: known
+        config, 'run1', Share(0, capacity(), LOG_BYTES), CPU, pytest.fail, lambda own: known
     )
     try:
         assert memory.holders == first.holders
@@ -247,9 +254,9 @@ def test_each_life_of_the_job_has_a_secret_of_its_own_made_by_rank_0(
 
     config = SparseCheckpointConfig(dir=str(shm), replicas=1)
     for life in range(2):
-        memory = HostMemory(config, 'run1', 0, capacity(), 0, CPU, pytest.fail, exchange)
+        memory = HostMemory(config, 'run1', Share(0, capacity(), 0), CPU, pytest.fail, exchange)
         client = ReplicaClient(memory.server.address, drawn[life][0].secret, 20.0)
-        assert client.list_windows() == []
+        assert client.fetch_headers(1, 0) == []
         client.close()
         memory.close(remove=True)
     secrets = {members[0].secret for members in drawn}
@@ -269,10 +276,12 @@ def test_what_cannot_be_used_costs_protection_and_not_training(
     for directory in (shm / 'file', shm / 'file' / 'below', shared, Path('/proc/nowhere')):
         config = SparseCheckpointConfig(dir=str(directory))
         with pytest.raises(HostMemoryError, match=str(directory)):
-            HostMemory(config, 'run1', 0, capacity(), 0, CPU, pytest.fail, lambda own: members)
+            HostMemory(
+                config, 'run1', Share(0, capacity(), 0), CPU, pytest.fail, lambda own: members
+            )
     config = SparseCheckpointConfig(dir=str(shm / 'memory'), interface='nosuch0')
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-interface nosuch0'):
-        HostMemory(config, 'run1', 0, capacity(), 0, CPU, pytest.fail, lambda own: members)
+        HostMemory(config, 'run1', Share(0, capacity(), 0), CPU, pytest.fail, lambda own: members)
     assert [path for path in (shm / 'memory').rglob('*') if path.is_file()] == []
     assert (shm / 'file').read_text() == 'not a directory'
     assert [*shared.iterdir()] == []

@@ -11,10 +11,21 @@ import pytest
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import PeerLost, ReplicaClient
-from moevement_ext.replicate.protocol import Proceed, PutSlot, RemoteWindow
+from moevement_ext.replicate.protocol import Proceed, PutSlot
 from moevement_ext.replicate.server import ReplicaServer
-from tests.unit.memory.samples import PLAN, SECRET, capacity, digest, make_file
-from tests.unit.replicate.peers import DEADLINE_S, OWNER, commit, connected, free_port, silent_peer
+from tests.unit.memory.samples import SECRET, capacity, digest, make_file, named
+from tests.unit.replicate.peers import (
+    DEADLINE_S,
+    OWNER,
+    ask,
+    commit,
+    connected,
+    free_port,
+    put_window,
+    replicas,
+    silent_peer,
+    stored,
+)
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -25,7 +36,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import SECRET, capacity
 store = NodeStore(pathlib.Path(sys.argv[1]), 'run1', 'node1')
-server = ReplicaServer(store, 1, {0: capacity()}, SECRET, '127.0.0.1', int(sys.argv[2]))
+server = ReplicaServer(store, 1, {0: capacity()}, SECRET, ('127.0.0.1', int(sys.argv[2])))
 print(server.address[1], flush=True)
 sys.stdin.read()
 """
@@ -35,7 +46,7 @@ def test_unreachable_peer_is_named() -> None:
     port = free_port()
     client = ReplicaClient(('127.0.0.1', port), SECRET, timeout_s=DEADLINE_S)
     with pytest.raises(PeerLost, match=f'127.0.0.1:{port}'):
-        client.list_windows()
+        ask(client)
 
 
 @pytest.mark.parametrize('greets', [False, True])
@@ -43,10 +54,10 @@ def test_every_wait_has_a_deadline(shm: Path, greets: bool) -> None:
     file = make_file(shm / 'w')
     into = WindowFile.create(shm / 'into', capacity())
     calls: list[Callable[[ReplicaClient], object]] = [
-        lambda client: client.list_windows(),
+        ask,
         lambda client: client.put_slot(OWNER, file, 0),
-        lambda client: client.fetch_window(OWNER, 0, PLAN, into),
-        lambda client: client.commit(OWNER, 0, PLAN),
+        lambda client: client.fetch_window(OWNER, named(0), into),
+        lambda client: client.commit(OWNER, named(0)),
     ]
     with silent_peer(greets) as address:
         for call in calls:
@@ -73,17 +84,17 @@ def test_replicas_survive_the_death_of_the_holder(shm: Path, own: OwnerWindows) 
     process, port = start_holder(shm)
     client = ReplicaClient(('127.0.0.1', port), SECRET, timeout_s=DEADLINE_S)
     with process:
-        client.put_window(OWNER, commit(own, 0))
+        put_window(client, commit(own, 0))
         unfinished = commit(own, 3)
         client.put_slot(OWNER, unfinished, 0)
         process.kill()
     with pytest.raises(PeerLost):
-        client.list_windows()
+        ask(client)
     process, _ = start_holder(shm, port)
     with process:
-        assert client.list_windows() == [RemoteWindow(OWNER, 0, PLAN)]
-        client.put_window(OWNER, unfinished)
-        assert len(client.list_windows()) == 2
+        assert stored(shm) == [(OWNER, named(0))]
+        put_window(client, unfinished)
+        assert stored(shm) == [(OWNER, named(0)), (OWNER, named(3))]
         process.kill()
     client.close()
 
@@ -97,11 +108,11 @@ def test_transfer_cut_off_is_taken_up_by_the_next_connection(
     hanging = connected(server)
     checksum = struct.unpack_from('<Q', blob.frame)[0]
     sizes = len(blob.payload), len(blob.frame)
-    hanging.send(PutSlot(OWNER, 0, PLAN, 0, *sizes, checksum, None))
+    hanging.send(PutSlot(OWNER, named(0), 0, *sizes, checksum, None))
     assert isinstance(hanging.receive_reply(), Proceed)
     hanging.send_bytes(bytes(100))
-    client.put_window(OWNER, file)
-    assert digest(server.replicas(OWNER).committed()[0].path) == digest(file.path)
+    put_window(client, file)
+    assert digest(replicas(server).committed()[0].path) == digest(file.path)
     with pytest.raises(OSError):
         hanging.receive_reply()
     hanging.close()

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import WindowName
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
-from tests.unit.memory.samples import PLAN, SECRET, WINDOW, digest, write_slot
+from tests.unit.memory.samples import SECRET, WINDOW, digest, named, write_slot
 from tests.unit.replicate.peers import (
     DEADLINE_S,
     OWNER,
@@ -17,6 +18,7 @@ from tests.unit.replicate.peers import (
     free_port,
     own_file,
     replica_starts,
+    replicas,
     serving,
     silent_peer,
     wait_for,
@@ -27,10 +29,10 @@ class Events:
     """Collects the callbacks of a replicator."""
 
     def __init__(self) -> None:
-        self.replicated: queue.Queue[tuple[int, str]] = queue.Queue()
+        self.replicated: queue.Queue[WindowName] = queue.Queue()
         self.degraded: queue.Queue[str] = queue.Queue()
 
-    def next_replicated(self) -> tuple[int, str]:
+    def next_replicated(self) -> WindowName:
         return self.replicated.get(timeout=DEADLINE_S)
 
     def next_degraded(self) -> str:
@@ -47,7 +49,7 @@ def replicating(
     replicator = Replicator(
         OWNER,
         clients,
-        lambda start, plan: events.replicated.put((start, plan)),
+        events.replicated.put,
         events.degraded.put,
     )
     try:
@@ -69,20 +71,20 @@ def test_slots_are_sent_as_they_are_sealed(shm: Path, own: OwnerWindows) -> None
         replicating(events, first.address, second.address) as replicator,
     ):
         for start in range(0, 15, 3):
-            file = own.begin(start, PLAN)
+            file = own.begin(named(start))
             assert file is not None
             for slot in range(WINDOW):
                 write_slot(file, slot)
                 replicator.submit(file, slot)
             own.commit(file)
-            assert events.next_replicated() == (start, PLAN)
+            assert events.next_replicated() == named(start)
             assert replica_starts(first)[0] == replica_starts(second)[0] == start
-            own.announce(start, PLAN)
-            own.persisted(start, PLAN)
-            replicator.persisted(start, PLAN)
+            own.announce(named(start))
+            own.persisted(named(start))
+            replicator.persisted(named(start))
         assert events.degraded.empty()
         newest = own.committed()[0].path
-        assert digest(first.replicas(OWNER).committed()[0].path) == digest(newest)
+        assert digest(replicas(first).committed()[0].path) == digest(newest)
 
 
 def test_lost_peer_is_reported_and_caught_up_when_it_is_back(shm: Path, own: OwnerWindows) -> None:
@@ -96,27 +98,27 @@ def test_lost_peer_is_reported_and_caught_up_when_it_is_back(shm: Path, own: Own
         assert f'replica on rank 2: peer 127.0.0.1:{port} is lost' in events.next_degraded()
         assert events.replicated.empty()
         with serving(shm, 2, port) as back:
-            assert events.next_replicated() == (0, PLAN)
+            assert events.next_replicated() == named(0)
             assert replica_starts(alive) == replica_starts(back) == [0]
 
 
 def test_peer_that_lost_its_slots_gets_them_again(shm: Path, own: OwnerWindows) -> None:
     """A holder restarts in the middle of a window: what it had received is gone with it."""
     events = Events()
-    file = own.begin(0, PLAN)
+    file = own.begin(named(0))
     assert file is not None
     port = free_port()
     with replicating(events, ('127.0.0.1', port)) as replicator:
         with serving(shm, 1, port) as before:
             write_slot(file, 0)
             replicator.submit(file, 0)
-            [received] = wait_for(lambda: list(before.replicas(OWNER).path.glob('writing-*')))
+            [received] = wait_for(lambda: list(replicas(before).path.glob('writing-*')))
             wait_for(lambda: WindowFile.open(received).slots())
         with serving(shm, 1, port) as after:
             for slot in (1, 2):
                 write_slot(file, slot)
                 replicator.submit(file, slot)
-            assert events.next_replicated() == (0, PLAN)
+            assert events.next_replicated() == named(0)
             assert replica_starts(after) == [0]
 
 
@@ -139,15 +141,15 @@ def test_recycled_source_is_not_sent_as_the_old_window(shm: Path, own: OwnerWind
         file = commit(own, 0)
         submit_all(replicator, file)
         assert 'is lost' in events.next_degraded()
-        own.announce(0, PLAN)
-        own.persisted(3, PLAN)
+        own.announce(named(0))
+        own.persisted(named(3))
         taken = [commit(own, start) for start in (3, 6, 9)]
         assert file in taken
         with serving(shm, 1, port) as server:
             wait_for(lambda: 'was recycled' in events.next_degraded())
             assert replica_starts(server) == []
             submit_all(replicator, own_file(own, 9))
-            assert events.next_replicated() == (9, PLAN)
+            assert events.next_replicated() == named(9)
 
 
 def test_new_peers_take_over(shm: Path, own: OwnerWindows) -> None:
@@ -158,7 +160,7 @@ def test_new_peers_take_over(shm: Path, own: OwnerWindows) -> None:
         assert 'is lost' in events.next_degraded()
         with serving(shm, 1) as server:
             replicator.set_peers({1: ReplicaClient(server.address, SECRET, DEADLINE_S)})
-            assert events.next_replicated() == (0, PLAN)
+            assert events.next_replicated() == named(0)
 
 
 def test_rollback_reaches_the_peers_first(shm: Path, own: OwnerWindows) -> None:
@@ -166,20 +168,20 @@ def test_rollback_reaches_the_peers_first(shm: Path, own: OwnerWindows) -> None:
     with serving(shm, 1) as server, replicating(events, server.address) as replicator:
         for start in (0, 3):
             submit_all(replicator, commit(own, start))
-            assert events.next_replicated() == (start, PLAN)
+            assert events.next_replicated() == named(start)
         replicator.discard_after(0)
         own.discard_after(0)
         submit_all(replicator, commit(own, 3, 'plan2'))
-        assert events.next_replicated() == (3, 'plan2')
-        assert [ref[:2] for ref in server.replicas(OWNER).committed()] == [(3, 'plan2'), (0, PLAN)]
+        assert events.next_replicated() == named(3, 'plan2')
+        assert [w.name for w in replicas(server).committed()] == [named(3, 'plan2'), named(0)]
 
 
 def test_failing_callback_does_not_end_replication(shm: Path, own: OwnerWindows) -> None:
     done: queue.Queue[int] = queue.Queue()
 
-    def fail_once(start: int, plan: str) -> None:
-        done.put(start)
-        if start == 0:
+    def fail_once(window: WindowName) -> None:
+        done.put(window.start)
+        if window.start == 0:
             raise RuntimeError('callback')
 
     with serving(shm, 1) as server:

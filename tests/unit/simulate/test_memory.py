@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from moevement_ext.protect import protection
 from megatron.moevement.seams import p2p
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from moevement_ext.plan.byte_planner import OperatorBytes
+from moevement_ext.protect import protection
 from moevement_ext.replicate import host_memory
 from moevement_ext.simulate import memory
 from moevement_ext.simulate.layout import Batch, Layout, Precision

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.window import format as window_format
+from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import PREAMBLE_BYTES, window_capacity
+from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.refused import (
     CorruptWindow,
     ForeignRun,
@@ -33,8 +35,10 @@ from tests.unit.memory.samples import (
     WINDOW,
     capacity,
     content,
+    digest,
     make_file,
     make_header,
+    named,
     tmpfs_directory,
     write_slot,
     write_window,
@@ -49,7 +53,7 @@ def shm() -> Iterator[Path]:
 
 def load(path: Path) -> list[object]:
     """Everything a reader does with a file it does not trust."""
-    return list(WindowFile.open(path).verify(RUN, TOPOLOGY))
+    return list(WindowFile.open(path).verify(Expected(RUN, TOPOLOGY)))
 
 
 def filler(*parts: memoryview) -> Callable[[memoryview], None]:
@@ -65,7 +69,7 @@ def filler(*parts: memoryview) -> Callable[[memoryview], None]:
 def test_what_is_sealed_is_read_back(shm: Path) -> None:
     make_file(shm / 'w', start=5)
     file = WindowFile.open(shm / 'w')
-    headers = file.verify(RUN, TOPOLOGY, 0, 5, PLAN)
+    headers = file.verify(Expected(RUN, TOPOLOGY, 0, named(5)))
     assert [header.iteration for header in headers] == [5, 6, 7]
     for header in headers:
         assert np.array_equal(file.payload(header.slot), content(header))
@@ -88,30 +92,30 @@ def test_payloads_are_aligned(shm: Path) -> None:
 
 def test_slots_may_be_reserved_before_earlier_ones_are_sealed(shm: Path) -> None:
     file = WindowFile.create(shm / 'w', capacity())
-    file.begin(0, PLAN)
+    file.begin(named(0))
     headers = [make_header(slot) for slot in range(WINDOW)]
     for header in headers:
         file.reserve_slot(header.slot, header.payload_bytes)[:] = content(header)
     for header in reversed(headers):
         file.seal_slot(header)
-    assert len(WindowFile.open(shm / 'w').verify(RUN, TOPOLOGY)) == WINDOW
+    assert len(WindowFile.open(shm / 'w').verify(Expected(RUN, TOPOLOGY))) == WINDOW
 
 
 def test_replica_is_byte_identical(shm: Path) -> None:
     source = make_file(shm / 'source')
     replica = WindowFile.create(shm / 'replica', capacity())
-    replica.begin(0, PLAN)
+    replica.begin(named(0))
     for slot in source.slots():
         blob = source.slot_blob(slot)
         replica.write_blob(slot, len(blob.payload), len(blob.frame), filler(*blob))
-    assert replica.verify(RUN, TOPOLOGY)
+    assert replica.verify(Expected(RUN, TOPOLOGY))
     assert (shm / 'replica').read_bytes() == (shm / 'source').read_bytes()
 
 
 def test_interrupted_blob_is_written_again(shm: Path) -> None:
     source = make_file(shm / 'source')
     replica = WindowFile.create(shm / 'replica', capacity())
-    replica.begin(0, PLAN)
+    replica.begin(named(0))
     blob = source.slot_blob(0)
 
     def break_off(view: memoryview) -> None:
@@ -128,7 +132,7 @@ def test_interrupted_blob_is_written_again(shm: Path) -> None:
 def test_blob_with_damaged_frame_is_refused(shm: Path) -> None:
     source = make_file(shm / 'source')
     replica = WindowFile.create(shm / 'replica', capacity())
-    replica.begin(0, PLAN)
+    replica.begin(named(0))
     blob = source.slot_blob(1)
     damaged = bytearray(blob.frame)
     damaged[40] ^= 1
@@ -157,7 +161,7 @@ def test_truncated_file(shm: Path, cut: int) -> None:
 
 def test_missing_slot(shm: Path) -> None:
     file = WindowFile.create(shm / 'w', capacity())
-    file.begin(0, PLAN)
+    file.begin(named(0))
     write_slot(file, 0)
     write_slot(file, 2)
     with pytest.raises(TruncatedWindow, match=r'\[0, 2\] of a window of 3'):
@@ -167,15 +171,31 @@ def test_missing_slot(shm: Path) -> None:
 def test_foreign_identities_are_refused_by_type(shm: Path) -> None:
     file = make_file(shm / 'w', start=3)
     with pytest.raises(ForeignRun, match='other-run'):
-        file.verify('other-run', TOPOLOGY)
+        file.verify(Expected('other-run', TOPOLOGY))
     with pytest.raises(WrongTopology):
-        file.verify(RUN, 'other-topology')
+        file.verify(Expected(RUN, 'other-topology'))
     with pytest.raises(WrongWindow, match='owner'):
-        file.verify(RUN, TOPOLOGY, expect_owner=1)
+        file.verify(Expected(RUN, TOPOLOGY, owner=1))
     with pytest.raises(WrongWindow, match='start'):
-        file.verify(RUN, TOPOLOGY, expect_start=4)
+        file.verify(Expected(name=named(4)))
     with pytest.raises(WrongWindow, match='plan'):
-        file.verify(RUN, TOPOLOGY, expect_plan='plan2')
+        file.verify(Expected(name=named(3, 'plan2')))
+    with pytest.raises(WrongWindow, match='owner is 0, expected 1'):
+        file.verify(Expected.of(RankIdentity(RUN, TOPOLOGY, 1)))
+    assert file.verify(Expected()) == file.verify(Expected.of(RankIdentity(RUN, TOPOLOGY, 0)))
+
+
+def test_the_bytes_of_a_file_are_those_of_the_format(shm: Path) -> None:
+    """Files outlive the program that wrote them: other bytes need another format version."""
+    file = WindowFile.create(shm / 'w', capacity())
+    file.begin(named(5))
+    for slot in range(WINDOW):
+        header = make_header(slot, start=5)
+        payload = file.reserve_slot(slot, header.payload_bytes)
+        payload[:] = np.arange(header.payload_bytes) % 251
+        file.seal_slot(header)
+    assert FORMAT_VERSION == 1
+    assert digest(shm / 'w') == '5c8b5aa727092bb5f42052292441b00e7e03da81a42455dae9e713cd4cfa0362'
 
 
 def test_unknown_version_of_file(shm: Path) -> None:
@@ -187,7 +207,7 @@ def test_unknown_version_of_file(shm: Path) -> None:
 
 def test_unknown_version_of_header(shm: Path) -> None:
     file = WindowFile.create(shm / 'w', capacity())
-    file.begin(0, PLAN)
+    file.begin(named(0))
     header = make_header(0)
     file.reserve_slot(0, header.payload_bytes)
     file.seal_slot(msgspec.structs.replace(header, version=FORMAT_VERSION + 1))
@@ -221,7 +241,7 @@ def test_committed_file_cannot_be_written(shm: Path) -> None:
 
 def test_header_at_odds_with_its_file_is_not_sealed(shm: Path) -> None:
     file = WindowFile.create(shm / 'w', capacity())
-    file.begin(0, PLAN)
+    file.begin(named(0))
     header = make_header(0)
     file.reserve_slot(0, header.payload_bytes)
     for wrong in ({'start': 1}, {'payload_bytes': 64}, {'iteration': 5}, {'window': 0}):
@@ -235,7 +255,7 @@ def test_header_at_odds_with_its_file_is_not_sealed(shm: Path) -> None:
 
 def test_window_larger_than_its_file(shm: Path) -> None:
     file = WindowFile.create(shm / 'w', capacity())
-    file.begin(0, PLAN)
+    file.begin(named(0))
     with pytest.raises(HostMemoryError, match='capacity'):
         file.reserve_slot(0, capacity())
 
@@ -321,7 +341,7 @@ def test_header_with_valid_checksum_but_other_content_is_refused(
 ) -> None:
     with tmpfs_directory() as shm:
         file = WindowFile.create(shm / 'w', capacity() + 2**12)
-        file.begin(0, PLAN)
+        file.begin(named(0))
         write_window(file)
         header = file.header(1)
         records = [msgspec.structs.replace(header.records[0], offset=offset, nbytes=nbytes)]
@@ -353,7 +373,7 @@ def test_a_flipped_bit_changes_nothing_unnoticed(position: int, bit: int) -> Non
         file.array[used[position % len(used)]] ^= 1 << bit
         try:
             whole = WindowFile.open(shm / 'w')
-            headers = whole.verify(RUN, TOPOLOGY)
+            headers = whole.verify(Expected(RUN, TOPOLOGY))
         except RefusedWindow:
             return
         for header in headers:

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reader expects a window to be, compared before anything of it is loaded."""
+
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from moevement_ext.memory.window.name import RankIdentity, WindowName
+from moevement_ext.memory.window.refused import ForeignRun, WrongTopology, WrongWindow
+from moevement_ext.memory.window.slot import SlotHeader
+
+IDENTITY = {
+    'run': ForeignRun,
+    'topology': WrongTopology,
+    'owner': WrongWindow,
+    'start': WrongWindow,
+    'plan': WrongWindow,
+}
+"""What all slots of a window say alike, and how another one is refused."""
+
+
+class Expected(NamedTuple):
+    """What every slot of a window must say of itself; None: anything will do."""
+
+    run: str | None = None
+    """Digest of the run."""
+    topology: str | None = None
+    """Digest of the parallel layout."""
+    owner: int | None = None
+    """Rank whose state it is."""
+    name: WindowName | None = None
+
+    @classmethod
+    def of(cls, identity: RankIdentity, name: WindowName | None = None) -> Self:
+        """Expect a window that this rank itself has captured."""
+        return cls(identity.run, identity.topology, identity.rank, name)
+
+    def check(self, header: SlotHeader, path: Path) -> None:
+        """Compare with what a slot says of itself.
+
+        Args:
+            header: of one slot.
+            path: the file it is in, for the message.
+
+        Raises:
+            RefusedWindow: typed by what differs.
+        """
+        start, plan = (None, None) if self.name is None else self.name
+        wanted = (self.run, self.topology, self.owner, start, plan)
+        for (field, refusal), expected in zip(IDENTITY.items(), wanted, strict=True):
+            found = getattr(header, field)
+            if expected is not None and found != expected:
+                raise refusal(f'{path}: {field} is {found!r}, expected {expected!r}')

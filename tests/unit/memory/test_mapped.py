@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from mmap import mmap
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.mapped import map_anew, map_existing, map_new
+from moevement_ext.memory.private import ForeignFileError
+from tests.unit.memory.samples import tmpfs_directory
+
+SIZE = 2**16
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+def reserved(path: Path) -> int:
+    return path.stat().st_blocks * 512
+
+
+def test_a_new_file_is_zero_and_has_all_its_pages(shm: Path) -> None:
+    assert map_new(shm / 'file', SIZE)[:] == bytes(SIZE)
+    assert (shm / 'file').stat().st_size == SIZE <= reserved(shm / 'file')
+
+
+def test_a_file_that_is_there_is_not_taken_for_new(shm: Path) -> None:
+    map_new(shm / 'file', SIZE)[:4] = b'data'
+    with pytest.raises(FileExistsError):
+        map_new(shm / 'file', SIZE)
+    assert map_existing(shm / 'file')[:4] == b'data'
+
+
+@pytest.mark.parametrize('size', [SIZE // 2, SIZE, 2 * SIZE])
+def test_pages_are_used_again_whatever_the_size(shm: Path, size: int) -> None:
+    map_new(shm / 'file', SIZE)[:] = b'x' * SIZE
+    before = (shm / 'file').stat().st_ino
+    again = map_anew(shm / 'file', size)
+    assert len(again) == (shm / 'file').stat().st_size == size <= reserved(shm / 'file')
+    assert again[:] == b'x' * min(size, SIZE) + bytes(max(0, size - SIZE))
+    assert (shm / 'file').stat().st_ino == before
+
+
+@pytest.mark.parametrize('map_file', [map_new, map_anew])
+def test_what_the_file_system_cannot_give_is_refused(
+    shm: Path, map_file: Callable[[Path, int], mmap]
+) -> None:
+    total = shutil.disk_usage(shm).total
+    with pytest.raises(HostMemoryError, match=f'cannot reserve {total + 1} bytes for file in'):
+        map_file(shm / 'file', total + 1)
+    assert map_file is map_anew or not (shm / 'file').exists()
+
+
+def test_space_that_others_took_meanwhile_is_refused(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked free; the pages are reserved by name, so no later write can end the process."""
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, 'posix_fallocate', full)
+    with pytest.raises(HostMemoryError, match=f'cannot reserve {SIZE} bytes for file in'):
+        map_new(shm / 'file', SIZE)
+    assert not (shm / 'file').exists()
+
+
+def test_what_is_written_is_read_by_others(shm: Path) -> None:
+    written, read = map_new(shm / 'file', SIZE), map_existing(shm / 'file')
+    map_existing(shm / 'file', writable=True)[4:8] = b'more'
+    written[:4] = b'data'
+    assert read[:8] == b'datamore'
+    with pytest.raises(TypeError):
+        read[:4] = b'else'
+
+
+def test_nothing_can_be_mapped_of_an_empty_file(shm: Path) -> None:
+    (shm / 'file').touch(mode=0o600)
+    with pytest.raises(ValueError):
+        map_existing(shm / 'file')
+
+
+@pytest.mark.parametrize('map_file', [lambda path: map_anew(path, SIZE), map_existing])
+def test_what_others_may_have_open_is_refused_as_it_is(
+    shm: Path, map_file: Callable[[Path], mmap]
+) -> None:
+    (shm / 'file').write_bytes(b'data')
+    os.chmod(shm / 'file', 0o644)
+    with pytest.raises(ForeignFileError):
+        map_file(shm / 'file')
+    assert (shm / 'file').read_bytes() == b'data'
