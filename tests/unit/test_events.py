@@ -50,7 +50,7 @@ def test_lines_of_concurrent_threads_are_whole(tmp_path: Path) -> None:
 
 _VICTIM = """
 import itertools, sys
-from moevement_ext.observe.events import EventLog
+from moevement_ext.events import EventLog
 log = EventLog(sys.argv[1], 0)
 for count in itertools.count():
     log.emit('event', count=count, reason='x' * (count % 5000))

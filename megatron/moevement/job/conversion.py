@@ -17,6 +17,7 @@ from megatron.moevement.state.global_scalars import ScalarRecorder
 from megatron.moevement.state.iteration_state import IterationState
 from megatron.moevement.state.slices import SlotLoader
 from moevement_ext import faults
+from moevement_ext.faults import Phase
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Bytes
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader, decode_context
@@ -91,7 +92,7 @@ class Conversion:
     ) -> None:
         began = time.perf_counter()
         faults.at_iteration(slot.state.iteration + 1)
-        faults.point('load')
+        faults.point(Phase.LOAD)
         loader.load(slot.header, slot.payload, slot.context)
         restore(slot.state)
         self.load_s += time.perf_counter() - began
@@ -106,7 +107,7 @@ class Conversion:
     ) -> None:
         began = time.perf_counter()
         frozen.freeze(slot.context.light)
-        faults.point('convert')
+        faults.point(Phase.CONVERT)
         with recorder.replaying(following.state.scalars):
             replay(slot.state.iteration)
         self.replay_s += time.perf_counter() - began

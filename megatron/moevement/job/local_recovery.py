@@ -37,6 +37,7 @@ from moevement_ext import faults
 from moevement_ext.config import node_name
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import EventLog
+from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership, lost_peer
 from moevement_ext.membership.rendezvous import EpochBroken
 from moevement_ext.membership.report import NOWHERE, Report
@@ -234,9 +235,9 @@ class LocalRecovery:
         self._phases.respawn += time.perf_counter() - began
         if self._args.rank in verdict.ranks:
             self._replay_stage(verdict, iterate, replay)
-        faults.point('replayed')
+        faults.point(Phase.REPLAYED)
         self._membership.barrier('replayed')
-        faults.point('regroup')
+        faults.point(Phase.REGROUP)
         began = time.perf_counter()
         self._enters('regroup')
         self._membership.renew(None)
@@ -271,7 +272,7 @@ class LocalRecovery:
         began = time.perf_counter()
         self._enters('detect')
         self._membership.not_updating.set()
-        faults.point('detect')
+        faults.point(Phase.DETECT)
         self._membership.leave(reason)
         unblock = time.perf_counter() - began
         self._phases = Phases(detect=self._membership.detect_s, unblock=unblock)
@@ -442,7 +443,7 @@ class LocalRecovery:
         committed = self._protection.memory.ledger.get(verdict.target)
         grows = committed is not None and get_num_microbatches() > committed.num_microbatches
         self._post_step.catch_up(verdict.target, progress, self._data, grows)
-        faults.point('resume')
+        faults.point(Phase.RESUME)
         if verdict.copies:  # they have nothing of the present window, nor a log
             self._protection.begin_window(verdict.target)
         self._rank.resumed()

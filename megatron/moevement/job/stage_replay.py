@@ -25,6 +25,7 @@ from megatron.moevement.state.iteration_state import IterationState
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext import faults
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.faults import Phase
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction
@@ -122,7 +123,7 @@ class StageReplay:
         """
         assert verdict.window is not None
         faults.at_iteration(verdict.window.start + 1)
-        faults.point('fetch')
+        faults.point(Phase.FETCH)
         self._enters('fetch')
         self._protection.drain()
         self._protection.expect_captured(verdict.window.start)
@@ -176,7 +177,7 @@ class StageReplay:
         with self._training.frozen.replaying():  # nothing is frozen, but nothing overlaps either
             for iteration in range(dense_at, target):
                 faults.at_iteration(iteration + 1)
-                faults.point('catch-up')
+                faults.point(Phase.CATCH_UP)
                 entry = self._entry(iteration + 1)
                 scalars = GlobalScalars(entry.grad_norms, entry.overflows, entry.num_tokens)
                 with self._recorder.replaying(scalars):

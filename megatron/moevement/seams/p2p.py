@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from moevement_ext import faults
+from moevement_ext.faults import Phase
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.memory.upstream_log.ring import region_bytes
@@ -78,7 +79,7 @@ class BoundaryCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> Any:
-        faults.point('p2p')
+        faults.point(Phase.P2P)
         self._note(Direction.DOWN, tensor_send_next)
         self._note(Direction.UP, tensor_send_prev)
         if self._received is None:

@@ -118,7 +118,7 @@ _FIRST_LIFE = """
 import sys
 from datetime import timedelta
 from torch.distributed import TCPStore
-from moevement_ext.rendezvous import Rendezvous
+from moevement_ext.membership.rendezvous import Rendezvous
 timeout = timedelta(seconds=60)
 store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, timeout=timeout)
 Rendezvous(store, 1, 4).meet(lambda: b'first life', timeout)

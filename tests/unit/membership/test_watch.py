@@ -163,7 +163,7 @@ _NEIGHBOUR = """
 import os, sys, threading
 from datetime import timedelta
 from torch.distributed import TCPStore
-from moevement_ext.detect.watch import EpochWatch
+from moevement_ext.membership.watch import EpochWatch
 connect = lambda: TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False)
 woken = threading.Event()
 watch = EpochWatch(connect, 0, 1, [0, os.getpid()], 600.0, lambda reason: woken.set())

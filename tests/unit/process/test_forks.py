@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 PROGRAM = '''
 import multiprocessing, os, socket, sys, time
-from moevement_ext.forks import close_connections_in_children
+from moevement_ext.process.forks import close_connections_in_children
 
 connected = socket.create_connection(('127.0.0.1', int(sys.argv[1])))
 if sys.argv[2] == 'on':

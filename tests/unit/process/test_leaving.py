@@ -18,7 +18,7 @@ PROGRAM = '''
 import atexit, sys, threading, time
 from datetime import timedelta
 from torch.distributed import TCPStore
-from moevement_ext.leaving import leave
+from moevement_ext.process.leaving import leave
 
 store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False)
 

@@ -23,7 +23,7 @@ if __name__ == '__main__':
     time.sleep(600)
 """
 _SUCCESSOR = """
-from moevement_ext.launch.orphans import end_orphans
+from moevement_ext.process.orphans import end_orphans
 print(*end_orphans())
 """
 

@@ -412,7 +412,7 @@ def test_wrong_flags_are_named(
 
 RECOVERING = """
 import sys, time
-from moevement_ext.observe.events import EventLog
+from moevement_ext.events import EventLog
 
 def work(seconds):
     until = time.process_time() + seconds

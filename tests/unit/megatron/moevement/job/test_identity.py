@@ -169,7 +169,7 @@ def own_loop() -> SimpleNamespace:
 def test_identity_of_configurations_is_the_same_in_another_process() -> None:
     code = (
         'from tests.unit.megatron.moevement.job.test_identity import own_loop\n'
-        'from megatron.moevement import identity\n'
+        'from megatron.moevement.job import identity\n'
         'print(identity.run_identity(own_loop(), "run"))'
     )
     found = subprocess.run(

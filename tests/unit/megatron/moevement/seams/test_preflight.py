@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[5]
-CHECK = 'from megatron.moevement import preflight; preflight.check_installation()'
+CHECK = 'from megatron.moevement.seams import preflight; preflight.check_installation()'
 
 
 def _check(*paths: Path) -> subprocess.CompletedProcess:
@@ -45,9 +45,9 @@ def test_other_version_of_megatron_core_is_named(tmp_path: Path, version: str) -
 def test_changed_upstream_function_is_named() -> None:
     code = (
         'import sys; sys.path.insert(0, ".");'
-        'from megatron.moevement import cpu_device; cpu_device.install();'
+        'from megatron.moevement.seams import cpu_device; cpu_device.install();'
         'import megatron.training.training as training;'
-        'from megatron.moevement import upstream;'
+        'from megatron.moevement.seams import upstream;'
         'training.train_step = lambda something_else: None; upstream.check()'
     )
     found = subprocess.run(
