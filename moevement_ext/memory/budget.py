@@ -2,6 +2,7 @@
 """How much host memory a node will need, checked before iteration 1 (invariant I5)."""
 
 import errno
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -9,14 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.errors import UserError
 
 GIB = 2**30
 
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
-class HostMemoryError(SparseCheckpointError):
+class HostMemoryError(UserError):
     """The host memory asked for is not there; the message has the numbers and the fix."""
 
 
@@ -84,7 +85,7 @@ class HostMemoryPlan:
         if budget_gb is not None and self.node_total > budget_gb * GIB:
             raise HostMemoryError(
                 f'{self.describe()} exceeds --sparse-ckpt-host-memory-gb {budget_gb:g}. '
-                f'Raise it to at least {self.node_total / GIB:.2f}, hold fewer replicas, '
+                f'Raise it to at least {_gib_up(self.node_total)}, hold fewer replicas, '
                 f'or use fewer ranks per node.'
             )
         adopted = reserved_bytes(directory)
@@ -107,6 +108,11 @@ _REMEDY = (
 def gib(nbytes: int) -> str:
     """Return a size for people, e.g. ``1.50 GiB``."""
     return f'{nbytes / GIB:.2f} GiB' if abs(nbytes) >= GIB // 100 else f'{nbytes} bytes'
+
+
+def _gib_up(nbytes: int) -> str:
+    """GiB that hold so many bytes, with three digits after the point."""
+    return f'{math.ceil(nbytes * 1000 / GIB) / 1000:.3f}'
 
 
 def free_bytes(directory: Path) -> int:

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from moevement_ext.config import ConfigurationError
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
@@ -153,7 +154,7 @@ def test_plan_must_be_a_file_name(store: NodeStore, plan: str) -> None:
 
 @pytest.mark.parametrize('run_id', ['', '..', 'a/b', '-x'])
 def test_run_id_must_be_a_directory_name(shm: Path, run_id: str) -> None:
-    with pytest.raises(ValueError, match='--sparse-ckpt-run-id'):
+    with pytest.raises(ConfigurationError, match='--sparse-ckpt-run-id'):
         NodeStore(shm, run_id, 'node0')
 
 
@@ -244,7 +245,8 @@ def test_damaged_committed_window_is_replaced(
 
 _VICTIM = """
 import sys, pathlib
-from moevement_ext.memory.store import NodeStore, OwnerWindows
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import PLAN, capacity, write_slot, write_window
 windows = OwnerWindows(NodeStore(pathlib.Path(sys.argv[1]), 'run1', 'node0'), 0, 0, capacity())
 file = windows.begin(0, PLAN)

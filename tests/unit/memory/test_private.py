@@ -189,7 +189,8 @@ def test_windows_that_another_user_left_are_not_found(public: Path) -> None:
 
 SECOND_USER = """
 import os, pathlib, sys
-from moevement_ext.memory.store import NodeStore, OwnerWindows
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.generations import OwnerWindows
 os.setgroups([])
 os.setgid(int(sys.argv[3]))
 os.setuid(int(sys.argv[3]))
