@@ -52,6 +52,7 @@ from megatron.training.utils import (
 from megatron.moevement.arguments import add_arguments
 from megatron.moevement.program import run_with_sparse_checkpointing
 from moevement_ext import faults
+from moevement_ext.process import user_errors
 
 if cpu_device.needed():
     cpu_device.mend_upstream()
@@ -183,7 +184,8 @@ def main() -> None:
     args = parse_and_validate_args(extra_args_provider=add_arguments)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     train = partial(pretrain, config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
-    run_with_sparse_checkpointing(train, args)
+    with user_errors.in_one_line():
+        run_with_sparse_checkpointing(train, args)
 
 
 if __name__ == '__main__':

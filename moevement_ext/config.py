@@ -5,7 +5,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.errors import UserError
 
 AUTO = 'auto'
 LOCALIZED = 'localized'
@@ -15,7 +15,7 @@ REPORT = 'report'
 STOP = 'stop'
 
 
-class ConfigurationError(SparseCheckpointError):
+class ConfigurationError(UserError):
     """A setting breaks a rule; the message names the flag and what to do."""
 
 

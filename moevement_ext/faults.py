@@ -1,37 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills the process at a chosen place: `MOEVEMENT_FAIL_AT=<rank>:<iteration>:<phase>[:<life>]`.
+"""Fault points: places of the product where a process can be made to kill itself.
 
-Real process death (SIGKILL), for tests and demonstrations. Several faults are separated by commas.
-`life` counts the starts of the job (`TORCHELASTIC_RESTART_COUNT`), 0 by default. Without the
-variable every call is one comparison.
+`MOEVEMENT_FAIL_AT=<rank>:<iteration>:<phase>[:<life>]` names one; several are separated by commas.
+Real process death (SIGKILL), for tests and demonstrations, and announced in the log. `life` counts
+the starts of the job (`TORCHELASTIC_RESTART_COUNT`), 0 by default. Without the variable every call
+is one comparison.
 
 `MOEVEMENT_STALL_FILE=<path>`: loading of a micro-batch waits as long as there is a file
 `<path>.<process id>`, as a loader does whose file system hangs.
 """
 
+import logging
 import os
 import re
 import signal
 import time
 from dataclasses import dataclass
+from enum import StrEnum
 
-PHASES = (
-    'forward', 'backward', 'p2p', 'reduce', 'optimizer', 'norm', 'step', 'after-step',
-    'capture', 'seal', 'replicate', 'evaluate', 'evaluate-forward', 'evaluated', 'save', 'saved',
-    'detect', 'regroup', 'connect', 'fetch', 'load', 'convert', 'catch-up', 'replayed', 'resume',
-)  # fmt: skip
+from moevement_ext.config import ConfigurationError
 
-_FAULT = re.compile(rf'(\d+):(\d+):({"|".join(PHASES)})(?::(\d+))?')
+logger = logging.getLogger(__name__)
+
+
+class Phase(StrEnum):
+    """Where a process can die: `point(Phase.SEAL)` stands at the place that the name tells."""
+
+    # An iteration
+    FORWARD = 'forward'
+    BACKWARD = 'backward'
+    P2P = 'p2p'
+    REDUCE = 'reduce'
+    OPTIMIZER = 'optimizer'
+    NORM = 'norm'
+    STEP = 'step'
+    """One of several optimizers has stepped."""
+    AFTER_STEP = 'after-step'
+    # What is kept of it
+    CAPTURE = 'capture'
+    SEAL = 'seal'
+    REPLICATE = 'replicate'
+    # Between two iterations
+    EVALUATE = 'evaluate'
+    EVALUATE_FORWARD = 'evaluate-forward'
+    EVALUATED = 'evaluated'
+    SAVE = 'save'
+    SAVED = 'saved'
+    # A recovery
+    DETECT = 'detect'
+    REGROUP = 'regroup'
+    CONNECT = 'connect'
+    FETCH = 'fetch'
+    LOAD = 'load'
+    CONVERT = 'convert'
+    CATCH_UP = 'catch-up'
+    REPLAYED = 'replayed'
+    RESUME = 'resume'
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Where the process is to die."""
+    """Where this process is to die."""
 
     iteration: int
-    phase: str
+    phase: Phase
 
 
+_FAULT = re.compile(rf'(\d+):(\d+):({"|".join(Phase)})(?::(\d+))?')
 _STALL_POLL_S = 0.05
 
 _armed: list[Fault] = []
@@ -40,22 +75,31 @@ _iteration = 0
 
 
 def arm(rank: int) -> None:
-    """Read the environment; called once by each worker.
+    """Read the environment, and warn in the log of every fault of this process.
+
+    Called once by each worker, on its training thread.
+
+    Args:
+        rank: global rank of this process.
 
     Raises:
-        ValueError: the variable is malformed.
+        ConfigurationError: the variable is malformed.
     """
     life = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
     for text in filter(None, os.environ.get('MOEVEMENT_FAIL_AT', '').split(',')):
         match = _FAULT.fullmatch(text)
         if match is None:
-            raise ValueError(
+            raise ConfigurationError(
                 f'MOEVEMENT_FAIL_AT={text!r}: expected <rank>:<iteration>:<phase>[:<life>] '
-                f'with a phase of {", ".join(PHASES)}'
+                f'with a phase of {", ".join(Phase)}'
             )
         victim, iteration, phase, life_of_victim = match.groups('0')
         if int(victim) == rank and life_of_victim == life:
-            _armed.append(Fault(int(iteration), phase))
+            _armed.append(Fault(int(iteration), Phase(phase)))
+            logger.warning(
+                'MOEVEMENT_FAIL_AT: rank %d kills itself in iteration %s, phase %s',
+                rank, iteration, phase,
+            )  # fmt: skip
 
 
 def at_iteration(iteration: int) -> None:
@@ -69,7 +113,7 @@ def armed() -> bool:
     return bool(_armed)
 
 
-def point(phase: str) -> None:
+def point(phase: Phase) -> None:
     """Die here if asked to. Called on any thread."""
     if _armed and Fault(_iteration, phase) in _armed:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -122,8 +122,8 @@ class UpstreamTokenizer:
 def find_files(inputs: Sequence[str]) -> list[Path]:
     """All files to read: the inputs in the order given, each folder in sorted order.
 
-    Files given by name are taken as they are, so pipes work. Raises DataError where an input does
-    not exist or nothing is found.
+    Files given by name may have any suffix, and may be pipes. Raises DataError where an input does
+    not exist or is no text, or nothing is found.
     """
     files: list[Path] = []
     for name in inputs:
@@ -132,6 +132,8 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
             files += walk(Path(sysconfig.get_path('stdlib')), {'.py'}, STDLIB_SKIPPED)
         elif path.is_dir():
             files += walk(path, TEXT_SUFFIXES | JSON_LINES_SUFFIXES, frozenset())
+        elif path.is_file() and is_binary(path):
+            raise DataError(f'--input {name}: binary, it has NUL bytes; convert it to UTF-8 text')
         elif path.exists():
             files.append(path)
         else:

@@ -20,7 +20,12 @@ _DEFAULTS = SparseCheckpointConfig()
 
 
 def _window(text: str) -> int | str:
-    return text if text == AUTO else int(text)
+    if text == AUTO:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} must be a whole number or "{AUTO}"') from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

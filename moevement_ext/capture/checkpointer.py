@@ -18,6 +18,7 @@ from moevement_ext import faults
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout
 from moevement_ext.events import EventLog
+from moevement_ext.faults import Phase
 from moevement_ext.memory.pinning import payload_tensor, pin
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -319,13 +320,13 @@ class SparseCheckpointer:
 
     def _seal(self, window: _Writing, header: SlotHeader) -> None:
         """Seal a slot, all copies of which have arrived. Called on the sealing thread."""
-        faults.point('seal')
+        faults.point(Phase.SEAL)
         if not window.given_up:
             window.file.seal_slot(header)
             if header.slot == header.window - 1:
                 self._windows.commit(window.file)
                 self._events.emit('window_committed', start=header.start, plan=header.plan)
-            faults.point('replicate')
+            faults.point(Phase.REPLICATE)
             self._replicator.submit(window.file, header.slot)
         self._ended(window)
 

@@ -9,6 +9,7 @@ import torch
 
 from moevement_ext import faults
 from moevement_ext.capture.layout import Copy
+from moevement_ext.faults import Phase
 
 
 class Copier:
@@ -109,7 +110,7 @@ class Copier:
         began = time.perf_counter()
         for copy in copies:
             copy.target.copy_(copy.source)
-            faults.point('capture')
+            faults.point(Phase.CAPTURE)
         self._copy_s += time.perf_counter() - began
         return lambda: None
 

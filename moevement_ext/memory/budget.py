@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much host memory a node will need, checked before iteration 1 (invariant I5)."""
 
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.errors import UserError
 
 GIB = 2**30
 
@@ -19,7 +20,7 @@ NO_SPACE_REMEDY = (
 """What to do when the file system of the windows is full."""
 
 
-class HostMemoryError(SparseCheckpointError):
+class HostMemoryError(UserError):
     """The host memory asked for is not there; the message has the numbers and the fix."""
 
 
@@ -87,7 +88,7 @@ class HostMemoryPlan:
         if budget_gb is not None and self.node_total > budget_gb * GIB:
             raise HostMemoryError(
                 f'{self.describe()} exceeds --sparse-ckpt-host-memory-gb {budget_gb:g}. '
-                f'Raise it to at least {self.node_total / GIB:.2f}, hold fewer replicas, '
+                f'Raise it to at least {_gib_up(self.node_total)}, hold fewer replicas, '
                 f'or use fewer ranks per node.'
             )
         adopted = reserved_bytes(directory)
@@ -104,6 +105,11 @@ class HostMemoryPlan:
 def gib(nbytes: int) -> str:
     """Size in bytes as people read it, e.g. `1.50 GiB`."""
     return f'{nbytes / GIB:.2f} GiB' if abs(nbytes) >= GIB // 100 else f'{nbytes} bytes'
+
+
+def _gib_up(nbytes: int) -> str:
+    """GiB that hold so many bytes, with three digits after the point."""
+    return f'{math.ceil(nbytes * 1000 / GIB) / 1000:.3f}'
 
 
 def free_bytes(directory: Path) -> int:

@@ -6,11 +6,11 @@ import os
 import weakref
 from pathlib import Path
 
-from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.errors import UserError
 from moevement_ext.memory import private
 
 
-class StoreInUseError(SparseCheckpointError):
+class StoreInUseError(UserError):
     """A live process already holds the directory of this rank."""
 
 

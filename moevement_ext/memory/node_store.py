@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from moevement_ext.config import ConfigurationError
 from moevement_ext.memory import private
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.holder_lock import HolderLock
@@ -37,7 +38,7 @@ class NodeStore:
     def __init__(self, root: Path, run_id: str, node: str) -> None:
         for flag, part in (('--sparse-ckpt-run-id', run_id), ('node name', node)):
             if not _PATH_PART.fullmatch(part):
-                raise ValueError(
+                raise ConfigurationError(
                     f'{flag} {part!r} is used as a directory name: it must begin with a letter '
                     f'or digit and have only letters, digits, ".", "_" and "-"'
                 )

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from moevement_ext import faults
+from moevement_ext.faults import Phase
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Bytes
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader, decode_context
@@ -76,7 +77,7 @@ class Conversion:
     def _load(self, slot: _Slot, trainer: Trainer) -> None:
         began = time.perf_counter()
         faults.at_iteration(slot.header.iteration + 1)
-        faults.point('load')
+        faults.point(Phase.LOAD)
         trainer.operators.load(slot.header, slot.payload, slot.context)
         trainer.restore(slot.context.state)
         self.load_s += time.perf_counter() - began
@@ -84,7 +85,7 @@ class Conversion:
     def _replay(self, slot: _Slot, following: _Slot, trainer: Trainer) -> None:
         began = time.perf_counter()
         trainer.operators.freeze(slot.context.light)
-        faults.point('convert')
+        faults.point(Phase.CONVERT)
         trainer.replay(slot.header.iteration, following.context.state)
         self.replay_s += time.perf_counter() - began
 

@@ -20,6 +20,7 @@ import msgspec
 from moevement_ext import faults
 from moevement_ext.config import node_name
 from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import EpochBroken
@@ -213,9 +214,9 @@ class LocalizedRecovery:
         self._phases.respawn += time.perf_counter() - began
         if self._rank.number in verdict.ranks:
             self._replay_stage(verdict, iterate)
-        faults.point('replayed')
+        faults.point(Phase.REPLAYED)
         self._membership.barrier('replayed')
-        faults.point('regroup')
+        faults.point(Phase.REGROUP)
         began = time.perf_counter()
         self._enters('regroup')
         self._membership.renew(None)
@@ -250,7 +251,7 @@ class LocalizedRecovery:
         began = time.perf_counter()
         self._enters('detect')
         self._membership.not_updating.set()
-        faults.point('detect')
+        faults.point(Phase.DETECT)
         self._membership.leave(reason)
         unblock = time.perf_counter() - began
         self._phases = Phases(detect=self._membership.detect_s, unblock=unblock)
@@ -404,7 +405,7 @@ class LocalizedRecovery:
         self._enters('post-step')
         committed = self._protection.memory.ledger.get(verdict.target)
         goes_on = self._trainer.finish_post_step(verdict.target, self._others(), committed)
-        faults.point('resume')
+        faults.point(Phase.RESUME)
         if verdict.copies:  # they have nothing of the present window, nor a log
             self._protection.begin_window(verdict.target)
         self._position.resumed()

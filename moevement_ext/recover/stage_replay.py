@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 from moevement_ext import faults
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.faults import Phase
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
@@ -103,7 +104,7 @@ class StageReplay:
         """
         assert verdict.window is not None
         faults.at_iteration(verdict.window.start + 1)
-        faults.point('fetch')
+        faults.point(Phase.FETCH)
         self._enters('fetch')
         self._protection.drain()
         captured = self._protection.captured_after(verdict.window.start)
@@ -149,7 +150,7 @@ class StageReplay:
         with self._trainer.replaying():  # nothing is frozen, but nothing overlaps either
             for iteration in range(dense_at, target):
                 faults.at_iteration(iteration + 1)
-                faults.point('catch-up')
+                faults.point(Phase.CATCH_UP)
                 entry = self._entry(iteration + 1)
                 with self._trainer.recorded(entry):
                     iterate(iteration)

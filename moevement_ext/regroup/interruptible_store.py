@@ -12,6 +12,7 @@ from datetime import timedelta
 from torch.distributed import Store
 
 from moevement_ext import faults
+from moevement_ext.faults import Phase
 
 _POLL_SECONDS = 0.005
 
@@ -36,7 +37,7 @@ class InterruptibleStore(Store):
     def set(self, key: str, value: str) -> None:
         """Set a value."""
         self._store.set(key, value)
-        faults.point('connect')  # the address of this rank is published
+        faults.point(Phase.CONNECT)  # the address of this rank is published
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""

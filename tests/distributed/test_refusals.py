@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.errors import EXIT_USER_ERROR
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_whole_job_recovery import BASE, BF16, PP_EP, UNTIED
@@ -124,10 +125,18 @@ def test_windows_of_another_run_or_layout_are_refused(cluster: Make, change: str
     assert {0, 3, 6} <= persisted, 'the refused windows do not stand in the way of new ones'
 
 
+def _said_in_one_line(job: Cluster, message: str) -> None:
+    """Every rank has ended with a line that has `message`, and without a traceback."""
+    output = job.output(life=0)
+    said = [line for line in output.splitlines() if message in line]
+    assert len(said) == job.ranks and all('error: ' in line for line in said), said
+    assert 'Traceback' not in output
+
+
 def test_too_small_budget_is_refused_before_training(cluster: Make) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-host-memory-gb', '0.001')
-    assert all(code != 0 for code in job.run())
-    assert '--sparse-ckpt-host-memory-gb 0.001' in job.output(life=0)
+    assert job.run() == [EXIT_USER_ERROR] * 4
+    _said_in_one_line(job, '--sparse-ckpt-host-memory-gb 0.001')
     assert ' iteration ' not in job.output(life=0)
     assert not list(job.memory.rglob('*.window'))
 
@@ -210,13 +219,16 @@ def test_replacement_without_room_says_so_and_with_little_holds_no_replicas(
 def test_full_memory_directory_stops_a_strict_run(cluster: Make, small_tmpfs: Path) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-strict')
     job.flags += ['--sparse-ckpt-dir', str(small_tmpfs)]
-    assert all(code != 0 for code in job.run())
+    assert job.run() == [EXIT_USER_ERROR] * 4
     assert 'mount a larger tmpfs' in job.output(life=0)
+    assert 'Traceback' not in job.output(life=0)
 
 
 @pytest.mark.parametrize(
     ('flags', 'message'),
     [
+        ('--sparse-ckpt-window abc', "--sparse-ckpt-window: 'abc' must be a whole number or"),
+        ('--sparse-ckpt-run-id a/b', "--sparse-ckpt-run-id 'a/b'"),
         ('--sparse-ckpt-window 0', '--sparse-ckpt-window 0 must be at least 1'),
         ('--sparse-ckpt-replicas -1', '--sparse-ckpt-replicas -1 must be at least 0'),
         ('--sparse-ckpt-dir here', '--sparse-ckpt-dir'),
@@ -228,8 +240,8 @@ def test_wrong_flags_are_named(cluster: Make, flags: str, message: str) -> None:
     job = cluster(*BASE, ranks=1, nodes=1)
     job.flags += ['--pipeline-model-parallel-size', '1', '--expert-model-parallel-size', '1']
     job.flags += flags.split()
-    assert job.run() != [0]
-    assert message in job.output(life=0)
+    assert job.run() == [EXIT_USER_ERROR]
+    _said_in_one_line(job, message)
 
 
 def test_second_live_job_with_the_same_run_id_is_refused(cluster: Make) -> None:
@@ -239,7 +251,9 @@ def test_second_live_job_with_the_same_run_id_is_refused(cluster: Make) -> None:
     live = NodeStore(job.memory.parent, job.name, 'node0')
     live.lock(0)
     try:
-        assert all(code != 0 for code in job.run())
+        codes = job.run()
+        assert codes[0] == EXIT_USER_ERROR and all(codes)
+        assert 'error: ' in job.output(life=0)
         assert '--sparse-ckpt-run-id' in job.output(life=0)
     finally:
         live.close()

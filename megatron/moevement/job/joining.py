@@ -15,6 +15,7 @@ from moevement_ext.config import LOCALIZED, SparseCheckpointConfig, node_name
 from moevement_ext.local_cluster.statements import tell_memory, tell_survivors
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
+from moevement_ext.memory.file_system import warn_unless_in_memory
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.process.forks import close_connections_in_children
 from moevement_ext.process.orphans import end_orphans
@@ -35,6 +36,7 @@ def join(
     """
     close_connections_in_children()
     end_orphans()
+    warn_unless_in_memory(Path(config.dir))
     launcher = launcher_store(timeout)
     if launcher is None:
         return None, None

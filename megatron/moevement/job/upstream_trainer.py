@@ -13,8 +13,8 @@ import megatron.training.training as training
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
+from megatron.moevement.seams.faults import armed_forward
 from megatron.moevement.seams.post_step import PostStep
-from megatron.moevement.state.training_state import armed_forward
 from moevement_ext import faults
 from moevement_ext.job.localized import LOOP_ENDS
 

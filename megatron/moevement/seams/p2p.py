@@ -21,6 +21,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.moevement.seams import upstream
 from moevement_ext import faults
+from moevement_ext.faults import Phase
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
@@ -75,7 +76,7 @@ class BoundaryCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> Any:
-        faults.point('p2p')
+        faults.point(Phase.P2P)
         self._note(Direction.DOWN, tensor_send_next)
         self._note(Direction.UP, tensor_send_prev)
         if self._received is None:

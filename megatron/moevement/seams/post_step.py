@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.moevement.seams import upstream
 from megatron.moevement.seams.data_position import DataPosition
 from moevement_ext import faults
+from moevement_ext.faults import Phase
 
 
 class PostStepProgress(msgspec.Struct, frozen=True):
@@ -136,16 +137,16 @@ class PostStep:
         )
 
     def _evaluating(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        faults.point('evaluate')
+        faults.point(Phase.EVALUATE)
         result = original(*args, **kwargs)
-        faults.point('evaluated')
+        faults.point(Phase.EVALUATED)
         self._evaluated = True
         return result
 
     def _saving(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        faults.point('save')
+        faults.point(Phase.SAVE)
         result = original(*args, **kwargs)
-        faults.point('saved')
+        faults.point(Phase.SAVED)
         self._saved = True
         return result
 

@@ -27,6 +27,7 @@ from megatron.core.optimizer import clip_grads
 
 from moevement_ext import faults
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.faults import Phase
 
 
 class GlobalScalars(msgspec.Struct):
@@ -80,7 +81,7 @@ class ScalarRecorder:
             return
 
         def finalize_recorded(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
-            faults.point('reduce')
+            faults.point(Phase.REDUCE)
             if num_tokens is None:
                 return finalize(model, num_tokens, *args, **kwargs)
             if self._replayed is None:

@@ -4,7 +4,6 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.moevement.state import iteration_state
@@ -20,6 +19,7 @@ from megatron.moevement.state.operators import (
 from megatron.moevement.state.optimizer_state import chained, parameter_states
 from megatron.moevement.state.slices import SlotLoader, operator_slices
 from moevement_ext import faults
+from moevement_ext.faults import Phase
 from moevement_ext.memory.window.format import Bytes
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader
 
@@ -101,11 +101,11 @@ class TrainingState:
         step = self.optimizer.step
 
         def waiting_step(*args: Any, **kwargs: Any) -> Any:
-            faults.point('optimizer')
+            faults.point(Phase.OPTIMIZER)
             wait()
             result = step(*args, **kwargs)
             written(not result[0])
-            faults.point('after-step')
+            faults.point(Phase.AFTER_STEP)
             return result
 
         self.optimizer.step = waiting_step
@@ -130,23 +130,10 @@ class TrainingState:
         step = inner.step_with_ready_grads
 
         def announced_step() -> bool:
-            faults.point('norm')
+            faults.point(Phase.NORM)
             writing()
             result = step()
-            faults.point('step')  # the first of several optimizers has stepped
+            faults.point(Phase.STEP)  # the first of several optimizers has stepped
             return result
 
         inner.step_with_ready_grads = announced_step
-
-
-def armed_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward_step` with the fault points of forward and backward, for fault injection."""
-
-    def struck(*args: Any, **kwargs: Any) -> Any:
-        output, loss = forward_step(*args, **kwargs)
-        faults.point('forward' if torch.is_grad_enabled() else 'evaluate-forward')
-        if torch.is_tensor(output) and output.requires_grad:
-            output.register_hook(lambda gradient: faults.point('backward'))
-        return output, loss
-
-    return struck

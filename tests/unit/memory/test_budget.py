@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,15 @@ def test_over_the_flag(shm: Path) -> None:
         HostMemoryError, match=r'replicas 11.00 GiB.*--sparse-ckpt-host-memory-gb 8'
     ):
         two_ranks().check(8, shm)
+
+
+@pytest.mark.parametrize('nbytes', [1, 2**20, 12 * 2**30 - 1])
+def test_raising_the_flag_to_what_the_refusal_says_is_enough(shm: Path, nbytes: int) -> None:
+    plan = HostMemoryPlan({0: RankMemory(own_windows=nbytes, replicas=0, ledger=0)})
+    with pytest.raises(HostMemoryError) as refused:
+        plan.check(0.5 * nbytes / GIB, shm)
+    advised = re.search(r'Raise it to at least (\S+),', str(refused.value))
+    assert advised is not None and 0 <= float(advised[1]) * GIB - nbytes <= GIB / 1000
 
 
 def test_flag_is_per_node_and_inclusive(shm: Path) -> None:

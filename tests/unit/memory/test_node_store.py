@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from moevement_ext.config import ConfigurationError
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
@@ -156,7 +157,7 @@ def test_plan_must_be_a_file_name(store: NodeStore, plan: str) -> None:
 
 @pytest.mark.parametrize('run_id', ['', '..', 'a/b', '-x'])
 def test_run_id_must_be_a_directory_name(shm: Path, run_id: str) -> None:
-    with pytest.raises(ValueError, match='--sparse-ckpt-run-id'):
+    with pytest.raises(ConfigurationError, match='--sparse-ckpt-run-id'):
         NodeStore(shm, run_id, 'node0')
 
 

@@ -16,7 +16,7 @@ from tools import prepare_data
 from tools.prepare_data import PIECE_BYTES, main, read_pieces
 
 EOD = prepare_data.ByteTokenizer.eod
-EVERY_BYTE = bytes(range(256)) * 3
+EVERY_BYTE = bytes(range(1, 256)) * 3  # that a text may have
 
 
 def documents(prefix: Path) -> list[list[int]]:
@@ -90,6 +90,17 @@ def test_folder_is_read_in_order_without_what_is_no_text(tmp_path: Path, out: Pa
         path.write_bytes(content)
     assert main(['--input', str(tmp_path / 'in'), '--output-prefix', str(out)]) == 0
     assert texts(out) == [b'one', b'two', b'three', b'four']
+
+
+def test_binary_file_given_by_name_is_refused(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / 'photo.txt').write_bytes(b'\x89PNG\0\0')
+    assert main(['--input', str(tmp_path / 'photo.txt'), '--output-prefix', str(out)]) == 1
+    said = capsys.readouterr().err
+    assert said.count('\n') == 1
+    assert f'--input {tmp_path}/photo.txt: binary' in said and 'convert it' in said
+    assert not out.with_suffix('.bin').exists()
 
 
 def test_json_lines_give_a_document_each(tmp_path: Path, out: Path) -> None:

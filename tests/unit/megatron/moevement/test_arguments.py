@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that are wrong by themselves end the program with a line that says what is right."""
+
+import argparse
+
+import pytest
+
+from megatron.moevement.arguments import add_arguments
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    return add_arguments(argparse.ArgumentParser(prog='train')).parse_args(flags)
+
+
+@pytest.mark.parametrize(('text', 'window'), [('auto', 'auto'), ('6', 6)])
+def test_a_window_is_a_number_or_auto(text: str, window: int | str) -> None:
+    assert parse('--sparse-ckpt-window', text).sparse_ckpt_window == window
+
+
+@pytest.mark.parametrize('text', ['abc', '', '2.5'])
+def test_any_other_window_is_refused_with_the_rule(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse('--sparse-ckpt-window', text)
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        'train: error: argument --sparse-ckpt-window: ' f'{text!r} must be a whole number or "auto"'
+    )
