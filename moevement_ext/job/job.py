@@ -181,9 +181,9 @@ class Job:
         self.protection.start(self.protection.first_plan(iteration), store)
         if self._restart is not None:
             conversion = self._restart.conversion
-            self.protection.replicate_again(conversion.window, conversion.file())
+            self.protection.windows.replicate_again(conversion.window, conversion.file())
         else:
-            self.protection.forget_the_past()
+            self.protection.windows.forget_the_past()
         return self._protected(self.protection)
 
     def _protected(self, protection: Protection) -> WholeJob:

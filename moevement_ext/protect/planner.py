@@ -11,7 +11,6 @@ from itertools import chain, zip_longest
 import msgspec
 import xxhash
 
-from moevement_ext.capture.checkpointer import ScheduledPlan
 from moevement_ext.capture.layout import operator_bytes
 from moevement_ext.capture.operators import Operators
 from moevement_ext.membership.place import Place
@@ -30,6 +29,7 @@ from moevement_ext.plan.byte_planner import (
     window_bytes_bound,
 )
 from moevement_ext.plan.ordering import order_by_popularity
+from moevement_ext.protect.checkpointer import ScheduledPlan
 
 
 class RankOperators(msgspec.Struct, frozen=True):

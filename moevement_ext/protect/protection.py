@@ -11,22 +11,22 @@ from functools import partial
 import msgspec
 import torch
 
-from moevement_ext.capture.checkpointer import ScheduledPlan, SparseCheckpointer
 from moevement_ext.capture.operators import Operators
 from moevement_ext.config import AUTO, OFF
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.generations import GENERATIONS
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.byte_planner import hideable_budget
 from moevement_ext.plan.replanning import PlanParameters, TokenCounter, WindowLoad, decide
+from moevement_ext.protect.checkpointer import ScheduledPlan, SparseCheckpointer
+from moevement_ext.protect.lifecycle import WindowLife
 from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner, published_plan
+from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.replicate.host_memory import HostMemory, Share
-from moevement_ext.replicate.replicator import Replicator
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ class Protection:
         self._windows_seen = 0
         self._slot = 0
         self._step_began = 0.0
+        self._started = False
+        self._statistics = CaptureStatistics(rank.events)
         longest = rank.config.longest_window
         if rank.config.window == AUTO:
             planner.compare_windows(longest)
@@ -109,35 +111,28 @@ class Protection:
             store: for this life of the job, the same on all ranks; a connection of its own.
         """
         self._parameters: dict[tuple[int, str], PlanParameters] = {}
-        self._reached = self.memory.peer_addresses()
-        self._replicator = Replicator(
-            self._rank.number,
-            self.memory.peers(),
-            self._replicated,
-            self._degraded,
-            max_windows=GENERATIONS,
+        rank, memory = self._rank, self.memory
+        self._reached = memory.peer_addresses()
+        self.windows = WindowLife(
+            rank.number,
+            memory.windows,
+            memory.peers(),
+            partial(PersistenceBoard, store, rank.number, rank.world_size),
+            memory.log,
+            self._statistics,
+            rank.config.max_wait,
         )
         self.checkpointer = SparseCheckpointer(
-            self._rank.identity,
+            rank.identity,
             self._operators.slices,
-            self.memory.windows,
-            self._replicator,
-            self._schedule(present),
             self._operators.device,
-            self._rank.events,
-            self._rank.config.max_wait,
-            self._report,
+            self.windows,
+            self._schedule(present),
         )
-        world_size = self._rank.world_size
-        self._board = PersistenceBoard(store, self._rank.number, world_size, self._persisted)
         self._replanner = Replanner(
-            store.clone(), self._rank.number, world_size, present, self._decide, self._adopt
+            store.clone(), rank.number, rank.world_size, present, self._decide, self._adopt
         )
-
-    def forget_the_past(self) -> None:
-        """What is still there belongs to a past that is not continued."""
-        self.memory.windows.discard_after(-1)
-        self._replicator.discard_after(-1)
+        self._started = True
 
     def captured_after(self, start: int) -> list[SlotHeader]:
         """What tells if a recovery from the window at `start` is exact: newer slots, if wanted."""
@@ -154,11 +149,9 @@ class Protection:
 
     def roll_back(self, name: WindowName, file: WindowFile) -> None:
         """Go on from this window, which is protected already; later ones are captured again."""
-        self.withdraw_after(name)
-        self.memory.windows.persisted(name)
-        self.memory.windows.discard_after(name.start)
+        self.windows.go_back_to(name)
         self.checkpointer.roll_back(name.start)
-        self.replicate_again(name, file)
+        self.windows.replicate_again(name, file)
 
     def begin_window(self, iteration: int) -> None:
         """Capture by the plan in force from the state after `iteration` on; all ranks do so."""
@@ -170,8 +163,7 @@ class Protection:
 
     def withdraw_after(self, window: WindowName) -> None:
         """This rank will go back to `window`: nobody relies on its later ones any more."""
-        self._replicator.abandon_after(window.start)
-        self._board.withdraw_after(window)
+        self.windows.withdraw_after(window)
 
     def reach_peers(self, newest: int) -> None:
         """Offer windows again if holders of this rank's replicas have become new processes.
@@ -182,11 +174,7 @@ class Protection:
         if self._reached == self.memory.peer_addresses():
             return
         self._reached = self.memory.peer_addresses()
-        self._replicator.set_peers(self.memory.peers())
-        for window in reversed(self.memory.windows.committed()):
-            file = self.memory.windows.file(window.name)
-            if file is not None and window.name.start <= newest:
-                self._submit(file)
+        self.windows.change_peers(self.memory.peers(), newest)
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
@@ -195,7 +183,7 @@ class Protection:
         try:
             yield
         finally:
-            self.checkpointer.statistics.exposed_s += time.perf_counter() - began
+            self._statistics.exposed_s += time.perf_counter() - began
 
     def begin(self, iteration: int, state: bytes) -> None:
         """The state after `iteration` may be captured. Training thread."""
@@ -230,18 +218,11 @@ class Protection:
 
     def close(self, remove: bool) -> None:
         """Stop all threads; with `remove` delete windows and replicas."""
-        if hasattr(self, 'checkpointer'):
+        if self._started:
             self.checkpointer.stop()
             self._replanner.stop()
-            self._replicator.stop()
-            self._board.stop()
+            self.windows.stop()
         self.memory.close(remove)
-
-    def replicate_again(self, name: WindowName, file: WindowFile) -> None:
-        """Replicas of the window just recovered from may be gone with a node: offer them again."""
-        self._replicator.discard_after(name.start)
-        self._replicator.persisted(name)
-        self._submit(file)
 
     def _reserve(self, capacity: int, log_bytes: int) -> HostMemory:
         """Host memory of this rank; if any rank fails at the start, all do.
@@ -254,7 +235,7 @@ class Protection:
 
         def reserve(share: Share) -> HostMemory:
             return HostMemory(
-                rank.config, rank.run_id, share, self._operators.device, self._degraded,
+                rank.config, rank.run_id, share, self._operators.device, self._statistics.degraded,
                 partial(exchange, 'members'),
             )  # fmt: skip
 
@@ -276,17 +257,10 @@ class Protection:
             memory.give_up()
         raise problem or HostMemoryError('another rank cannot reserve its host memory')
 
-    def _submit(self, file: WindowFile) -> None:
-        for slot in file.slots():
-            self._replicator.submit(file, slot)
-
     def _schedule(self, parameters: PlanParameters) -> ScheduledPlan:
         schedule = self.planner.schedule(parameters.origin, parameters.window, parameters.shares)
         self._parameters[schedule.origin, schedule.digest] = parameters
         return schedule
-
-    def _report(self, window: WindowName) -> None:
-        self._board.report(window)
 
     def _decide(
         self, present: PlanParameters, loads: Sequence[WindowLoad]
@@ -319,14 +293,3 @@ class Protection:
             'replanned', origin=parameters.origin, window=parameters.window,
             version=parameters.version,
         )  # fmt: skip
-
-    def _replicated(self, window: WindowName) -> None:
-        self.checkpointer.replicated(window)
-
-    def _persisted(self, window: WindowName) -> None:
-        self.checkpointer.persisted(window)
-        if self.memory.log is not None:
-            self.memory.log.drop_until(window.start)
-
-    def _degraded(self, reason: str) -> None:
-        self.checkpointer.degraded(reason)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moevement_ext.capture.checkpointer import ScheduledPlan, SparseCheckpointer
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import Copy, OperatorSlices, TensorSlice
 from moevement_ext.events import EventLog
@@ -20,7 +19,9 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.replicate.replicator import Replicator
+from moevement_ext.protect.checkpointer import ScheduledPlan, SparseCheckpointer
+from moevement_ext.protect.lifecycle import WindowLife
+from moevement_ext.protect.statistics import CaptureStatistics
 from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY, named, tmpfs_directory
 
 pytestmark = [
@@ -212,20 +213,17 @@ class Training:
         self.reported: queue.Queue[WindowName] = queue.Queue()
         store = NodeStore(folder, 'run', 'node')
         self.windows = OwnerWindows(store, 0, 0, 2**20 + 12 * 4 * ELEMENTS)
-        self.replicator = Replicator(
-            0, {}, lambda window: self.checkpointer.replicated(window), pytest.fail
+        statistics = CaptureStatistics(EventLog(None, 0))
+        self.life = WindowLife(
+            0, self.windows, {}, lambda persisted: self, None, statistics, DEADLINE_S
         )
         plan = WindowPlan(tuple((name,) for name in NAMES))
         self.checkpointer = SparseCheckpointer(
             RankIdentity(RUN, TOPOLOGY, 0),
             {name: self._operator(name) for name in NAMES},
-            self.windows,
-            self.replicator,
-            ScheduledPlan(0, plan, PLAN),
             device,
-            EventLog(None, 0),
-            DEADLINE_S,
-            self._persisted,
+            self.life,
+            ScheduledPlan(0, plan, PLAN),
         )
 
     def step(self) -> None:
@@ -237,9 +235,21 @@ class Training:
         for tensor in (*self.updated, self.buffer):
             tensor.fill_(self.iteration)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self.checkpointer.stop()
-        self.replicator.stop()
+        self.life.stop()
+
+    # The board of this rank alone: what it reports is persisted.
+
+    def report(self, window: WindowName) -> None:
+        self.life.persisted(window)
+        self.reported.put(window)
+
+    def withdraw_after(self, window: WindowName) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
 
     def _operator(self, name: str) -> OperatorSlices:
         def part(kind: str, dtype: torch.dtype) -> TensorSlice:
@@ -250,10 +260,6 @@ class Training:
         if name == 'router':
             full.append(TensorSlice(name, 'counts', 'buffer', 0, 8, self.buffer, volatile=True))
         return OperatorSlices(tuple(full), (part('weight', torch.bfloat16),))
-
-    def _persisted(self, window: WindowName) -> None:
-        self.checkpointer.persisted(window)
-        self.reported.put(window)
 
 
 def test_windows_of_a_gpu_hold_the_state_of_their_iterations(
@@ -276,4 +282,4 @@ def test_windows_of_a_gpu_hold_the_state_of_their_iterations(
         for record in header.records:
             stored = payload[record.offset : record.offset + record.nbytes]
             assert (stored.view(getattr(torch, record.dtype)) == header.iteration).all()
-    training.stop()
+    training.close()

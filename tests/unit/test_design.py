@@ -14,12 +14,7 @@ PAGES = [DESIGN, *(ROOT / 'docs').glob('*.md'), *ROOT.glob('*.md'), ROOT / 'test
 PRODUCT = ('moevement_ext', 'megatron')
 
 # Files that the pages name already; to be taken off when they are there.
-COMING = {
-    'moevement_ext/recover/trainer.py', 'moevement_ext/recover/conversion.py',
-    'moevement_ext/recover/whole_job.py', 'moevement_ext/recover/localized.py',
-    'moevement_ext/recover/stage_replay.py', 'moevement_ext/protect/lifecycle.py',
-    'moevement_ext/protect/protection.py', 'examples/own_loop.py',
-}  # fmt: skip
+COMING = {'examples/own_loop.py'}
 
 # Collectives of ours, and when they happen; all of them outside of fault-free iterations.
 COLLECTIVES = {

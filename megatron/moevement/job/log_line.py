@@ -6,7 +6,8 @@ from typing import Any
 from megatron.training import print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer
 
-from moevement_ext.capture.checkpointer import CaptureStatistics, SparseCheckpointer
+from moevement_ext.protect.checkpointer import SparseCheckpointer
+from moevement_ext.protect.statistics import CaptureStatistics
 
 
 def log_interval(iteration: int, checkpointer: SparseCheckpointer) -> None:

@@ -11,7 +11,6 @@ import psutil
 import pytest
 import torch
 
-from moevement_ext.capture.checkpointer import ScheduledPlan, SparseCheckpointer
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.events import EventLog
 from moevement_ext.memory.node_store import NodeStore
@@ -21,7 +20,9 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.memory.window.slot import SlotHeader, decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.replicate.replicator import Replicator
+from moevement_ext.protect.checkpointer import ScheduledPlan, SparseCheckpointer
+from moevement_ext.protect.lifecycle import WindowLife
+from moevement_ext.protect.statistics import CaptureStatistics
 from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY, digest, tmpfs_directory
 
 W = 3
@@ -43,6 +44,7 @@ class Training:
     def __init__(
         self, shm: Path, schedule: ScheduledPlan = SCHEDULE, max_wait_s: float = DEADLINE_S
     ) -> None:
+        self._stopping = False
         self.iteration = 0
         self.updated: list[torch.Tensor] = []
         self.buffer = torch.zeros(8)
@@ -52,20 +54,16 @@ class Training:
         self.events = EventLog(None, RANK)
         self.reported: queue.Queue[WindowName] = queue.Queue()
         self.persisting = True
-        self.replicator = Replicator(
-            RANK, {}, lambda window: self.checkpointer.replicated(window), pytest.fail
+        self.life = WindowLife(
+            RANK, self.windows, {}, self._board, None, CaptureStatistics(self.events), max_wait_s
         )
         self.checkpointer = SparseCheckpointer(
-            RankIdentity(RUN, TOPOLOGY, RANK),
-            operators,
-            self.windows,
-            self.replicator,
-            schedule,
-            torch.device('cpu'),
-            self.events,
-            max_wait_s,
-            self._report,
+            RankIdentity(RUN, TOPOLOGY, RANK), operators, torch.device('cpu'), self.life, schedule
         )
+
+    def _board(self, persisted: Callable[[WindowName], None]) -> 'Training':
+        """A board of this rank alone: what it reports is persisted, unless others lag behind."""
+        return self
 
     def _operator(self, name: str) -> OperatorSlices:
         def part(kind: str, dtype: torch.dtype = torch.float32) -> TensorSlice:
@@ -77,10 +75,13 @@ class Training:
             full.append(TensorSlice(name, 'counts', 'buffer', 0, 8, self.buffer, volatile=True))
         return OperatorSlices(tuple(full), (part('weight', torch.bfloat16),))
 
-    def _report(self, window: WindowName) -> None:
+    def report(self, window: WindowName) -> None:
         if self.persisting:
-            self.checkpointer.persisted(window)
+            self.life.persisted(window)
         self.reported.put(window)
+
+    def withdraw_after(self, window: WindowName) -> None:
+        pass
 
     def step(self) -> None:
         """One iteration, in the order in which a trainer calls."""
@@ -120,9 +121,11 @@ class Training:
         last.resize_(100).fill_(self.iteration)
 
     def stop(self) -> None:
-        self.checkpointer.stop()
-        self.replicator.stop()
-        self.store.close()
+        if not self._stopping:  # the board, too, is stopped
+            self._stopping = True
+            self.checkpointer.stop()
+            self.life.stop()
+            self.store.close()
 
 
 @pytest.fixture
@@ -219,7 +222,7 @@ def test_full_store_skips_a_window_and_delays_training_no_longer_than_allowed(
     assert training.committed() == [0, 3, 6]
     assert training.checkpointer.statistics.skipped_windows == 1
     assert 'window 9 is skipped' in caplog.text
-    training.checkpointer.persisted(WindowName(6, PLAN))
+    training.life.persisted(WindowName(6, PLAN))
     training.run_until(5 * W)
     assert training.committed()[-1] == 12
     assert_contents(training, 12)
@@ -229,7 +232,7 @@ def test_full_store_skips_a_window_and_delays_training_no_longer_than_allowed(
 def test_a_file_that_becomes_free_ends_the_wait(training: Training) -> None:
     training.persisting = False
     training.run_until(3 * W)
-    freeing = threading.Timer(0.1, training.checkpointer.persisted, [WindowName(6, PLAN)])
+    freeing = threading.Timer(0.1, training.life.persisted, [WindowName(6, PLAN)])
     freeing.start()
     training.run_until(4 * W)
     assert training.committed()[-1] == 9

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures one slot of the window per iteration and follows it until it is persisted.
+"""Captures one slot of the window per iteration, by the plan in force.
 
-Data flows one way: plan -> capture -> keep (window file) -> replicate -> persisted.
+What becomes of a window then is the matter of `lifecycle`.
 """
 
-import logging
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,17 +15,14 @@ import torch
 from moevement_ext import faults
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout
-from moevement_ext.events import EventLog
 from moevement_ext.faults import Phase
-from moevement_ext.memory.pinning import payload_tensor, pin
+from moevement_ext.memory.pinning import payload_tensor
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.replicate.replicator import Replicator
-
-logger = logging.getLogger(__name__)
+from moevement_ext.protect.lifecycle import WindowLife
+from moevement_ext.protect.statistics import CaptureStatistics
 
 
 class ScheduledPlan(NamedTuple):
@@ -41,24 +36,6 @@ class ScheduledPlan(NamedTuple):
     origin: int
     plan: WindowPlan
     digest: str
-
-
-@dataclass
-class CaptureStatistics:
-    """Figures of the log line and the metrics; no two threads write the same, but `failures`."""
-
-    exposed_s: float = 0.0
-    """Seconds the training thread spent on sparse checkpointing, waits included."""
-    iterations: int = 0
-    """Iterations that came to their update."""
-    slot_bytes: int = 0
-    """Payload of the newest slot."""
-    skipped_windows: int = 0
-    """Windows for which there was no free file."""
-    failures: int = 0
-    """How often protection was reduced."""
-    persisted: int | None = None
-    """Start of the newest window that every rank and its holders have."""
 
 
 @dataclass(eq=False)
@@ -88,47 +65,34 @@ class SparseCheckpointer:
     Args:
         identity: run, layout and rank, stamped on every slot.
         operators: slices of every operator on this rank.
-        windows: the window files of this rank.
-        replicator: sends sealed slots to the peers; `on_window_replicated` of it must lead to
-            `replicated`.
-        schedule: the plan to begin with.
         device: where the state lives.
-        events: event log of the rank.
-        max_wait_s: the longest the training thread waits for a free window file.
-        report: called with a window that this rank and its replica holders have completely.
+        life: of this rank's windows.
+        schedule: the plan to begin with.
     """
 
     def __init__(
         self,
         identity: RankIdentity,
         operators: Mapping[str, OperatorSlices],
-        windows: OwnerWindows,
-        replicator: Replicator,
-        schedule: ScheduledPlan,
         device: torch.device,
-        events: EventLog,
-        max_wait_s: float,
-        report: Callable[[WindowName], None],
+        life: WindowLife,
+        schedule: ScheduledPlan,
     ) -> None:
-        self.statistics = CaptureStatistics()
         self._identity = identity
         self._operators = operators
-        self._windows = windows
-        self._replicator = replicator
-        self._events = events
-        self._max_wait_s = max_wait_s
-        self._report = report
-        self._freed = threading.Event()
-        for file in windows.files():  # takes a while for large files, so not during training
-            pin(file)
+        self._life = life
         self._copier = Copier(device)
         self._lock = threading.Lock()
         self._window: _Writing | None = None
         self._given_up: list[_Writing] = []
-        self._stalled = False
         self._captured = -1
         self._upcoming: list[ScheduledPlan] = []
         self._adopt(schedule)
+
+    @property
+    def statistics(self) -> CaptureStatistics:
+        """Figures of the log line and the metrics."""
+        return self._life.statistics
 
     @property
     def schedule(self) -> ScheduledPlan:
@@ -150,7 +114,7 @@ class SparseCheckpointer:
             state: encoded small state that travels with the slot (RNG, scheduler, ...).
         """
         faults.at_iteration(iteration + 1)
-        self._events.iteration = iteration
+        self.statistics.events.iteration = iteration
         if iteration <= self._captured:
             return  # the iteration is run again after a failure; its start is captured already
         self._captured = iteration
@@ -161,7 +125,10 @@ class SparseCheckpointer:
         if offset < 0:
             return
         if slot == 0:
-            self._window = self._open(iteration)
+            name = WindowName(iteration, self._schedule.digest)
+            file = self._life.open(name)
+            length = self._schedule.plan.window
+            self._window = None if file is None else _Writing(file, name, length)
         window = self._window
         if window is None or window.given_up:
             return
@@ -196,25 +163,6 @@ class SparseCheckpointer:
     def copy_bytes_per_s(self) -> float | None:
         """Measured rate of the copies to host memory, bytes/s; None before the first."""
         return self._copier.bytes_per_s()
-
-    def replicated(self, window: WindowName) -> None:
-        """Report a window that all peers hold. Called by the replicator's thread."""
-        self._windows.announce(window)
-        self._report(window)
-
-    def persisted(self, window: WindowName) -> None:
-        """Note that every rank and its holders have a window. Called by the board's thread."""
-        self._windows.persisted(window)
-        self._replicator.persisted(window)
-        self.statistics.persisted = window.start
-        self._freed.set()
-        self._events.emit('window_persisted', start=window.start, plan=window.plan)
-
-    def degraded(self, reason: str) -> None:
-        """Note that protection is reduced. Called by any thread."""
-        logger.warning('sparse checkpointing: protection is reduced: %s', reason)
-        self.statistics.failures += 1
-        self._events.emit('protection_reduced', reason=reason)
 
     def drain(self) -> None:
         """Return when everything captured so far is sealed."""
@@ -252,42 +200,7 @@ class SparseCheckpointer:
             idle = [window for window in self._given_up if window.unsealed == 0]
             self._given_up = [window for window in self._given_up if window.unsealed]
         for window in idle:
-            self._replicator.abandon(window.name)
-            try:
-                self._windows.abandon(window.file)
-            except Exception as error:
-                self.degraded(f'{window.file.path} cannot be reused: {error}')
-
-    def _open(self, iteration: int) -> _Writing | None:
-        """Take a file for the window that begins now, waiting for one at most `max_wait_s`.
-
-        After one wait in vain there are no more, until a window is persisted again.
-        """
-        name = WindowName(iteration, self._schedule.digest)
-        if self._windows.file(name) is not None:
-            return None  # the window just recovered from; it is protected already
-        began = time.perf_counter()
-        patience_s = 0.0 if self._stalled and not self._freed.is_set() else self._max_wait_s
-        try:
-            self._freed.clear()
-            file = self._windows.begin(name)
-            while file is None:
-                remaining = patience_s - (time.perf_counter() - began)
-                if remaining <= 0 or not self._freed.wait(remaining):
-                    break
-                self._freed.clear()
-                file = self._windows.begin(name)
-        except Exception as error:
-            self.degraded(f'window {iteration} cannot be opened: {error}')
-            return None
-        self._stalled = file is None
-        if file is None:
-            self.statistics.skipped_windows += 1
-            self.degraded(
-                f'window {iteration} is skipped: earlier windows are not persisted on every rank'
-            )
-            return None
-        return _Writing(file, name, self._schedule.plan.window)
+            self._life.abandon(window.name, window.file)
 
     def _capture(self, window: _Writing, slot: int, iteration: int, state: bytes) -> None:
         layout = self._layouts[slot]
@@ -322,12 +235,7 @@ class SparseCheckpointer:
         """Seal a slot, all copies of which have arrived. Called on the sealing thread."""
         faults.point(Phase.SEAL)
         if not window.given_up:
-            window.file.seal_slot(header)
-            if header.slot == header.window - 1:
-                self._windows.commit(window.file)
-                self._events.emit('window_committed', start=header.start, plan=header.plan)
-            faults.point(Phase.REPLICATE)
-            self._replicator.submit(window.file, header.slot)
+            self._life.sealed(window.file, header)
         self._ended(window)
 
     def _ended(self, window: _Writing, error: Exception | None = None) -> None:
@@ -340,4 +248,4 @@ class SparseCheckpointer:
     def _failed(self, window: _Writing, error: Exception) -> None:
         """Drop the window of a failed capture, keep the persisted one, train on."""
         self._give_up(window)
-        self.degraded(f'window {window.name.start}: {type(error).__name__}: {error}')
+        self.statistics.degraded(f'window {window.name.start}: {type(error).__name__}: {error}')

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a rank's windows, and the only place that knows all of it.
+
+    free -> writing -> committed -> replicated -> announced -> persisted -> outdated -> free
+
+The training thread opens a file for a window, the sealing thread commits it, the replicator's
+thread learns that all holders of replicas have it, the board's thread that all ranks and their
+holders have it. After a failure the training thread withdraws, keeps or offers windows again.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from moevement_ext import faults
+from moevement_ext.faults import Phase
+from moevement_ext.memory.pinning import pin
+from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import GENERATIONS, OwnerWindows
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.protect.statistics import CaptureStatistics
+from moevement_ext.replicate.client import ReplicaClient
+from moevement_ext.replicate.replicator import Replicator
+
+
+class Board(Protocol):
+    """Tells all ranks which windows a rank and its replica holders have."""
+
+    def report(self, window: WindowName) -> None:
+        """This rank and its holders have it. Called by the replicator's thread."""
+
+    def withdraw_after(self, window: WindowName) -> None:
+        """What was reported of later ones does not hold any more."""
+
+    def stop(self) -> None:
+        """End its thread."""
+
+
+class WindowLife:
+    """Follows the windows of one rank from a free file to persistence on all ranks.
+
+    Args:
+        owner: this rank.
+        windows: its files.
+        peers: holders of its replicas.
+        board: makes the board, given what it is to call with a window that is persisted.
+        log: of what this stage sends; it reaches back to the newest persisted window.
+        statistics: told of what goes wrong.
+        max_wait_s: the longest the training thread waits for a free file.
+    """
+
+    def __init__(
+        self,
+        owner: int,
+        windows: OwnerWindows,
+        peers: dict[int, ReplicaClient],
+        board: Callable[[Callable[[WindowName], None]], Board],
+        log: UpstreamLog | None,
+        statistics: CaptureStatistics,
+        max_wait_s: float,
+    ) -> None:
+        self.statistics = statistics
+        self._windows = windows
+        self._log = log
+        self._max_wait_s = max_wait_s
+        self._freed = threading.Event()
+        self._stalled = False
+        for file in windows.files():  # takes a while for large files, so not during training
+            pin(file)
+        self._replicator = Replicator(
+            owner, peers, self.replicated, statistics.degraded, max_windows=GENERATIONS
+        )
+        self._board = board(self.persisted)
+
+    def stop(self) -> None:
+        """End all threads; files stay."""
+        self._replicator.stop()
+        self._board.stop()
+
+    # Training thread
+
+    def open(self, name: WindowName) -> WindowFile | None:
+        """Take a file for a window that begins, waiting for one at most `max_wait_s`.
+
+        After one wait in vain there are no more, until a window is persisted again. None: there is
+        no file, or the window is complete already.
+        """
+        if self._windows.file(name) is not None:
+            return None  # the window just recovered from; it is protected already
+        try:
+            file = self._wait_for_file(name)
+        except Exception as error:
+            self.statistics.degraded(f'window {name.start} cannot be opened: {error}')
+            return None
+        self._stalled = file is None
+        if file is None:
+            self.statistics.skipped_windows += 1
+            self.statistics.degraded(
+                f'window {name.start} is skipped: earlier windows are not persisted on every rank'
+            )
+        return file
+
+    def abandon(self, name: WindowName, file: WindowFile) -> None:
+        """Use the file of a window that was begun, and that nobody relies on, for another."""
+        self._replicator.abandon(name)
+        try:
+            self._windows.abandon(file)
+        except Exception as error:
+            self.statistics.degraded(f'{file.path} cannot be reused: {error}')
+
+    def _wait_for_file(self, name: WindowName) -> WindowFile | None:
+        patience_s = 0.0 if self._stalled and not self._freed.is_set() else self._max_wait_s
+        deadline = time.perf_counter() + patience_s
+        while True:
+            self._freed.clear()
+            file = self._windows.begin(name)
+            if file is not None:
+                return file
+            remaining = deadline - time.perf_counter()
+            if remaining <= 0 or not self._freed.wait(remaining):
+                return None
+
+    # Other threads, in training
+
+    def sealed(self, file: WindowFile, header: SlotHeader) -> None:
+        """Keep and replicate a slot whose bytes have all arrived. Called by the sealing thread."""
+        file.seal_slot(header)
+        if header.slot == header.window - 1:
+            self._windows.commit(file)
+            self.statistics.events.emit('window_committed', start=header.start, plan=header.plan)
+        faults.point(Phase.REPLICATE)
+        self._replicator.submit(file, header.slot)
+
+    def replicated(self, window: WindowName) -> None:
+        """Report a window that all holders have. Called by the replicator's thread."""
+        self._windows.announce(window)
+        self._board.report(window)
+
+    def persisted(self, window: WindowName) -> None:
+        """Note that every rank and its holders have a window. Called by the board's thread."""
+        self._windows.persisted(window)
+        self._replicator.persisted(window)
+        self.statistics.persisted = window.start
+        self._freed.set()
+        self.statistics.events.emit('window_persisted', start=window.start, plan=window.plan)
+        if self._log is not None:
+            self._log.drop_until(window.start)
+
+    # Training thread, after a failure
+
+    def withdraw_after(self, window: WindowName) -> None:
+        """This rank will go back to `window`: nobody relies on its later ones any more."""
+        self._replicator.abandon_after(window.start)
+        self._board.withdraw_after(window)
+
+    def go_back_to(self, window: WindowName) -> None:
+        """Go on from `window`, which is protected; later ones are captured again."""
+        self.withdraw_after(window)
+        self._windows.persisted(window)
+        self._windows.discard_after(window.start)
+
+    def forget_the_past(self) -> None:
+        """Drop what is still there: it belongs to a past that is not continued."""
+        self._windows.discard_after(-1)
+        self._replicator.discard_after(-1)
+
+    def replicate_again(self, window: WindowName, file: WindowFile) -> None:
+        """Offer the window just recovered from: its replicas may be gone with a node."""
+        self._replicator.discard_after(window.start)
+        self._replicator.persisted(window)
+        self._submit(file)
+
+    def change_peers(self, peers: dict[int, ReplicaClient], newest: int) -> None:
+        """Offer windows to holders of replicas that have become new processes.
+
+        Args:
+            peers: all holders.
+            newest: start of the last window to offer; those after it are to be captured anew.
+        """
+        self._replicator.set_peers(peers)
+        for window in reversed(self._windows.committed()):
+            file = self._windows.file(window.name)
+            if file is not None and window.name.start <= newest:
+                self._submit(file)
+
+    def _submit(self, file: WindowFile) -> None:
+        for slot in file.slots():
+            self._replicator.submit(file, slot)
