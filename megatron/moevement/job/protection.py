@@ -25,7 +25,7 @@ from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.plan.byte_planner import hideable_budget
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan
 from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.replanner import Replanner, published_plan
 from moevement_ext.recover.verification import Verification
@@ -316,7 +316,7 @@ class Protection:
         self, present: PlanParameters, loads: Sequence[WindowLoad]
     ) -> PlanParameters | None:
         """On rank 0's replanner thread."""
-        return decide(
+        return decide_plan(
             present,
             loads,
             best_window=self._best_window if self._config.window == AUTO else None,

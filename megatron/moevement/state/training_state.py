@@ -108,7 +108,7 @@ class TrainingState:
         def announced_step() -> bool:
             faults.point(Phase.NORM)
             writing()
-            result = step()
+            result: bool = step()
             faults.point(Phase.STEP)  # the first of several optimizers has stepped
             return result
 

@@ -146,7 +146,7 @@ import sys, threading
 from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
-from megatron.moevement.membership import Membership
+from moevement_ext.membership.membership import Membership
 from moevement_ext.recover.verdict import Report
 limit = timedelta(seconds=60)
 store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, timeout=limit)

@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 _HOLDER_PROGRAM = """
 import pathlib, sys
-from moevement_ext.memory.store import NodeStore
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import SECRET, capacity
 store = NodeStore(pathlib.Path(sys.argv[1]), 'run1', 'node1')
