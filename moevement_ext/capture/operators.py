@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from moevement_ext.capture.layout import OperatorSlices
-from moevement_ext.memory.window.format import Bytes
+from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Becomes a command that Linux kills when its parent is gone: bound.py <parent pid> <command ...>
+"""Becomes a command that Linux kills when its parent is gone.
+
+    bound.py <parent pid> <command ...>
 
 The launcher starts all its processes through this program, so that none outlives it, even if it is
 killed itself. It runs as a file, without the package, and becomes the command by exec, which keeps

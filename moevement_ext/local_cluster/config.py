@@ -41,7 +41,7 @@ class LaunchConfig:
     program: str
     """Path of a Python program, as on the command line."""
     flags: tuple[str, ...] = ()
-    """Of the program."""
+    """Command line of the program."""
     nodes: int = 1
     workers_per_node: int = 1
     spares: int = 0

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hot spare: imports a program, then waits to be told which worker it is: spare.py <program>
+"""A hot spare: imports a program, then waits to be told which worker it is.
+
+    spare.py <program>
 
 Imports of torch and Megatron take many seconds, which a replacement that has done them need not.
 The spare says on stdout that it is ready (one byte) and waits for a line of JSON on stdin:
@@ -15,6 +17,7 @@ import json
 import os
 import sys
 from types import ModuleType
+from typing import Any
 
 _STDIN, _STDOUT, _STDERR = range(3)
 
@@ -49,7 +52,7 @@ def _import_program(program: str) -> ModuleType:
     return module
 
 
-def _become_worker(order: dict, launcher: int) -> None:
+def _become_worker(order: dict[str, Any], launcher: int) -> None:
     """Take over environment, arguments and output."""
     sys.stdout.flush()
     output = launcher

@@ -71,7 +71,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of the present life."""
+        """Process id of the present life."""
         return self.child.pid
 
 
@@ -257,7 +257,11 @@ class Supervisor:
         self._started(worker, was_spare=spare is not None)
 
     def _refuse_in_vain(self, worker: Worker, how: str, errors: list[float]) -> None:
-        """Raises if no replacement may be or is worth being started; else that counts as one."""
+        """Count a replacement, if one may be and is worth being started.
+
+        Raises:
+            LaunchError: it is not.
+        """
         done = [other.rank for other in self.workers if self._is_done(other)]
         if done:
             raise LaunchError(

@@ -48,10 +48,10 @@ class InfeasiblePlan(ValueError):
 
     def __init__(self, operator: str, rank: int, needed: int, budget: int) -> None:
         super().__init__(
-            f"operator {operator!r} needs a slot of {needed} bytes on rank {rank} of its stage "
-            f"group (its full state and the compute weights of the operators after it), the budget "
-            f"is {budget} bytes per iteration; no window is long enough: raise the budget (accept "
-            f"an overhead, fewer replicas, a faster link) or split the state over more ranks"
+            f'operator {operator!r} needs a slot of {needed} bytes on rank {rank} of its stage '
+            f'group (its full state and the compute weights of the operators after it), the budget '
+            f'is {budget} bytes per iteration; no window is long enough: raise the budget (accept '
+            f'an overhead, fewer replicas, a faster link) or split the state over more ranks'
         )
         self.operator = operator
         self.rank = rank
@@ -62,7 +62,8 @@ class InfeasiblePlan(ValueError):
 class OperatorBytes(msgspec.Struct, frozen=True):
     """Size of one operator on each rank of the stage group (0 where a rank does not hold it).
 
-    Raises InvalidOperators unless 0 <= light <= full on each rank.
+    Raises:
+        InvalidOperators: unless 0 <= light <= full on each rank.
     """
 
     name: str
@@ -74,32 +75,33 @@ class OperatorBytes(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if len(self.full) != len(self.light):
             raise InvalidOperators(
-                f"operator {self.name!r} has full sizes for {len(self.full)} ranks but light sizes "
-                f"for {len(self.light)}; give one of each per rank of the stage group"
+                f'operator {self.name!r} has full sizes for {len(self.full)} ranks but light sizes '
+                f'for {len(self.light)}; give one of each per rank of the stage group'
             )
         for rank, (full, light) in enumerate(zip(self.full, self.light, strict=True)):
             if not 0 <= light <= full:
                 raise InvalidOperators(
-                    f"operator {self.name!r} has {full} bytes in full and {light} light on rank "
-                    f"{rank}; 0 <= light <= full must hold"
+                    f'operator {self.name!r} has {full} bytes in full and {light} light on rank '
+                    f'{rank}; 0 <= light <= full must hold'
                 )
 
 
 class WindowPlan(msgspec.Struct, frozen=True):
     """Names of the operators captured in full in each slot of a window.
 
-    Raises InvalidPlan if there is no slot, or an operator is in more than one place.
+    Raises:
+        InvalidPlan: there is no slot, or an operator is in more than one place.
     """
 
     slots: tuple[tuple[str, ...], ...]
 
     def __post_init__(self) -> None:
         if not self.slots:
-            raise InvalidPlan("a window has at least one slot")
+            raise InvalidPlan('a window has at least one slot')
         names = [name for slot in self.slots for name in slot]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise InvalidPlan(f"operators captured in full more than once in a window: {twice}")
+            raise InvalidPlan(f'operators captured in full more than once in a window: {twice}')
 
     @property
     def window(self) -> int:
@@ -113,11 +115,12 @@ class WindowPlan(msgspec.Struct, frozen=True):
     def slot_bytes(self, operators: Sequence[OperatorBytes]) -> tuple[tuple[int, ...], ...]:
         """Bytes captured in each slot on each rank, shape (window, ranks).
 
-        Raises InvalidOperators if `operators` are not the ones this plan was made for.
+        Raises:
+            InvalidOperators: `operators` are not the ones this plan was made for.
         """
         by_name = {operator.name: operator for operator in operators}
         if by_name.keys() != self.slot_of().keys() or len(by_name) != len(operators):
-            raise InvalidOperators("slot_bytes needs exactly the operators the plan was made for")
+            raise InvalidOperators('slot_bytes needs exactly the operators the plan was made for')
         totals = _Totals([by_name[name] for slot in self.slots for name in slot])
         ends = np.cumsum([0, *map(len, self.slots)])
         return tuple(
@@ -158,7 +161,8 @@ def fewest_slots(operators: Sequence[OperatorBytes], budget: Budget) -> WindowPl
 
     Among the plans of that length, one whose largest slot is smallest (see `balanced`).
 
-    Raises InfeasiblePlan just when one operator alone exceeds the budget.
+    Raises:
+        InfeasiblePlan: one operator alone exceeds the budget.
     """
     totals = _Totals(operators)
     budgets = _budget_per_rank(budget, totals.ranks)
@@ -182,7 +186,7 @@ def balanced(
     do as well or there are fewer operators than slots.
     """
     if window < 1:
-        raise ValueError(f"window is {window}; a window has at least one slot")
+        raise ValueError(f'window is {window}; a window has at least one slot')
     totals = _Totals(operators)
     budgets = _budget_per_rank(1 if budget is None else budget, totals.ranks)
     reference = max(budgets, default=1)
@@ -234,7 +238,7 @@ def plan_stages(
     """
     budgets = [budget] * len(stages) if isinstance(budget, int) else list(budget)
     if len(budgets) != len(stages):
-        raise ValueError(f"{len(budgets)} budgets for {len(stages)} stages; give one per stage")
+        raise ValueError(f'{len(budgets)} budgets for {len(stages)} stages; give one per stage')
     if window is None:
         numbered = enumerate(zip(stages, budgets, strict=True))
         window = max((_fewest_of_stage(index, *stage) for index, stage in numbered), default=1)
@@ -272,17 +276,17 @@ def hideable_budget(
     """
     if copy_bytes_per_s <= 0 or iteration_s <= 0:
         raise ValueError(
-            f"the copy rate ({copy_bytes_per_s} bytes/s) and the iteration time ({iteration_s} s) "
-            f"must be positive; measure them over a few iterations"
+            f'the copy rate ({copy_bytes_per_s} bytes/s) and the iteration time ({iteration_s} s) '
+            f'must be positive; measure them over a few iterations'
         )
     if not 0 < hidden_fraction <= 1:
-        raise ValueError(f"hidden_fraction is {hidden_fraction}; it must be in (0, 1]")
+        raise ValueError(f'hidden_fraction is {hidden_fraction}; it must be in (0, 1]')
     if replicas < 0:
-        raise ValueError(f"replicas is {replicas}; it must be 0 or more")
+        raise ValueError(f'replicas is {replicas}; it must be 0 or more')
     rate = copy_bytes_per_s
     if network_bytes_per_s is not None and replicas:
         if network_bytes_per_s <= 0:
-            raise ValueError(f"network_bytes_per_s is {network_bytes_per_s}; it must be positive")
+            raise ValueError(f'network_bytes_per_s is {network_bytes_per_s}; it must be positive')
         rate = min(rate, network_bytes_per_s / replicas)
     return int(rate * iteration_s * hidden_fraction)
 
@@ -294,7 +298,7 @@ def window_bytes_bound(operators: Sequence[OperatorBytes], window: int) -> tuple
     by this bound is enough for every later re-ordering.
     """
     if window < 1:
-        raise ValueError(f"window is {window}; a window has at least one slot")
+        raise ValueError(f'window is {window}; a window has at least one slot')
     return tuple(
         sum(operator.full[rank] + (window - 1) * operator.light[rank] for operator in operators)
         for rank in range(_rank_count(operators))
@@ -322,7 +326,7 @@ def _fewest_of_stage(index: int, operators: Sequence[OperatorBytes], budget: Bud
     try:
         return fewest_slots(operators, budget).window
     except InfeasiblePlan as error:
-        error.add_note(f"in pipeline stage {index}")
+        error.add_note(f'in pipeline stage {index}')
         raise
 
 
@@ -330,11 +334,11 @@ def _rank_count(operators: Sequence[OperatorBytes]) -> int:
     names = [operator.name for operator in operators]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise InvalidOperators(f"operators listed more than once: {twice}")
+        raise InvalidOperators(f'operators listed more than once: {twice}')
     counts = {len(operator.full) for operator in operators}
     if len(counts) > 1:
         raise InvalidOperators(
-            f"operators have sizes for {sorted(counts)} ranks; all need one per rank of the group"
+            f'operators have sizes for {sorted(counts)} ranks; all need one per rank of the group'
         )
     return counts.pop() if counts else 0
 
@@ -343,8 +347,8 @@ def _budget_per_rank(budget: Budget, ranks: int) -> list[int]:
     budgets = [budget] * ranks if isinstance(budget, int) else list(budget)
     if len(budgets) != ranks:
         raise ValueError(
-            f"{len(budgets)} budgets for {ranks} ranks; give one number or one per rank"
+            f'{len(budgets)} budgets for {ranks} ranks; give one number or one per rank'
         )
     if any(own < 1 for own in budgets):
-        raise ValueError(f"budgets must be at least 1 byte per iteration, got {min(budgets)}")
+        raise ValueError(f'budgets must be at least 1 byte per iteration, got {min(budgets)}')
     return budgets

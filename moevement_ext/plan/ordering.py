@@ -21,31 +21,15 @@ def order_by_popularity(names: Sequence[str], popularity: Mapping[str, float]) -
     return ranked + [name for name in names if name not in popularity]
 
 
-def popularity_shares(tokens_per_expert: np.ndarray) -> np.ndarray:
-    """Each expert's share of the tokens of its layer, float64 (layers, experts).
-
-    `tokens_per_expert` is int64 (layers, experts), summed over the ranks that route to the same
-    experts. A layer that saw no token has shares of 0.
-    """
-    if tokens_per_expert.ndim != 2 or (tokens_per_expert < 0).any():
-        raise ValueError(
-            f"tokens_per_expert must be non-negative counts of shape (layers, experts), got shape "
-            f"{tokens_per_expert.shape}"
-        )
-    tokens = tokens_per_expert.sum(axis=1, keepdims=True)
-    shares: np.ndarray = tokens_per_expert / np.maximum(tokens, 1)
-    return shares
-
-
 def changed_enough(
     old: np.ndarray, new: np.ndarray, *, change: float = 0.10, fraction: float = 0.25
 ) -> bool:
-    """Whether the shares have moved so far that a new order is worth planning.
+    """True if the shares have moved so far that a new order is worth planning.
 
     True if at least `fraction` of the experts changed their share by more than `change` of the old
     one; a share that was 0 counts as changed as soon as it is not. `old` and `new` have one shape.
     """
     if old.shape != new.shape:
-        raise ValueError(f"shares of shape {old.shape} and {new.shape} cannot be compared")
+        raise ValueError(f'shares of shape {old.shape} and {new.shape} cannot be compared')
     changed = np.abs(new - old) > change * old
     return bool(old.size) and int(changed.sum()) >= fraction * old.size

@@ -59,7 +59,7 @@ def shares_of(loads: Sequence[WindowLoad]) -> dict[str, float]:
     return {name: count / max(layers[_layer(name)], 1) for name, count in sorted(tokens.items())}
 
 
-def decide(
+def decide_plan(
     present: PlanParameters,
     loads: Sequence[WindowLoad],
     *,

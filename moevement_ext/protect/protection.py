@@ -19,7 +19,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.byte_planner import hideable_budget
-from moevement_ext.plan.replanning import PlanParameters, TokenCounter, WindowLoad, decide
+from moevement_ext.plan.replanning import PlanParameters, TokenCounter, WindowLoad, decide_plan
 from moevement_ext.protect.checkpointer import ScheduledPlan, SparseCheckpointer
 from moevement_ext.protect.lifecycle import WindowLife
 from moevement_ext.protect.persistence import PersistenceBoard
@@ -266,7 +266,7 @@ class Protection:
         self, present: PlanParameters, loads: Sequence[WindowLoad]
     ) -> PlanParameters | None:
         """On rank 0's replanner thread."""
-        return decide(
+        return decide_plan(
             present,
             loads,
             best_window=self._best_window if self._rank.config.window == AUTO else None,

@@ -38,7 +38,7 @@ class Replanner:
         rank: of this process; rank 0 decides.
         world_size: number of ranks that publish.
         present: the plan to begin with.
-        decide: `decide` with the settings of the run.
+        decide: `decide_plan` with the settings of the run.
         adopt: called on the replanner's thread with each new plan.
     """
 

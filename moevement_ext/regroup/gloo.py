@@ -21,7 +21,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     'distributed.ProcessGroupGloo': ('_set_default_timeout', 'options', 'recv'),
     **waits.PARTS,
 }
-"""Private parts of torch that this uses (see ``internals.check``)."""
+"""Private parts of torch that this uses (see `internals.check`)."""
 
 _AT_ONCE = timedelta(milliseconds=1)
 _MAX_THREADS = 32
@@ -34,7 +34,7 @@ class Gloo:
     """Backends for tensors in host memory."""
 
     def options(self, backend: ProcessGroupGloo) -> timedelta:
-        """What a successor of ``backend`` is to take over: the time allowed to an operation."""
+        """What a successor of `backend` is to take over: the time allowed to an operation."""
         return backend.options._timeout
 
     def default_options(self, timeout: timedelta) -> timedelta:
@@ -51,12 +51,13 @@ class Gloo:
         timeout: timedelta,
         interrupted: Callable[[], bool],
     ) -> ProcessGroupGloo:
-        """A backend connected with all others that connect through ``store``.
+        """A backend connected with all others that connect through `store`.
 
         A thread does it that is abandoned when it takes too long: gloo waits half a minute for a
         peer that died when it had published its address, whatever the timeout.
 
         Args:
+            store: where they publish their addresses.
             rank: in the group.
             size: of the group.
             options: time allowed to an operation later.
@@ -81,14 +82,14 @@ class Gloo:
         return backend
 
     def forget(self, store: Store, rank: int) -> None:
-        """Remove from the store what ``connect`` left there: the rank's address."""
+        """Remove from the store what `connect` left there: the rank's address."""
         for context in range(_contexts()):
             store.delete_key(f'{context}/{rank}')
 
     def close(self, backends: Sequence[ProcessGroupGloo]) -> None:
         """Make every operation, pending or to come, raise. Any thread; a few ms.
 
-        ``abort`` does nothing on gloo. But a receive that runs out of time makes gloo close all
+        `abort` does nothing on gloo. But a receive that runs out of time makes gloo close all
         connections of its context.
         """
         backends = [backend for backend in backends if backend.size() > 1]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The private parts of torch that replacing a backend needs: in one place, checked before use.
 
-torch has no public way to drop the backend of a ``ProcessGroup``, and a backend registered over
-another of the same type is ignored. ``ProcessGroup::release_resources`` of libtorch drops them all
+torch has no public way to drop the backend of a `ProcessGroup`, and a backend registered over
+another of the same type is ignored. `ProcessGroup::release_resources` of libtorch drops them all
 but has no Python binding, so it is called by its symbol; that the address is that of a
-``ProcessGroup`` is verified by its vtable first.
+`ProcessGroup` is verified by its vtable first.
 """
 
 import ctypes
@@ -58,7 +58,7 @@ class UnsupportedTorchError(SparseCheckpointError):
 
 
 def check(parts: dict[str, tuple[str, ...]]) -> None:
-    """See that torch has all ``parts``: attributes of each object, named from ``torch`` on.
+    """See that torch has all `parts`: attributes of each object, named from `torch` on.
 
     Raises:
         UnsupportedTorchError: names the first that is missing.
@@ -72,7 +72,7 @@ def check(parts: dict[str, tuple[str, ...]]) -> None:
 
 
 class Releaser:
-    """Drops all backends, and the store, that a ``ProcessGroup`` object holds.
+    """Drops all backends, and the store, that a `ProcessGroup` object holds.
 
     Raises:
         UnsupportedTorchError: libtorch does not export what this calls.
@@ -93,7 +93,7 @@ class Releaser:
         self._release.restype = None
 
     def check(self, group: ProcessGroup) -> None:
-        """See that ``release`` would act on the right object.
+        """See that `release` would act on the right object.
 
         Raises:
             UnsupportedTorchError: Python objects of process groups look different.
@@ -109,8 +109,10 @@ class Releaser:
         self._release(self._address(group))
 
     def _address(self, group: ProcessGroup) -> int:
-        """Of the C++ object: pybind11 keeps it, and its holder of the same value, after the head
-        of the Python object."""
+        """Address of the C++ object.
+
+        Pybind11 keeps it, and its holder of the same value, after the head of the Python object.
+        """
         place = id(group) + object.__basicsize__
         address, holder = (ctypes.c_void_p * 2).from_address(place)
         if type(group) is not ProcessGroup or not address or address != holder:
@@ -129,14 +131,18 @@ def install(
     devices: Sequence[torch.device],
     store: Store,
 ) -> list[Backend]:
-    """Make ``backend`` the only one of ``group`` and tell torch's tables. Training thread.
-
-    Returns the old ones; their threads are joined when they are destroyed.
+    """Make `backend` the only one of `group` and tell torch's tables. Training thread.
 
     Args:
+        releaser: takes the present backends out of the group.
+        group: a group of torch's tables.
+        backend: connected already.
         kind: torch's name of the backend: 'gloo', 'nccl' or 'fake'.
         devices: that it serves.
         store: what it was connected through.
+
+    Returns:
+        The old backends; their threads are joined when they are destroyed.
 
     Raises:
         UnsupportedTorchError: the group still uses another backend.

@@ -15,10 +15,10 @@ from torch.distributed import ProcessGroupNCCL, Store
 PARTS: dict[str, tuple[str, ...]] = {
     'distributed.ProcessGroupNCCL': ('_group_end', '_group_start', 'abort', 'options')
 }
-"""Private parts of torch that this uses (see ``internals.check``)."""
+"""Private parts of torch that this uses (see `internals.check`)."""
 
 _SPLIT_UNSET = -2
-"""torch's initial value of ``split_color``."""
+"""torch's initial value of `split_color`."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Nccl:
     """Backends for tensors in GPU memory."""
 
     def options(self, backend: ProcessGroupNCCL) -> ProcessGroupNCCL.Options:
-        """What a successor of ``backend`` is to take over: timeout, priority, configuration."""
+        """What a successor of `backend` is to take over: timeout, priority, configuration."""
         options = backend.options
         if options.split_from is not None:
             # A communicator cannot be split from one that was aborted.
@@ -51,17 +51,18 @@ class Nccl:
         timeout: timedelta,
         interrupted: Callable[[], bool],
     ) -> ProcessGroupNCCL:
-        """A backend for the ranks that connect through ``store``.
+        """A backend for the ranks that connect through `store`.
 
         As in torch, communicators are made by the first operation, unless the group is bound to a
         device.
 
         Args:
+            store: where they publish their addresses.
             rank: in the group.
             size: of the group.
             options: of the predecessor.
             device: that the group is bound to.
-            timeout: not used; NCCL waits as long as ``options`` say.
+            timeout: not used; NCCL waits as long as `options` say.
             interrupted: not used.
 
         Raises:

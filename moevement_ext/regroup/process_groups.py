@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All process groups of this process: ended together after a fault, then connected anew in place.
 
-``ProcessGroup`` objects stay the same ones; the backend inside is replaced. So what modules,
+`ProcessGroup` objects stay the same ones; the backend inside is replaced. So what modules,
 buckets, optimizers and schedules hold of them stays valid.
 """
 
@@ -36,7 +36,7 @@ class RegroupError(SparseCheckpointError):
 
 
 class Kind(Protocol):
-    """Knows one kind of real backend: ``Gloo`` or ``Nccl``."""
+    """Knows one kind of real backend: `Gloo` or `Nccl`."""
 
     def options(self, backend: Any) -> Any:
         """What a successor is to take over."""
@@ -54,10 +54,10 @@ class Kind(Protocol):
         timeout: timedelta,
         interrupted: Callable[[], bool],
     ) -> Backend:
-        """A backend connected with all that connect through ``store``, until interrupted."""
+        """A backend connected with all that connect through `store`, until interrupted."""
 
     def forget(self, store: Store, rank: int) -> None:
-        """Remove what ``connect`` left in the store."""
+        """Remove what `connect` left in the store."""
 
     def close(self, backends: Any) -> None:
         """Make every operation, pending or to come, raise."""
@@ -72,11 +72,11 @@ class _Group(NamedTuple):
     occurrence: int
     """Among the groups of the same ranks, in order of creation."""
     devices: list[torch.device]
-    """That its backend serves."""
+    """Devices that its backend serves."""
     kind: str
-    """Of its real backend."""
+    """Kind of its real backend, such as 'nccl'."""
     options: Any
-    """Of its real backend."""
+    """Options of its real backend."""
 
     @property
     def name(self) -> str:
@@ -126,7 +126,7 @@ class ProcessGroups:
         """End everything that waits in a process group with a real backend. Any thread, idempotent.
 
         On gloo every operation, pending or to come, raises, also when it is half transferred (see
-        ``waits``). On NCCL waits return, see ``Nccl.close``. A ``renew`` that is under way raises.
+        `waits`). On NCCL waits return, see `Nccl.close`. A `renew` that is under way raises.
         """
         closing: list[tuple[str, Backend]] = []
         try:
@@ -145,7 +145,7 @@ class ProcessGroups:
     def renew(self, store: Store, members: Collection[int] | None, timeout: timedelta) -> None:
         """Give every group a new backend. Training thread, when nothing is pending.
 
-        All ranks of ``members`` call this together. Groups whose ranks are all members get a real
+        All ranks of `members` call this together. Groups whose ranks are all members get a real
         backend; the other groups get a fake one, whose operations complete at once and leave
         tensors as they are.
 
@@ -156,7 +156,7 @@ class ProcessGroups:
             timeout: for all groups to be connected.
 
         Raises:
-            RegroupError: a member did not come or left, or ``unblock`` was called meanwhile. What
+            RegroupError: a member did not come or left, or `unblock` was called meanwhile. What
                 had a real backend raises until another call, with another prefix, succeeds.
         """
         with self._lock:
@@ -242,7 +242,7 @@ class ProcessGroups:
             kind.close([backend for other, backend in closing if other == name])
 
     def _forget_addresses(self) -> None:
-        """Of the last renewal: its groups are connected by now, or given up."""
+        """Delete those of the last renewal: its groups are connected by now, or given up."""
         for kind, store, rank in self._addresses:
             kind.forget(store, rank)
         self._addresses.clear()
@@ -297,9 +297,9 @@ def _destroy(backends: list[Backend]) -> None:
 
 
 def stand_in_for(backend: str) -> None:
-    """Fake process groups made from now on serve the devices that ``backend`` does.
+    """Fake process groups made from now on serve the devices that `backend` does.
 
-    To be called before ``init_process_group('fake')`` by a process that is to join others: torch
+    To be called before `init_process_group('fake')` by a process that is to join others: torch
     chooses the device of object collectives by the devices that a group serves.
     """
     # Importing this registers fake groups, for all devices.

@@ -2,9 +2,9 @@
 """Waits for gloo operations that can be ended, whatever has become of the operation.
 
 Closing the connections of a backend makes every operation raise of which no byte has moved. One
-that is half transferred is forgotten by its connection (gloo's ``Pair::signalException`` knows the
-queued ones only), and ``Work.wait`` would last as long as the group allows to an operation, minutes
-by default. So ``Work.wait`` is replaced by one that looks up now and then.
+that is half transferred is forgotten by its connection (gloo's `Pair::signalException` knows the
+queued ones only), and `Work.wait` would last as long as the group allows to an operation, minutes
+by default. So `Work.wait` is replaced by one that looks up now and then.
 
 What no longer is waited for keeps its tensors, and a thread, until the group's time is up.
 """
@@ -12,7 +12,6 @@ What no longer is waited for keeps its tensors, and a thread, until the group's 
 import queue
 import threading
 from datetime import timedelta
-from typing import Any
 
 from torch._C._distributed_c10d import OpType, Work  # type: ignore[attr-defined]
 
@@ -20,7 +19,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     '_C._distributed_c10d': ('OpType', 'Work'),
     '_C._distributed_c10d.Work': ('_get_op_type', 'wait', 'is_completed'),
 }
-"""Private parts of torch that this uses (see ``internals.check``). Checked against torch 2.15."""
+"""Private parts of torch that this uses (see `internals.check`). Checked against torch 2.15."""
 
 _LOOK_UP_SECONDS = 0.25
 _SLICE = timedelta(seconds=_LOOK_UP_SECONDS)
@@ -51,7 +50,7 @@ def install() -> None:
 
 
 def end() -> None:
-    """Make waits raise ``WaitEnded``, those to come until ``resume``, too. Any thread.
+    """Make waits raise `WaitEnded`, those to come until `resume`, too. Any thread.
 
     To be called when all connections are closed: nothing is written to tensors after that.
     """
@@ -64,7 +63,7 @@ def resume() -> None:
 
 
 def _wait(work: Work, timeout: timedelta | None = None) -> bool:
-    """In the place of ``Work.wait``; one that names its time is left to torch."""
+    """In the place of `Work.wait`; one that names its time is left to torch."""
     if timeout is not None:
         return _torch_wait(work, timeout)
     if _ended.is_set():
@@ -94,7 +93,7 @@ def _wait_by_another(work: Work) -> bool:
         waiter = _Waiter()
     result = waiter.wait(work)
     _idle.append(waiter)
-    if isinstance(result, BaseException):
+    if isinstance(result, Exception):
         raise result
     return result
 
@@ -104,11 +103,11 @@ class _Waiter:
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
         threading.Thread(target=self._run, name='sparse-ckpt-wait', daemon=True).start()
 
-    def wait(self, work: Work) -> Any:
-        """What it returned or raised.
+    def wait(self, work: Work) -> bool | Exception:
+        """Have the thread wait for a work; what that returned or raised.
 
         Raises:
             WaitEnded: the thread is of no more use.

@@ -157,7 +157,8 @@ class _Domains:
         cost = np.zeros((ranks, ranks))
         if distance:
             cost = np.array([[distance(a, b) for b in range(ranks)] for a in range(ranks)], float)
-        return cost + (np.abs(cost).sum() + 1) * self.present[:, self.of_rank]
+        dearest: float = np.abs(cost).sum()
+        return cost + (dearest + 1) * self.present[:, self.of_rank]
 
 
 def _rotate(domains: _Domains, copies: int, prices: np.ndarray | None) -> np.ndarray:

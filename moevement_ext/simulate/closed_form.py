@@ -38,7 +38,8 @@ def attempts_s(attempt_s: float, repair_s: float, mtbf_s: float) -> float:
 class Dense:
     """Checkpoints of the whole state every `interval` iterations; a failure rolls all back.
 
-    Raises FieldError where a field breaks its rule.
+    Raises:
+        FieldError: a field breaks its rule.
     """
 
     iteration_s: float
@@ -96,7 +97,10 @@ class Sparse:
 
     A failure at position p = 0..W-1 of a window aborts the running iteration. What follows is the
     restart, the W conversion iterations of the last persisted window, p full iterations, and then
-    the aborted iteration again. Raises FieldError where a field breaks its rule.
+    the aborted iteration again.
+
+    Raises:
+        FieldError: a field breaks its rule.
     """
 
     iteration_s: float

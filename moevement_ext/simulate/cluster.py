@@ -12,7 +12,8 @@ GIGA = 10**9
 class Cluster:
     """Equal nodes of equal GPUs. Bytes, seconds; rates are those achieved, not nominal ones.
 
-    Raises FieldError where a field breaks its rule.
+    Raises:
+        FieldError: a field breaks its rule.
     """
 
     name: str
@@ -23,9 +24,9 @@ class Cluster:
     network_bytes_per_s: float
     """Out of a node, all links together."""
     host_memory_bytes: float
-    """Of a node, for everything."""
+    """Memory of a node, for everything."""
     peak_flops: float
-    """Of a GPU in bf16, dense; for iteration times from MFU."""
+    """Operations per second of a GPU in bf16, dense; for iteration times from MFU."""
 
     def __post_init__(self) -> None:
         fields.whole('gpus_per_node', self.gpus_per_node)

@@ -27,7 +27,8 @@ class ListedOperator(msgspec.Struct, forbid_unknown_fields=True):
 def read_operators(path: Path) -> list[OperatorBytes]:
     """Operators of a JSON list of `{"name", "full_bytes", "light_bytes"}`, in its order.
 
-    Raises DescriptionError, which names the entry and the field.
+    Raises:
+        DescriptionError: something is wrong with the list; names entry and field.
     """
     try:
         listed = msgspec.convert(read(path), list[ListedOperator])
@@ -41,13 +42,23 @@ def read_operators(path: Path) -> list[OperatorBytes]:
 def read_as[Description](path: Path, kind: type[Description]) -> Description:
     """The dataclass `kind` with the fields of the file.
 
-    Raises DescriptionError for a field that is missing, unknown or wrong.
+    Raises:
+        DescriptionError: a field that is missing, unknown or wrong.
     """
     return build(str(path), read(path), kind)
 
 
 def build[Description](source: str, data: Any, kind: type[Description]) -> Description:
-    """As `read_as`, from decoded `data`; `source` is where it came from, for messages."""
+    """The dataclass `kind` with the fields of a decoded file; see `read_as`.
+
+    Args:
+        source: where `data` came from, for messages.
+        data: decoded content.
+        kind: a dataclass.
+
+    Raises:
+        DescriptionError: a field is missing, unknown or wrong.
+    """
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     unknown = sorted(set(data) - set(known)) if isinstance(data, dict) else []
     if unknown:
@@ -64,7 +75,8 @@ def build[Description](source: str, data: Any, kind: type[Description]) -> Descr
 def read(path: Path) -> Any:
     """Decoded content; `.yaml` and `.yml` are YAML, anything else is JSON.
 
-    Raises DescriptionError if the file is missing or cannot be decoded.
+    Raises:
+        DescriptionError: the file is missing or cannot be decoded.
     """
     try:
         content = path.read_bytes()
@@ -93,7 +105,8 @@ class Training:
 def read_training(path: Path) -> Training:
     """The sections `model`, `layout` and, if there, `batch` and `precision` of a file.
 
-    Raises DescriptionError for a section or field that is missing, unknown or wrong.
+    Raises:
+        DescriptionError: a section or field that is missing, unknown or wrong.
     """
     kinds: dict[str, type] = {
         'model': ModelShape, 'layout': Layout, 'batch': Batch, 'precision': Precision,

@@ -18,7 +18,7 @@ MOST_FAILURES = 20_000_000
 
 
 @dataclass(frozen=True)
-class Failures:
+class FailureTimes:
     """Failures of several histories; arrays of shape [histories, failures]."""
 
     times: np.ndarray
@@ -38,7 +38,7 @@ class Process(Protocol):
 
     def until(
         self, rng: np.random.Generator, histories: int, horizon_s: float, nodes: int
-    ) -> Failures:
+    ) -> FailureTimes:
         """All failures before `horizon_s`."""
 
 
@@ -65,17 +65,19 @@ class Renewal:
         scale = self.mtbf_s / math.gamma(1 + 1 / self.shape)
         return scale * rng.weibull(self.shape, (histories, count))
 
-    def first(self, rng: np.random.Generator, histories: int, count: int, nodes: int) -> Failures:
+    def first(
+        self, rng: np.random.Generator, histories: int, count: int, nodes: int
+    ) -> FailureTimes:
         """The first `count` failures of each history."""
         times = self.gaps(rng, histories, count).cumsum(axis=1)
-        return Failures(times, rng.integers(nodes, size=times.shape))
+        return FailureTimes(times, rng.integers(nodes, size=times.shape))
 
     def until(
         self, rng: np.random.Generator, histories: int, horizon_s: float, nodes: int
-    ) -> Failures:
+    ) -> FailureTimes:
         """All failures before `horizon_s`."""
         if math.isinf(self.mtbf_s):
-            return Failures(np.empty((histories, 0)), np.empty((histories, 0), dtype=int))
+            return FailureTimes(np.empty((histories, 0)), np.empty((histories, 0), dtype=int))
         mean = horizon_s / self.mtbf_s
         count = math.ceil(mean + 6 * math.sqrt(mean / self.shape) + 10)
         times = self.gaps(rng, histories, count).cumsum(axis=1)
@@ -84,7 +86,7 @@ class Renewal:
             times = np.concatenate([times, times[:, -1:] + more], axis=1)
         times[times >= horizon_s] = math.inf
         times = times[:, : max(1, int((times < math.inf).sum(axis=1).max()))]
-        return Failures(times, rng.integers(nodes, size=times.shape))
+        return FailureTimes(times, rng.integers(nodes, size=times.shape))
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Correlated:
 
     def until(
         self, rng: np.random.Generator, histories: int, horizon_s: float, nodes: int
-    ) -> Failures:
+    ) -> FailureTimes:
         """All failures before `horizon_s`.
 
         First incidents are a Poisson process of rate (1 - repeat)/M; each begets at most one
@@ -138,8 +140,10 @@ class Correlated:
         return as_matrix(histories, rows[index], when[index], (where[index] + offset) % nodes)
 
 
-def as_matrix(histories: int, rows: np.ndarray, times: np.ndarray, nodes: np.ndarray) -> Failures:
-    """Failures listed one by one (history, seconds, node), as Failures."""
+def as_matrix(
+    histories: int, rows: np.ndarray, times: np.ndarray, nodes: np.ndarray
+) -> FailureTimes:
+    """Failures listed one by one (history, seconds, node), as FailureTimes."""
     check_size(len(rows))
     order = np.lexsort((times, rows))
     rows, times, nodes = rows[order], times[order], nodes[order]
@@ -149,10 +153,14 @@ def as_matrix(histories: int, rows: np.ndarray, times: np.ndarray, nodes: np.nda
     matrix[rows, column] = times
     which = np.zeros(matrix.shape, dtype=int)
     which[rows, column] = nodes
-    return Failures(matrix, which)
+    return FailureTimes(matrix, which)
 
 
 def check_size(failures: int) -> None:
-    """Raise FieldError for a simulation that would not fit in memory."""
+    """Refuse a simulation that would not fit in memory.
+
+    Raises:
+        FieldError: there would be too many failures.
+    """
     rule = f'above {MOST_FAILURES} failures do not fit in memory; simulate fewer hours'
     fields.require(failures <= MOST_FAILURES, 'hours', failures, rule)

@@ -14,7 +14,11 @@ class FieldError(ValueError):
 
 
 def require(holds: bool, field: str, value: object, rule: str) -> None:
-    """Raise FieldError, saying that `field` is `value` but `rule`, unless the rule holds."""
+    """Hold a field to its rule.
+
+    Raises:
+        FieldError: `holds` is false; says that `field` is `value` but `rule`.
+    """
     if not holds:
         raise FieldError(field, f'is {value!r}; {rule}')
 

@@ -21,7 +21,7 @@ class Precision:
     """Weights that forward and backward read: the light capture."""
     master: str = 'fp32'
     moments: str = 'fp32'
-    """Of both moments of Adam."""
+    """Number format of both moments of Adam."""
     boundary: str = 'bf16'
     """Activations and gradients between pipeline stages."""
 
@@ -70,7 +70,8 @@ class Batch:
     def micro_batches(self, data: int) -> int:
         """Micro-batches of one iteration on each of `data` data-parallel ranks.
 
-        Raises FieldError if they do not come out even.
+        Raises:
+            FieldError: they do not come out even.
         """
         at_once = self.micro_batch_size * data
         rule = f'give a multiple of micro_batch_size x data parallelism = {at_once}'
@@ -83,7 +84,8 @@ class Batch:
 class Layout:
     """Sizes of the parallel groups.
 
-    Raises FieldError where a field breaks its rule.
+    Raises:
+        FieldError: a field breaks its rule.
     """
 
     ranks: int
@@ -153,7 +155,8 @@ class Layout:
     def layers_of(self, stage: int, layers: int) -> list[list[int]]:
         """Numbers (from 1) of the layers of each chunk of `stage`, for a model of `layers`.
 
-        Raises FieldError if the layers cannot be spread as described.
+        Raises:
+            FieldError: the layers cannot be spread as described.
         """
         if self.chunks > 1:
             slots = self.pipeline * self.chunks

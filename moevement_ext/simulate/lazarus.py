@@ -58,7 +58,7 @@ def representatives(replicas: Sequence[int], slots: int) -> list[int]:
 
 
 def representatives_fit(replicas: Sequence[int], nodes: int, slots: int) -> bool:
-    """Whether each group gets all its nodes; only then is maximum rank overlap optimal."""
+    """True if each group gets all its nodes; only then is maximum rank overlap optimal."""
     return sum(representatives(replicas, slots)) <= nodes
 
 

@@ -55,7 +55,8 @@ class Weights:
 class ModelShape:
     """A decoder-only transformer, some or all layers of which have experts.
 
-    Raises FieldError where a field breaks its rule.
+    Raises:
+        FieldError: a field breaks its rule.
     """
 
     name: str
@@ -65,7 +66,7 @@ class ModelShape:
     attention_heads: int
     vocab_size: int
     ffn_hidden_size: int = 0
-    """Of the layers without experts; 0 if there are none."""
+    """Width of the layers without experts; 0 if there are none."""
     query_groups: int | None = None
     """Heads of keys and values; None: as many as of queries."""
     head_size: int | None = None
@@ -78,7 +79,7 @@ class ModelShape:
     """Experts a token is routed to."""
     expert_hidden_size: int = 0
     shared_hidden_size: int = 0
-    """Of all shared experts together; they are part of the rest of the layer."""
+    """Width of all shared experts together; they are part of the rest of the layer."""
     moe_layers: tuple[int, ...] | None = None
     """1 for each layer with experts, 0 for each other; None: all alike."""
     gated: bool = True
@@ -121,7 +122,7 @@ class ModelShape:
             fields.require(self.ffn_hidden_size > 0, 'ffn_hidden_size', self.ffn_hidden_size, rule)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether layer number `layer` (from 1) has experts."""
+        """True if layer number `layer` (from 1) has experts."""
         return self.experts > 0 and (self.moe_layers is None or self.moe_layers[layer - 1] == 1)
 
     @property

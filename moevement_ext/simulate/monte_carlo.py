@@ -18,7 +18,7 @@ import numpy as np
 
 from moevement_ext.simulate import fields
 from moevement_ext.simulate.closed_form import Dense, Sparse
-from moevement_ext.simulate.failures import Failures, Process, Renewal
+from moevement_ext.simulate.failures import FailureTimes, Process, Renewal
 from moevement_ext.simulate.runs import DenseRun, Run, RunFactory, SparseRun
 from moevement_ext.simulate.trace import Trace
 
@@ -31,8 +31,11 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Spares:
-    """Nodes in reserve. A failed node is replaced by a spare; with none left, the job waits until
-    the next one is repaired."""
+    """Nodes in reserve.
+
+    A failed node is replaced by a spare; with none left, the job waits until the next one is
+    repaired.
+    """
 
     count: int = 0
     repair_s: float = 0.0
@@ -105,7 +108,8 @@ def simulate(
         histories: independent ones, 2 or more.
         seed: of the random numbers.
 
-    Raises FieldError where an argument breaks its rule.
+    Raises:
+        FieldError: an argument breaks its rule.
     """
     for name, value in (('hours', hours), ('job_hours', job_hours)):
         if value is not None:
@@ -136,7 +140,7 @@ def simulate(
 
 
 def _cut_at_failures(process: Process, run: Run, job_hours: float | None) -> bool:
-    """Whether histories may begin and end at failures."""
+    """True if histories may begin and end at failures."""
     renewal = isinstance(process, Renewal) and math.isfinite(process.mtbf_s)
     return renewal and run.stationary and job_hours is None
 
@@ -163,7 +167,7 @@ def _horizon_s(process: Process, run: Run, hours: float | None, job_hours: float
 class _Histories:
     """All histories, played side by side up to each failure in turn; arrays are [histories]."""
 
-    def __init__(self, run: Run, drawn: Failures, nodes: int, spares: Spares | None) -> None:
+    def __init__(self, run: Run, drawn: FailureTimes, nodes: int, spares: Spares | None) -> None:
         histories = len(drawn.times)
         self.run, self.drawn, self.spares = run, drawn, spares
         self.ready = np.zeros(histories)

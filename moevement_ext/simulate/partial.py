@@ -23,7 +23,11 @@ _CYCLES = 40
 
 @dataclass(frozen=True)
 class PartialExperts:
-    """Which experts are saved, and what may be lost. Raises FieldError."""
+    """Which experts are saved, and what may be lost.
+
+    Raises:
+        FieldError: a field breaks its rule.
+    """
 
     experts: int
     """E, per layer."""

@@ -16,7 +16,11 @@ from moevement_ext.simulate import fields
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Nodes of a job. Raises FieldError where a field breaks its rule."""
+    """Nodes of a job.
+
+    Raises:
+        FieldError: a field breaks its rule.
+    """
 
     nodes: int = 1
     stages: int = 1
@@ -59,7 +63,7 @@ class Pipeline:
         return saving
 
     def state_lost(self, lost: np.ndarray) -> np.ndarray:
-        """Whether some state has no copy left, bool [histories], of nodes [histories, nodes]."""
+        """True where some state has no copy left, bool [histories], of nodes [histories, nodes]."""
         if self.copies == 1:
             some: np.ndarray = lost.any(axis=1)
             return some

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from moevement_ext.memory.budget import HostMemoryPlan
 from moevement_ext.plan.byte_planner import (
     DEFAULT_HIDDEN_FRACTION,
     InfeasiblePlan,
@@ -30,7 +31,7 @@ from moevement_ext.simulate.sizes import held_elements, operator_sizes, stage_ki
 
 
 @dataclass(frozen=True)
-class Protection:
+class ProtectionSettings:
     """Settings of sparse checkpointing; defaults are those of the training's flags."""
 
     window: int | None = None
@@ -61,13 +62,13 @@ class Protection:
 
 
 @dataclass(frozen=True)
-class Failures:
+class FailureRate:
     """How often the job fails, and what a recovery takes besides the replay."""
 
     mtbf_s: float = math.inf
     """Mean seconds between failures of the job."""
     restart_s: float = 30.0
-    """From a failure until the replay begins."""
+    """Seconds from a failure until the replay begins."""
     local_saving: float = 0.0
     """Share of a replayed iteration that is saved as only the lost stage computes."""
     frozen_saving: float = 0.0
@@ -78,7 +79,8 @@ class Failures:
 class Job:
     """Everything a plan depends on.
 
-    Raises FieldError where a field breaks its rule or fields do not fit together.
+    Raises:
+        FieldError: a field breaks its rule or fields do not fit together.
     """
 
     model: ModelShape
@@ -86,10 +88,10 @@ class Job:
     batch: Batch
     cluster: Cluster
     iteration_s: float
-    """Without checkpointing."""
+    """Seconds of an iteration without checkpointing."""
     precision: Precision = field(default_factory=Precision)
-    protection: Protection = field(default_factory=Protection)
-    failures: Failures = field(default_factory=Failures)
+    protection: ProtectionSettings = field(default_factory=ProtectionSettings)
+    failures: FailureRate = field(default_factory=FailureRate)
     overhead_s: float = 0.0
     """Measured seconds added to each iteration, besides the exposed time that is computed."""
 
@@ -159,7 +161,7 @@ class PaperPlan:
 
     window: int
     bytes_over_budget: int
-    """Of the worst slot on the worst rank."""
+    """Bytes by which the worst slot on the worst rank exceeds the budget."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +214,12 @@ class JobPlan:
         nodes = np.arange(len(logged)) // self.job.ranks_per_node
         return int(np.bincount(nodes, weights=logged).max())
 
-    def host_memory(self, longest_window: int | None = None) -> memory.HostMemoryPlan:
-        """Of the node that needs most, if reserved for `longest_window` (None: as configured)."""
+    def host_memory(self, longest_window: int | None = None) -> HostMemoryPlan:
+        """Memory of the node that needs most.
+
+        Args:
+            longest_window: iterations to reserve memory for; None: as configured.
+        """
         longest = longest_window or self.job.protection.longest_window
         files = [np.array(memory.window_file_bytes(k.operators, longest)) for k in self.kinds]
         rings = [np.array(memory.log_iterations(longest) * k.log_bytes) for k in self.kinds]
@@ -260,8 +266,10 @@ def hidden_budgets(job: Job) -> Budgets:
 def plan_job(job: Job) -> JobPlan:
     """Plan all stages with one window.
 
-    Raises InfeasiblePlan, with a note of the stage, if the window is left to the planner and one
-    operator alone exceeds the budget; FieldError if model and layout do not fit together.
+    Raises:
+        InfeasiblePlan: the window is left to the planner, and one operator alone exceeds the
+            budget; a note names the stage.
+        FieldError: model and layout do not fit together.
     """
     budgets = hidden_budgets(job)
     groups = _equal_stages(job)
@@ -298,7 +306,7 @@ def _fewest(stages: Sequence[Sequence[OperatorBytes]], budget: int) -> int | Non
 def _reason(
     stages: Sequence[Sequence[OperatorBytes]], groups: Sequence[Sequence[int]], budget: int
 ) -> InfeasiblePlan:
-    """Of the first stage that no window is within budget on."""
+    """The error of the first stage that no window is within budget on."""
     for operators, group in zip(stages, groups, strict=True):
         try:
             fewest_slots(operators, budget)

@@ -43,7 +43,11 @@ class OperatorProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """A workload on a machine. Raises FieldError where a field breaks its rule."""
+    """A workload on a machine.
+
+    Raises:
+        FieldError: a field breaks its rule.
+    """
 
     format: str
     """FORMAT."""
@@ -65,7 +69,7 @@ class Profile:
     hidden_fraction: float = DEFAULT_HIDDEN_FRACTION
     """Part of an iteration beside which a copy is free."""
     restart_s: float = 0.0
-    """From a failure until state can be loaded: detection, new process, new groups."""
+    """Seconds from a failure until state can be loaded: detection, new process, new groups."""
     pipeline: Pipeline = Pipeline()
 
     def __post_init__(self) -> None:
@@ -80,12 +84,12 @@ class Profile:
 
     @property
     def state_bytes(self) -> int:
-        """Of all operators in full: a dense checkpoint of this rank."""
+        """Bytes of all operators in full: a dense checkpoint of this rank."""
         return sum(operator.full_bytes for operator in self.operators)
 
     @property
     def expert_bytes(self) -> int:
-        """Of the experts in full."""
+        """Bytes of the experts in full."""
         return sum(op.full_bytes for op in self.operators if op.tokens is not None)
 
     @property
@@ -101,21 +105,20 @@ class Profile:
         return self.iteration_s * self.hidden_fraction
 
     def token_shares(self) -> np.ndarray | None:
-        """Of the experts, summing to 1; None if the profile has none."""
+        """Token share of each expert, float64 [experts], summing to 1; None without experts."""
         tokens = np.array([op.tokens for op in self.operators if op.tokens is not None])
         return tokens / tokens.sum() if tokens.size and tokens.sum() > 0 else None
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a JSON profile. Raises ProfileError."""
+    """Read a JSON profile.
+
+    Raises:
+        ProfileError: the file is missing or no profile; names file, field and rule.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
         raise ProfileError(f'{path}: cannot be read: {error}') from error
     except msgspec.DecodeError as error:
         raise ProfileError(f'{path}: {error}') from error
-
-
-def write_profile(path: Path, profile: Profile) -> None:
-    """Write a profile as indented JSON."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b'\n')

@@ -23,7 +23,7 @@ class Run(ABC):
     efficiency: float | np.ndarray
     """Useful seconds per wall second while nothing fails."""
     stationary = True
-    """Whether the costs stay the same, however long the job has run."""
+    """True if the costs stay the same, however long the job has run."""
 
     @abstractmethod
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
@@ -100,10 +100,12 @@ class SparseRun(Run):
 
 
 class CopyRun(SparseRun):
-    """State that a data-parallel copy still has is copied, and only the running iteration is lost;
-    where no copy is left the windows are converted.
+    """State is copied from a data-parallel replica, and only the running iteration is lost.
 
-    `copied_s` is seconds of restart and copy.
+    Where no replica is left, the windows are converted.
+
+    Args:
+        copied_s: seconds of restart and copy; all else is as for `SparseRun`.
     """
 
     def __init__(

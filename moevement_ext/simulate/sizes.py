@@ -51,7 +51,8 @@ def operator_sizes(
 ) -> list[OperatorBytes]:
     """Operators of `stage` in capture order, with bytes for each rank of the stage's group.
 
-    Raises FieldError where model and layout do not fit together.
+    Raises:
+        FieldError: model and layout do not fit together.
     """
     pieces = [_chunk(model, layout, stage, chunk) for chunk in range(layout.chunks)]
     elements = _elements(layout, stage, pieces)
@@ -130,7 +131,10 @@ def _elements(layout: Layout, stage: int, chunks: Sequence[ChunkPieces]) -> dict
 def _owned(
     layout: Layout, pieces: Sequence[Piece], group: int, stage: int, chunk: int
 ) -> np.ndarray:
-    """As `shard`; without the distributed optimizer every rank of the group owns all."""
+    """Elements of each piece that each rank of a group owns, int64 [pieces, group].
+
+    Those of `shard`; without the distributed optimizer every rank of the group owns all.
+    """
     elements = [piece.elements for piece in pieces]
     if not layout.distributed_optimizer:
         return np.tile(np.array(elements, dtype=np.int64)[:, None], (1, group))

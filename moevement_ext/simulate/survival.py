@@ -23,7 +23,7 @@ class Survival:
     probability: float
     """That a copy of every rank's state is left."""
     standard_error: float
-    """Of the probability; 0 where it was found by enumeration."""
+    """Standard error of the probability; 0 where it was found by enumeration."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Placed:
     load: tuple[int, int]
     """Least and greatest number of owners whose copies a rank holds."""
     mean_distance: float | None
-    """From owners to holders; None without a distance or holders."""
+    """Mean distance from owners to holders; None without a distance or holders."""
     survival: list[Survival]
 
 
@@ -53,7 +53,8 @@ def survival_report(
 ) -> list[Placed]:
     """Placements by `place_replicas` for each of `replicas`, and what `failed` domains do to them.
 
-    Raises ValueError if more domains are to fail than there are, or replicas are negative.
+    Raises:
+        ValueError: more domains are to fail than there are, or replicas are negative.
     """
     failed = list(failed)
     return [_placed(domains, count, failed, groups, distance, samples, seed) for count in replicas]

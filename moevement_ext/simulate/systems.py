@@ -68,7 +68,7 @@ class Options:
     """Popular experts are captured last."""
     interval_rule: str = 'oracle'
     overhead_bound: float = 0.035
-    """Of an iteration (CheckFreq)."""
+    """Share of an iteration that checkpoints may cost (CheckFreq)."""
     experts: int | None = None
     saved: int | None = None
     selection: str = 'sequential'
@@ -85,7 +85,7 @@ class System:
 
     name: str
     costs: Dense | Sparse
-    """Of the closed form."""
+    """Costs as the closed form has them."""
     run: RunFactory | None = None
     """What is simulated; None: `costs` themselves."""
     found: dict[str, float] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from moevement_ext.simulate import fields
-from moevement_ext.simulate.failures import Failures, check_size
+from moevement_ext.simulate.failures import FailureTimes, check_size
 
 COLUMNS = ('time', 'node', 'event')
 EVENTS = ('failure', 'repair')
@@ -30,8 +30,11 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True)
 class Trace:
-    """Failures of one real history. Simulated histories begin at random moments of it and go on at
-    its beginning after its end; the first one begins where the trace does."""
+    """Failures of one real history.
+
+    Simulated histories begin at random moments of it and go on at its beginning after its end; the
+    first one begins where the trace does.
+    """
 
     times: np.ndarray
     """Seconds since the start of the trace, ascending, [failures]."""
@@ -42,7 +45,7 @@ class Trace:
     length_s: float
     """Seconds of the trace; above the last failure's."""
     names: tuple[str, ...] = ()
-    """Of the nodes."""
+    """Names of the nodes."""
 
     def __post_init__(self) -> None:
         fields.positive('length_s', self.length_s)
@@ -56,7 +59,7 @@ class Trace:
 
     def until(
         self, rng: np.random.Generator, histories: int, horizon_s: float, nodes: int
-    ) -> Failures:
+    ) -> FailureTimes:
         """All failures before `horizon_s`; raises FieldError if `nodes` are too few for them."""
         most = int(self.nodes.max(initial=-1)) + 1
         fields.require(nodes >= most, 'nodes', nodes, f'the trace has {most} nodes')
@@ -76,11 +79,15 @@ class Trace:
             return np.take_along_axis(everything, order, axis=1)
 
         ordered = np.take_along_axis(times, order, axis=1)
-        return Failures(ordered, pick(self.nodes), pick(self.repair_s))
+        return FailureTimes(ordered, pick(self.nodes), pick(self.repair_s))
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a CSV file as the module's docstring describes. Raises TraceError."""
+    """Read a CSV file as the module's docstring describes.
+
+    Raises:
+        TraceError: the file is missing or not such a file; names file, line and rule.
+    """
     try:
         with path.open(newline='', encoding='utf-8') as file:
             events = _events(csv.DictReader(file), path)
@@ -108,7 +115,7 @@ def read_trace(path: Path) -> Trace:
     return Trace(np.array(times), np.array(nodes, dtype=int), np.array(repairs), length, names)
 
 
-def _events(rows: csv.DictReader, path: Path) -> list[tuple[float, str, str]]:
+def _events(rows: csv.DictReader[str], path: Path) -> list[tuple[float, str, str]]:
     missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
     if missing:
         raise TraceError(

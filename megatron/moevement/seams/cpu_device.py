@@ -223,7 +223,7 @@ def _mend_norm_with_sequence_parallel() -> None:
 
     build = torch_norm.WrappedTorchNorm.__new__
 
-    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         parallel, config.sequence_parallel = config.sequence_parallel, False
         try:
             norm = build(cls, config, *args, **kwargs)

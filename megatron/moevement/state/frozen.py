@@ -70,7 +70,7 @@ class FrozenOperators:
         prepare = inner.prepare_grads
 
         def prepare_active() -> bool:
-            overflow = prepare()
+            overflow: bool = prepare()
             for name in self.names & self._operators.keys():
                 for parameter in self._operators[name].parameters.values():
                     if parameter in self._states:
@@ -147,9 +147,9 @@ def _gating_without_weight_gradient() -> Iterator[None]:
     active_gating = router.router_gating_linear
 
     def gating(tokens: Any, weight: torch.Tensor, bias: Any, dtype: torch.dtype) -> torch.Tensor:
-        if weight.requires_grad:
-            return active_gating(tokens, weight, bias, dtype)
-        return FrozenGating.apply(tokens, weight, bias, dtype)
+        apply = active_gating if weight.requires_grad else FrozenGating.apply
+        logits: torch.Tensor = apply(tokens, weight, bias, dtype)
+        return logits
 
     router.router_gating_linear = gating
     try:

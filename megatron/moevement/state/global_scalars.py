@@ -65,7 +65,7 @@ class ScalarRecorder:
             return norm
 
         def check_overflow(self: Any) -> bool:
-            overflow = recorder._check_overflow(self)
+            overflow: bool = recorder._check_overflow(self)
             if recorder._replayed is not None:
                 overflow = _next(recorder._replayed.overflows, 'overflow flag')
             recorder._recorded.overflows.append(overflow)

@@ -72,7 +72,8 @@ class ParameterState:
 
     def step(self) -> torch.Tensor | None:
         """The parameter's own step count (torch's Adam), None where a group keeps it."""
-        return self.inner.state[self.main].get('step')
+        step: torch.Tensor | None = self.inner.state[self.main].get('step')
+        return step
 
     def _captured(self, held: torch.Tensor) -> torch.Tensor:
         flat = held.detach().view(-1)
@@ -201,9 +202,12 @@ def _replicated(
 
 def data_parallel_group(parameter: torch.nn.Parameter) -> torch.distributed.ProcessGroup:
     """The ranks that hold the same values of this parameter."""
-    if getattr(parameter, 'allreduce', True):
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return parallel_state.get_expert_data_parallel_group()
+    group: torch.distributed.ProcessGroup = (
+        parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if getattr(parameter, 'allreduce', True)
+        else parallel_state.get_expert_data_parallel_group()
+    )
+    return group
 
 
 def share(numel: int, rank: int, size: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from megatron.moevement.state.optimizer_state import chained, parameter_states
 from megatron.moevement.state.slices import SlotLoader, operator_slices
 from moevement_ext import faults
 from moevement_ext.faults import Phase
-from moevement_ext.memory.window.format import Bytes
+from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader
 
 
@@ -132,7 +132,7 @@ class TrainingState:
         def announced_step() -> bool:
             faults.point(Phase.NORM)
             writing()
-            result = step()
+            result: bool = step()
             faults.point(Phase.STEP)  # the first of several optimizers has stepped
             return result
 

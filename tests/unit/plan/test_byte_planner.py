@@ -35,7 +35,7 @@ def operators_lists(draw, ranks=None, most=7):
         st.lists(st.lists(sizes, min_size=ranks, max_size=ranks), min_size=1, max_size=most)
     )
     return [
-        OperatorBytes(f"op{index}", tuple(f for f, _ in row), tuple(li for _, li in row))
+        OperatorBytes(f'op{index}', tuple(f for f, _ in row), tuple(li for _, li in row))
         for index, row in enumerate(rows)
     ]
 
@@ -176,7 +176,7 @@ def test_stages_share_the_fewest_window_that_fits_all(stages, budget):
         except InfeasiblePlan:
             with pytest.raises(InfeasiblePlan) as error:
                 plan_stages(stages, window=None, budget=budget)
-            assert error.value.__notes__ == [f"in pipeline stage {len(fewest)}"]
+            assert error.value.__notes__ == [f'in pipeline stage {len(fewest)}']
             return
     plans = plan_stages(stages, window=None, budget=budget)
     assert [plan.window for plan in plans] == [max(fewest)] * len(stages)
@@ -185,14 +185,14 @@ def test_stages_share_the_fewest_window_that_fits_all(stages, budget):
 
 
 def test_stages_take_a_given_window_and_state_the_overrun():
-    stage = [OperatorBytes("a", (12,), (2,)), OperatorBytes("b", (12,), (2,))]
+    stage = [OperatorBytes('a', (12,), (2,)), OperatorBytes('b', (12,), (2,))]
     (plan,) = plan_stages([stage], window=1, budget=20)
-    assert plan.slots == (("a", "b"),)
+    assert plan.slots == (('a', 'b'),)
     assert bytes_over_budget(plan, stage, 20) == 4
 
 
 def test_stages_take_a_budget_each_and_per_rank():
-    stage = [OperatorBytes("a", (12, 1), (2, 0)), OperatorBytes("b", (12, 1), (2, 0))]
+    stage = [OperatorBytes('a', (12, 1), (2, 0)), OperatorBytes('b', (12, 1), (2, 0))]
     assert [p.window for p in plan_stages([stage, stage], window=None, budget=[24, (14, 2)])] == [
         2,
         2,
@@ -201,7 +201,7 @@ def test_stages_take_a_budget_each_and_per_rank():
         1,
         1,
     ]
-    with pytest.raises(ValueError, match="1 budgets for 2 stages"):
+    with pytest.raises(ValueError, match='1 budgets for 2 stages'):
         plan_stages([stage, stage], window=None, budget=[24])
 
 
@@ -215,22 +215,22 @@ def test_window_bytes_bound_holds_for_every_order(operators, window, random):
 
 
 def test_window_bytes_bound_is_reached_by_the_operator_captured_last():
-    operators = [OperatorBytes("empty", (0,), (0,)), OperatorBytes("last", (12,), (2,))]
-    plan = WindowPlan((("empty",), (), ("last",)))
+    operators = [OperatorBytes('empty', (0,), (0,)), OperatorBytes('last', (12,), (2,))]
+    plan = WindowPlan((('empty',), (), ('last',)))
     assert sum(slot[0] for slot in plan.slot_bytes(operators)) == 16
     assert window_bytes_bound(operators, 3) == (16,)
 
 
 def test_infeasible_plan_names_operator_rank_bytes_and_budget():
-    operators = [OperatorBytes("small", (3, 3), (1, 1)), OperatorBytes("head", (4, 9), (1, 1))]
+    operators = [OperatorBytes('small', (3, 3), (1, 1)), OperatorBytes('head', (4, 9), (1, 1))]
     with pytest.raises(InfeasiblePlan, match=r"'head'.* 9 bytes on rank 1.* 8 bytes") as error:
         fewest_slots(operators, (8, 8))
-    assert (error.value.operator, error.value.rank) == ("head", 1)
+    assert (error.value.operator, error.value.rank) == ('head', 1)
     assert (error.value.needed, error.value.budget) == (9, 8)
 
 
 def test_the_light_tail_alone_can_make_a_plan_infeasible():
-    operators = [OperatorBytes("first", (6,), (1,)), OperatorBytes("second", (6,), (3,))]
+    operators = [OperatorBytes('first', (6,), (1,)), OperatorBytes('second', (6,), (3,))]
     with pytest.raises(InfeasiblePlan, match="'first'"):
         fewest_slots(operators, 8)
     assert fewest_slots(operators, 9).window == 2
@@ -242,7 +242,7 @@ def test_one_slot_when_everything_fits():
     assert fewest_slots(operators, 95).window == 2
 
 
-@pytest.mark.parametrize("budget, window", [(3667, 5), (2500, 9)])
+@pytest.mark.parametrize('budget, window', [(3667, 5), (2500, 9)])
 def test_equal_operators_follow_the_closed_form(budget, window):
     """W = ceil(ln(b / (b - F)) / ln(A / (A - F))) for A = 12, F = 2 bytes per parameter."""
     operators = [OperatorBytes(str(i), (12,), (2,)) for i in range(1000)]
@@ -250,8 +250,8 @@ def test_equal_operators_follow_the_closed_form(budget, window):
 
 
 def test_spare_slots_are_empty_and_at_the_end():
-    operators = [OperatorBytes("a", (5,), (1,)), OperatorBytes("b", (5,), (1,))]
-    assert balanced(operators, 4).slots == (("a",), ("b",), (), ())
+    operators = [OperatorBytes('a', (5,), (1,)), OperatorBytes('b', (5,), (1,))]
+    assert balanced(operators, 4).slots == (('a',), ('b',), (), ())
     assert balanced([], 2).slots == ((), ())
     assert fewest_slots([], 1).slots == ((),)
 
@@ -263,48 +263,48 @@ def test_sizes_of_real_models_do_not_overflow():
 
 
 def test_digest_is_stable_and_tells_plans_apart():
-    plan = WindowPlan((("a", "b"), ("c",)))
-    assert plan.digest() == "d94efa3649e613f9"
+    plan = WindowPlan((('a', 'b'), ('c',)))
+    assert plan.digest() == 'd94efa3649e613f9'
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=WindowPlan) == plan
     others = [
-        (("a",), ("b", "c")),
-        (("b", "a"), ("c",)),
-        (("a", "b"), ("c",), ()),
-        (("ab",), ("c",)),
+        (('a',), ('b', 'c')),
+        (('b', 'a'), ('c',)),
+        (('a', 'b'), ('c',), ()),
+        (('ab',), ('c',)),
     ]
     assert len({plan.digest(), *(WindowPlan(slots).digest() for slots in others)}) == 5
 
 
 def test_operator_sizes_are_checked():
     with pytest.raises(InvalidOperators, match="'a'.*3 light on rank 1"):
-        OperatorBytes("a", (2, 2), (1, 3))
-    with pytest.raises(InvalidOperators, match="2 ranks but light sizes for 1"):
-        OperatorBytes("a", (2, 2), (1,))
-    with pytest.raises(InvalidOperators, match="0 <= light"):
-        OperatorBytes("a", (2,), (-1,))
-    a, wide = OperatorBytes("a", (2,), (1,)), OperatorBytes("b", (2, 2), (1, 1))
+        OperatorBytes('a', (2, 2), (1, 3))
+    with pytest.raises(InvalidOperators, match='2 ranks but light sizes for 1'):
+        OperatorBytes('a', (2, 2), (1,))
+    with pytest.raises(InvalidOperators, match='0 <= light'):
+        OperatorBytes('a', (2,), (-1,))
+    a, wide = OperatorBytes('a', (2,), (1,)), OperatorBytes('b', (2, 2), (1, 1))
     with pytest.raises(InvalidOperators, match=r"listed more than once: \['a'\]"):
         balanced([a, a], 1)
-    with pytest.raises(InvalidOperators, match=r"\[1, 2\] ranks"):
+    with pytest.raises(InvalidOperators, match=r'\[1, 2\] ranks'):
         balanced([a, wide], 1)
-    with pytest.raises(InvalidOperators, match="exactly the operators"):
+    with pytest.raises(InvalidOperators, match='exactly the operators'):
         balanced([a], 1).slot_bytes([])
     assert issubclass(InvalidOperators, ValueError) and issubclass(InfeasiblePlan, ValueError)
 
 
 def test_plans_and_budgets_are_checked():
-    a = OperatorBytes("a", (2,), (1,))
-    with pytest.raises(InvalidPlan, match="at least one slot"):
+    a = OperatorBytes('a', (2,), (1,))
+    with pytest.raises(InvalidPlan, match='at least one slot'):
         WindowPlan(())
     with pytest.raises(InvalidPlan, match=r"more than once.*\['a'\]"):
-        WindowPlan((("a",), ("a",)))
-    with pytest.raises(ValueError, match="window is 0"):
+        WindowPlan((('a',), ('a',)))
+    with pytest.raises(ValueError, match='window is 0'):
         balanced([a], 0)
-    with pytest.raises(ValueError, match="window is 0"):
+    with pytest.raises(ValueError, match='window is 0'):
         window_bytes_bound([a], 0)
-    with pytest.raises(ValueError, match="2 budgets for 1 ranks"):
+    with pytest.raises(ValueError, match='2 budgets for 1 ranks'):
         fewest_slots([a], (5, 5))
-    with pytest.raises(ValueError, match="at least 1 byte"):
+    with pytest.raises(ValueError, match='at least 1 byte'):
         fewest_slots([a], 0)
 
 
@@ -316,13 +316,13 @@ def test_hideable_budget_is_the_tighter_of_copy_and_replication():
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    'arguments, message',
     [
-        ((0, 1.0), "copy rate"),
-        ((1e9, 0.0), "iteration time"),
-        ((1e9, 1.0, 1.5), "hidden_fraction"),
-        ((1e9, 1.0, 0.5, 0.0, 1), "network_bytes_per_s"),
-        ((1e9, 1.0, 0.5, 1e9, -1), "replicas"),
+        ((0, 1.0), 'copy rate'),
+        ((1e9, 0.0), 'iteration time'),
+        ((1e9, 1.0, 1.5), 'hidden_fraction'),
+        ((1e9, 1.0, 0.5, 0.0, 1), 'network_bytes_per_s'),
+        ((1e9, 1.0, 0.5, 1e9, -1), 'replicas'),
     ],
 )
 def test_hideable_budget_refuses_impossible_measurements(arguments, message):

@@ -6,47 +6,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moevement_ext.plan.ordering import changed_enough, order_by_popularity, popularity_shares
+from moevement_ext.plan.ordering import changed_enough, order_by_popularity
 
-NAMES = [f"op{index}" for index in range(8)]
+NAMES = [f'op{index}' for index in range(8)]
 
 
 def test_popular_experts_come_last_and_everything_else_after_them():
-    names = ["embedding", "expert0", "router", "expert1", "expert2"]
-    popularity = {"expert0": 0.5, "expert1": 0.2, "expert2": 0.3}
-    expected = ["expert1", "expert2", "expert0", "embedding", "router"]
+    names = ['embedding', 'expert0', 'router', 'expert1', 'expert2']
+    popularity = {'expert0': 0.5, 'expert1': 0.2, 'expert2': 0.3}
+    expected = ['expert1', 'expert2', 'expert0', 'embedding', 'router']
     assert order_by_popularity(names, popularity) == expected
 
 
 def test_ties_keep_the_given_order():
-    assert order_by_popularity(["b", "a", "c"], {"a": 0.5, "b": 0.5, "c": 0.1}) == ["c", "b", "a"]
+    assert order_by_popularity(['b', 'a', 'c'], {'a': 0.5, 'b': 0.5, 'c': 0.1}) == ['c', 'b', 'a']
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     st.permutations(NAMES),
-    st.dictionaries(st.sampled_from([*NAMES, "elsewhere"]), st.integers(0, 3).map(float)),
+    st.dictionaries(st.sampled_from([*NAMES, 'elsewhere']), st.integers(0, 3).map(float)),
 )
 def test_order_is_a_stable_sort_of_the_names(names, popularity):
     ordered = order_by_popularity(names, popularity)
     assert sorted(ordered) == sorted(names)
-    keys = [(popularity.get(name, float("inf")), names.index(name)) for name in ordered]
+    keys = [(popularity.get(name, float('inf')), names.index(name)) for name in ordered]
     assert keys == sorted(keys)
 
 
-def test_shares_are_per_layer_and_zero_for_an_idle_layer():
-    shares = popularity_shares(np.array([[1, 3, 0], [0, 0, 0], [2, 2, 4]], dtype=np.int64))
-    assert shares.tolist() == [[0.25, 0.75, 0.0], [0.0, 0.0, 0.0], [0.25, 0.25, 0.5]]
-
-
-@pytest.mark.parametrize("tokens", [np.array([1, 2]), np.array([[1, -1]])])
-def test_shares_refuse_what_is_no_count_table(tokens):
-    with pytest.raises(ValueError, match="tokens_per_expert"):
-        popularity_shares(tokens)
-
-
 @pytest.mark.parametrize(
-    "old, new, expected",
+    'old, new, expected',
     [
         ([0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25], False),
         ([0.4, 0.4, 0.1, 0.1], [0.4, 0.38, 0.1, 0.12], True),
@@ -65,5 +54,5 @@ def test_changed_enough_thresholds_are_more_than_and_at_least():
     assert not changed_enough(old, new, change=0.5, fraction=0.5)
     assert changed_enough(old, new, change=0.25, fraction=0.5)
     assert not changed_enough(old, new, change=0.25, fraction=0.75)
-    with pytest.raises(ValueError, match="cannot be compared"):
+    with pytest.raises(ValueError, match='cannot be compared'):
         changed_enough(old, np.ones(3))

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import TCPStore
 
 from moevement_ext.capture.copier import Copier
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide, shares_of
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan, shares_of
 from moevement_ext.protect.replanner import Replanner, published_plan
 
 DEADLINE_S = 20.0
@@ -23,7 +23,7 @@ def load(start: int, tokens: dict[str, int], iteration_s: float = 1.0) -> Window
     return WindowLoad(start, tokens, iteration_s, copy_bytes_per_s=1e9)
 
 
-fixed = partial(decide, best_window=None, change=0.10, fraction=0.25)
+fixed = partial(decide_plan, best_window=None, change=0.10, fraction=0.25)
 
 
 def test_shares_are_of_the_layer_and_summed_over_ranks() -> None:
@@ -70,7 +70,7 @@ def test_auto_window_is_chosen_for_the_median_iteration_and_the_slowest_copy() -
     loads = [WindowLoad(4, BALANCED, seconds, rate) for seconds, rate in
              ((1.0, 3e9), (9.0, 1e9), (2.0, 2e9))]  # fmt: skip
     present = PlanParameters(0, 0, 2, shares_of(loads))
-    chosen = decide(present, loads, best_window=best, change=0.1, fraction=0.25)
+    chosen = decide_plan(present, loads, best_window=best, change=0.1, fraction=0.25)
     assert asked == [(2.0, 1e9)]
     assert chosen == PlanParameters(1, 10, 5, present.shares)
 
@@ -78,7 +78,7 @@ def test_auto_window_is_chosen_for_the_median_iteration_and_the_slowest_copy() -
 def test_rates_that_were_never_measured_are_left_out() -> None:
     present = PlanParameters(0, 0, 2, shares_of([load(4, BALANCED)]))
     best = partial(
-        decide, present, best_window=lambda _, rate: int(rate), change=0.1, fraction=0.25
+        decide_plan, present, best_window=lambda _, rate: int(rate), change=0.1, fraction=0.25
     )
     unmeasured = WindowLoad(4, BALANCED, 1.0, None)
     assert best([unmeasured, unmeasured]) is None
@@ -96,7 +96,7 @@ def test_load_without_a_measured_rate_reaches_the_deciding_rank() -> None:
 def test_auto_window_stays_once_it_is_measured() -> None:
     loads = [load(4, BALANCED)]
     present = PlanParameters(1, 0, 2, shares_of(loads))
-    assert decide(present, loads, best_window=lambda *_: 5, change=0.1, fraction=0.25) is None
+    assert decide_plan(present, loads, best_window=lambda *_: 5, change=0.1, fraction=0.25) is None
 
 
 def test_all_ranks_adopt_the_same_plans_in_order() -> None:

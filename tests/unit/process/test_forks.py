@@ -16,7 +16,7 @@ from moevement_ext.process import forks
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).resolve().parents[3]
 
-PROGRAM = '''
+PROGRAM = """
 import multiprocessing, os, socket, sys, time
 from moevement_ext.process.forks import close_connections_in_children
 
@@ -37,7 +37,7 @@ assert ours.recv() == 'working'
 connected.sendall(b'talking ')
 print(child.pid, flush=True)
 time.sleep(60)
-'''
+"""
 
 
 @pytest.mark.parametrize('on', [True, False])

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[3]
 
 # The object is deleted while the interpreter is taken down; that takes long enough to be woken up.
-PROGRAM = '''
+PROGRAM = """
 import atexit, sys, threading, time
 from datetime import timedelta
 from torch.distributed import TCPStore
@@ -40,7 +40,7 @@ sys.late = Late()
 time.sleep(0.2)
 if sys.argv[2] == 'leave':
     leave(16)
-'''
+"""
 
 
 @pytest.mark.parametrize(('how', 'code'), [('leave', 16), ('return', -6)])

@@ -16,7 +16,7 @@ def equal(count):
     return [OperatorBytes(str(index), (12,), (2,)) for index in range(count)]
 
 
-@pytest.mark.parametrize("count, budget, window", [(1200, 4400, 6), (1000, 2500, 20)])
+@pytest.mark.parametrize('count, budget, window', [(1200, 4400, 6), (1000, 2500, 20)])
 def test_equal_operators_take_longer_than_needed(count, budget, window):
     operators = equal(count)
     plan = plan_as_printed(operators, budget)
@@ -25,7 +25,7 @@ def test_equal_operators_take_longer_than_needed(count, budget, window):
 
 
 def test_slots_hold_equally_many_in_the_given_order():
-    assert plan_as_printed(equal(7), 50).slots == (("0", "1", "2"), ("3", "4", "5"), ("6",))
+    assert plan_as_printed(equal(7), 50).slots == (('0', '1', '2'), ('3', '4', '5'), ('6',))
 
 
 def test_everything_in_one_slot_when_it_fits():
@@ -50,7 +50,7 @@ def test_one_operator_a_slot_is_never_tried():
 
 def test_mean_sizes_hide_a_large_operator_and_a_loaded_rank():
     small = [OperatorBytes(str(index), (6,), (1,)) for index in range(6)]
-    operators = [*small[:5], OperatorBytes("embedding", (34,), (5,)), small[5]]
+    operators = [*small[:5], OperatorBytes('embedding', (34,), (5,)), small[5]]
     plan = plan_as_printed(operators, 40)
     assert bytes_over_budget(plan, operators, 40) > 0
     assert bytes_over_budget(fewest_slots(operators, 40), operators, 40) == 0

@@ -16,7 +16,7 @@ from moevement_ext.replicate import host_memory
 from moevement_ext.simulate import memory
 from moevement_ext.simulate.layout import Batch, Layout, Precision
 from moevement_ext.simulate.model import ModelShape
-from moevement_ext.simulate.planning import Protection
+from moevement_ext.simulate.planning import ProtectionSettings
 
 MODEL = ModelShape('m', 8, 64, 4, 128, ffn_hidden_size=64)
 
@@ -28,10 +28,13 @@ def test_constants_are_those_of_the_training():
 
 
 def test_settings_default_to_those_of_the_training():
-    ours, flags = Protection(), SparseCheckpointConfig()
+    ours, flags = ProtectionSettings(), SparseCheckpointConfig()
     assert (ours.max_window, ours.replicas) == (flags.max_window, flags.replicas)
     assert ours.longest_window == flags.longest_window
-    assert Protection(window=3).longest_window == SparseCheckpointConfig(window=3).longest_window
+    assert (
+        ProtectionSettings(window=3).longest_window
+        == SparseCheckpointConfig(window=3).longest_window
+    )
 
 
 @pytest.mark.parametrize('stage', [0, 1, 3])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moevement_ext.simulate.closed_form import Dense, Sparse
-from moevement_ext.simulate.failures import Correlated, Failures, Renewal
+from moevement_ext.simulate.failures import Correlated, FailureTimes, Renewal
 from moevement_ext.simulate.fields import FieldError
 from moevement_ext.simulate.monte_carlo import Spares, simulate
 from moevement_ext.simulate.pipeline import Pipeline
@@ -65,8 +65,8 @@ def test_equals_a_simulation_iteration_by_iteration(system: Dense | Sparse) -> N
     class Given(Renewal):
         def first(
             self, rng: np.random.Generator, histories: int, count: int, nodes: int
-        ) -> Failures:
-            return Failures(np.array([times, times]), np.zeros((2, 300), dtype=int))
+        ) -> FailureTimes:
+            return FailureTimes(np.array([times, times]), np.zeros((2, 300), dtype=int))
 
     gaps = np.random.default_rng(5).exponential(system.mtbf_s, 300)
     times = gaps.cumsum()

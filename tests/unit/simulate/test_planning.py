@@ -15,9 +15,9 @@ from moevement_ext.simulate.fields import FieldError
 from moevement_ext.simulate.layout import Batch, Layout
 from moevement_ext.simulate.model import ModelShape
 from moevement_ext.simulate.planning import (
-    Failures,
+    FailureRate,
     Job,
-    Protection,
+    ProtectionSettings,
     hidden_budgets,
     iteration_seconds,
     plan_job,
@@ -34,7 +34,7 @@ CLUSTER = Cluster(
 )  # fmt: skip
 JOB = Job(
     MODEL, Layout(8, pipeline=2, expert=2), Batch(16, 1, 16), CLUSTER, iteration_s=0.25,
-    protection=Protection(max_window=100), failures=Failures(mtbf_s=3600),
+    protection=ProtectionSettings(max_window=100), failures=FailureRate(mtbf_s=3600),
 )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def test_host_memory_over_the_nodes_is_refused():
 
 
 def test_recovery_near_the_time_between_failures_is_told():
-    often = dataclasses.replace(JOB, failures=Failures(mtbf_s=60, restart_s=10))
+    often = dataclasses.replace(JOB, failures=FailureRate(mtbf_s=60, restart_s=10))
     assert any('between failures' in text for text in advice.warnings(plan_job(often)))
     assert not any('between failures' in text for text in advice.warnings(plan_job(JOB)))
 
@@ -180,7 +180,7 @@ def test_recovery_and_ettr_follow_the_closed_form():
     plan = plan_job(JOB)
     effect = plan.effectiveness()
     assert effect.expected_recovery_s() == pytest.approx(30 + 1.5 * plan.window * 0.25)
-    never = dataclasses.replace(JOB, failures=Failures(mtbf_s=math.inf), overhead_s=0.05)
+    never = dataclasses.replace(JOB, failures=FailureRate(mtbf_s=math.inf), overhead_s=0.05)
     assert plan_job(never).effectiveness().ettr_exact() == pytest.approx(1 / 1.2)
 
 
@@ -208,7 +208,7 @@ def test_failures_of_a_job_grow_with_its_gpus():
 )  # fmt: skip
 def test_wrong_setting_is_named(change, field):
     with pytest.raises(FieldError, match=f'^{field}: '):
-        Protection(**change)
+        ProtectionSettings(**change)
 
 
 def test_wrong_cluster_and_job_are_named():

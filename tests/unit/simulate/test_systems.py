@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,7 +20,6 @@ from moevement_ext.simulate.profile import (
     Profile,
     ProfileError,
     read_profile,
-    write_profile,
 )
 from moevement_ext.simulate.systems import SYSTEMS, Options, System, build
 
@@ -173,6 +173,10 @@ def test_given_figures_count(name: str) -> None:
 def test_what_is_missing_is_named(name: str, options: Options, field: str) -> None:
     with pytest.raises(FieldError, match=f'^{field}: is '):
         build(name, options)
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2))
 
 
 def test_profile_survives_a_file(tmp_path: Path) -> None:

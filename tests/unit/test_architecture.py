@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about the shape of the code: which room may import which, sizes, and names nobody needs.
+
+Each list of exceptions is exact: what has been mended must be taken off it.
+"""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ('moevement_ext', 'megatron', 'tools', 'examples', 'scripts', 'pretrain_gpt.py')
+MAX_CONSTRUCTOR_ARGUMENTS = 7
+
+ENGINE_FLOORS = (
+    {'errors'},
+    {'config', 'events'},
+    {'faults'},
+    {'process', 'plan', 'memory', 'regroup'},
+    {'replicate'},
+    {'capture', 'membership'},
+    {'protect'},
+    {'recover'},
+    {'local_cluster', 'simulate'},
+)
+"""Folders and loose modules of the engine: each imports from floors before its own."""
+
+ADAPTER_FLOORS = ({'seams'}, {'state'}, {'job'}, {'arguments'}, {'attachment', 'program'})
+"""As `ENGINE_FLOORS`."""
+
+STILL_TO_MEND = {
+    ('membership', 'recover'),  # membership knows by name the error that it interrupts fetches with
+}
+"""Arrows that run up."""
+
+MANY_CONSTRUCTOR_ARGUMENTS = {
+    'HostMemory',
+    'Job',
+    'LocalRecovery',
+    'Protection',
+    'ReplicaServer',
+    'SparseCheckpointer',
+    'StageReplay',
+}
+"""Classes still to be given fewer."""
+
+NEEDED_BY_NO_PRODUCT_CODE = {
+    'InterruptibleStore.deleteKey': 'torch calls it: part of its Store interface',
+    'InterruptibleStore.has_extended_api': 'torch calls it: part of its Store interface',
+    'InterruptibleStore.multi_set': 'torch calls it: part of its Store interface',
+    'ReplicaClient.list_windows': 'to be deleted',
+    'ReplicaClient.put_window': 'to be deleted',
+}
+"""Public names of the engine that stay all the same, and why."""
+
+
+def sources(*names: str) -> dict[Path, ast.Module]:
+    """Parsed Python files of folders and files, by path."""
+    places = [ROOT / name for name in names]
+    files = [file for place in places for file in ([place] if place.is_file() else
+                                                   sorted(place.rglob('*.py')))]  # fmt: skip
+    return {file: ast.parse(file.read_text('utf-8')) for file in files}
+
+
+# ---- rooms
+
+
+def imports_of(tree: ast.Module) -> Iterator[str]:
+    """Dotted names of all that a source imports; of `from a import b` both a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            assert node.module is not None
+            yield node.module
+            yield from (f'{node.module}.{alias.name}' for alias in node.names)
+
+
+def room_of(package: Path, dotted: str) -> str | None:
+    """The folder or loose module of `package` that a dotted name lies in."""
+    inside = f'{".".join(package.relative_to(ROOT).parts)}.'
+    if not dotted.startswith(inside):
+        return None
+    room = dotted.removeprefix(inside).split('.')[0]
+    return room if (package / room).is_dir() or (package / f'{room}.py').is_file() else None
+
+
+def arrows(package: Path) -> set[tuple[str, str]]:
+    """(room, room that it imports); the package's own __init__.py is no room."""
+    found = set()
+    for file, tree in sources(str(package.relative_to(ROOT))).items():
+        room = file.relative_to(package).with_suffix('').parts[0]
+        for dotted in imports_of(tree):
+            other = room_of(package, dotted)
+            if other not in (None, room) and room != '__init__':
+                found.add((room, other))
+    return found
+
+
+def running_up(found: set[tuple[str, str]], floors: tuple[set[str], ...]) -> set[tuple[str, str]]:
+    """Arrows that do not lead to an earlier floor."""
+    floor = {room: number for number, rooms in enumerate(floors) for room in rooms}
+    return {(here, there) for here, there in found if floor[here] <= floor[there]}
+
+
+def test_rooms_of_the_engine_import_downwards() -> None:
+    assert running_up(arrows(ROOT / 'moevement_ext'), ENGINE_FLOORS) == STILL_TO_MEND
+
+
+def test_rooms_of_the_adapter_import_downwards() -> None:
+    adapter = ROOT / 'megatron' / 'moevement'
+    assert not running_up(arrows(adapter), ADAPTER_FLOORS)
+
+
+@pytest.mark.parametrize(
+    ('package', 'floors'),
+    [('moevement_ext', ENGINE_FLOORS), ('megatron/moevement', ADAPTER_FLOORS)],
+)
+def test_every_room_has_its_floor(package: str, floors: tuple[set[str], ...]) -> None:
+    folders = {path.parent.name for path in (ROOT / package).glob('*/__init__.py')}
+    modules = {path.stem for path in (ROOT / package).glob('*.py')} - {'__init__'}
+    assert sorted(folders | modules) == sorted(room for rooms in floors for room in rooms)
+
+
+# ---- constructors
+
+
+def constructor_arguments(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Classes that write their constructor themselves, with how many arguments it takes."""
+    for node in ast.walk(tree):
+        for item in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(item, ast.FunctionDef) and item.name == '__init__':
+                given = item.args
+                yield node.name, len(given.posonlyargs + given.args + given.kwonlyargs) - 1
+
+
+def test_constructors_take_few_arguments() -> None:
+    counts = [count for tree in sources(*PRODUCT).values() for count in constructor_arguments(tree)]
+    over = {name for name, count in counts if count > MAX_CONSTRUCTOR_ARGUMENTS}
+    assert over == MANY_CONSTRUCTOR_ARGUMENTS
+
+
+# ---- names nobody needs
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A public function, class or method."""
+
+    shown: str
+    name: str
+    node: ast.AST
+
+
+def definitions(tree: ast.Module) -> Iterator[Definition]:
+    """All public ones of a module; not methods of private classes."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in tree.body:
+        if not isinstance(node, kinds) or node.name.startswith('_'):
+            continue
+        yield Definition(node.name, node.name, node)
+        for item in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(item, kinds) and not item.name.startswith('_'):
+                yield Definition(f'{node.name}.{item.name}', item.name, item)
+
+
+def mentions(tree: ast.AST) -> Counter[str]:
+    """How often each name is read, called or written as an annotation; imports do not count."""
+    names = (
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Attribute)
+    )  # fmt: skip
+    return Counter(names) + Counter(_quoted_annotations(tree))
+
+
+def _quoted_annotations(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        for quoted in (getattr(node, 'annotation', None), getattr(node, 'returns', None)):
+            if isinstance(quoted, ast.Constant) and isinstance(quoted.value, str):
+                yield from mentions(ast.parse(quoted.value))
+
+
+def public_surface() -> set[str]:
+    """What `moevement_ext` offers to its users."""
+    import moevement_ext
+
+    return set(getattr(moevement_ext, '__all__', ()))
+
+
+def test_every_public_name_of_the_engine_is_needed_by_the_product() -> None:
+    trees = sources(*PRODUCT)
+    by_file = {file: mentions(tree) for file, tree in trees.items()}
+    everywhere: Counter[str] = sum(by_file.values(), Counter())
+
+    def needed(name: str, file: Path, node: ast.AST) -> bool:
+        elsewhere = everywhere[name] - by_file[file][name]
+        return elsewhere > 0 or by_file[file][name] > mentions(node)[name]
+
+    unneeded = {
+        definition.shown
+        for file, tree in trees.items()
+        if ROOT / 'moevement_ext' in file.parents
+        for definition in definitions(tree)
+        if not needed(definition.name, file, definition.node)
+    }
+    assert unneeded - public_surface() == set(NEEDED_BY_NO_PRODUCT_CODE)
