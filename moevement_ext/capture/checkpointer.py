@@ -17,7 +17,12 @@ import torch
 from moevement_ext import faults
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout
-from moevement_ext.events import EventLog
+from moevement_ext.events import (
+    EventLog,
+    ProtectionReduced,
+    WindowCommitted,
+    WindowPersisted,
+)
 from moevement_ext.memory.pinning import payload_tensor, pin
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -203,13 +208,13 @@ class SparseCheckpointer:
         self._replicator.persisted(*window)
         self.statistics.persisted = window.start
         self._freed.set()
-        self._events.emit('window_persisted', start=window.start, plan=window.plan)
+        self._events.emit(WindowPersisted(start=window.start, plan=window.plan))
 
     def degraded(self, reason: str) -> None:
         """Note that protection is reduced. Called on any thread."""
         logger.warning('sparse checkpointing: protection is reduced: %s', reason)
         self.statistics.failures += 1
-        self._events.emit('protection_reduced', reason=reason)
+        self._events.emit(ProtectionReduced(reason=reason))
 
     def drain(self) -> None:
         """Return when everything captured so far is sealed."""
@@ -321,7 +326,7 @@ class SparseCheckpointer:
             if header.slot == header.window - 1:
                 self._windows.commit(window.file)
                 self.statistics.committed = header.start
-                self._events.emit('window_committed', start=header.start, plan=header.plan)
+                self._events.emit(WindowCommitted(start=header.start, plan=header.plan))
             faults.point('replicate')
             self._replicator.submit(window.file, header.slot)
         self._ended(window)
