@@ -35,7 +35,6 @@ setup(
         *(f'megatron.{name}' for name in find_packages(str(ROOT / 'megatron'))),
     ],
     py_modules=[],
-    package_data={'moevement_ext.simulate.paper': ['data/*.json']},
     install_requires=[
         # megatron.training of 0.19.2 imports with nothing beyond these.
         'torch>=2.11',

@@ -11,7 +11,7 @@ from megatron.moevement import attachment
 from megatron.moevement.job import conversion, session, stage_replay
 from megatron.moevement.seams import data_position, p2p
 from megatron.moevement.state import global_scalars, training_state
-from tools import own_loop
+from examples import own_loop
 
 
 def data_not_moved_back() -> None:
