@@ -3,7 +3,8 @@
 
     python -m tools.placement ranks --nodes 12 --gpus-per-node 8 --failed 4
     python -m tools.placement ranks --nodes 64 --gpus-per-node 8 --nodes-per-switch 8 --same-state 2
-    python -m tools.placement experts --nodes 10 --slots 6 --experts 16 --least 2 --failed 4
+    python -m tools.placement experts --nodes 10 --slots 6 --experts 16 --least 2 --skew 2 \\
+        --failed 4
 
 `ranks` places 1, 2 and 3 copies of each rank's state on other nodes, as the training does, and
 prints the probability that a random set of failed nodes leaves a copy of everything. `experts`

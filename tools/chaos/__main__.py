@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts faults on training jobs at random and checks that they end as if nothing had happened.
+"""Strikes training jobs at random and checks that they end as if nothing had happened.
 
     python -m tools.chaos --faults 20 --seed 1
     python -m tools.chaos --faults 1000 --seed 1 --configurations 20 --cover all:kill,node,stop

@@ -60,7 +60,7 @@ class Launch(NamedTuple):
         return self.nodes * self.workers_per_node
 
     def environment(self) -> dict[str, str]:
-        """All of it; a fault that is armed in this process does not strike the job."""
+        """All of it; a fault that is armed in this process is none of the job."""
         inherited = {name: os.environ[name] for name in os.environ if name != 'MOEVEMENT_FAIL_AT'}
         return {**inherited, **ENVIRONMENT, **self.variables}
 

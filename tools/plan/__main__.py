@@ -3,7 +3,8 @@
 
     python -m tools.plan --model deepseek-v3 --cluster h100 --mfu 0.35
     python -m tools.plan --model job.json --cluster a100 --iteration-time 2.9 --mtbf 3600 --json
-    python -m tools.plan --cluster h100 --gpus 64 --mfu 0.3 -- --num-layers 32 ...
+    python -m tools.plan --cluster h100 --gpus 64 --mfu 0.3 -- \\
+        --num-layers 32 --hidden-size 4096 ...
     python -m tools.plan --operators operators.json --budget-bytes 4e9 --json
 
 After `--` come flags of Megatron and of sparse checkpointing, as the training takes them. With

@@ -54,7 +54,7 @@ class TestFaults:
             assert set(fault.victims) <= set(range(4))
             assert fault.after >= 0 and 0.0 <= fault.phase <= 2.0
 
-    def test_some_strike_at_once_and_some_double_the_same_rank(self) -> None:
+    def test_some_come_at_once_and_some_double_the_same_rank(self) -> None:
         faults = draw_faults(5, 400, KINDS, 2, 2)
         assert any(fault.after == 0 for fault in faults)
         doubles = [fault for fault in faults if fault.kind is Kind.DOUBLE]

@@ -97,7 +97,7 @@ class TestLostIterations:
         back = Recovery(Tier.DISK, 103.0, 0, 0, 4)
         assert lost_iterations(back, logged((39, 99.0), (40, 99.9), (1, 103.0))) == 40
 
-    def test_logged_between_strike_and_recovery(self) -> None:
+    def test_logged_between_fault_and_recovery(self) -> None:
         back = Recovery(Tier.WHOLE_JOB, 103.0, 40, 4, 4)
         assert lost_iterations(back, logged((40, 99.0), (41, 100.1), (42, 104.0))) == 1
 
