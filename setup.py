@@ -38,7 +38,6 @@ setup(
     package_data={
         'moevement_ext': ['py.typed'],
         'megatron.moevement': ['py.typed'],
-        'moevement_ext.simulate.paper': ['data/*.json'],
     },
     install_requires=[
         # megatron.training of 0.19.2 imports with nothing beyond these.

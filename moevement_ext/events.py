@@ -1,17 +1,216 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of a run as JSON lines, one file per rank."""
+"""Events of a run as JSON lines, one file per rank: what there is, its writer and its reader.
 
+A line has the fields of `Event`, the name of the event among them, and those of its kind.
+"""
+
+import enum
 import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 logger = logging.getLogger(__name__)
+
+
+class EventName(enum.StrEnum):
+    """Value of `event` in a line."""
+
+    WORKER_STARTED = 'worker_started'
+    WINDOW_COMMITTED = 'window_committed'
+    WINDOW_PERSISTED = 'window_persisted'
+    REPLANNED = 'replanned'
+    PROTECTION_REDUCED = 'protection_reduced'
+    FAILURE_DETECTED = 'failure_detected'
+    RECOVERY_PHASE = 'recovery_phase'
+    RECOVERY_STARTED = 'recovery_started'
+    RECOVERED = 'recovered'
+    NEXT_TIER = 'next_tier'
+    FINISHED = 'finished'
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """What every line says. A writer leaves these fields to `EventLog.emit`."""
+
+    name: ClassVar[EventName]
+
+    time: float = 0.0
+    """Seconds since the epoch."""
+    rank: int = -1
+    """Global rank of the process."""
+    pid: int = -1
+    iteration: int = 0
+    """Newest iteration that this rank had committed."""
+
+    def own_fields(self) -> dict[str, Any]:
+        """The fields of this kind of event, without those of every line and those not set."""
+        own = self.__struct_fields__[len(Event.__struct_fields__) :]
+        values = ((name, getattr(self, name)) for name in own)
+        return {name: value for name, value in values if value is not UNSET}
+
+
+class WorkerStarted(Event, frozen=True, kw_only=True):
+    """A process of this rank begins."""
+
+    name = EventName.WORKER_STARTED
+
+
+class WindowCommitted(Event, frozen=True, kw_only=True):
+    """This rank has all slots of a window in its own host memory."""
+
+    name = EventName.WINDOW_COMMITTED
+
+    start: int
+    """First iteration of the window."""
+    plan: str
+    """Digest of the plan that cut it into slots."""
+
+
+class WindowPersisted(Event, frozen=True, kw_only=True):
+    """This rank knows that all ranks have a window, with its replicas."""
+
+    name = EventName.WINDOW_PERSISTED
+
+    start: int
+    """First iteration of the window."""
+    plan: str
+    """Digest of the plan that cut it into slots."""
+
+
+class Replanned(Event, frozen=True, kw_only=True):
+    """All ranks have agreed on another plan."""
+
+    name = EventName.REPLANNED
+
+    origin: int
+    """First iteration of the first window of the plan."""
+    window: int
+    """Iterations per window."""
+    version: int
+    """Counts the plans of a run."""
+
+
+class ProtectionReduced(Event, frozen=True, kw_only=True):
+    """Training goes on with less protection than was asked for."""
+
+    name = EventName.PROTECTION_REDUCED
+
+    reason: str
+
+
+class FailureDetected(Event, frozen=True, kw_only=True):
+    """A living rank leaves its iteration (`reason`), or a new job finds a predecessor's windows."""
+
+    name = EventName.FAILURE_DETECTED
+
+    reason: str | UnsetType = UNSET
+    """Of a living rank: what has failed."""
+    committed: int | UnsetType = UNSET
+    """Of a new job: the newest iteration that a rank of the predecessor had committed."""
+    windows: int | UnsetType = UNSET
+    """Of a new job: how many windows are complete on all ranks."""
+
+
+class RecoveryPhase(Event, frozen=True, kw_only=True):
+    """This rank enters a phase of a localized recovery."""
+
+    name = EventName.RECOVERY_PHASE
+
+    phase: str
+
+
+class RecoveryStarted(Event, frozen=True, kw_only=True):
+    """This rank goes back, to replay."""
+
+    name = EventName.RECOVERY_STARTED
+
+    start: int
+    """First iteration of the window from which it starts."""
+    dense_at: int
+    """Iteration of the last slot of that window, after which the state is dense."""
+
+
+class Recovered(Event, frozen=True, kw_only=True):
+    """This rank is back, after it replayed or was waited for."""
+
+    name = EventName.RECOVERED
+
+    scope: str | UnsetType = UNSET
+    """`localized`; not set where the whole job was started again, as are the next four."""
+    target: int | UnsetType = UNSET
+    """The committed iteration from which all ranks go on."""
+    stages: list[int] | UnsetType = UNSET
+    """Pipeline stages that went back."""
+    newcomers: list[int] | UnsetType = UNSET
+    """Ranks whose process was replaced."""
+    copied: list[int] | UnsetType = UNSET
+    """Ranks that took the state of a data-parallel replica."""
+    replayed: int
+    """Iterations that this rank computed again."""
+    verified: int
+    """Operators compared with captures newer than the window."""
+    verified_at: int
+    """The last iteration at which that was possible, -1 if there was none."""
+    differing: list[str]
+    """Operators whose state was not what it had been."""
+    seconds: dict[str, float]
+    """By phase, on this rank."""
+
+    @property
+    def localized(self) -> bool:
+        """Whether the survivors kept their state."""
+        return self.scope == 'localized'
+
+
+class NextTier(Event, frozen=True, kw_only=True):
+    """A recovery gives up what it tried."""
+
+    name = EventName.NEXT_TIER
+
+    reason: str
+    tier: str
+    """What is tried next."""
+
+
+class Finished(Event, frozen=True, kw_only=True):
+    """Training is over on this rank."""
+
+    name = EventName.FINISHED
+
+    removed: bool
+    """Whether host memory was given back."""
+
+
+_KINDS: dict[str, msgspec.json.Decoder[Event]] = {
+    kind.name: msgspec.json.Decoder(kind) for kind in Event.__subclasses__()
+}
+
+
+class _Named(msgspec.Struct):
+    event: str
+
+
+_NAME = msgspec.json.Decoder(_Named)
+
+
+def decode(lines: bytes) -> Iterator[Event]:
+    """The events of complete lines; those of unknown names, and a line cut off, are left out.
+
+    Raises:
+        msgspec.ValidationError: a line is no JSON object, or lacks a field of its kind.
+    """
+    for line in lines.splitlines(keepends=True):
+        if line.endswith(b'\n'):
+            decoder = _KINDS.get(_NAME.decode(line).event)
+            if decoder is not None:
+                yield decoder.decode(line)
 
 
 class EventLog:
@@ -34,11 +233,18 @@ class EventLog:
             Path(directory).mkdir(parents=True, exist_ok=True)
             self._file = FileIO(Path(directory) / f'rank{rank}.jsonl', 'ab')
 
-    def emit(self, event: str, **fields: Any) -> None:
-        """Write one event with time (seconds since the epoch), rank, pid and iteration."""
+    def emit(self, event: Event | str, **fields: Any) -> None:
+        """Write one event with time (seconds since the epoch), rank, pid and iteration.
+
+        Args:
+            event: one of the kinds above, or a name.
+            fields: of an event that is given by name.
+        """
+        if isinstance(event, Event):
+            fields = event.own_fields()
         line = {
             'time': time.time(),
-            'event': event,
+            'event': event.name if isinstance(event, Event) else event,
             'rank': self._rank,
             'pid': os.getpid(),
             'iteration': self.iteration,

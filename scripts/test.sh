@@ -21,7 +21,7 @@ run() {
 }
 
 python=.venv/bin/python
-sources=(setup.py moevement_ext megatron tools tests scripts/local_cluster.py)
+sources=(setup.py moevement_ext megatron tools examples tests scripts/local_cluster.py)
 if [[ -f pretrain_gpt.py ]]; then
     sources+=(pretrain_gpt.py)
 fi
@@ -29,5 +29,5 @@ fi
 run "$python" -m black --check "${sources[@]}"
 run "$python" -m isort --check-only "${sources[@]}"
 run "$python" -m ruff check "${sources[@]}"
-run "$python" -m mypy moevement_ext megatron/moevement tools
+run "$python" -m mypy moevement_ext megatron/moevement tools examples
 run "$python" -m pytest tests --durations=15 "$@"

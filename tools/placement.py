@@ -1,10 +1,10 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """How likely random failures lose nothing: copies of ranks' states, or replicas of experts.
 
-    tools/placement.py ranks --nodes 12 --gpus-per-node 8 --failed 4
-    tools/placement.py ranks --nodes 64 --gpus-per-node 8 --nodes-per-switch 8 --same-state 2
-    tools/placement.py experts --nodes 10 --slots 6 --experts 16 --least 2 --skew 2 --failed 4
+    python -m tools.placement ranks --nodes 12 --gpus-per-node 8 --failed 4
+    python -m tools.placement ranks --nodes 64 --gpus-per-node 8 --nodes-per-switch 8 --same-state 2
+    python -m tools.placement experts --nodes 10 --slots 6 --experts 16 --least 2 --skew 2 \\
+        --failed 4
 
 `ranks` places 1, 2 and 3 copies of each rank's state on other nodes, as the training does, and
 prints the probability that a random set of failed nodes leaves a copy of everything. `experts`
@@ -17,11 +17,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # run as a file, not as a module of the repository
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import msgspec
 from rich.console import Console

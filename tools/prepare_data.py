@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Turns text into Megatron's indexed dataset: P.bin (tokens) and P.idx (where documents lie).
 
-    tools/prepare_data.py --output-prefix data/stdlib
-    tools/prepare_data.py --input books/ notes.txt --output-prefix data/text --append-eod
-    tools/prepare_data.py --input crawl.jsonl --output-prefix data/gpt2 \\
+    python -m tools.prepare_data --output-prefix data/stdlib
+    python -m tools.prepare_data --input books/ notes.txt --output-prefix data/text --append-eod
+    python -m tools.prepare_data --input crawl.jsonl --output-prefix data/gpt2 \\
         --tokenizer GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 
 A text file is one document, as is each line of a JSON lines file. The default tokens are the bytes

@@ -12,7 +12,7 @@
         job.train(loop, data)
 
 A loop may be cut off anywhere by a failure of another rank; `train` then calls it again, and the
-first `step` brings the job to the newest committed iteration. `tools/own_loop.py` is an example.
+first `step` brings the job to the newest committed iteration. `examples/own_loop.py` is an example.
 
 Checked against megatron-core 0.19.2.
 """
@@ -247,7 +247,7 @@ class Attachment:
         return result
 
     def write_digest(self, path: Path) -> None:
-        """Write SHA-256 digests of the state, see `tools/compare_digests.py`. Collective."""
+        """Write SHA-256 digests of the state, see `tools.compare_digests`. Collective."""
         write_digest(str(path), self.iteration, state_digest(*self._built, self._args))
 
     def close(self) -> None:

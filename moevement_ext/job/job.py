@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from moevement_ext.config import node_name
+from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
 from moevement_ext.job.localized import Localized
 from moevement_ext.job.unprotected import Unprotected
 from moevement_ext.job.whole_job import Restart, WholeJob
@@ -50,7 +51,7 @@ class Job:
         self.protection: Protection | None = None
         self._restart: Restart | None = None
         self._mode: Unprotected | WholeJob | None = None
-        rank.events.emit('worker_started')
+        rank.events.emit(WorkerStarted())
 
     # Set-up
 
@@ -114,7 +115,7 @@ class Job:
         except HostMemoryError as error:  # on all ranks or on none
             if required or config.strict or config.host_memory_gb is not None:
                 raise
-            self.rank.events.emit('protection_reduced', reason=str(error))
+            self.rank.events.emit(ProtectionReduced(reason=str(error)))
             logger.warning('sparse checkpointing: TRAINING IS UNPROTECTED: %s', error)
             return
         if self.protection.memory.first_on_node():
@@ -131,7 +132,8 @@ class Job:
             return None
         seconds = {'find': find_s, 'obtain': time.perf_counter() - began}
         first, last = conversion.first, conversion.last
-        self.rank.events.emit('recovery_started', start=first.iteration, dense_at=last.iteration)
+        started = RecoveryStarted(start=first.iteration, dense_at=last.iteration)
+        self.rank.events.emit(started)
         # The data iterators are built next: training data from where the replay starts,
         # validation data from where it ends (a replay does not evaluate).
         self.trainer.set_counters(first.state, validation=last.state)
@@ -210,7 +212,7 @@ class Job:
 
     def close(self, remove: bool = True) -> None:
         """The end: stop all threads; with `remove` give the host memory back."""
-        self.rank.events.emit('finished', removed=remove)
+        self.rank.events.emit(Finished(removed=remove))
         if self.protection is not None:
             self.protection.close(remove)
         if self.membership is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moevement_ext.events import Recovered
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import NOWHERE
 from moevement_ext.memory.window.slot import SlotHeader
@@ -162,10 +163,13 @@ class WholeJob:
         verified = self._verification.result()
         replayed = self._catch_up_to - self._restart.conversion.first.iteration
         self.rank.events.emit(
-            'recovered',
-            replayed=replayed,
-            **verified._asdict(),
-            seconds={name: round(value, 3) for name, value in seconds.items()},
+            Recovered(
+                replayed=replayed,
+                verified=verified.verified,
+                verified_at=verified.verified_at,
+                differing=list(verified.differing),
+                seconds={name: round(value, 3) for name, value in seconds.items()},
+            )
         )
         print(recovered_line(self._catch_up_to, replayed, verified), flush=True)
         if self._verification.forbids(self.rank.config.verify):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from moevement_ext import faults
+from moevement_ext.events import WindowCommitted, WindowPersisted
 from moevement_ext.faults import Phase
 from moevement_ext.memory.pinning import pin
 from moevement_ext.memory.upstream_log.log import UpstreamLog
@@ -130,7 +131,8 @@ class WindowLife:
         file.seal_slot(header)
         if header.slot == header.window - 1:
             self._windows.commit(file)
-            self.statistics.events.emit('window_committed', start=header.start, plan=header.plan)
+            committed = WindowCommitted(start=header.start, plan=header.plan)
+            self.statistics.events.emit(committed)
         faults.point(Phase.REPLICATE)
         self._replicator.submit(file, header.slot)
 
@@ -145,7 +147,7 @@ class WindowLife:
         self._replicator.persisted(window)
         self.statistics.persisted = window.start
         self._freed.set()
-        self.statistics.events.emit('window_persisted', start=window.start, plan=window.plan)
+        self.statistics.events.emit(WindowPersisted(start=window.start, plan=window.plan))
         if self._log is not None:
             self._log.drop_until(window.start)
 

@@ -13,6 +13,7 @@ import torch
 
 from moevement_ext.capture.operators import Operators
 from moevement_ext.config import AUTO, OFF
+from moevement_ext.events import ProtectionReduced, Replanned
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.window.file import WindowFile
@@ -249,7 +250,7 @@ class Protection:
             memory = reserve(share._replace(hosts_replicas=False))
             reason = f'this rank holds no replicas for others: {problem}'
             logger.warning('sparse checkpointing: protection is reduced: %s', reason)
-            rank.events.emit('protection_reduced', reason=reason)
+            rank.events.emit(ProtectionReduced(reason=reason))
         if exchange.all_agree('reserved', memory is not None):
             assert memory is not None
             return memory
@@ -290,6 +291,7 @@ class Protection:
         """On the replanner's thread."""
         self.checkpointer.schedule_next(self._schedule(parameters))
         self._rank.events.emit(
-            'replanned', origin=parameters.origin, window=parameters.window,
-            version=parameters.version,
-        )  # fmt: skip
+            Replanned(
+                origin=parameters.origin, window=parameters.window, version=parameters.version
+            )
+        )

@@ -4,7 +4,7 @@
 import logging
 from dataclasses import dataclass
 
-from moevement_ext.events import EventLog
+from moevement_ext.events import EventLog, ProtectionReduced
 
 logger = logging.getLogger(__name__)
 
@@ -31,4 +31,4 @@ class CaptureStatistics:
         """Note that protection is reduced. Called by any thread."""
         logger.warning('sparse checkpointing: protection is reduced: %s', reason)
         self.failures += 1
-        self.events.emit('protection_reduced', reason=reason)
+        self.events.emit(ProtectionReduced(reason=reason))

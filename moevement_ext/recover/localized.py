@@ -20,6 +20,13 @@ import msgspec
 from moevement_ext import faults
 from moevement_ext.config import node_name
 from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.events import (
+    FailureDetected,
+    NextTier,
+    Recovered,
+    RecoveryPhase,
+    RecoveryStarted,
+)
 from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
@@ -245,7 +252,7 @@ class LocalizedRecovery:
         self._membership.watch(self._rank.backend, self._replay.interrupt)
 
     def _enters(self, phase: str) -> None:
-        self._rank.events.emit('recovery_phase', phase=phase)
+        self._rank.events.emit(RecoveryPhase(phase=phase))
 
     def _leave(self, reason: str) -> None:
         began = time.perf_counter()
@@ -255,7 +262,7 @@ class LocalizedRecovery:
         self._membership.leave(reason)
         unblock = time.perf_counter() - began
         self._phases = Phases(detect=self._membership.detect_s, unblock=unblock)
-        self._rank.events.emit('failure_detected', reason=self._membership.reason)
+        self._rank.events.emit(FailureDetected(reason=self._membership.reason))
         logger.warning('sparse checkpointing: recovering: %s', self._membership.reason)
 
     def _meet(self) -> None:
@@ -324,7 +331,7 @@ class LocalizedRecovery:
 
     def give_up(self, reason: str) -> NoReturn:
         """The next tier: all workers end, and the launcher starts the whole job again."""
-        self._rank.events.emit('next_tier', reason=reason, tier='the whole job')
+        self._rank.events.emit(NextTier(reason=reason, tier='the whole job'))
         logger.warning('sparse checkpointing: the whole job starts again: %s', reason)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -353,9 +360,9 @@ class LocalizedRecovery:
 
     def _replay_stage(self, verdict: Localized, iterate: Callable[[int], Any]) -> None:
         assert verdict.window is not None
-        self._rank.events.emit(
-            'recovery_started', start=verdict.window.start, dense_at=verdict.window.dense_at
-        )
+        window = verdict.window
+        started = RecoveryStarted(start=window.start, dense_at=window.dense_at)
+        self._rank.events.emit(started)
         began = time.perf_counter()
         self._enters('regroup')
         self._membership.renew(verdict.ranks)
@@ -415,15 +422,18 @@ class LocalizedRecovery:
             verified = self._replay.verification.result()
             print(recovered_line(verdict.target, self._replay.replayed, verified), flush=True)
         self._rank.events.emit(
-            'recovered',
-            scope='localized',
-            target=verdict.target,
-            stages=sorted(verdict.stages),
-            newcomers=sorted(verdict.newcomers),
-            copied=sorted(verdict.copies),
-            replayed=self._replay.replayed if replays else 0,
-            **verified._asdict(),
-            seconds={name: round(value, 3) for name, value in vars(self._phases).items()},
+            Recovered(
+                scope='localized',
+                target=verdict.target,
+                stages=sorted(verdict.stages),
+                newcomers=sorted(verdict.newcomers),
+                copied=sorted(verdict.copies),
+                replayed=self._replay.replayed if replays else 0,
+                verified=verified.verified,
+                verified_at=verified.verified_at,
+                differing=list(verified.differing),
+                seconds={name: round(value, 3) for name, value in vars(self._phases).items()},
+            )
         )
         self._first_iteration = True
         self._enters('first-iteration')

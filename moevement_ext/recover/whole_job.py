@@ -15,6 +15,7 @@ from typing import NoReturn
 import msgspec
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.events import FailureDetected, NextTier
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
@@ -71,7 +72,7 @@ def find(
         if dense_iteration <= found.dense_at < (last_iteration or found.dense_at + 1)
     ]
     if everything or committed >= 0:
-        rank.events.emit('failure_detected', committed=committed, windows=len(complete))
+        rank.events.emit(FailureDetected(committed=committed, windows=len(complete)))
     predecessor = Predecessor(inventories, usable, committed, dense_iteration)
     if everything and not usable:
         reason = (
@@ -119,7 +120,7 @@ def next_tier(reason: str, rank: Rank, dense_iteration: int) -> None:
         if dense_iteration >= 0
         else 'the start'
     )
-    rank.events.emit('next_tier', reason=reason, tier=tier)
+    rank.events.emit(NextTier(reason=reason, tier=tier))
     if rank.number == 0:
         logger.warning('sparse checkpointing: recovering from %s: %s', tier, reason)
 

@@ -16,15 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 os.environ['PYTHONPATH'] = f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
 
 from tests.distributed.harness.cluster import Cluster  # noqa: E402
+from tools.lab import models  # noqa: E402
 
-CPU = """--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
- --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion
- --no-bias-gelu-fusion --no-bias-dropout-fusion""".split()
-MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 32
- --max-position-embeddings 32 --position-embedding-type rope --normalization RMSNorm --swiglu
- --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32
- --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2
- --moe-router-load-balancing-type aux_loss""".split()
+MODEL = [
+    *models.ToyModel(hidden=32, heads=2, sequence=32, experts=4).flags(),
+    *('--num-layers', '4'),
+]
 # The clip is far below the gradient norm, so it acts in every step; the rate warms up and decays.
 TRAINING = """--micro-batch-size 1 --global-batch-size 8 --lr 2e-3 --min-lr 1e-4
  --lr-decay-style cosine --lr-warmup-iters 3 --lr-decay-iters 40 --weight-decay 0.1
@@ -52,7 +49,7 @@ def cluster(text: list[str], tmp_path: Path) -> Iterator[Callable[..., Cluster]]
         directory = tmp_path / f'run{len(made)}'
         new = Cluster([], directory, ranks=ranks, nodes=nodes)
         digest = ['--sparse-ckpt-digest', str(directory / 'digest.json')]
-        new.flags = [*CPU, *MODEL, *TRAINING, *text, *flags, *digest]
+        new.flags = [*MODEL, *TRAINING, *text, *flags, *digest]
         if sparse:
             new.flags += new.sparse_flags()
         made.append(new)

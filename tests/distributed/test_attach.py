@@ -19,7 +19,7 @@ def own_loop(cluster: Callable[..., Cluster], text: list[str]) -> Callable[[], C
 
     def make() -> Cluster:
         job = cluster(ranks=3, nodes=3)
-        job.program = 'tools.own_loop'
+        job.program = 'examples.own_loop'
         job.flags = ['--data', text[1], '--iterations', str(ITERATIONS)]
         job.flags += ['--dir', str(job.memory.parent), '--run-id', job.name]
         job.flags += ['--events', str(job.directory / 'events')]

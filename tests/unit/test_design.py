@@ -14,7 +14,7 @@ PAGES = [DESIGN, *(ROOT / 'docs').glob('*.md'), *ROOT.glob('*.md'), ROOT / 'test
 PRODUCT = ('moevement_ext', 'megatron')
 
 # Files that the pages name already; to be taken off when they are there.
-COMING = {'examples/own_loop.py'}
+COMING: set[str] = set()
 
 # Collectives of ours, and when they happen; all of them outside of fault-free iterations.
 COLLECTIVES = {

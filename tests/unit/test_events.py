@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import ast
 import json
 import os
 import subprocess
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.events import EventLog
+from moevement_ext import events
+from moevement_ext.events import EventLog, EventName
 
 REPOSITORY = Path(__file__).parents[2]
 LONG = 'x' * 20_000
@@ -32,6 +34,82 @@ def test_a_line_says_when_who_and_what(tmp_path: Path) -> None:
     }
 
 
+_LOCALIZED = {
+    'scope': 'localized', 'target': 40, 'stages': [1], 'newcomers': [2], 'copied': [3],
+}  # fmt: skip
+_VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0']}
+
+
+@pytest.mark.parametrize(
+    ('event', 'fields'),
+    [
+        (events.WorkerStarted(), ''),
+        (events.WindowCommitted(start=4, plan='a'), ',"start":4,"plan":"a"'),
+        (events.WindowPersisted(start=4, plan='a'), ',"start":4,"plan":"a"'),
+        (
+            events.Replanned(origin=8, window=2, version=1),
+            ',"origin":8,"window":2,"version":1',
+        ),
+        (events.ProtectionReduced(reason='full'), ',"reason":"full"'),
+        (events.FailureDetected(reason='rank 2'), ',"reason":"rank 2"'),
+        (events.FailureDetected(committed=40, windows=2), ',"committed":40,"windows":2'),
+        (events.RecoveryPhase(phase='meet'), ',"phase":"meet"'),
+        (events.RecoveryStarted(start=36, dense_at=39), ',"start":36,"dense_at":39'),
+        (
+            events.Recovered(replayed=4, **_VERIFIED, seconds={'find': 0.5}),
+            ',"replayed":4,"verified":3,"verified_at":39,"differing":["layers.1.expert.0"],'
+            '"seconds":{"find":0.5}',
+        ),
+        (
+            events.Recovered(**_LOCALIZED, replayed=0, **_VERIFIED, seconds={'detect': 0.5}),
+            ',"scope":"localized","target":40,"stages":[1],"newcomers":[2],"copied":[3],'
+            '"replayed":0,"verified":3,"verified_at":39,"differing":["layers.1.expert.0"],'
+            '"seconds":{"detect":0.5}',
+        ),
+        (
+            events.NextTier(reason='no log', tier='the whole job'),
+            ',"reason":"no log","tier":"the whole job"',
+        ),
+        (events.Finished(removed=True), ',"removed":true'),
+    ],
+    ids=lambda value: value.name if isinstance(value, events.Event) else '',
+)
+def test_lines_of_each_kind_are_what_they_always_were(
+    event: events.Event, fields: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs outside the tree read them."""
+    monkeypatch.setattr(events.time, 'time', lambda: 1.5)
+    log = EventLog(str(tmp_path), 3)
+    log.iteration = 7
+    log.emit(event)
+    log.close()
+    line = (tmp_path / 'rank3.jsonl').read_text()
+    own = f'"rank":3,"pid":{os.getpid()},"iteration":7{fields}'
+    assert line == f'{{"time":1.5,"event":"{event.name}",{own}}}\n'
+    [read] = events.decode(line.encode())
+    assert type(read) is type(event)
+    assert read.own_fields() == event.own_fields()
+    assert (read.time, read.rank, read.pid, read.iteration) == (1.5, 3, os.getpid(), 7)
+
+
+def test_every_name_has_one_kind() -> None:
+    assert sorted(kind.name for kind in events.Event.__subclasses__()) == sorted(EventName)
+
+
+def test_every_event_that_is_written_by_name_is_known() -> None:
+    names = set()
+    for path in [*REPOSITORY.glob('moevement_ext/**/*.py'), *REPOSITORY.glob('megatron/**/*.py')]:
+        for node in ast.walk(ast.parse(path.read_text('utf-8'))):
+            if isinstance(node, ast.Call) and getattr(node.func, 'attr', '') == 'emit':
+                names |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
+    assert names <= set(EventName)
+
+
+def test_readers_leave_out_what_they_do_not_know_and_what_is_cut_off() -> None:
+    lines = b'{"event":"of another version"}\n{"event":"worker_started","rank":1}\n{"event":"wor'
+    assert [event.rank for event in events.decode(lines)] == [1]
+
+
 def test_lines_of_concurrent_threads_are_whole(tmp_path: Path) -> None:
     log = EventLog(str(tmp_path), 0)
 
@@ -50,7 +128,8 @@ def test_lines_of_concurrent_threads_are_whole(tmp_path: Path) -> None:
 
 _VICTIM = """
 import itertools, sys
-from moevement_ext.events import EventLog
+from moevement_ext import events
+from moevement_ext.events import EventLog, EventName
 log = EventLog(sys.argv[1], 0)
 for count in itertools.count():
     log.emit('event', count=count, reason='x' * (count % 5000))

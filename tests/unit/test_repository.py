@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE_FOLDERS = ('moevement_ext', 'megatron', 'tools', 'tests')
+SOURCE_FOLDERS = ('moevement_ext', 'megatron', 'tools', 'examples', 'tests')
 SHELL_SCRIPTS = sorted([*(ROOT / 'scripts').glob('*.s[hb]*'), ROOT / '.ci' / 'run'])
 MAX_LINES = 500
 

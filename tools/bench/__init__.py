@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: the machine, the job that is measured, statistics, reports."""
+"""Benchmarks: each is a program, `python -m tools.bench.<name>`."""

@@ -1,260 +1,307 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tools/bench_localized.py` finds: phases of a recovery, ratios over the rounds, a table."""
+"""Measures localized recovery of one lost pipeline stage, against restarts of the whole job.
 
+    python -m tools.bench.localized --json localized.json
+
+A GPT on 4 pipeline stages, each on an emulated node of its own. One worker is killed; measured is
+the time until the last rank has logged an iteration that was not committed at the kill:
+
+  localized, hot spare   only that worker is replaced, by a process that has imported the program
+  localized              only that worker is replaced, by a new process
+  whole job              all workers are killed and started again, as torchrun does; they recover
+                         from windows in host memory
+  torch_dist             the same, from the last torch_dist checkpoint
+
+The checkpoints of the last come at the interval at which their stalls cost as much per iteration as
+sparse checkpointing with its logs does here, --longest-interval at most; the worker is killed half
+way between two. What protection costs is measured first, in runs that take turns: plain Megatron,
+windows alone (`--sparse-ckpt-recovery whole-job`), windows and logs, and torch_dist each time.
+
+The lower bound of a replay is what the stage alone takes to compute the replayed micro-batches:
+the CPU seconds of its process per micro-batch in the plain runs; waiting is no part of these.
+
+Exit status: 0 done, 1 a state that must be equal differs, 2 a run failed or did not recover.
+"""
+
+import argparse
+import math
+import shutil
 import statistics
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from signal import SIGKILL
+from typing import NamedTuple
 
-import msgspec
+import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from tools.bench.figures import Spread
-from tools.bench.hardware import Hardware
-from tools.demo.failure import DemoError
-from tools.plot_run import RunLog
+from moevement_ext.config import LOCALIZED, WHOLE_JOB
+from tools.bench import model
+from tools.bench.localized_report import (
+    COLD,
+    DENSE,
+    DISK,
+    LOGS,
+    PLAIN,
+    SPARE,
+    STAGES,
+    TITLES,
+    VICTIM,
+    WINDOWS,
+    Comeback,
+    Cost,
+    LocalizedReport,
+    equal_interval,
+    localized_recovery,
+    print_report,
+    summarize,
+)
+from tools.bench.restarts import dense_restart, sparse_restart
+from tools.lab import evidence
+from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.cpu_clock import cpu_seconds
+from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
+from tools.lab.errors import LabError
+from tools.lab.hardware import Hardware
+from tools.lab.job import Job, memory_directory
+from tools.lab.launch import Launch
+from tools.lab.models import dense_flags, prepare_text
+from tools.lab.run_log import parse_log
 
-STAGES = 4
-VICTIM = 2
-"""A stage with neighbours on both sides."""
-PLAIN, WINDOWS, LOGS, DENSE = 'plain', 'windows', 'windows-and-logs', 'torch-dist'
-SPARE, COLD, WHOLE, DISK = 'localized-spare', 'localized', 'whole-job', 'torch-dist'
-TITLES = {
-    SPARE: 'localized, hot spare',
-    COLD: 'localized',
-    WHOLE: 'whole job, host memory',
-    DISK: 'whole job, torch_dist',
-}
-MICRO_BATCHES = 4
-
-
-class Cost(msgspec.Struct, frozen=True):
-    """An undisturbed run of one way to protect it, warm-up dropped."""
-
-    iteration_s: float
-    """Median."""
-    stage_cpu_s: float
-    """CPU seconds of the process of the stage that is killed elsewhere, per iteration."""
-    exposed_ms: float
-    """Of an iteration, by the log of sparse checkpointing on the last rank; mean."""
-    save_ms: float
-    """That a torch_dist checkpoint stops training for; median."""
-    host_bytes: int
-    """Host memory of all ranks."""
-    log_bytes: int
-    """Logged in an iteration, by all ranks."""
-    digest: str
-
-
-class Recovery(msgspec.Struct, frozen=True):
-    """One job that lost a worker and came back."""
-
-    seconds: float
-    """From the kill to the first new iteration."""
-    phases: dict[str, float]
-    """Seconds, in order; they add up to `seconds`."""
-    stage_iterations: int
-    """Iterations computed a second time, times the stages that did."""
-    replay_s: float
-    """Of a localized recovery: conversion and catching up."""
-    different: list[str]
-    """Kinds of state that do not equal those of the undisturbed run."""
+_WARM_UP = 4
+_ITERATIONS_AFTER = 3
+_LOG_RING = 'upstream-log'
+_LATE_ITERATIONS = 4  # that the log reaches back beyond two windows
+_MAX_RESTARTS = 1000
 
 
-class Method(msgspec.Struct, frozen=True):
-    """One way to recover, over all rounds."""
+class Bench(NamedTuple):
+    """What is to be run."""
 
-    title: str
-    seconds: Spread
-    ratio: Spread
-    """Of seconds, to those of localized recovery with a hot spare in the same round."""
-    phases: dict[str, float]
-    """Medians."""
-    stage_iterations: float
-    different: list[str]
-
-
-class Report(msgspec.Struct, frozen=True):
-    """Everything that was found."""
-
-    hardware: Hardware
-    stages: int
+    data: Path
+    output: Path
     window: int
-    kill_after: int
-    dense_interval: int
-    equal_overhead_interval: float
-    """Without the limit of --longest-interval."""
-    iteration_ms: dict[str, Spread]
-    overhead: dict[str, Spread]
-    """Iteration time over that of plain Megatron in the same round."""
-    log_overhead: Spread
-    """Iteration time with windows and logs over that with windows alone."""
-    log_bytes: int
-    host_bytes: dict[str, int]
-    replay_s: Spread
-    replay_bound_s: Spread
-    replay_over_bound: Spread
-    methods: dict[str, Method]
-    costs: list[dict[str, Cost]]
-    rounds: list[dict[str, Recovery]]
+    iterations: int
 
-    @property
-    def exact(self) -> bool:
-        """Sparse checkpointing always led to the bits of an undisturbed run."""
-        return not any(self.methods[name].different for name in (SPARE, COLD, WHOLE))
+    def cost(self, variant: str, number: int) -> Cost:
+        """Run one way to protect a job to its end.
+
+        Raises:
+            LabError: it failed.
+        """
+        folder = self.output / f'cost{number}-{variant}'
+        digest = folder / 'digest.json'
+        with memory_directory() as memory, self._checkpoints() as checkpoints:
+            flags = self._training_flags(self.iterations, digest)
+            if variant == DENSE:
+                flags += dense_flags(Path(checkpoints), 1, asynchronous=False)
+            elif variant != PLAIN:
+                recovery = LOCALIZED if variant == LOGS else WHOLE_JOB
+                flags += self._sparse_flags(memory, folder, recovery)
+            with Job(Launch(folder, flags, STAGES, 1)) as job:
+                clock: list[tuple[float, float]] = []
+                host_bytes = ring_bytes = 0
+                for log in job.follow('the end'):
+                    spent = cpu_seconds(job.pids()[VICTIM]) if log.iterations else None
+                    if spent is not None:
+                        clock.append((time.time(), spent))
+                    if len(log.iterations) == _WARM_UP:
+                        host_bytes, ring_bytes = reserved(memory)
+                log = job.read_log()
+        seconds = log.wall_seconds(_WARM_UP)
+        measured = log.iterations[_WARM_UP - 1 :]
+        times, used = zip(*clock, strict=True)
+        stage = np.interp([measured[0].time, measured[-1].time], times, used)
+        exposed = [slot.exposed_ms for slot in log.captured][_WARM_UP:]
+        return Cost(
+            iteration_s=statistics.median(seconds),
+            stage_cpu_s=float(stage[1] - stage[0]) / len(seconds),
+            exposed_ms=statistics.mean(exposed or [0.0]),
+            save_ms=statistics.median(log.saved_ms or [0.0]),
+            host_bytes=host_bytes,
+            log_bytes=ring_bytes // (2 * self.window + _LATE_ITERATIONS),
+            digest=read_digest(digest).digest,
+        )
+
+    def undisturbed(self, iterations: int) -> StateDigest:
+        """Final state of plain Megatron when nothing happens to it."""
+        folder = self.output / 'undisturbed'
+        digest = folder / 'digest.json'
+        flags = self._training_flags(iterations, digest)
+        with Job(Launch(folder, flags, STAGES, 1)) as job:
+            job.finish()
+        return read_digest(digest)
+
+    def localized(self, method: str, number: int, kill_at: int, reference: StateDigest) -> Comeback:
+        """Kill one worker, which the launcher replaces.
+
+        Raises:
+            LabError: the job failed, or more than one stage went back.
+        """
+        folder = self.output / f'{number}-{method}'
+        digest = folder / 'digest.json'
+        with memory_directory() as memory:
+            flags = self._training_flags(kill_at + _ITERATIONS_AFTER, digest)
+            flags += self._sparse_flags(memory, folder, LOCALIZED)
+            spares = 1 if method == SPARE else 0
+            with Job(Launch(folder, flags, STAGES, 1, _MAX_RESTARTS, spares)) as job:
+                killed_at = kill_after(job, kill_at)
+                log, events = job.finish(), job.events()
+                died_at = min(job.ended_at.values())  # the others ended later, and well
+                found = evidence.recovery(events, job.pids(), killed_at, log.iterations)
+        if found is None or found.tier is not evidence.Tier.LOCALIZED or found.died != 1:
+            raise LabError(f'{method}: the recovery was not localized; see {folder}')
+        different = kinds_of_difference(reference, read_digest(digest))
+        return localized_recovery(log, killed_at, died_at, events, different)
+
+    def restarted(
+        self, method: str, number: int, kill_at: int, interval: int, reference: StateDigest
+    ) -> Comeback:
+        """Kill one worker, upon which the launcher kills the others; start all again.
+
+        Raises:
+            LabError: the job failed, or did not recover in the way that is measured.
+        """
+        folder = self.output / f'{number}-{method}'
+        digest = folder / 'digest.json'
+        with memory_directory() as memory, self._checkpoints() as checkpoints:
+            flags = self._training_flags(kill_at + _ITERATIONS_AFTER, digest)
+            if method == DISK:
+                flags += dense_flags(Path(checkpoints), interval, asynchronous=False)
+            else:
+                flags += self._sparse_flags(memory, folder, WHOLE_JOB)
+            with Job(Launch(folder / 'killed', flags, STAGES, 1)) as job:
+                killed_at = kill_after(job, kill_at)
+                job.wait()
+                text = job.text()
+            with Job(Launch(folder / 'recovered', flags, STAGES, 1)) as job:
+                job.finish()
+                text += job.text()
+        log = parse_log(text)
+        if len(log.lives) != 2:
+            raise LabError(f'{method}: killed once, but the logs have {len(log.lives)} lives')
+        different = kinds_of_difference(reference, read_digest(digest))
+        if method == DISK:
+            found = dense_restart(log, killed_at, different)
+        else:
+            events = evidence.read_events(folder / 'events')
+            found = sparse_restart(log, killed_at, events, STAGES, different)
+        return Comeback(
+            seconds=found.seconds,
+            phases=found.phases,
+            stage_iterations=STAGES * found.recomputed,
+            replay_s=0.0,
+            different=different,
+        )
+
+    def _training_flags(self, iterations: int, digest: Path) -> list[str]:
+        """Those of the other benchmarks, with another layout: the last of a flag counts."""
+        layout = ['--pipeline-model-parallel-size', str(STAGES)]
+        layout += ['--expert-model-parallel-size', '1']
+        return model.training_flags(self.data, 2, iterations, digest) + layout
+
+    def _sparse_flags(self, memory: Path, folder: Path, recovery: str) -> list[str]:
+        flags = model.sparse_flags(memory, str(self.window), folder / 'events')
+        return [*flags, '--sparse-ckpt-recovery', recovery]
+
+    def _checkpoints(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix='checkpoints-', dir=self.output)
 
 
-def localized_recovery(
-    log: RunLog,
-    killed_at: float,
-    died_at: float,
-    events: Sequence[dict[str, Any]],
-    different: list[str],
-) -> Recovery:
-    """Phases as the replaced worker went through them.
+def reserved(memory: Path) -> tuple[int, int]:
+    """Bytes of everything in host memory, and of the rings of upstream logs within."""
+    sizes = [(path.name, path.stat().st_size) for path in memory.rglob('*') if path.is_file()]
+    return sum(size for _, size in sizes), sum(s for name, s in sizes if name == _LOG_RING)
 
-    Args:
-        log: of the last rank.
-        killed_at: when the signal was sent (seconds since the epoch).
-        died_at: when the launcher saw the worker dead; Linux frees its memory before.
-        events: of all ranks, in the order of time.
-        different: kinds of state that do not equal those of the undisturbed run.
+
+def kill_after(job: Job, iteration: int) -> float:
+    """SIGKILL the victim once an iteration is logged; returns when (seconds since the epoch).
 
     Raises:
-        DemoError: there was no new iteration.
+        LabError: the job ended before.
     """
-    after = [event for event in events if event['time'] > killed_at]
-    detected = [event for event in after if event['event'] == 'failure_detected']
-    back = {event['rank']: event for event in after if event['event'] == 'recovered'}
-    victim = back[VICTIM]
-    (started,) = (
-        event for event in after if event['event'] == 'recovery_started' and event['rank'] == VICTIM
+    for log in job.follow(f'iteration {iteration}'):
+        if log.iterations and log.iterations[-1].number >= iteration:
+            return job.send([VICTIM], SIGKILL)
+    raise LabError(f'the job ended before iteration {iteration}', job.tail())
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags, checked; exits with a message if they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog='bench_localized',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    new = next((item for item in log.iterations if item.number > victim['target']), None)
-    if new is None:
-        raise DemoError(f'the job never got beyond iteration {victim["target"]}')
-    own, noticed = victim['seconds'], max(event['time'] for event in detected)
-    unblock = max(item['seconds']['unblock'] for rank, item in back.items() if rank != VICTIM)
-    steps = {name: own[name] for name in ('regroup', 'fetch', 'convert', 'catch_up')}
-    last = max(item['time'] for item in back.values())
-    phases = {
-        'die': died_at - killed_at,
-        'detect': noticed - died_at - unblock,
-        'unblock': unblock,
-        'respawn': started['time'] - noticed,
-        **{name.replace('_', ' '): value for name, value in steps.items()},
-        'resume': last - started['time'] - sum(steps.values()),
-        'new iteration': new.time - last,
-    }
-    return Recovery(
-        seconds=new.time - killed_at,
-        phases=phases,
-        stage_iterations=victim['replayed'],
-        replay_s=own['convert'] + own['catch_up'],
-        different=different,
-    )
+    add = parser.add_argument
+    add('--rounds', type=int, default=2, help='turns of everything (default: 2)')
+    add('--iterations', type=int, default=12, help='of a run for overhead (default: 12)')
+    add('--window', type=int, default=4, help='iterations per window (default: 4)')
+    add('--longest-interval', type=int, default=20, help='of torch_dist (default: 20)')
+    add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
+    add('--json', type=Path, metavar='FILE', help='write everything here')
+    args = parser.parse_args(argv)
+    for flag, value, least in (
+        ('--rounds', args.rounds, 1),
+        ('--iterations', args.iterations, _WARM_UP + 3),
+        ('--window', args.window, 1),
+        ('--longest-interval', args.longest_interval, 1),
+    ):
+        if value < least:
+            parser.error(f'{flag} {value}: must be at least {least}')
+    return args
 
 
-def equal_interval(costs: Sequence[dict[str, Cost]]) -> float:
-    """Iterations between torch_dist checkpoints that cost as much as windows and logs do.
+def measure(args: argparse.Namespace, console: Console) -> LocalizedReport:
+    """All rounds.
 
-    Their cost is the difference to plain Megatron or, where noise hides that, the time that sparse
-    checkpointing itself counts as taken from training.
+    Raises:
+        LabError: a run failed.
     """
-    stall = statistics.median(run[DENSE].save_ms / 1000 for run in costs)
-    sparse = statistics.median(run[LOGS].iteration_s - run[PLAIN].iteration_s for run in costs)
-    exposed = statistics.median(run[LOGS].exposed_ms / 1000 for run in costs)
-    return max(1.0, stall / max(sparse, exposed))
+    hardware = Hardware.here(gpu=False)
+    output = args.output.resolve() / 'localized'
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    data = prepare_text(args.output.resolve() / 'data')
+    bench = Bench(data, output, args.window, args.iterations)
+    costs: list[dict[str, Cost]] = []
+    for number in range(1, args.rounds + 1):
+        costs.append({})
+        for variant in (PLAIN, WINDOWS, LOGS, DENSE):
+            cost = costs[-1][variant] = bench.cost(variant, number)
+            console.print(f'{number}: {1000 * cost.iteration_s:5.0f} ms  {variant}')
+    interval = min(args.longest_interval, round(equal_interval(costs)))
+    # Half way between two checkpoints, when at least two windows are complete.
+    kill_at = interval * math.ceil(2 * args.window / interval) + interval // 2
+    reference = bench.undisturbed(kill_at + _ITERATIONS_AFTER)
+    rounds: list[dict[str, Comeback]] = []
+    for number in range(1, args.rounds + 1):
+        rounds.append({})
+        for name, title in TITLES.items():
+            if name in (SPARE, COLD):
+                found = bench.localized(name, number, kill_at, reference)
+            else:
+                found = bench.restarted(name, number, kill_at, interval, reference)
+            rounds[-1][name] = found
+            console.print(f'{number}: {found.seconds:6.2f} s  {title}', highlight=False)
+    return summarize(hardware, args.window, kill_at, interval, costs, rounds)
 
 
-def summarize(
-    hardware: Hardware,
-    window: int,
-    kill_at: int,
-    interval: int,
-    costs: list[dict[str, Cost]],
-    rounds: list[dict[str, Recovery]],
-) -> Report:
-    """Ratios within each round, then over the rounds."""
-    names = (PLAIN, WINDOWS, LOGS, DENSE)
-    per_micro_batch = statistics.median(run[PLAIN].stage_cpu_s for run in costs) / MICRO_BATCHES
-    replays = [runs[name] for runs in rounds for name in (SPARE, COLD)]
-    bounds = [run.stage_iterations * MICRO_BATCHES * per_micro_batch for run in replays]
-    return Report(
-        hardware=hardware,
-        stages=STAGES,
-        window=window,
-        kill_after=kill_at,
-        dense_interval=interval,
-        equal_overhead_interval=equal_interval(costs),
-        iteration_ms={
-            name: Spread.of([1000 * run[name].iteration_s for run in costs]) for name in names
-        },
-        overhead={
-            name: Spread.of([run[name].iteration_s / run[PLAIN].iteration_s for run in costs])
-            for name in names
-        },
-        log_overhead=Spread.of([run[LOGS].iteration_s / run[WINDOWS].iteration_s for run in costs]),
-        log_bytes=costs[-1][LOGS].log_bytes,
-        host_bytes={name: costs[-1][name].host_bytes for name in (WINDOWS, LOGS)},
-        replay_s=Spread.of([run.replay_s for run in replays]),
-        replay_bound_s=Spread.of(bounds),
-        replay_over_bound=Spread.of(
-            [run.replay_s / bound for run, bound in zip(replays, bounds, strict=True)]
-        ),
-        methods={name: _method(name, rounds) for name in TITLES},
-        costs=costs,
-        rounds=rounds,
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    args = parse_arguments(argv)
+    return run_benchmark(
+        'bench_localized',
+        lambda console: measure(args, console),
+        print_report,
+        args.json,
+        passed=lambda report: report.exact,
     )
 
 
-def _method(name: str, rounds: Sequence[dict[str, Recovery]]) -> Method:
-    runs = [runs[name] for runs in rounds]
-    return Method(
-        title=TITLES[name],
-        seconds=Spread.of([run.seconds for run in runs]),
-        ratio=Spread.of([runs[name].seconds / runs[SPARE].seconds for runs in rounds]),
-        phases={
-            phase: statistics.median(run.phases[phase] for run in runs) for phase in runs[0].phases
-        },
-        stage_iterations=statistics.median(run.stage_iterations for run in runs),
-        different=sorted({kind for run in runs for kind in run.different}),
-    )
-
-
-def print_report(report: Report, console: Console) -> None:
-    """For people."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-    say(report.hardware.line())
-    table = Table()
-    for column in ('', 'seconds to a new iteration', 'ratio', 'stage-iterations again'):
-        table.add_column(column, justify='right' if column else 'left')
-    for method in report.methods.values():
-        again = f'{method.stage_iterations:.0f}'
-        table.add_row(method.title, method.seconds.text(), method.ratio.text(), again)
-    console.print(table)
-    for method in report.methods.values():
-        phases = ', '.join(f'{name} {value:.2f}' for name, value in method.phases.items())
-        say(f'{method.title}: {phases} s')
-    say(
-        f'{report.stages} stages on {report.stages} emulated nodes, {len(report.rounds)} rounds; '
-        f'rank {VICTIM} killed after iteration {report.kill_after}; window {report.window}, '
-        f'torch_dist every {report.dense_interval} iterations '
-        f'(equal overhead: every {report.equal_overhead_interval:.0f}).\n'
-        f'Replay {report.replay_s.text()} s, lower bound {report.replay_bound_s.text()} s: '
-        f'{report.replay_over_bound.text()} times.'
-    )
-    for name, spread in report.iteration_ms.items():
-        ratio = report.overhead[name].text(3)
-        say(f'{name:17} {spread.text(0)} ms an iteration, {ratio} times plain Megatron')
-    say(
-        f'Logs: {report.log_overhead.text(3)} times the iteration time without; '
-        f'{report.log_bytes} bytes an iteration; host memory {report.host_bytes[LOGS]} bytes, '
-        f'{report.host_bytes[WINDOWS]} without (all ranks).'
-    )
-    for method in report.methods.values():
-        verdict = f'differs in: {", ".join(method.different)}' if method.different else 'equal'
-        say(f'Final state against that of an undisturbed run, {method.title}: {verdict}.')
+if __name__ == '__main__':
+    exit_on_sigterm()
+    sys.exit(main())

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strikes a training job at random, again and again, and checks that it ends in the same bits."""
+"""Puts faults on training jobs at random and checks that they end in the same bits."""

@@ -30,7 +30,6 @@ job failed.
 """
 
 import argparse
-import os
 import shutil
 import signal
 import sys
@@ -41,8 +40,6 @@ from pathlib import Path
 from rich.console import Console
 
 from moevement_ext.config import ConfigurationError
-from tools.bench.jobs import exit_on_sigterm, print_failure
-from tools.bench.model import prepare_data
 from tools.chaos.campaign import Campaign
 from tools.chaos.configuration import (
     LONGEST_WINDOW,
@@ -51,22 +48,18 @@ from tools.chaos.configuration import (
     Precision,
     draw_configuration,
 )
-from tools.chaos.flags import parse_layout
+from tools.chaos.drawing import Kind, draw_window
 from tools.chaos.landing import Coverage, parse_cells
-from tools.chaos.launching import Launcher
-from tools.chaos.plan import Kind, draw_window
+from tools.chaos.model import parse_layout
 from tools.chaos.results import NAME, Begun, ResultError, Results
-from tools.compare_digests import DigestFileError
-from tools.demo.failure import DemoError
+from tools.lab.benchmark import exit_on_sigterm, print_failure
+from tools.lab.digests import DigestFileError
+from tools.lab.errors import LabError
+from tools.lab.launch import Launcher
+from tools.lab.models import prepare_text
 
 RANDOM = 'random'
 _ALWAYS = (Kind.KILL, Kind.STOP, Kind.NODE, Kind.DOUBLE)
-_ENVIRONMENT = {
-    'OMP_NUM_THREADS': '1',  # keeps the order of summation, hence the bits
-    'CUDA_VISIBLE_DEVICES': '',
-    'GLOO_SOCKET_IFNAME': 'lo',
-    'PYTHONWARNINGS': 'ignore',
-}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -200,7 +193,7 @@ def _campaign(args: argparse.Namespace, results: Results, console: Console) -> C
     results.count(coverage)
     return Campaign(
         output=args.output.resolve(),
-        data=prepare_data(args.output.resolve() / 'data'),
+        data=prepare_text(args.output.resolve() / 'data'),
         seed=args.seed,
         faults=args.faults,
         faults_per_job=min(args.faults, args.faults_per_job),
@@ -235,8 +228,6 @@ def verdict(args: argparse.Namespace, results: Results, coverage: Coverage) -> i
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
-    os.environ.update(_ENVIRONMENT)
-    os.environ.pop('MOEVEMENT_FAIL_AT', None)
     console = Console()
     if args.resume is None:
         args.seed = time.time_ns() if args.seed is None else args.seed
@@ -248,11 +239,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         campaign = _campaign(args, results, console)
         campaign.run()
-    except DemoError as error:
-        print_failure(console, f'chaos: seed {args.seed}', error)
-        return 2
     except (ConfigurationError, DigestFileError) as error:
         console.print(f'chaos: {error}', style='bold red', markup=False)
+        return 2
+    except LabError as error:
+        print_failure(console, f'chaos: seed {args.seed}', error)
         return 2
     coverage = campaign.coverage
     console.print(coverage.table())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Catches a worker in a phase of a recovery: it stands still there, to be struck.
+"""Catches a worker in a phase of a recovery: it stands still there, to be hit.
 
 Some phases last a millisecond at toy size. There the worker is let go on in small steps from the
 phase before, and looked at in between.
@@ -12,10 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import msgspec
-
+from moevement_ext.events import Event, NextTier, Recovered, RecoveryPhase, decode
 from tools.chaos.landing import Phase
 
 _POLL_S = 0.002
@@ -47,21 +46,23 @@ class EventTail:
         for file in self._files:
             file.close()
 
-    def poll(self) -> list[dict[str, Any]]:
+    def poll(self) -> list[Event]:
         """Complete events since the last call, in the order of time."""
-        found = []
+        found: list[Event] = []
         for number, file in enumerate(self._files):
-            *lines, self._rests[number] = (self._rests[number] + (file.read() or b'')).split(b'\n')
-            found += [msgspec.json.decode(line, type=dict[str, Any]) for line in lines]
-        return sorted(found, key=lambda event: event['time'])
+            lines = self._rests[number] + (file.read() or b'')
+            end = lines.rfind(b'\n') + 1
+            self._rests[number] = lines[end:]
+            found += decode(lines[:end])
+        return sorted(found, key=lambda event: event.time)
 
 
 class Aim:
-    """Aims at one phase of the recovery from the next strike; made before that strike.
+    """Aims at one phase of the recovery from the next fault; made before that fault.
 
     Args:
         folder: of the events.
-        phase: to be struck in.
+        phase: to be hit in.
         suitable: whether a rank may be caught.
     """
 
@@ -71,9 +72,9 @@ class Aim:
         self._suitable = suitable
         self._noticed = False
         self._newest: dict[int, str] = {}
-        self._pending: list[dict[str, Any]] = []
+        self._pending: list[Event] = []
 
-    def catch(self, running: Callable[[], bool]) -> dict[str, Any] | None:
+    def catch(self, running: Callable[[], bool]) -> RecoveryPhase | None:
         """Wait for a worker in the phase; returns its event, the worker stopped.
 
         None if the recovery is over before, or is not one that has phases.
@@ -87,7 +88,7 @@ class Aim:
                         event = self._pending.pop(0)
                         if self._hopeless(event):
                             return None
-                        if self._caught(event):
+                        if isinstance(event, RecoveryPhase) and self._caught(event):
                             return event
                     time.sleep(_POLL_S)
         finally:
@@ -97,24 +98,23 @@ class Aim:
     def _look(self) -> None:
         for event in self._tail.poll():
             self._pending.append(event)
-            if 'phase' in event:
-                self._newest[event['pid']] = event['phase']
+            if isinstance(event, RecoveryPhase):
+                self._newest[event.pid] = event.phase
 
-    def _hopeless(self, event: dict[str, Any]) -> bool:
-        self._noticed = self._noticed or event.get('phase') == Phase.DETECT
-        if event['event'] == 'recovered':
-            return event.get('scope') != 'localized'
-        over = self._noticed and event.get('phase') == 'over'
-        return over or event['event'] == 'next_tier'
+    def _hopeless(self, event: Event) -> bool:
+        phase = event.phase if isinstance(event, RecoveryPhase) else None
+        self._noticed = self._noticed or phase == Phase.DETECT
+        if isinstance(event, Recovered):
+            return not event.localized
+        return (self._noticed and phase == 'over') or isinstance(event, NextTier)
 
-    def _caught(self, event: dict[str, Any]) -> bool:
-        phase = event.get('phase')
-        if phase is None or not self._noticed or not self._suitable(event['rank']):
+    def _caught(self, event: RecoveryPhase) -> bool:
+        if not self._noticed or not self._suitable(event.rank):
             return False
-        if phase == self._phase:
-            return _signal(event['pid'], signal.SIGSTOP)
-        if phase == _SHORT.get(self._phase) == self._newest[event['pid']]:
-            return self._step(event['pid'])
+        if event.phase == self._phase:
+            return _signal(event.pid, signal.SIGSTOP)
+        if event.phase == _SHORT.get(self._phase) == self._newest[event.pid]:
+            return self._step(event.pid)
         return False
 
     def _step(self, pid: int) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strikes one job after the other, each compared with plain Megatron to which nothing happened."""
+"""Disturbs one job after the other, each compared with plain Megatron to which nothing happened."""
 
 import shutil
 import time
@@ -9,18 +9,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.bench.jobs import memory_directory
 from tools.chaos.configuration import Configuration
-from tools.chaos.job import Job
+from tools.chaos.drawing import Fault, Kind, draw_faults
+from tools.chaos.injecting import FEWEST_ITERATIONS, LAST_ITERATIONS, FaultInjector, Outcome
 from tools.chaos.landing import Coverage
-from tools.chaos.plan import Fault, Kind, draw_faults
+from tools.chaos.model import RUN_ID
 from tools.chaos.results import JobDone, Refused, Results, of_outcomes
-from tools.chaos.striking import FEWEST_ITERATIONS, LAST_ITERATIONS, Outcome, Striker
-from tools.compare_digests import StateDigest, difference_table, differences, read_digest
-from tools.demo.failure import DemoError
+from tools.chaos.target import TargetJob
+from tools.lab.digests import StateDigest, difference_table, differences, read_digest
+from tools.lab.errors import LabError
+from tools.lab.job import Job, memory_directory
+from tools.lab.launch import Launch
 
 _ITERATIONS_PER_FAULT = 2 * FEWEST_ITERATIONS
 _MOST_REFUSALS = 5
+_MAX_RESTARTS = 1000
 _MORE_JOBS = 3
 """So many times the jobs that the faults need: some fail, in some the job was over too soon."""
 
@@ -38,7 +41,7 @@ class Campaign:
         configurations: how many the jobs take in turn.
         draw: a configuration, by the number of the job, of the configuration and of the attempt.
         kinds: faults to draw from.
-        aimed: share of the faults that a second strike is aimed after.
+        aimed: share of the faults that a second one is aimed after.
         patient: go on with the next job when one failed.
         results: so far.
         coverage: so far.
@@ -60,26 +63,26 @@ class Campaign:
     console: Console
 
     def run(self) -> None:
-        """Strike as many jobs as it takes for all faults and cells.
+        """Disturb as many jobs as it takes for all faults and cells.
 
         Raises:
-            DemoError: plain Megatron failed; or a job did, if that is not to be waited out.
+            LabError: plain Megatron failed; or a job did, if that is not to be waited out.
         """
         most_jobs = _MORE_JOBS * -(-self.faults // self.faults_per_job) + _MORE_JOBS
         while len(self.results.jobs) < most_jobs and not self._enough():
             job = self._job(len(self.results.jobs) + 1)
             self.results.add(job)
             if job.failed and not self.patient:
-                raise DemoError(f'job {job.number}: {job.failed}')
+                raise LabError(f'job {job.number}: {job.failed}')
 
     def _enough(self) -> bool:
-        return len(self.results.struck) >= self.faults and not self.coverage.empty()
+        return len(self.results.faults) >= self.faults and not self.coverage.empty()
 
     def _job(self, number: int) -> JobDone:
         configuration_number = (number - 1) % self.configurations
         configuration, reference = self._reference(number, configuration_number)
         self._print(f'job {number}: {configuration}')
-        left = self.faults - len(self.results.struck)
+        left = self.faults - len(self.results.faults)
         kinds = [kind for kind in self.kinds if kind in configuration.kinds()] or [Kind.KILL]
         faults = draw_faults(
             self.seed,
@@ -90,9 +93,9 @@ class Campaign:
             job=number,
             aimed=self.aimed if left > 0 else 1.0,
         )
-        return self._strike(number, configuration_number, configuration, faults, reference)
+        return self._disturb(number, configuration_number, configuration, faults, reference)
 
-    def _strike(
+    def _disturb(
         self,
         number: int,
         configuration_number: int,
@@ -115,9 +118,9 @@ class Campaign:
                 with job:
                     last = self._iterations(configuration)
                     kinds = configuration.kinds()
-                    Striker(job, last, kinds, self.coverage, report).strike_all(faults)
+                    FaultInjector(job, last, kinds, self.coverage, report).inject_all(faults)
                 identical = self._compare(reference, read_digest(folder / 'digest.json'), number)
-            except DemoError as error:
+            except LabError as error:
                 failed = str(error)
                 self._print(f'job {number}: FAILED: {error}\n{error.tail}')
             lost = [str(death) for death in job.unexpected]
@@ -127,24 +130,24 @@ class Campaign:
             number=number,
             configuration=configuration_number,
             what=str(configuration),
-            struck=of_outcomes(outcomes),
+            faults=of_outcomes(outcomes),
             identical=identical,
             survivors_lost=lost,
             failed=failed,
         )
 
-    def _made(self, configuration: Configuration, folder: Path, memory: Path) -> Job:
+    def _made(self, configuration: Configuration, folder: Path, memory: Path) -> TargetJob:
         flags = configuration.training_flags(self.data, self._iterations(configuration), folder)
         flags += configuration.sparse_flags(memory, folder / 'events')
-        return Job(
+        launch = Launch(
             folder,
             flags,
             configuration.nodes,
             configuration.workers_per_node,
-            spares=configuration.spares,
-            memory=memory,
-            launcher=configuration.launcher,
+            _MAX_RESTARTS,
+            configuration.spares,
         )
+        return TargetJob(launch, configuration.launcher, memory / RUN_ID)
 
     def _compare(self, reference: StateDigest, digest: StateDigest, number: int) -> bool:
         different = differences(reference, digest)
@@ -159,14 +162,14 @@ class Campaign:
         """A configuration that plain Megatron takes, and the final state it leads to.
 
         Raises:
-            DemoError: it refuses every one that is drawn.
+            LabError: it refuses every one that is drawn.
         """
         while True:
             attempt = self.results.refusals(configuration_number)
             configuration = self.draw(number, configuration_number, attempt)
             try:
                 return configuration, self._plain(configuration_number, attempt, configuration)
-            except DemoError as error:
+            except LabError as error:
                 if attempt == _MOST_REFUSALS or not self.patient:
                     raise
                 self._print(f'plain Megatron refuses, drawn again: {configuration}: {error}')
@@ -181,9 +184,8 @@ class Campaign:
             iterations = self._iterations(configuration)
             flags = configuration.training_flags(self.data, iterations, folder)
             nodes = configuration.nodes, configuration.workers_per_node
-            with Job(folder, flags, *nodes, max_restarts=0) as job:
-                for _ in job.follow('the end'):
-                    pass
+            with Job(Launch(folder, flags, *nodes)) as job:
+                job.finish()
         return read_digest(digest)
 
     def _iterations(self, configuration: Configuration) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a struck job trains and with what switched on: given by flags, or drawn from a seed."""
+"""What a job trains and with what switched on: given by flags, or drawn from a seed."""
 
 import enum
 import random
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.chaos.flags import COMMON_FLAGS, RUN_ID, SAMPLES, Layout, parse_layout
-from tools.chaos.launching import Launcher
-from tools.chaos.plan import Kind
+from tools.chaos.drawing import Kind
+from tools.chaos.model import COMMON_FLAGS, RUN_ID, SAMPLES, Layout, parse_layout
+from tools.lab import models
+from tools.lab.launch import Launcher
 
 AUTO = 'auto'
 LONGEST_WINDOW = 6
@@ -87,7 +88,7 @@ _PRECISIONS = [*Precision, *Precision, Precision.BF16, Precision.BF16]
 
 
 class Configuration(NamedTuple):
-    """Of a job, struck or not."""
+    """Of a job, disturbed or not."""
 
     layout: Layout
     precision: Precision
@@ -117,7 +118,7 @@ class Configuration(NamedTuple):
         return self.window if isinstance(self.window, int) else LONGEST_WINDOW
 
     def kinds(self) -> list[Kind]:
-        """What such a job can be struck with."""
+        """Faults that such a job can have."""
         impossible: set[Kind] = set()
         if self.launcher is Launcher.TORCHRUN:  # an agent does not evict
             impossible |= {Kind.STOP, Kind.STUCK}
@@ -147,21 +148,19 @@ class Configuration(NamedTuple):
             *self.layout.flags(),
             *' '.join(features).split(),
             *self._length(iterations).split(),
-            *('--data-path', str(data), '--data-cache-path', str(data.parent / 'cache')),
+            *models.data_flags(data),
             *('--sparse-ckpt-digest', str(folder / 'digest.json')),
         ]
 
     def sparse_flags(self, memory: Path, events: Path) -> list[str]:
-        """What a run that is struck has besides.
+        """What a run with faults has besides.
 
         Args:
             memory: directory in a tmpfs.
             events: folder for the events.
         """
-        flags = ['--sparse-ckpt', '--sparse-ckpt-strict', '--sparse-ckpt-window', str(self.window)]
+        flags = models.sparse_flags(memory, RUN_ID, self.window, events)
         flags += ['--sparse-ckpt-replicas', str(self.replicas)]
-        flags += ['--sparse-ckpt-dir', str(memory), '--sparse-ckpt-run-id', RUN_ID]
-        flags += ['--sparse-ckpt-events', str(events)]
         flags += ['--sparse-ckpt-hang-timeout', str(HANG_TIMEOUT_S)]
         if self.window == AUTO:
             flags += ['--sparse-ckpt-max-window', str(LONGEST_WINDOW), *_RESTLESS.split()]
@@ -197,7 +196,7 @@ def draw_configuration(seed: int, number: int, attempt: int = 0) -> Configuratio
     layout = parse_layout(deal('layout', _LAYOUTS)[place])
     precision = deal('precision', _PRECISIONS)[place]
     if layout.dp > layout.ep and precision is Precision.BF16:
-        precision = Precision.BF16_PLAIN  # only there are data-parallel ranks twins
+        precision = Precision.BF16_PLAIN  # only there have data-parallel ranks the same state
     save = deal('save', _SAVES)[place]
     features = [
         feature

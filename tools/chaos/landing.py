@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a strike really landed, out of the events, and the table of what was covered."""
+"""Where a fault really landed, out of the events, and the table of what was covered."""
 
 import enum
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.table import Table
 
-from tools.chaos.plan import Kind
+from moevement_ext.events import Event, RecoveryPhase
+from tools.chaos.drawing import Kind
+from tools.lab.evidence import kind_of
 
-Events = Sequence[dict[str, Any]]
 ALL = 'all'
 _OVER = 'over'
 
@@ -21,7 +22,7 @@ class Phase(enum.StrEnum):
     TRAINING = 'training'
     """No recovery was under way."""
     UNNOTICED = 'unnoticed'
-    """After an earlier strike, before anybody had noticed it."""
+    """After an earlier fault, before anybody had noticed it."""
     DETECT = 'detect'
     MEET = 'meet'
     RESPAWN = 'respawn'
@@ -34,11 +35,11 @@ class Phase(enum.StrEnum):
 
 
 RECOVERY = tuple(Phase)[2:]
-"""Phases that a second strike can be aimed at."""
+"""Phases that a second fault can be aimed at."""
 
 
 class Cell(NamedTuple):
-    """Of the table: a kind of strike in a phase."""
+    """Of the table: a kind of fault in a phase."""
 
     phase: Phase
     kind: Kind
@@ -47,30 +48,30 @@ class Cell(NamedTuple):
         return f'{self.phase} x {self.kind}'
 
 
-def landed(events: Events, first: float | None, struck: float, pid: int) -> Phase:
-    """In which phase a process was when it was struck.
+def landed(events: Sequence[Event], first: float | None, at: float, pid: int) -> Phase:
+    """In which phase a process was when a fault came to it.
 
     It is the last that the process itself has named in this recovery. One that has named none (it
     has not noticed yet, or still starts) was where the job was, by what the others had named.
 
     Args:
         events: of all ranks, in the order of time.
-        first: when the strike came that is recovered from (seconds since the epoch), if any.
-        struck: when this one came.
+        first: when the fault came that is recovered from (seconds since the epoch), if any.
+        at: when this one came.
         pid: of the process.
     """
-    named = [event for event in events if event['event'] == 'recovery_phase']
-    own = [event for event in named if event['pid'] == pid]
-    if own and own[-1]['phase'] != _OVER and (first is None or own[-1]['time'] >= first):
-        return Phase(own[-1]['phase'])
+    named = kind_of(events, RecoveryPhase)
+    own = [event for event in named if event.pid == pid]
+    if own and own[-1].phase != _OVER and (first is None or own[-1].time >= first):
+        return Phase(own[-1].phase)
     if first is None:
         return Phase.TRAINING
-    if own and own[-1]['time'] >= first:
+    if own and own[-1].time >= first:
         return Phase.TRAINING
-    others = [event for event in named if first <= event['time'] <= struck]
+    others = [event for event in named if first <= event.time <= at]
     if not others:
         return Phase.UNNOTICED
-    newest = others[-1]['phase']
+    newest = others[-1].phase
     return Phase.TRAINING if newest == _OVER else Phase(newest)
 
 
@@ -99,7 +100,7 @@ def _names(text: str, known: Sequence[str]) -> list[str]:
 
 
 class Coverage:
-    """How often strikes of each kind landed in each phase.
+    """How often faults of each kind landed in each phase.
 
     Args:
         asked: cells that must not stay empty.
@@ -120,7 +121,7 @@ class Coverage:
         return cell
 
     def add(self, cells: Sequence[Cell]) -> None:
-        """Strikes that landed."""
+        """Count faults that landed."""
         self._landed.update(cells)
 
     def empty(self) -> list[Cell]:
@@ -128,7 +129,7 @@ class Coverage:
         return [cell for cell in self.asked if not self._landed[cell]]
 
     def table(self) -> Table:
-        """Phase x kind, with the number of strikes; what is asked for and empty stands out."""
+        """Phase x kind, with the number of faults; what is asked for and empty stands out."""
         table = Table(title='strikes by the phase in which they landed')
         table.add_column('phase')
         for kind in Kind:

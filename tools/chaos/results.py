@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from tools.chaos.evidence import Tier
+from tools.chaos.injecting import Outcome
 from tools.chaos.landing import Cell, Coverage
-from tools.chaos.striking import Outcome
+from tools.lab.evidence import Tier
 
 NAME = 'campaign.jsonl'
 
@@ -28,7 +28,7 @@ class Refused(msgspec.Struct, frozen=True, tag='refused'):
     reason: str
 
 
-class Struck(msgspec.Struct, frozen=True):
+class FaultRecord(msgspec.Struct, frozen=True):
     """One fault."""
 
     fault: str
@@ -47,11 +47,11 @@ class JobDone(msgspec.Struct, frozen=True, tag='job'):
     number: int
     configuration: int
     what: str
-    struck: list[Struck]
+    faults: list[FaultRecord] = msgspec.field(name='struck')
     identical: bool
     """The final state is that of plain Megatron, bit for bit."""
     survivors_lost: list[str]
-    """Workers that ended otherwise than well without being struck."""
+    """Workers that ended otherwise than well without a fault."""
     failed: str = ''
     """Why the job did not come to its end."""
 
@@ -79,7 +79,7 @@ class Results:
         if path.exists():
             decoder = msgspec.json.Decoder(Line)
             try:
-                # A line that was cut off was not yet counted: its job is struck again.
+                # A line that was cut off was not yet counted: its job is done again.
                 whole = [line for line in path.read_bytes().splitlines(True) if line[-1:] == b'\n']
                 self._lines = [decoder.decode(line) for line in whole]
             except msgspec.MsgspecError as error:
@@ -116,9 +116,9 @@ class Results:
         )
 
     @property
-    def struck(self) -> list[Struck]:
-        """All faults."""
-        return [struck for job in self.jobs for struck in job.struck]
+    def faults(self) -> list[FaultRecord]:
+        """All faults of all jobs."""
+        return [fault for job in self.jobs for fault in job.faults]
 
     @property
     def identical(self) -> bool:
@@ -132,27 +132,27 @@ class Results:
 
     @property
     def survivors_lost(self) -> int:
-        """Workers that ended otherwise than well without being struck."""
+        """Workers that ended otherwise than well without a fault."""
         return sum(len(job.survivors_lost) for job in self.jobs)
 
     @property
     def lost_iterations(self) -> int:
         """Committed, but trained again."""
-        return sum(struck.lost for struck in self.struck)
+        return sum(fault.lost for fault in self.faults)
 
     @property
     def longest_stall_s(self) -> float:
-        """From a strike until all ranks were back, without the time a hang takes to be one."""
-        return max((struck.stall_s for struck in self.struck), default=0.0)
+        """From a fault until all ranks were back, without the time a hang takes to be one."""
+        return max((fault.stall_s for fault in self.faults), default=0.0)
 
     def count(self, coverage: Coverage) -> None:
         """Tell a new table of all that has landed."""
-        for struck in self.struck:
-            coverage.add(struck.cells)
+        for fault in self.faults:
+            coverage.add(fault.cells)
 
     def summary(self, coverage: Coverage) -> str:
         """The last line, for programs."""
-        tiers = [struck.tier for struck in self.struck]
+        tiers = [fault.tier for fault in self.faults]
         counts = ' '.join(f'{tier}={tiers.count(tier)}' for tier in Tier)
         covered = len(coverage.asked) - len(coverage.empty())
         return (
@@ -162,10 +162,10 @@ class Results:
         )
 
 
-def of_outcomes(outcomes: Sequence[Outcome]) -> list[Struck]:
+def of_outcomes(outcomes: Sequence[Outcome]) -> list[FaultRecord]:
     """What is kept of the faults of a job."""
     return [
-        Struck(
+        FaultRecord(
             fault=str(outcome.fault),
             cells=outcome.cells,
             iteration=outcome.iteration,

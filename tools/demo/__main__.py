@@ -10,15 +10,15 @@ Exit status 0 only if so it was and the final state of both runs is equal, bit f
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from tools.demo.failure import DemoError
-from tools.demo.story import run_demo
+from tools.demo.story import Plan, run_demo
+from tools.lab.benchmark import exit_on_sigterm
+from tools.lab.errors import LabError
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -65,8 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     console = Console()
     try:
-        result = run_demo(args.output, args.iterations, args.kill_after, args.window, console)
-    except DemoError as error:
+        plan = Plan(args.output, args.iterations, args.kill_after, args.window)
+        result = run_demo(plan, console)
+    except LabError as error:
         if error.tail:
             console.rule('end of the log', style='red')
             console.print(error.tail, markup=False, highlight=False, soft_wrap=True)
@@ -80,11 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if result.bit_identical else 1
 
 
-def _exit_on_sigterm(signum: int, frame: object) -> None:
-    """As an exception, so that processes and memory are cleaned up."""
-    sys.exit(128 + signum)
-
-
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    exit_on_sigterm()
     sys.exit(main())

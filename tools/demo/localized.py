@@ -2,13 +2,24 @@
 """What the events say about a recovery in which one pipeline stage went back, and only that one."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tools.demo import evidence
-from tools.demo.failure import DemoError
-from tools.plot_run import Doing, Failure, Iteration, Lane, LocalizedFailure, RunLog, Span
+from msgspec import UNSET
 
-Events = Sequence[dict[str, Any]]
+from moevement_ext.events import (
+    Event,
+    FailureDetected,
+    NextTier,
+    Recovered,
+    RecoveryStarted,
+    WorkerStarted,
+)
+from tools.lab.errors import LabError
+from tools.lab.evidence import kind_of, ranks_with
+from tools.lab.plots import Doing, Failure, Lane, LocalizedFailure, Span
+from tools.lab.run_log import Iteration, RunLog
+
+Events = Sequence[Event]
 
 PHASES = ('detect', 'unblock', 'respawn', 'regroup', 'fetch', 'convert', 'catch_up')
 
@@ -22,7 +33,7 @@ class StageRecovery(NamedTuple):
     """Seconds by phase, of the rank that took longest for it."""
 
 
-class Recovery(NamedTuple):
+class LocalizedRecovery(NamedTuple):
     """How the job came back."""
 
     lost: int
@@ -45,7 +56,7 @@ def recovery(
     killed_at: float,
     stage_ranks: Sequence[Sequence[int]],
     lost: int,
-) -> Recovery:
+) -> LocalizedRecovery:
     """Check that the recovery was localized, and read it out of the events.
 
     Args:
@@ -56,31 +67,30 @@ def recovery(
         lost: the stage whose ranks were killed.
 
     Raises:
-        DemoError: another stage lost its state as well, or the job never went on.
+        LabError: another stage lost its state as well, or the job never went on.
     """
     _check_processes(events, stage_ranks, lost)
     recovered = _recovered(events, [rank for ranks in stage_ranks for rank in ranks], lost)
     if len(log.lives) != 1:
         raise _not_localized(f'the log of the last rank has {len(log.lives)} lives instead of one')
-    target = max(event['target'] for event in recovered.values())
-    new = next((iteration for iteration in log.iterations if iteration.number > target), None)
+    target = max(event.target for event in recovered.values() if isinstance(event.target, int))
+    new = log.first_after(target)
     if new is None:
-        raise DemoError(f'no iteration was logged after the recovery to iteration {target}')
+        raise LabError(f'no iteration was logged after the recovery to iteration {target}')
     stages = [_stage_recovery([recovered[rank] for rank in ranks]) for ranks in stage_ranks]
-    return Recovery(lost, stages, new, new.time - killed_at)
+    return LocalizedRecovery(lost, stages, new, new.time - killed_at)
 
 
 def all_recovered(events: Events, ranks: Sequence[int]) -> bool:
     """Whether every rank has reported its recovery."""
-    return evidence.ranks_with(events, 'recovered') >= set(ranks)
+    return ranks_with(events, Recovered) >= set(ranks)
 
 
 def _check_processes(events: Events, stage_ranks: Sequence[Sequence[int]], lost: int) -> None:
     """Processes of the lost stage were started twice, those of the others once."""
-    for event in events:
-        if event['event'] == 'next_tier':
-            raise _not_localized(f'rank {event["rank"]} gave it up: {event["reason"]}')
-    started = [event['rank'] for event in events if event['event'] == 'worker_started']
+    for event in kind_of(events, NextTier):
+        raise _not_localized(f'rank {event.rank} gave it up: {event.reason}')
+    started = [event.rank for event in kind_of(events, WorkerStarted)]
     for stage, ranks in enumerate(stage_ranks):
         expected = 2 if stage == lost else 1
         for rank in ranks:
@@ -91,15 +101,16 @@ def _check_processes(events: Events, stage_ranks: Sequence[Sequence[int]], lost:
                 )
 
 
-def _recovered(events: Events, ranks: Sequence[int], lost: int) -> dict[int, dict[str, Any]]:
+def _recovered(events: Events, ranks: Sequence[int], lost: int) -> dict[int, Recovered]:
     """The newest `recovered` event of each rank."""
-    found = {event['rank']: event for event in events if event['event'] == 'recovered'}
+    found = {event.rank: event for event in kind_of(events, Recovered)}
     missing = sorted(set(ranks) - set(found))
     if missing:
         raise _not_localized(f'ranks {missing} did not report a recovery')
     for rank, event in found.items():
-        scope, stages = event.get('scope', 'the whole job'), event.get('stages')
-        if scope != 'localized' or stages != [lost]:
+        scope = 'the whole job' if event.scope is UNSET else event.scope
+        stages = None if event.stages is UNSET else event.stages
+        if not event.localized or stages != [lost]:
             raise _not_localized(
                 f'rank {rank} reports scope {scope!r}, stages {stages} instead of '
                 f"'localized', [{lost}]"
@@ -107,23 +118,21 @@ def _recovered(events: Events, ranks: Sequence[int], lost: int) -> dict[int, dic
     return found
 
 
-def _not_localized(reason: str) -> DemoError:
-    return DemoError(
-        f'the recovery was not localized: {reason}; see the logs and events of the run'
-    )
+def _not_localized(reason: str) -> LabError:
+    return LabError(f'the recovery was not localized: {reason}; see the logs and events of the run')
 
 
-def _stage_recovery(recovered: Events) -> StageRecovery:
+def _stage_recovery(recovered: Sequence[Recovered]) -> StageRecovery:
     return StageRecovery(
-        replayed=max(event['replayed'] for event in recovered),
-        phases={name: max(event['seconds'][name] for event in recovered) for name in PHASES},
+        replayed=max(event.replayed for event in recovered),
+        phases={name: max(event.seconds[name] for event in recovered) for name in PHASES},
     )
 
 
 def story(
     events: Events,
     log: RunLog,
-    found: Recovery,
+    found: LocalizedRecovery,
     killed_at: float,
     stage_ranks: Sequence[Sequence[int]],
     titles: Sequence[str],
@@ -143,7 +152,7 @@ def story(
     ended = log.iterations[-1].time
     lanes = []
     for stage, (title, ranks) in enumerate(zip(titles, stage_ranks, strict=True)):
-        recent = [e for e in events if e['rank'] in ranks and e['time'] > killed_at]
+        recent = [event for event in events if event.rank in ranks and event.time > killed_at]
         spans = _lost(recent, killed_at) if stage == found.lost else _kept(recent)
         training = Span(Doing.TRAINING, began, spans[0].start)
         again = Span(Doing.TRAINING, spans[-1].end, ended)
@@ -154,18 +163,18 @@ def story(
 
 def _lost(events: Events, killed_at: float) -> list[Span]:
     """Of the stage that was killed; its slowest rank counts."""
-    replay = _last(events, 'recovery_started')
+    replay = _last(events, RecoveryStarted)
     return [
         Span(Doing.STARTING, killed_at, replay),
-        Span(Doing.REPLAYING, replay, _last(events, 'recovered')),
+        Span(Doing.REPLAYING, replay, _last(events, Recovered)),
     ]
 
 
 def _kept(events: Events) -> list[Span]:
     """Of a stage that lives on; it waits from when its first rank notices the failure."""
-    noticed = min(event['time'] for event in events if event['event'] == 'failure_detected')
-    return [Span(Doing.WAITING, noticed, _last(events, 'recovered'))]
+    noticed = min(event.time for event in kind_of(events, FailureDetected))
+    return [Span(Doing.WAITING, noticed, _last(events, Recovered))]
 
 
-def _last(events: Events, name: str) -> float:
-    return max(event['time'] for event in events if event['event'] == name)
+def _last(events: Events, kind: type[Event]) -> float:
+    return max(event.time for event in kind_of(events, kind))

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from tools.demo import evidence
-from tools.demo.evidence import CapturedBytes
-from tools.demo.localized import PHASES, Recovery
-from tools.plot_run import RunLog
+from tools.demo import costs
+from tools.demo.costs import CapturedBytes
+from tools.demo.localized import PHASES, LocalizedRecovery
+from tools.lab.run_log import RunLog
 
 MIB = 1 << 20
 
@@ -23,13 +23,13 @@ class Result:
     sparse: RunLog
     killed_at: float
     """Seconds since the epoch."""
-    recovery: Recovery
+    recovery: LocalizedRecovery
     captured: dict[int, CapturedBytes]
 
     @property
     def overhead(self) -> float:
         """Median iteration time with sparse checkpointing over that without."""
-        without, with_it = evidence.overhead(self.plain, self.sparse, self.killed_at)
+        without, with_it = costs.overhead(self.plain, self.sparse, self.killed_at)
         return with_it / without
 
     def line(self) -> str:
@@ -38,7 +38,7 @@ class Result:
             f'demo: bit_identical={str(self.bit_identical).lower()} '
             f'replayed={self.recovery.replayed} recovery_s={self.recovery.seconds:.1f} '
             f'overhead={self.overhead:.3f} '
-            f'slot_over_dense={evidence.slot_over_dense(self.captured):.3f}'
+            f'slot_over_dense={costs.slot_over_dense(self.captured):.3f}'
         )
 
 
@@ -62,7 +62,7 @@ def print_summary(result: Result, digests: tuple[str, str], console: Console) ->
     console.print(_stage_table(result.recovery))
 
 
-def _stage_table(recovery: Recovery) -> Table:
+def _stage_table(recovery: LocalizedRecovery) -> Table:
     table = Table(title='Recovery by pipeline stage', title_justify='left')
     table.add_column('')
     for stage in range(len(recovery.stages)):
@@ -78,11 +78,11 @@ def _stage_table(recovery: Recovery) -> Table:
 
 def _rows(result: Result, digests: tuple[str, str]) -> list[tuple[str, str, str]]:
     plain, sparse = result.plain.iterations, result.sparse.iterations
-    without, with_it = evidence.overhead(result.plain, result.sparse, result.killed_at)
+    without, with_it = costs.overhead(result.plain, result.sparse, result.killed_at)
     replayed = ', '.join(
         f'{stage.replayed} (stage {number})' for number, stage in enumerate(result.recovery.stages)
     )
-    slot = evidence.slot_over_dense(result.captured)
+    slot = costs.slot_over_dense(result.captured)
     dense = sum(rank.dense for rank in result.captured.values())
     verdict = '[bold green]equal[/]' if result.bit_identical else '[bold red]DIFFERENT[/]'
     return [

@@ -7,12 +7,12 @@ import time
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from examples import own_loop
 from megatron.moevement import attachment
 from megatron.moevement.job import session
 from megatron.moevement.seams import data_position, p2p
 from megatron.moevement.state import global_scalars, training_state
 from moevement_ext.recover import conversion, stage_replay
-from tools import own_loop
 
 
 def data_not_moved_back() -> None:

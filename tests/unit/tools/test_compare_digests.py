@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tools.compare_digests import differences, main, read_digest
+from tools.compare_digests import main
+from tools.lab.digests import differences, read_digest
 
 NAMES = (
     'parameter/decoder.layers.0.mlp.router.weight', 'buffer/decoder.layers.0.mlp.router.bias',

@@ -6,46 +6,53 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
 from rich.console import Console
 
-from tools.demo import evidence, localized
+from moevement_ext.events import (
+    Event,
+    FailureDetected,
+    NextTier,
+    Recovered,
+    RecoveryStarted,
+    WorkerStarted,
+)
+from tests.unit.tools.samples import event
+from tools.demo import costs, localized
 from tools.demo.__main__ import parse_arguments
-from tools.demo.evidence import CapturedBytes
-from tools.demo.failure import DemoError
-from tools.demo.flags import STAGE_RANKS, training_flags
-from tools.demo.job import WORKERS_PER_NODE, WORLD_SIZE
+from tools.demo.costs import CapturedBytes
+from tools.demo.model import STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
 from tools.demo.summary import Result, print_summary
-from tools.plot_run import Doing, Iteration, RunLog
+from tools.lab.errors import LabError
+from tools.lab.plots import Doing
+from tools.lab.run_log import Iteration, RunLog
 
 KILLED_AT = 100.0
 LOST = 0
-Events = list[dict[str, Any]]
+Events = list[Event]
 
 
-def event(rank: int, name: str, time: float, **fields: Any) -> dict[str, Any]:
-    return {'rank': rank, 'event': name, 'time': time, **fields}
-
-
-def recovered(rank: int, time: float) -> dict[str, Any]:
+def recovered(rank: int, time: float) -> Event:
     replays = rank in STAGE_RANKS[LOST]
     seconds = dict.fromkeys(localized.PHASES, 0.0)
     seconds |= {'convert': 2.0 + rank, 'catch_up': 1.0} if replays else {'unblock': 0.1 + rank}
-    fields = {'scope': 'localized', 'stages': [LOST], 'target': 28, 'seconds': seconds}
-    return event(rank, 'recovered', time, replayed=10 if replays else 0, **fields)
+    fields: Any = {'scope': 'localized', 'stages': [LOST], 'target': 28, 'seconds': seconds}
+    return event(Recovered, rank, time, replayed=10 if replays else 0, **fields)
 
 
 def good_events() -> Events:
     """Killed at 100, noticed by 101, replay from 110 on, back by 116."""
     found = []
     for rank in range(WORLD_SIZE):
-        found.append(event(rank, 'worker_started', 50.0))
+        found.append(event(WorkerStarted, rank, 50.0))
         if rank in STAGE_RANKS[LOST]:
-            found.append(event(rank, 'worker_started', 106.0))
-            found.append(event(rank, 'recovery_started', 109.0 + rank, start=18))
+            found.append(event(WorkerStarted, rank, 106.0))
+            found.append(event(RecoveryStarted, rank, 109.0 + rank, start=18, dense_at=23))
         else:
-            found.append(event(rank, 'failure_detected', 98.7 + rank, reason='gone'))
+            found.append(event(FailureDetected, rank, 98.7 + rank, reason='gone'))
         found.append(recovered(rank, 115.7 + rank / 10))
-    return sorted(found, key=lambda item: item['time'])
+    return sorted(found, key=lambda item: item.time)
 
 
 def logged(*pairs: tuple[int, float]) -> list[Iteration]:
@@ -58,7 +65,7 @@ def good_log() -> RunLog:
     return RunLog([logged(*numbers, (29, 117.0), (30, 117.5))], [])
 
 
-def check(events: Events, log: RunLog | None = None) -> localized.Recovery:
+def check(events: Events, log: RunLog | None = None) -> localized.LocalizedRecovery:
     return localized.recovery(events, log or good_log(), KILLED_AT, STAGE_RANKS, LOST)
 
 
@@ -94,55 +101,56 @@ def test_an_iteration_that_survivors_still_committed_is_not_new() -> None:
     assert check(good_events(), log).new.number == 29
 
 
-def without(name: str, rank: int) -> Events:
-    return [e for e in good_events() if (e['event'], e['rank']) != (name, rank)]
+def without(kind: type[Event], rank: int) -> Events:
+    return [e for e in good_events() if (type(e), e.rank) != (kind, rank)]
 
 
 def with_field(rank: int, **fields: Any) -> Events:
     return [
-        e | fields if (e['event'], e['rank']) == ('recovered', rank) else e for e in good_events()
+        replace(e, **fields) if (type(e), e.rank) == (Recovered, rank) else e for e in good_events()
     ]
 
 
 @pytest.mark.parametrize(
     ('events', 'complaint'),
     [
-        ([*good_events(), event(2, 'worker_started', 107.0)], r'rank 2 \(stage 1\).* 2 times'),
-        (without('worker_started', 0), r'rank 0 \(stage 0\).* 0 times instead of 2'),
+        ([*good_events(), event(WorkerStarted, 2, 107.0)], r'rank 2 \(stage 1\).* 2 times'),
+        (without(WorkerStarted, 0), r'rank 0 \(stage 0\).* 0 times instead of 2'),
         (good_events()[WORLD_SIZE:], 'rank 0.* 1 times instead of 2'),
-        (without('recovered', 3), r'ranks \[3\] did not report'),
+        (without(Recovered, 3), r'ranks \[3\] did not report'),
         (with_field(3, scope='whole job'), "rank 3 reports scope 'whole job'"),
         (with_field(1, stages=[0, 1]), r'rank 1 .* stages \[0, 1\]'),
-        ([*good_events(), event(2, 'next_tier', 103.0, reason='no log')], 'rank 2 .*no log'),
+        (
+            [*good_events(), event(NextTier, 2, 103.0, reason='no log', tier='the whole job')],
+            'rank 2 .*no log',
+        ),
     ],
 )
 def test_anything_but_a_localized_recovery_is_refused(events: Events, complaint: str) -> None:
-    with pytest.raises(DemoError, match=f'not localized: .*{complaint}'):
+    with pytest.raises(LabError, match=f'not localized: .*{complaint}'):
         check(events)
 
 
 def test_a_recovery_of_the_whole_job_has_no_scope() -> None:
-    events = with_field(2)
-    for found in events:
-        found.pop('scope', None)
-    with pytest.raises(DemoError, match="scope 'the whole job'"):
+    events = with_field(2, scope=UNSET)
+    with pytest.raises(LabError, match="scope 'the whole job'"):
         check(events)
 
 
 def test_the_log_of_the_last_rank_goes_on_in_one_life() -> None:
     lives = [logged((27, 99.0), (28, 99.9)), logged((29, 117.0))]
-    with pytest.raises(DemoError, match='2 lives'):
+    with pytest.raises(LabError, match='2 lives'):
         check(good_events(), RunLog(lives, []))
 
 
 def test_a_job_that_does_not_go_on_is_refused() -> None:
-    with pytest.raises(DemoError, match='no iteration was logged after .* 28'):
+    with pytest.raises(LabError, match='no iteration was logged after .* 28'):
         check(good_events(), RunLog([logged((28, 99.9))], []))
 
 
 def test_recovered_when_every_rank_says_so() -> None:
     assert localized.all_recovered(good_events(), range(WORLD_SIZE))
-    assert not localized.all_recovered(without('recovered', 1), range(WORLD_SIZE))
+    assert not localized.all_recovered(without(Recovered, 1), range(WORLD_SIZE))
 
 
 # The strip of the picture
@@ -186,7 +194,7 @@ def test_overhead_counts_iterations_before_the_failure_only() -> None:
     found = result()
     slow = [item._replace(elapsed_ms=9000.0) for item in found.sparse.iterations]
     log = RunLog([[*good_log().iterations[:28], *slow[28:], *slow[28:], *slow[28:] * 20]], [])
-    assert evidence.overhead(found.plain, log, KILLED_AT) == (400.0, 500.0)
+    assert costs.overhead(found.plain, log, KILLED_AT) == (400.0, 500.0)
 
 
 def test_tables_name_stages_and_phases() -> None:

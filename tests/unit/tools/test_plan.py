@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moevement_ext.simulate.description import DescriptionError
-from tools import plan
-from tools.plan_flags import layers_with_experts, parse_megatron_flags
+from tools.plan import __main__ as plan
+from tools.plan.flags import layers_with_experts, parse_megatron_flags
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -284,11 +284,10 @@ def test_layer_frequency():
             layers_with_experts(wrong, 3)
 
 
-@pytest.mark.parametrize('command', [['tools/plan.py'], ['-m', 'tools.plan']])
-def test_runs_as_script_and_as_module(operators, command):
+def test_runs_as_module(operators):
     path = operators((12, 2), (12, 2))
     done = subprocess.run(
-        [sys.executable, *command, '--operators', path, '--budget-bytes', '24', '--json'],
+        [sys.executable, '-m', 'tools.plan', '--operators', path, '--budget-bytes', '24', '--json'],
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -302,3 +301,12 @@ def test_planning_needs_neither_torch_nor_megatron():
     )
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize('tool', ['plan', 'simulate', 'chaos', 'bench.overhead'])
+def test_a_python_without_the_packages_says_what_to_do(tool):
+    command = [sys.executable, '-S', '-m', f'tools.{tool}', '--help']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert 'scripts/setup_env.sh' in line and done.stdout == ''

@@ -1,48 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs of the trainer, and the picture drawn of them."""
+"""The picture that is drawn of the log of a run."""
 
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib import image
 
-from tools.plot_run import (
-    Captured,
-    Doing,
-    Failure,
-    Lane,
-    LocalizedFailure,
-    Span,
-    main,
-    parse_log,
-    plot,
-    restarts,
-)
-
-START = datetime(2026, 1, 31, 23, 59, 58)
-CONVERTED = (
-    ' sparse ckpt | converted window: 2 | dense at iteration: 3 | replayed iterations: 1 |\n'
-)
-
-
-def iteration_line(number: int, seconds: float, loss: float, prefix: str = '') -> str:
-    """As upstream's training_log writes it."""
-    time = (START + timedelta(seconds=seconds)).strftime('%Y-%m-%d %H:%M:%S.%f')
-    return (
-        f'{prefix} [{time}] iteration {number:8d}/{9:8d} | consumed samples: {16 * number:12d} | '
-        f'elapsed time per iteration (ms): 350.5 | learning rate: 2.1E-03 | global batch size:'
-        f'    16 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: 1.250 | number of skipped '
-        f'iterations:   0 | number of nan iterations:   0 |\n'
-    )
-
-
-def slot_line(nbytes: int) -> str:
-    return (
-        f' sparse ckpt | window: 2 | slot bytes: {nbytes} | exposed (ms): 0.1 | persisted: none | '
-        f'skipped windows: 0 | failures: 0 |\n'
-    )
+from tests.unit.tools.samples import CONVERTED, START, iteration_line, slot_line
+from tools.lab.plots import Doing, Failure, Lane, LocalizedFailure, Span, plot, restarts
+from tools.lab.run_log import parse_log
+from tools.plot_run import main
 
 
 def plain_log(iterations: int = 6) -> str:
@@ -54,35 +22,6 @@ def killed_log() -> str:
     before = ''.join(iteration_line(n, n, 6 - n / 3) + slot_line(100 + n) for n in range(1, 5))
     after = ''.join(iteration_line(n, n + 10, 6 - n / 3) + slot_line(100 + n) for n in range(4, 7))
     return before + CONVERTED + after
-
-
-def test_a_line_gives_time_number_duration_and_loss() -> None:
-    log = parse_log('noise\n' + iteration_line(7, 3.25, 2.5, prefix='[rank3]: ') + 'noise\n')
-    assert log.lives == [[((START + timedelta(seconds=3.25)).timestamp(), 7, 350.5, 2.5)]]
-
-
-@pytest.mark.parametrize('interval', [1, 10])
-def test_an_undisturbed_run_has_one_life(interval: int) -> None:
-    numbers = [interval, 2 * interval, 3 * interval]
-    log = parse_log(''.join(iteration_line(n, n, 3.0) for n in numbers))
-    assert [item.number for item in log.iterations] == numbers
-    assert len(log.lives) == 1
-
-
-def test_a_restart_from_memory_begins_a_life_even_where_numbers_go_on() -> None:
-    log = parse_log(iteration_line(3, 1, 3.0) + CONVERTED + iteration_line(4, 9, 3.0))
-    assert [[item.number for item in life] for life in log.lives] == [[3], [4]]
-
-
-@pytest.mark.parametrize('again', [1, 3])
-def test_a_restart_without_conversion_begins_a_life(again: int) -> None:
-    log = parse_log(iteration_line(3, 1, 3.0) + iteration_line(again, 9, 3.0))
-    assert [[item.number for item in life] for life in log.lives] == [[3], [again]]
-
-
-def test_captured_bytes_belong_to_the_iteration_logged_before() -> None:
-    log = parse_log(slot_line(1) + iteration_line(3, 1, 3.0) + slot_line(77))
-    assert log.captured == [Captured(3, 77)]
 
 
 def red_pixels(picture: Path) -> np.ndarray:

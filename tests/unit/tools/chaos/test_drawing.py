@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a seed draws: faults, windows, configurations."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.chaos.configuration import AUTO, Configuration, Feature, Precision, draw_configuration
+from tools.chaos.drawing import Kind, draw_faults, draw_window
+from tools.chaos.model import parse_layout
+from tools.lab.launch import Launcher
+
+KINDS = list(Kind)
+
+
+class TestFaults:
+    def test_a_seed_stands_for_the_same_faults(self) -> None:
+        assert draw_faults(7, 30, KINDS, 2, 2) == draw_faults(7, 30, KINDS, 2, 2)
+        assert draw_faults(7, 30, KINDS, 2, 2) != draw_faults(8, 30, KINDS, 2, 2)
+
+    @pytest.mark.parametrize('kinds', [KINDS, [Kind.KILL], [Kind.NODE]])
+    def test_no_two_faults_are_alike(self, kinds: list[Kind]) -> None:
+        faults = draw_faults(3, 60, kinds, 2, 1)
+        assert len({(fault.kind, fault.victims, fault.after) for fault in faults}) == 60
+        assert {fault.kind for fault in faults} == set(kinds)
+
+    def test_fifteen_faults_have_all_kinds(self) -> None:
+        assert {fault.kind for fault in draw_faults(1, 15, KINDS, 4, 1)} == set(Kind)
+
+    def test_jobs_have_different_faults(self) -> None:
+        assert draw_faults(7, 30, KINDS, 2, 2, job=1) != draw_faults(7, 30, KINDS, 2, 2, job=2)
+
+    def test_a_second_fault_follows_the_loss_of_one_worker(self) -> None:
+        faults = draw_faults(7, 100, KINDS, 2, 2, aimed=0.5)
+        aimed = [fault for fault in faults if fault.aimed]
+        assert 30 < len(aimed) < 70
+        for fault in aimed:
+            assert (fault.kind, len(fault.victims), fault.apart_s) == (Kind.KILL, 1, 0)
+
+    def test_victims(self) -> None:
+        for fault in draw_faults(5, 200, KINDS, 2, 2):
+            match fault.kind:
+                case Kind.NODE:
+                    assert fault.victims in ((0, 1), (2, 3)) and not fault.apart_s
+                case Kind.DOUBLE:
+                    assert len(fault.victims) == 2
+                    assert fault.apart_s or fault.victims[0] != fault.victims[1]
+                case Kind.WHOLE | Kind.JOB:
+                    assert fault.victims == (0, 1, 2, 3)
+                case Kind.AGENT:
+                    assert len(fault.victims) == 1 and fault.victims[0] > 0
+                case _:
+                    assert len(fault.victims) == 1 and not fault.apart_s
+            assert set(fault.victims) <= set(range(4))
+            assert fault.after >= 0 and 0.0 <= fault.phase <= 2.0
+
+    def test_some_come_at_once_and_some_double_the_same_rank(self) -> None:
+        faults = draw_faults(5, 400, KINDS, 2, 2)
+        assert any(fault.after == 0 for fault in faults)
+        doubles = [fault for fault in faults if fault.kind is Kind.DOUBLE]
+        assert any(fault.victims[0] == fault.victims[1] for fault in doubles)
+        assert any(not fault.apart_s for fault in doubles)
+
+    def test_windows_of_consecutive_jobs_differ(self) -> None:
+        windows = [draw_window(11, job, 6) for job in range(6)]
+        assert sorted(windows) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ('text', 'ranks', 'flag'),
+    [
+        ('pp2-ep2', 4, '--expert-model-parallel-size 2'),
+        ('pp4', 4, '--pipeline-model-parallel-size 4'),
+        ('pp2-dp2', 4, '--expert-model-parallel-size 1'),
+        ('pp2-vp2', 2, '--num-layers-per-virtual-pipeline-stage 1'),
+        ('pp2-tp2', 4, '--tensor-model-parallel-size 2 --sequence-parallel'),
+        ('pp3', 3, '--num-layers 6'),
+    ],
+)
+def test_layout(text: str, ranks: int, flag: str) -> None:
+    layout = parse_layout(text)
+    assert layout.ranks == ranks
+    assert flag in ' '.join(layout.flags())
+
+
+class TestConfiguration:
+    def drawn(self, seed: int) -> list[Configuration]:
+        return [draw_configuration(seed, number) for number in range(20)]
+
+    def test_a_seed_stands_for_the_same_configurations(self) -> None:
+        assert self.drawn(3) == self.drawn(3) != self.drawn(4)
+
+    @pytest.mark.parametrize('seed', range(20))
+    def test_twenty_have_everything(self, seed: int) -> None:
+        drawn = self.drawn(seed)
+        assert {feature for one in drawn for feature in one.features} == set(Feature)
+        assert {one.precision for one in drawn} == set(Precision)
+        assert {one.launcher for one in drawn} == set(Launcher)
+        assert {one.window for one in drawn} == {1, 2, 3, 4, 5, 6, AUTO}
+        layouts = {one.layout.name for one in drawn}
+        assert layouts >= {'pp2-ep2', 'pp4', 'pp2-dp2', 'pp2-ep2-vp2', 'pp2-tp2', 'pp3', 'ep2'}
+
+    @pytest.mark.parametrize('seed', range(20))
+    def test_only_what_goes_together(self, seed: int) -> None:
+        for one in self.drawn(seed):
+            assert not {Feature.SAVE, Feature.ASYNC_SAVE} <= set(one.features)
+            assert one.nodes * one.workers_per_node == one.layout.ranks
+            assert 1 <= one.replicas < one.nodes
+            if one.layout.dp > one.layout.ep:
+                assert one.precision is not Precision.BF16, 'its ranks share no state'
+            if one.launcher is Launcher.TORCHRUN:
+                assert one.workers_per_node == 1 and one.spares == 0
+                assert not {Kind.STOP, Kind.STUCK} & set(one.kinds())
+            else:
+                assert Kind.AGENT not in one.kinds()
+
+    def test_another_attempt_is_another_configuration(self) -> None:
+        assert draw_configuration(1, 0, attempt=1) != draw_configuration(1, 0)
+
+    def test_flags_are_those_of_the_features(self) -> None:
+        one = Configuration(parse_layout('pp2-ep2'), Precision.FP32, (), 3, 4)
+        plain = ' '.join(one.training_flags(Path('text'), 50, Path('run')))
+        assert '--bf16' not in plain and '--hidden-dropout 0 ' in plain
+        assert '--untie-embeddings-and-output-weights' in plain
+        assert '--train-iters 50' in plain and '--sparse-ckpt ' not in plain
+        one = one._replace(features=tuple(Feature), precision=Precision.FP16)
+        full = ' '.join(one.training_flags(Path('text'), 50, Path('run')))
+        assert '--train-samples 360' in full and '--train-iters' not in full
+        assert '--untie' not in full and '--save run/dense' in full and '--fp16' in full
+
+    def test_plan_of_auto_is_restless(self) -> None:
+        one = Configuration(parse_layout('pp2-ep2'), Precision.BF16, (), AUTO, 4)
+        assert '--sparse-ckpt-reorder-change' in one.sparse_flags(Path('m'), Path('e'))

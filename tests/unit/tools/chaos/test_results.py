@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a campaign keeps, its last line and its exit status; and its flags."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.chaos.__main__ import parse_arguments, verdict
+from tools.chaos.drawing import Kind
+from tools.chaos.landing import Cell, Coverage, Phase, parse_cells
+from tools.chaos.results import NAME, Begun, FaultRecord, JobDone, Refused, ResultError, Results
+from tools.lab.evidence import Tier
+
+
+def fault(tier: Tier, lost: int = 0, stall_s: float = 3.0, *cells: Cell) -> FaultRecord:
+    return FaultRecord('kill rank 1', list(cells), 40, tier, 4, lost, 3.0, stall_s)
+
+
+def done(number: int, *faults: FaultRecord, identical: bool = True, **fields: Any) -> JobDone:
+    return JobDone(
+        number, 0, 'pp2-ep2', list(faults), identical, **{'survivors_lost': [], **fields}
+    )
+
+
+class TestResults:
+    def test_a_campaign_is_gone_on_with(self, tmp_path: Path) -> None:
+        path = tmp_path / NAME
+        before = Results(path)
+        before.add(Begun(['--faults', '9'], 7))
+        before.add(Refused(2, 'pp4', 'ValueError'))
+        hit = Cell(Phase.MEET, Kind.KILL)
+        before.add(done(1, fault(Tier.LOCALIZED, 0, 3.0, hit)))
+        with path.open('ab') as file:
+            file.write(b'{"type":"job","number":2,"conf')  # power was lost
+        after = Results(path)
+        assert after.begun() == Begun(['--faults', '9'], 7)
+        assert (after.jobs, after.refusals(2), after.refusals(1)) == (before.jobs, 1, 0)
+        coverage = Coverage([hit])
+        after.count(coverage)
+        assert coverage.empty() == []
+        after.add(done(2))
+        assert [job.number for job in Results(path).jobs] == [1, 2]
+
+    def test_a_line_has_the_names_it_always_had(self, tmp_path: Path) -> None:
+        path = tmp_path / NAME
+        Results(path).add(done(1, fault(Tier.DISK)))
+        assert path.read_text() == (
+            '{"type":"job","number":1,"configuration":0,"what":"pp2-ep2","struck":[{"fault":'
+            '"kill rank 1","cells":[],"iteration":40,"tier":"disk","replayed":4,"lost":0,'
+            '"seconds":3.0,"stall_s":3.0}],"identical":true,"survivors_lost":[],"failed":""}\n'
+        )
+
+    def test_resumed_with_the_same_arguments_and_seed(self, tmp_path: Path) -> None:
+        arguments = '--faults 9 --configurations 3 --cover meet:kill'.split()
+        Results(tmp_path / NAME).add(Begun(arguments, 7))
+        args = parse_arguments(['--resume', str(tmp_path)])
+        assert (args.faults, args.configurations, args.seed, args.output) == (9, 3, 7, tmp_path)
+        assert args.cover == [Cell(Phase.MEET, Kind.KILL)]
+
+    def test_what_is_no_campaign_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ResultError, match='no campaign to resume'):
+            Results(tmp_path / NAME).begun()
+        (tmp_path / NAME).write_text('hello\n')
+        with pytest.raises(ResultError, match='no results of a campaign'):
+            Results(tmp_path / NAME)
+
+    def test_summary(self, tmp_path: Path) -> None:
+        results = Results(tmp_path / NAME)
+        results.add(done(1, fault(Tier.LOCALIZED), fault(Tier.LOCALIZED)))
+        lost = {'survivors_lost': ['rank 2'], 'identical': False}
+        results.add(done(2, fault(Tier.DISK, lost=7), **lost))
+        coverage = Coverage(parse_cells('meet,fetch:kill'))
+        coverage.add([Cell(Phase.MEET, Kind.KILL)])
+        assert results.summary(coverage) == (
+            'chaos: faults=3 localized=2 whole_job=0 disk=1 lost_iterations=7 bit_identical=false '
+            'phases_covered=1/2 survivors_lost=1'
+        )
+
+    @pytest.mark.parametrize(
+        ('job', 'status'),
+        [
+            (done(1, fault(Tier.LOCALIZED)), 0),
+            (done(1, fault(Tier.LOCALIZED, 1)), 1),
+            (done(1, fault(Tier.LOCALIZED), identical=False), 1),
+            (done(1, fault(Tier.LOCALIZED, stall_s=15.1)), 1),
+            (done(1, fault(Tier.LOCALIZED), survivors_lost=['rank 2']), 1),
+            (done(1, fault(Tier.LOCALIZED), failed='stands still'), 2),
+        ],
+    )
+    def test_exit_status(self, job: JobDone, status: int, tmp_path: Path) -> None:
+        results = Results(tmp_path / NAME)
+        results.add(job)
+        args = argparse.Namespace(max_stall=15.0)
+        assert verdict(args, results, Coverage([])) == status
+        assert verdict(args, results, Coverage(parse_cells('meet:kill'))) == max(status, 1)
+
+
+@pytest.mark.parametrize(
+    ('flags', 'complaint'),
+    [
+        ('--layout pp2+ep2', '--layout'),
+        ('--layout pp2-ep2-dp3', 'multiple of ep'),
+        ('--layout pp2-dp3', 'must divide'),
+        ('--layout pp0', 'at least 1'),
+        ('--nodes 3', 'another number'),
+        ('--faults 0', '--faults must be at least 1'),
+        ('--window none', '--window none'),
+        ('--kinds kill,burn', '--kinds kill,burn'),
+        ('--nodes 1 --workers-per-node 4', 'no replica survives'),
+        ('--kinds agent', 'an agent torchrun'),
+        ('--cover meet', 'phases:kinds'),
+        ('--aimed 2', '--aimed 2'),
+        ('--launcher torchrun --nodes 2', '--launcher torchrun needs'),
+    ],
+)
+def test_wrong_flags_are_named(
+    flags: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(flags.split())
+    assert complaint in capsys.readouterr().err

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a job came back after a fault, read out of its events and its log."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from moevement_ext.events import (
+    Event,
+    FailureDetected,
+    NextTier,
+    Recovered,
+    RecoveryStarted,
+    WindowPersisted,
+    WorkerStarted,
+)
+from tests.unit.tools.samples import event
+from tools.lab.evidence import Recovery, Tier, lost_iterations, persisted, recovery
+from tools.lab.run_log import Iteration
+
+FAULT_AT = 100.0
+
+
+def logged(*pairs: tuple[int, float]) -> list[Iteration]:
+    """Iterations of pairs of number and seconds."""
+    return [Iteration(time, number, 200.0, 5.0) for number, time in pairs]
+
+
+def happened(
+    kind: type[Event], rank: int, time: float, pid: int | None = None, **fields: Any
+) -> Event:
+    return event(kind, rank, time, pid=10 + rank if pid is None else pid, **fields)
+
+
+def localized(rank: int, time: float, pid: int | None = None, replayed: int = 0) -> Event:
+    fields: Any = {'scope': 'localized', 'target': 40, 'replayed': replayed}
+    return happened(Recovered, rank, time, pid, **fields)
+
+
+def found(events: Sequence[Event], pids: Sequence[int], *pairs: tuple[int, float]) -> Any:
+    return recovery(sorted(events, key=lambda item: item.time), pids, FAULT_AT, logged(*pairs))
+
+
+class TestRecovery:
+    SURVIVORS = [localized(0, 102.0), happened(FailureDetected, 1, 100.2), localized(1, 102.1)]
+    REPLACEMENT = [happened(WorkerStarted, 2, 100.5, 99), localized(2, 102.2, 99, replayed=4)]
+
+    def test_localized(self) -> None:
+        back = found([*self.SURVIVORS, *self.REPLACEMENT], [10, 11, 99], (40, 99.9))
+        assert back == Recovery(Tier.LOCALIZED, 102.2, 40, 4, 1)
+
+    def test_not_back_while_a_rank_is_missing(self) -> None:
+        assert found(self.SURVIVORS, [10, 11, 99], (40, 99.9)) is None
+
+    def test_what_an_earlier_process_reported_does_not_count(self) -> None:
+        assert found([*self.SURVIVORS, *self.REPLACEMENT], [10, 11, 98], (40, 99.9)) is None
+
+    def test_an_earlier_recovery_does_not_count(self) -> None:
+        earlier = [localized(rank, 99.0) for rank in range(3)]
+        assert found(earlier, [10, 11, 12], (40, 99.9), (41, 100.1)) is None
+
+    def test_a_failure_after_the_recovery_counts(self) -> None:
+        later = happened(FailureDetected, 0, 103.0)
+        assert found([*self.SURVIVORS, *self.REPLACEMENT, later], [10, 11, 99], (41, 102.9)) is None
+
+    def test_whole_job(self) -> None:
+        tier = {'reason': 'no log', 'tier': 'the whole job'}
+        events = [happened(NextTier, 0, 100.5, **tier)]
+        for rank in range(2):
+            events.append(happened(WorkerStarted, rank, 101.0, 50 + rank))
+            events.append(happened(RecoveryStarted, rank, 102.0, 50 + rank, start=36, dense_at=39))
+            events.append(happened(Recovered, rank, 103.0 + rank, 50 + rank, replayed=4))
+        back = found(events, [50, 51], (40, 99.0))
+        assert back == Recovery(Tier.WHOLE_JOB, 104.0, 40, 4, 2)
+
+    def test_localized_after_the_whole_job_was_started_again_is_whole_job(self) -> None:
+        tier = happened(NextTier, 0, 100.5, reason='', tier='the whole job')
+        back = found([*self.SURVIVORS, *self.REPLACEMENT, tier], [10, 11, 99], (40, 99.9))
+        assert back.tier is Tier.WHOLE_JOB
+
+    def test_from_the_start(self) -> None:
+        events = [happened(WorkerStarted, rank, 101.0, 50 + rank) for rank in range(2)]
+        assert found(events, [50, 51], (40, 99.0)) is None
+        back = found(events, [50, 51], (40, 99.0), (1, 103.0), (2, 103.5))
+        assert back == Recovery(Tier.DISK, 103.0, 0, 0, 2)
+
+    def test_a_survivor_that_logs_before_it_notices_is_not_back(self) -> None:
+        events = [happened(WorkerStarted, 1, 100.4, 51), happened(FailureDetected, 0, 100.3)]
+        assert found(events, [10, 51], (40, 99.0), (41, 100.5)) is None
+
+
+class TestLostIterations:
+    def test_back_at_the_newest_is_no_loss(self) -> None:
+        back = Recovery(Tier.LOCALIZED, 102.0, 40, 4, 1)
+        assert lost_iterations(back, logged((39, 99.0), (40, 99.9), (41, 102.5))) == 0
+
+    def test_trained_again(self) -> None:
+        back = Recovery(Tier.DISK, 103.0, 0, 0, 4)
+        assert lost_iterations(back, logged((39, 99.0), (40, 99.9), (1, 103.0))) == 40
+
+    def test_logged_between_fault_and_recovery(self) -> None:
+        back = Recovery(Tier.WHOLE_JOB, 103.0, 40, 4, 4)
+        assert lost_iterations(back, logged((40, 99.0), (41, 100.1), (42, 104.0))) == 1
+
+
+def test_persisted_on_all_ranks() -> None:
+    events = [happened(WindowPersisted, 0, 101.0), happened(WindowPersisted, 1, 99.0)]
+    assert not persisted(events, [10, 11], 100.0)
+    assert persisted([*events, happened(WindowPersisted, 1, 101.0)], [10, 11], 100.0)
+    assert not persisted([], [], 100.0)

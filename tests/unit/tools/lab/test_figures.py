@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks share: reports, CPU time, and how they end."""
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tools.lab import benchmark
+from tools.lab.benchmark import run_benchmark
+from tools.lab.cpu_clock import CpuClock
+from tools.lab.errors import LabError
+from tools.lab.figures import write_json
+from tools.lab.hardware import Hardware
+
+
+def test_cpu_clock_interpolates_between_samples() -> None:
+    clock = CpuClock.__new__(CpuClock)  # the samples are all it takes
+    clock._times, clock._seconds = [10.0, 20.0, 30.0], [0.0, 5.0, 4.0]
+    assert clock.seconds(12.0, 20.0) == pytest.approx(4.0)
+    assert clock.seconds(20.0, 30.0) == 0  # a child that ended takes nothing back
+
+
+def test_report_is_json_without_hosts_or_folders(tmp_path: Path) -> None:
+    target = tmp_path / 'new' / 'report.json'
+    write_json(target, {'hardware': Hardware.here(gpu=False), 'value': 1.23456789})
+    report = msgspec.json.decode(target.read_bytes())
+    assert report['value'] == 1.2346
+    assert report['hardware']['cores'] >= 1
+    assert '/' not in report['hardware']['processor']
+
+
+@pytest.mark.parametrize(('report', 'status'), [({'good': True}, 0), ({'good': False}, 1)])
+def test_a_benchmark_shows_and_writes_its_report(
+    report: dict[str, bool], status: int, tmp_path: Path
+) -> None:
+    shown = []
+    target = tmp_path / 'report.json'
+    code = run_benchmark(
+        'bench',
+        lambda console: report,
+        lambda found, console: shown.append(found),
+        target,
+        passed=lambda found: found['good'],
+    )
+    assert (code, shown) == (status, [report])
+    assert msgspec.json.decode(target.read_bytes()) == report
+
+
+def test_a_benchmark_without_result_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    monkeypatch.setattr(benchmark, 'Console', lambda: Console(file=text, width=100))
+
+    def fails(console: Console) -> None:
+        raise LabError('the job failed', 'its last words')
+
+    code = run_benchmark('bench', fails, lambda *_: None, None, passed=lambda _: True)
+    assert code == 2
+    assert text.getvalue() == 'its last words\nbench: the job failed\n'

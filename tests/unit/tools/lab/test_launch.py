@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What jobs are launched with, and what their launchers say of them."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.lab.launch import Death, Launch
+from tools.lab.local_cluster import LocalCluster
+from tools.lab.torchrun import Agents
+
+
+def launch(tmp_path: Path, **fields: int) -> Launch:
+    return Launch(tmp_path, ['--bf16'], nodes=2, **{'workers_per_node': 2, **fields})
+
+
+def test_an_armed_fault_is_not_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('MOEVEMENT_FAIL_AT', '0:1:step')
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3')
+    monkeypatch.setenv('ANYTHING', 'else')
+    environment = launch(tmp_path)._replace(variables={'OWN': '1'}).environment()
+    assert 'MOEVEMENT_FAIL_AT' not in environment
+    assert (environment['CUDA_VISIBLE_DEVICES'], environment['OMP_NUM_THREADS']) == ('', '1')
+    assert (environment['ANYTHING'], environment['OWN']) == ('else', '1')
+
+
+def test_what_the_local_launcher_prints_is_understood(tmp_path: Path) -> None:
+    cluster = LocalCluster(launch(tmp_path))
+    for line in (
+        'rank 1: started, pid 71, restart 0\n',
+        'rank 1 (pid 71) was killed by SIGKILL\n',
+        'rank 1: a hot spare takes over, pid 72, restart 1\n',
+        'rank 0 (pid 70) ended with exit status 3\n',
+        'job failed: rank 0 died too often\n',
+    ):
+        cluster._note(line)
+    assert cluster.pids() == {1: 72}
+    assert [(death.rank, death.pid, death.code) for death in cluster.deaths] == [
+        (1, 71, None),
+        (0, 70, 3),
+    ]
+    assert cluster.given_up == 'rank 0 died too often'
+    assert str(cluster.deaths[1]) == 'rank 0 (pid 70) ended with exit status 3'
+
+
+def test_ranks_of_agents_are_numbered_node_by_node(tmp_path: Path) -> None:
+    agents = Agents(launch(tmp_path))
+    (tmp_path / 'logs').mkdir()
+    (tmp_path / 'logs' / 'node0.log').write_text('')
+    agents.log_of(3).write_text(
+        'failed (exitcode: -9) local_rank: 1 (pid: 73) of binary: python\n'
+        'failed (exitcode: 1) local_rank: 0 (pid: 72) of binary: python\n'
+    )
+    found = [death._replace(time=0.0) for death in agents.deaths]
+    assert found == [Death(3, 73, None, 0.0), Death(2, 72, 1, 0.0)]
+    assert agents.log_of(2) == agents.log_of(3) != agents.log_of(1)
+
+
+def test_the_tail_is_that_of_the_worker_that_failed_first(tmp_path: Path) -> None:
+    agents = Agents(launch(tmp_path))
+    (tmp_path / 'logs').mkdir()
+    agents.log_of(0).write_text('agent\n[rank1]: fine\n')
+    agents.log_of(2).write_text('[rank2]: Traceback\n[rank3]: waits\n[rank2]: ValueError\n')
+    assert agents.tail() == '[rank2]: Traceback\n[rank2]: ValueError'
+    agents.log_of(2).write_text('[rank2]: waits\n')
+    assert agents.tail() == 'agent\n[rank1]: fine\n\n[rank2]: waits'

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lines of a training log, read back."""
+
+from datetime import timedelta
+
+import pytest
+
+from tests.unit.tools.samples import CONVERTED, START, iteration_line, slot_line
+from tools.lab.run_log import Captured, parse_log
+
+
+def test_a_line_gives_time_number_duration_and_loss() -> None:
+    log = parse_log('noise\n' + iteration_line(7, 3.25, 2.5, 350.5, prefix='[rank3]: ') + 'noise\n')
+    assert log.lives == [[((START + timedelta(seconds=3.25)).timestamp(), 7, 350.5, 2.5)]]
+
+
+@pytest.mark.parametrize('interval', [1, 10])
+def test_an_undisturbed_run_has_one_life(interval: int) -> None:
+    numbers = [interval, 2 * interval, 3 * interval]
+    log = parse_log(''.join(iteration_line(n, n, 3.0) for n in numbers))
+    assert [item.number for item in log.iterations] == numbers
+    assert len(log.lives) == 1
+
+
+def test_a_restart_from_memory_begins_a_life_even_where_numbers_go_on() -> None:
+    log = parse_log(iteration_line(3, 1, 3.0) + CONVERTED + iteration_line(4, 9, 3.0))
+    assert [[item.number for item in life] for life in log.lives] == [[3], [4]]
+
+
+@pytest.mark.parametrize('again', [1, 3])
+def test_a_restart_without_conversion_begins_a_life(again: int) -> None:
+    log = parse_log(iteration_line(3, 1, 3.0) + iteration_line(again, 9, 3.0))
+    assert [[item.number for item in life] for life in log.lives] == [[3], [again]]
+
+
+def test_captured_bytes_belong_to_the_iteration_logged_before() -> None:
+    log = parse_log(slot_line(1) + iteration_line(3, 1, 3.0) + slot_line(77))
+    assert log.captured == [Captured(3, 2, 77, 0.3)]
+
+
+def test_a_dense_checkpoint_counts_as_the_slowest_rank_does() -> None:
+    line = '    save-checkpoint ................................: (12.34, 56.78)\n'
+    assert parse_log(iteration_line(3, 1) + line).saved_ms == [56.78]
+
+
+def test_wall_seconds_have_the_stall_of_saving_in_them() -> None:
+    times = ((1, 1.0), (2, 2.0), (3, 2.5), (4, 4.5))
+    log = parse_log(''.join(iteration_line(number, time) for number, time in times))
+    assert log.wall_seconds(warm_up=1) == pytest.approx([1.0, 0.5, 2.0])
+    assert log.wall_seconds(warm_up=2) == pytest.approx([0.5, 2.0])
+
+
+def test_the_first_iteration_beyond_another() -> None:
+    log = parse_log(''.join(iteration_line(number, time) for time, number in enumerate((3, 4, 6))))
+    found = log.first_after(4)
+    assert found is not None and found.number == 6
+    assert log.first_after(6) is None

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events and log lines as a job writes them."""
+
+from datetime import datetime, timedelta
+from typing import Any
+
+from moevement_ext.events import Event, Recovered, WindowPersisted
+from tools.lab.hardware import Hardware
+
+START = datetime(2026, 1, 31, 23, 59, 58)
+HARDWARE = Hardware('a processor', 2, 24.0, None, 0.1, '2.15', '0.19.2')
+CONVERTED = (
+    ' sparse ckpt | converted window: 2 | dense at iteration: 4 | replayed iterations: 2 |\n'
+)
+_DEFAULTS: dict[type[Event], dict[str, Any]] = {
+    Recovered: {'replayed': 0, 'verified': 0, 'verified_at': -1, 'differing': [], 'seconds': {}},
+    WindowPersisted: {'start': 0, 'plan': 'a'},
+}
+
+
+def event(kind: type[Event], rank: int, time: float, **fields: Any) -> Event:
+    """An event; fields that matter to nobody here are filled in."""
+    return kind(rank=rank, time=time, **{**_DEFAULTS.get(kind, {}), **fields})
+
+
+def iteration_line(
+    number: int, seconds: float, loss: float = 5.0, elapsed_ms: float = 500.0, prefix: str = ''
+) -> str:
+    """As upstream's training_log writes it."""
+    time = (START + timedelta(seconds=seconds)).strftime('%Y-%m-%d %H:%M:%S.%f')
+    return (
+        f'{prefix} [{time}] iteration {number:8d}/{9:8d} | consumed samples: {16 * number:12d} | '
+        f'elapsed time per iteration (ms): {elapsed_ms:.1f} | learning rate: 2.1E-03 | '
+        f'global batch size:    16 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: 1.250 | '
+        'number of skipped iterations:   0 | number of nan iterations:   0 |\n'
+    )
+
+
+def slot_line(nbytes: int, window: int = 2) -> str:
+    """As sparse checkpointing writes it."""
+    return (
+        f'[rank1]:  sparse ckpt | window: {window} | slot bytes: {nbytes} | exposed (ms): 0.3 | '
+        'persisted: none | skipped windows: 0 | failures: 0 |\n'
+    )

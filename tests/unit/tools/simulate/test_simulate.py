@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/simulate.py: its answers as JSON, sweeps, timelines, and what it says to bad input."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.bench import simulate as bench_simulate
+from tools.simulate import __main__ as simulate
+
+ROOT = Path(__file__).resolve().parents[3]
+PROFILE = str(ROOT / 'docs' / 'assets' / 'simulate-profile.json')
+TRACE = str(ROOT / 'docs' / 'assets' / 'simulate-trace.csv')
+MOEVEMENT = (
+    '--system moevement --window 6 --iteration-time 2.9 --overhead 0.06 --mtbf 600 '
+    '--restart-time 0 --json'
+).split()
+DENSE = (
+    '--system dense --interval 150 --iteration-time 3.12 --overhead 0.345 --stall 0 --mtbf 450 '
+    '--restart-time 15 --json'
+).split()
+
+
+def answer(capsys: pytest.CaptureFixture[str], argv: list[str]) -> Any:
+    assert simulate.main(argv) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_sparse(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, MOEVEMENT)
+    a = 600 * math.expm1(2.96 / 600)
+    window = a * sum(math.exp((6 + p) * 2.9 / 600) for p in range(6))
+    assert found['ettr_exact'] == pytest.approx(6 * 2.9 / window)
+    assert found['ettr_first_order'] == pytest.approx(2.9 / 2.96 / (1 + 26.1 / 600))
+    assert found['expected_recovery_s'] == pytest.approx(26.1)
+    low, high = found['ettr_simulated_ci95']
+    assert low <= found['ettr_exact'] <= high and low <= found['ettr_simulated'] <= high
+
+
+def test_dense_and_its_best_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, [*DENSE, '--stall', '5', '--optimal-interval'])
+    assert found['interval'] == 150
+    assert found['optimal_interval_exact'] == round(found['optimal_interval_exact_s'] / 3.465)
+    assert found['optimal_interval_young_s'] == pytest.approx(math.sqrt(2 * 5 * 450))
+    flags = ' '.join(DENSE).replace('--interval 150', '--optimal-interval').split()
+    best = answer(capsys, [*flags, '--stall', '5'])
+    assert best['interval'] == found['optimal_interval_exact']
+    assert best['ettr_exact'] > found['ettr_exact']
+
+
+def test_no_failures_is_json_without_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, [*MOEVEMENT, '--mtbf', 'inf'])
+    assert found['mtbf_s'] is None
+    assert found['ettr_exact'] == found['ettr_first_order'] == 1 / (1 + 0.06 / 2.9)
+
+
+def test_rate_by_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ' '.join(MOEVEMENT).replace('--mtbf 600', '--gpus 16384 --gpu-hours-per-failure 50000')
+    assert answer(capsys, flags.split())['mtbf_s'] == pytest.approx(50000 / 16384 * 3600)
+
+
+@pytest.mark.parametrize(
+    'flags',
+    [
+        '--weibull-shape 0.7',
+        '--neighbours 1 --repeat 0.3 --nodes 12',
+        '--spares 1 --repair-time 3600',
+        '--stages 4 --micro-batches 8 --recovery localized',
+        '--skew 0.1 --experts 16 --frozen-saving 0.33',
+    ],
+)
+def test_other_failures_and_recoveries(capsys: pytest.CaptureFixture[str], flags: str) -> None:
+    plain = answer(capsys, MOEVEMENT)
+    found = answer(capsys, [*MOEVEMENT, *flags.split(), '--hours', '3000'])
+    assert 0 < found['ettr_simulated'] < 1
+    assert found['ettr_simulated'] != plain['ettr_simulated']
+
+
+def test_lost_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ['--system', 'moc', '--profile', PROFILE, '--mtbf', '600', '--job-hours', '12']
+    found = answer(capsys, [*flags, '--lost-budget', '0.0375', '--json'])
+    assert 0 < found['lost_tokens_share'] < 0.0375
+    assert found['saved_experts_at_end'] == 3
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(MOEVEMENT[:-1]) == 0
+    assert '0.9379' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        ('--mtbf -5', '--mtbf is -5.0; give a number above 0'),
+        ('--mtbf nan', '--mtbf is nan'),
+        ('--iteration-time 0', '--iteration-time is 0.0'),
+        ('--overhead -1', '--overhead is -1.0'),
+        ('--window 0', '--window is 0; give a whole number, 1 or more'),
+        ('--restart-time -3', '--restart-time is -3.0'),
+        ('--local-saving 2', '--local-saving is 2.0; a share'),
+        ('--frozen-saving -0.5', '--frozen-saving is -0.5'),
+        ('--hours 0', '--hours is 0.0'),
+        ('--weibull-shape 0', '--weibull-shape is 0.0'),
+        ('--repeat 1', '--repeat is 1.0; a probability'),
+        ('--spares -1', '--spares is -1'),
+        ('--recovery localized', '--stages is missing'),
+        ('--optimal-interval', '--optimal-interval moevement has a window'),
+        ('--trace nowhere.csv', 'nowhere.csv: cannot be read'),
+        ('--profile nowhere.json', 'nowhere.json: cannot be read'),
+        ('--system dense', '--interval is missing'),
+        ('--skew 0.1', '--experts is missing'),
+    ],
+)
+def test_bad_input_names_the_flag(
+    capsys: pytest.CaptureFixture[str], flags: str, message: str
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        simulate.main([*MOEVEMENT, *flags.split()])
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_rate_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        simulate.main('--system dense --interval 5 --iteration-time 1'.split())
+    assert raised.value.code == 2
+    assert '--mtbf is missing' in capsys.readouterr().err
+
+
+def test_infeasible_plan_names_the_operator(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ['--system', 'ours', '--profile', PROFILE, '--mtbf', '600']
+    with pytest.raises(SystemExit) as raised:
+        simulate.main([*flags, '--network-bandwidth', '0.01'])
+    assert raised.value.code == 2
+    assert "operator 'layer0.expert0'" in capsys.readouterr().err
+
+
+def test_sweep(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / 'sweep.png'
+    argv = ['sweep', '--over', 'mtbf', '--values', '300,3600', '--systems', 'gemini,ours']
+    found = answer(capsys, [*argv, '--profile', PROFILE, '--json', '--plot', str(target)])
+    assert [point['system'] for point in found] == ['gemini', 'ours'] * 2
+    assert found[0]['ettr_exact'] < found[2]['ettr_exact']
+    assert target.read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.parametrize(
+    'flags',
+    [
+        '--over gpus --values 512,4096 --gpu-hours-per-failure 7500',
+        '--over skew --values 0,0.2 --mtbf 600 --frozen-saving 0.33 --show recovery',
+        '--over network-bandwidth --values 1,2.5 --mtbf 600 --show window',
+        '--over copy-bandwidth --values 0.5,50 --mtbf 600 --show overhead',
+        '--over window --values 2,4 --mtbf 600',
+    ],
+)
+def test_sweeps_change_what_they_show(capsys: pytest.CaptureFixture[str], flags: str) -> None:
+    argv = ['sweep', *flags.split(), '--systems', 'moevement', '--profile', PROFILE, '--json']
+    first, second = answer(capsys, argv)
+    shown = flags.split('--show ')[1] if '--show' in flags else 'ettr_exact'
+    assert first[shown] != second[shown]
+
+
+def test_sweep_leaves_out_what_is_not_feasible(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ['sweep', '--over', 'network-bandwidth', '--values', '0.01,2', '--systems', 'ours']
+    argv += ['--profile', PROFILE, '--mtbf', '600', '--json']
+    assert simulate.main(argv) == 0
+    printed = capsys.readouterr()
+    assert [point['value'] for point in json.loads(printed.out)] == [2]
+    assert 'ours at network-bandwidth 0.01' in printed.err
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        ('--over mtbf --values a --systems ours', '--values a: give numbers'),
+        ('--over gpus --values 1.5 --systems ours', 'whole numbers'),
+        ('--over mtbf --values 5 --systems best', "--systems: 'best' is none"),
+        ('--over mtbf --values -5 --systems ours', '--mtbf is -5.0'),
+    ],
+)
+def test_bad_sweep(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
+    argv = flags.replace('--values -5', '--values=-5').split()
+    with pytest.raises(SystemExit) as raised:
+        simulate.main(['sweep', *argv, '--profile', PROFILE])
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_timeline_of_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / 'timeline.png'
+    argv = ['timeline', '--trace', TRACE, '--systems', 'checkfreq,ours', '--profile', PROFILE]
+    found = answer(capsys, [*argv, '--bins', '12', '--json', '--plot', str(target)])
+    assert len(found['ours']['goodput']) == 12 and len(found['ours']['failures']) == 24
+    assert sum(found['checkfreq']['goodput']) < sum(found['ours']['goodput'])
+    assert target.read_bytes().startswith(b'\x89PNG')
+
+
+def test_timeline_needs_a_length(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        simulate.main(['timeline', '--mtbf', '600', '--systems', 'ours', '--profile', PROFILE])
+    assert '--job-hours is missing' in capsys.readouterr().err
+
+
+def test_benchmark_runs_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_simulate.main(['--hours', '200']) == 0
+    assert 'partial experts' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('how', [['tools/simulate.py'], ['-m', 'tools.simulate']])
+def test_both_ways_to_start_it(how: list[str]) -> None:
+    command = [sys.executable, *how, *MOEVEMENT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)['window'] == 6
+
+
+def test_engine_needs_numpy_alone() -> None:
+    code = (
+        'import sys, moevement_ext.simulate.monte_carlo as _;'
+        'print(any(name in sys.modules for name in ("torch", "megatron", "msgspec")))'
+    )
+    command = [sys.executable, '-c', code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == 'False', done.stderr

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures how fast process groups are unblocked and connected anew, and what that leaves behind.
+
+    python -m tools.bench.regroup --json regroup.json
+
+Each cycle: all groups are used, every rank but one waits in an all-reduce, all unblock, and all
+groups are renewed in place. Resources are taken after a warm-up and again at the end.
+
+Exit status: 0 done, 1 what is counted (all but memory) grew, 2 a process failed.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from moevement_ext.regroup.process_groups import ProcessGroups
+from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.errors import LabError
+from tools.lab.figures import Spread
+from tools.lab.hardware import Hardware
+
+_SAMPLES = 10
+"""Of resources, over all cycles."""
+_COUNTED = ('file_descriptors', 'threads', 'shm_files', 'store_keys')
+_TIMEOUT = timedelta(seconds=60)
+_SHM = '/dev/shm/'
+_MIB = 1 << 20
+
+
+class Resources(msgspec.Struct, frozen=True):
+    """What is in use at one moment."""
+
+    cycle: int
+    file_descriptors: int
+    """Of the process, as are threads and memory."""
+    threads: int
+    memory_mib: float
+    """Resident."""
+    shm_files: int
+    """In /dev/shm, mapped."""
+    store_keys: int
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """What one process measured."""
+
+    groups: int
+    unblock_s: list[float]
+    renew_s: list[float]
+    resources: list[Resources]
+
+
+class RegroupReport(msgspec.Struct, frozen=True):
+    """Everything that was found."""
+
+    hardware: Hardware
+    processes: int
+    groups_per_process: int
+    cycles: int
+    warm_up: int
+    unblock_s: Spread
+    """Over the cycles, of the slowest process in each."""
+    renew_s: Spread
+    growth: dict[str, float]
+    """From the end of the warm-up to the last cycle, of the process where it is largest."""
+    resources: list[Resources]
+    """Of the process whose memory grew most."""
+
+
+class Bench(msgspec.Struct, frozen=True):
+    """What is to be run."""
+
+    processes: int
+    cycles: int
+    warm_up: int
+
+
+def _group_ranks(processes: int) -> list[list[int]]:
+    """Besides the world: 19 groups for each process, of the kinds that parallel training makes."""
+    ranks = list(range(processes))
+    half = processes // 2
+    lists = 7 * [ranks]
+    lists += 4 * [ranks[:half], ranks[half:]]
+    lists += 4 * [ranks[::2], ranks[1::2]]
+    return lists + 4 * [[rank] for rank in ranks]
+
+
+class _Rank:
+    """One process of the benchmark."""
+
+    def __init__(self, bench: Bench, rank: int, port: int, barrier: Any) -> None:
+        torch.set_num_threads(1)
+        self._bench = bench
+        self._rank = rank
+        self._together = barrier
+        self._store = TCPStore('127.0.0.1', port, is_master=False)
+        first: Store = PrefixStore('start', self._store)
+        dist.init_process_group('gloo', store=first, rank=rank, world_size=bench.processes)
+        made = [(ranks, dist.new_group(ranks)) for ranks in _group_ranks(bench.processes)]
+        self._groups: list[Any] = [dist.group.WORLD]
+        self._groups += [group for ranks, group in made if rank in ranks]
+        self._process_groups = ProcessGroups('gloo')
+
+    def run(self) -> RankReport:
+        """All cycles."""
+        unblock, renew, resources = [], [], []
+        every = max(1, self._bench.cycles // _SAMPLES)
+        for cycle in range(-self._bench.warm_up, self._bench.cycles):
+            if cycle >= 0 and cycle % every == 0:
+                resources.append(self._resources(cycle))
+            times = self._cycle(cycle)
+            if cycle >= 0:
+                unblock.append(times[0])
+                renew.append(times[1])
+        resources.append(self._resources(self._bench.cycles))
+        return RankReport(len(self._groups), unblock, renew, resources)
+
+    def _cycle(self, cycle: int) -> tuple[float, float]:
+        """Seconds to get out of the all-reduce, and to connect all groups."""
+        tensor = torch.ones(1)
+        for group in self._groups:
+            dist.all_reduce(tensor, group=group)
+        pending = dist.all_reduce(tensor, async_op=True) if self._rank else None
+        self._together.wait(_TIMEOUT.total_seconds())
+        start = time.monotonic()
+        self._process_groups.unblock()
+        if pending is not None:
+            _expect_error(pending)
+        unblocked = time.monotonic()
+        self._together.wait(_TIMEOUT.total_seconds())
+        renewing = time.monotonic()
+        self._process_groups.renew(PrefixStore(f'cycle{cycle}', self._store), None, _TIMEOUT)
+        return unblocked - start, time.monotonic() - renewing
+
+    def _resources(self, cycle: int) -> Resources:
+        process = psutil.Process()
+        # Nobody is connecting: the counts of all ranks are of the same state.
+        self._together.wait(_TIMEOUT.total_seconds())
+        taken = Resources(
+            cycle=cycle,
+            file_descriptors=process.num_fds(),
+            threads=process.num_threads(),
+            memory_mib=process.memory_info().rss / _MIB,
+            shm_files=sum(map.path.startswith(_SHM) for map in process.memory_maps()),
+            store_keys=self._store.num_keys(),
+        )
+        self._together.wait(_TIMEOUT.total_seconds())
+        return taken
+
+
+def _expect_error(work: dist.Work) -> None:
+    try:
+        work.wait()
+    except RuntimeError:
+        return
+    raise RuntimeError('an all-reduce that one rank never entered has returned')
+
+
+def _serve(bench: Bench, rank: int, port: int, barrier: Any, pipe: Connection) -> None:
+    """In a process of its own."""
+    try:
+        pipe.send(_Rank(bench, rank, port, barrier).run())
+    except Exception:
+        barrier.abort()
+        pipe.send(traceback.format_exc())
+
+
+def measure(bench: Bench) -> list[RankReport]:
+    """Run all processes to their end.
+
+    Raises:
+        LabError: one failed; its traceback.
+    """
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload(['torch.distributed'])
+    barrier = context.Barrier(bench.processes)
+    pipes = []
+    for rank in range(bench.processes):
+        ours, theirs = context.Pipe()
+        arguments = (bench, rank, store.port, barrier, theirs)
+        context.Process(target=_serve, args=arguments, daemon=True).start()
+        theirs.close()
+        pipes.append(ours)
+    return [_received(rank, pipe) for rank, pipe in enumerate(pipes)]
+
+
+def _received(rank: int, pipe: Connection) -> RankReport:
+    try:
+        answer = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        raise LabError(f'rank {rank} died') from None
+    if not isinstance(answer, RankReport):
+        raise LabError(f'rank {rank}: {answer}')
+    return answer
+
+
+def summarize(bench: Bench, hardware: Hardware, ranks: Sequence[RankReport]) -> RegroupReport:
+    """Over all ranks."""
+    growths = [_growth(rank.resources) for rank in ranks]
+    most = max(range(len(ranks)), key=lambda rank: growths[rank]['memory_mib'])
+    return RegroupReport(
+        hardware=hardware,
+        processes=bench.processes,
+        groups_per_process=ranks[0].groups,
+        cycles=bench.cycles,
+        warm_up=bench.warm_up,
+        unblock_s=Spread.of(
+            [max(times) for times in zip(*(rank.unblock_s for rank in ranks), strict=True)]
+        ),
+        renew_s=Spread.of(
+            [max(times) for times in zip(*(rank.renew_s for rank in ranks), strict=True)]
+        ),
+        growth={name: max(growth[name] for growth in growths) for name in growths[0]},
+        resources=ranks[most].resources,
+    )
+
+
+def _growth(resources: Sequence[Resources]) -> dict[str, float]:
+    first, last = resources[0], resources[-1]
+    names = [name for name in Resources.__struct_fields__ if name != 'cycle']
+    return {name: getattr(last, name) - getattr(first, name) for name in names}
+
+
+def print_report(report: RegroupReport, console: Console) -> None:
+    """For people."""
+    console.print(report.hardware.line(), highlight=False, soft_wrap=True)
+    console.print(
+        f'{report.processes} processes with {report.groups_per_process} groups each, '
+        f'{report.cycles} cycles after {report.warm_up}; the slowest process of each cycle, '
+        'median (and the range).\n'
+        f'unblock  {report.unblock_s.text(4)} s\n'
+        f'renew    {report.renew_s.text(4)} s',
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table()
+    for column in ('', 'growth'):
+        table.add_column(column, justify='right' if column else 'left')
+    for name, value in report.growth.items():
+        table.add_row(name.replace('_', ' '), f'{value:g}')
+    console.print(table)
+
+
+def grew(report: RegroupReport) -> bool:
+    """Whether something that is counted exactly did."""
+    return any(report.growth[name] > 0 for name in _COUNTED)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags, checked; exits with a message if they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog='bench_regroup',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('--processes', type=int, default=4, help='even (default: 4)')
+    parser.add_argument('--cycles', type=int, default=1000, help='(default: 1000)')
+    parser.add_argument('--warm-up', type=int, default=50, help='cycles before (default: 50)')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='write everything here')
+    args = parser.parse_args(argv)
+    if args.processes < 2 or args.processes % 2:
+        parser.error(f'--processes {args.processes}: must be even and at least 2')
+    if args.cycles < 1:
+        parser.error(f'--cycles {args.cycles}: must be at least 1')
+    if args.warm_up < 1:
+        parser.error(f'--warm-up {args.warm_up}: must be at least 1')
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    args = parse_arguments(argv)
+    bench = Bench(args.processes, args.cycles, args.warm_up)
+    return run_benchmark(
+        'bench_regroup',
+        lambda console: summarize(bench, Hardware.here(gpu=False), measure(bench)),
+        print_report,
+        args.json,
+        passed=lambda report: not grew(report),
+    )
+
+
+if __name__ == '__main__':
+    exit_on_sigterm()
+    sys.exit(main())

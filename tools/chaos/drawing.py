@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which fault comes to whom and when: drawn from a seed, no two faults of a job alike."""
+
+import enum
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Kind(enum.StrEnum):
+    """What a fault does."""
+
+    KILL = 'kill'
+    """SIGKILL of one worker."""
+    STOP = 'stop'
+    """SIGSTOP of one worker, which the others must find hung."""
+    NODE = 'node'
+    """SIGKILL of all workers of a node, whose host memory is deleted."""
+    DOUBLE = 'double'
+    """SIGKILL of two workers, at once or the second a little later, while the first recovers."""
+    STUCK = 'stuck'
+    """The loader of one worker waits for ever; the process is alive otherwise."""
+    WHOLE = 'whole'
+    """SIGKILL of all workers; the launcher lives on."""
+    JOB = 'job'
+    """SIGKILL of the launcher and all workers; the same job is launched again."""
+    AGENT = 'agent'
+    """SIGKILL of the agent of a node with its worker; it is started again."""
+
+
+_DECK = {
+    Kind.KILL: 5,
+    Kind.STOP: 1,
+    Kind.NODE: 2,
+    Kind.DOUBLE: 2,
+    Kind.STUCK: 1,
+    Kind.WHOLE: 1,
+    Kind.JOB: 1,
+    Kind.AGENT: 2,
+}
+_LATEST_ITERATIONS = 8
+_AT_ONCE = 0.25
+_APART_S = 2.5
+
+
+class Fault(NamedTuple):
+    """One fault."""
+
+    kind: Kind
+    victims: tuple[int, ...]
+    """Ranks; of `NODE` all of the node. A `DOUBLE` apart may hit the successor of its victim."""
+    after: int
+    """Iterations that are trained before it, since the last recovery."""
+    phase: float
+    """How much longer it waits, in iterations."""
+    apart_s: float = 0.0
+    """Seconds between the two kills of a `DOUBLE`."""
+    aimed: bool = False
+    """A second fault follows in a phase of the recovery from this one."""
+
+    def __str__(self) -> str:
+        ranks = ', '.join(map(str, self.victims))
+        apart = f' {self.apart_s:.1f} s apart' if self.apart_s else ''
+        return f'{self.kind:6} rank{"s" if len(self.victims) > 1 else ""} {ranks}{apart}'
+
+
+def draw_faults(
+    seed: int,
+    count: int,
+    kinds: Sequence[Kind],
+    nodes: int,
+    workers_per_node: int,
+    job: int = 0,
+    aimed: float = 0.0,
+) -> list[Fault]:
+    """The faults of one of the jobs that a seed stands for.
+
+    Kinds come in the proportions of a shuffled deck, so that a few dozen faults have all of them.
+    No two faults have the same kind, victims and number of iterations before them.
+
+    Args:
+        seed: of everything.
+        count: of faults.
+        kinds: to draw from.
+        nodes: emulated nodes.
+        workers_per_node: ranks on each, numbered node by node.
+        job: number of the job.
+        aimed: probability that a second fault is aimed at the recovery from a fault.
+    """
+    rng = random.Random(f'{seed} faults {job}')
+    drawn: list[Fault] = []
+    seen = set()
+    for kind in itertools.islice(_kinds(rng, kinds), count):
+        fault = _draw(rng, kind, nodes, workers_per_node)
+        if rng.random() < aimed:
+            fault = fault._replace(kind=Kind.KILL, victims=fault.victims[:1], apart_s=0, aimed=True)
+        while _likeness(fault) in seen:
+            fault = fault._replace(after=fault.after + 1)
+        seen.add(_likeness(fault))
+        drawn.append(fault)
+    return drawn
+
+
+def draw_window(seed: int, job: int, longest: int) -> int:
+    """Iterations per window of one of the jobs of a seed, from 1 to `longest`.
+
+    Consecutive jobs have different ones.
+    """
+    windows = list(range(1, longest + 1))
+    random.Random(seed).shuffle(windows)
+    return windows[job % longest]
+
+
+def _kinds(rng: random.Random, kinds: Sequence[Kind]) -> Iterator[Kind]:
+    while True:
+        deck = [kind for kind in kinds for _ in range(_DECK[kind])]
+        rng.shuffle(deck)
+        yield from deck
+
+
+def _draw(rng: random.Random, kind: Kind, nodes: int, workers_per_node: int) -> Fault:
+    ranks = range(nodes * workers_per_node)
+    after = 0 if rng.random() < _AT_ONCE else rng.randint(1, _LATEST_ITERATIONS)
+    apart_s = 0.0
+    if kind is Kind.NODE:
+        node = rng.randrange(nodes)
+        victims = tuple(ranks[node * workers_per_node : (node + 1) * workers_per_node])
+    elif kind is Kind.DOUBLE:
+        apart_s = rng.choice((0.0, rng.uniform(0.1, _APART_S)))
+        victims = tuple(rng.choices(ranks, k=2) if apart_s else rng.sample(ranks, 2))
+    elif kind in (Kind.WHOLE, Kind.JOB):
+        victims = tuple(ranks)
+    elif kind is Kind.AGENT:
+        victims = (rng.choice(ranks[1:]),)  # the first holds the store of the job
+    else:
+        victims = (rng.choice(ranks),)
+    return Fault(kind, victims, after, rng.uniform(0.0, 2.0), apart_s)
+
+
+def _likeness(fault: Fault) -> tuple[Kind, tuple[int, ...], int]:
+    return fault.kind, fault.victims, fault.after

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts one fault after the other on a job and notes how it comes back."""
+
+import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from moevement_ext.events import RecoveryPhase
+from tools.chaos.aiming import Aim
+from tools.chaos.configuration import HANG_TIMEOUT_S, STUCK_TIMEOUT_S
+from tools.chaos.drawing import Fault, Kind
+from tools.chaos.landing import Cell, Coverage, landed
+from tools.chaos.target import TargetJob
+from tools.lab.errors import LabError
+from tools.lab.evidence import Recovery, lost_iterations, persisted, recovery
+from tools.lab.run_log import Iteration
+
+LAST_ITERATIONS = 6
+"""At the end of a job that have no fault: a finished worker cannot help another to recover."""
+FEWEST_ITERATIONS = 3
+"""Of a job, for each fault: what the fault and the survey of it take at least."""
+_DETECTION_S = {Kind.STOP: HANG_TIMEOUT_S, Kind.STUCK: STUCK_TIMEOUT_S}
+_ELSEWHERE = 1.4
+"""Above this drawn number, which is up to 2, an aimed fault hits the first victim again."""
+
+
+class Injection(NamedTuple):
+    """A fault as it was put on the job."""
+
+    kind: Kind
+    time: float
+    """Seconds since the epoch."""
+    pid: int
+    """Of the worker it was aimed at."""
+
+
+class Outcome(NamedTuple):
+    """What became of a fault."""
+
+    fault: Fault
+    iteration: int
+    """The last one logged before the fault."""
+    recovery: Recovery
+    seconds: float
+    """From the last injection until all ranks were back."""
+    lost: int
+    unexpected: list[str]
+    """Workers that died without a fault."""
+    cells: list[Cell]
+    """Where the injections landed."""
+    stall_s: float
+    """`seconds` without the time after which a worker is declared hung."""
+    aimed: Cell | None = None
+    """What the second injection was aimed at."""
+
+    def line(self) -> str:
+        """For people."""
+        back = self.recovery
+        second = f', then {self.cells[-1]}' if len(self.cells) > 1 else ''
+        missed = f' (aimed: {self.aimed})' if self.aimed not in (None, self.cells[-1]) else ''
+        also = ''.join(f'; {death}' for death in self.unexpected)
+        return (
+            f'{self.fault}{second}{missed} after iteration {self.iteration}: {back.tier} in '
+            f'{self.seconds:.1f} s, at {back.target} again, {back.replayed} replayed, '
+            f'{self.lost} lost{also}'
+        )
+
+
+class FaultInjector:
+    """Puts faults on a job. One thread uses it.
+
+    Args:
+        job: runs and has events.
+        last: number of its last iteration.
+        kinds: faults that it can have.
+        coverage: says what to aim at, and learns what was hit.
+        report: called with each outcome.
+    """
+
+    def __init__(
+        self,
+        job: TargetJob,
+        last: int,
+        kinds: Sequence[Kind],
+        coverage: Coverage,
+        report: Callable[[Outcome], None],
+    ) -> None:
+        self._job = job
+        self._last = last
+        self._kinds = kinds
+        self._coverage = coverage
+        self._report = report
+        self._back_at = 0.0
+        self._from = 0
+        self._known: set[int] = set()
+
+    def inject_all(self, faults: Sequence[Fault]) -> int:
+        """Inject until the job is nearly over, then let it end; returns how many there were.
+
+        Raises:
+            LabError: the job failed or stands still.
+        """
+        count = 0
+        self._wait_for('protection', self._protected)
+        for number, fault in enumerate(faults):
+            cell = self._coverage.aim(self._kinds) if fault.aimed else None
+            if not self._is_time(fault, cell, faults_left=len(faults) - number):
+                break
+            self._report(self._outcome(fault, cell))
+            count += 1
+        self._wait_for('the end', lambda: False)
+        if count < len(faults) and faults[count].kind is Kind.NODE and not self._protected():
+            raise LabError(
+                f'from iteration {self._from} to the end no window was persisted on all ranks, '
+                f'waiting for {faults[count]}; see {self._job.folder}'
+            )
+        return count
+
+    def _is_time(self, fault: Fault, cell: Cell | None, faults_left: int) -> bool:
+        """Wait for the moment of a fault; False if the job is over before."""
+        share = (self._last - LAST_ITERATIONS - self._from) // faults_left - FEWEST_ITERATIONS
+        due = self._from + min(fault.after, max(0, share))
+        loses_memory = Kind.NODE in (fault.kind, cell.kind if cell else None)
+        arrived = self._wait_for(
+            'the next fault',
+            lambda: self._at() >= due and (not loses_memory or self._protected()),
+        )
+        if not arrived or self._at() > self._last - LAST_ITERATIONS:
+            return False
+        time.sleep(fault.phase * self._iteration_s())
+        return self._job.running() and self._at() <= self._last - LAST_ITERATIONS // 2
+
+    def _outcome(self, fault: Fault, cell: Cell | None) -> Outcome:
+        iteration = self._at()
+        injections = self._inject(fault, cell)
+        last = injections[-1]
+        found = self._recovery(last.time, str(fault))
+        self._back_at, self._from = found.at, found.target
+        events = self._job.events()
+        firsts = [None, *[injections[0].time] * (len(injections) - 1)]
+        cells = [
+            Cell(landed(events, first, one.time, one.pid), one.kind)
+            for first, one in zip(firsts, injections, strict=True)
+        ]
+        self._coverage.add(cells)
+        seconds = found.at - last.time
+        return Outcome(
+            fault=fault,
+            iteration=iteration,
+            recovery=found,
+            seconds=seconds,
+            lost=lost_iterations(found, self._iterations()),
+            unexpected=self._new_deaths(),
+            cells=cells,
+            stall_s=max(0.0, seconds - _DETECTION_S.get(last.kind, 0)),
+            aimed=cell,
+        )
+
+    def _new_deaths(self) -> list[str]:
+        new = {death.pid: death for death in self._job.unexpected if death.pid not in self._known}
+        self._known.update(new)
+        return [str(death) for death in new.values()]
+
+    # Injecting
+
+    def _inject(self, fault: Fault, cell: Cell | None) -> list[Injection]:
+        if cell is not None:
+            return self._inject_twice(fault, cell)
+        if fault.kind is Kind.DOUBLE and fault.apart_s:
+            first = self._put(Kind.KILL, fault.victims[:1])
+            time.sleep(fault.apart_s)
+            return [first, self._put(Kind.DOUBLE, fault.victims[1:])]
+        return [self._put(fault.kind, fault.victims)]
+
+    def _inject_twice(self, fault: Fault, cell: Cell) -> list[Injection]:
+        def suitable(rank: int) -> bool:
+            return cell.kind is not Kind.AGENT or rank > 0
+
+        aim = Aim(self._job.events_folder, cell.phase, suitable)
+        injections = [self._put(Kind.KILL, fault.victims)]
+        caught = aim.catch(self._job.running)
+        if caught is None:
+            return injections
+        return [*injections, self._inject_caught(fault, cell.kind, caught)]
+
+    def _inject_caught(self, fault: Fault, kind: Kind, caught: RecoveryPhase) -> Injection:
+        """Hit the worker that was caught, or release it and hit another."""
+        rank, pid = caught.rank, caught.pid
+        if kind is Kind.KILL and fault.phase > _ELSEWHERE:
+            self._job.release(pid)
+            return self._put(kind, fault.victims)
+        if kind is Kind.DOUBLE:
+            return self._put(kind, (rank, (rank + 1) % self._job.world_size), pid)
+        return self._put(kind, self._victims(kind, rank), pid)
+
+    def _victims(self, kind: Kind, rank: int) -> Sequence[int]:
+        if kind is Kind.NODE:
+            return self._job.ranks_of_node(rank)
+        return range(self._job.world_size) if kind in (Kind.WHOLE, Kind.JOB) else (rank,)
+
+    def _put(self, kind: Kind, victims: Sequence[int], pid: int | None = None) -> Injection:
+        pid = pid or self._job.pids()[victims[0]]
+        job = self._job
+        match kind:
+            case Kind.NODE:
+                at = job.lose_node_of(victims[0])
+            case Kind.STOP:
+                at = job.send(victims, signal.SIGSTOP)
+            case Kind.STUCK:
+                job.release(pid)
+                at = job.stick(victims[0])
+            case Kind.AGENT:
+                at = job.lose_agent(victims[0])
+            case Kind.JOB:
+                at = job.launch_again()
+            case _:
+                at = job.send(victims, signal.SIGKILL)
+        return Injection(kind, at, pid)
+
+    # Waiting
+
+    def _recovery(self, since: float, fault: str) -> Recovery:
+        found: list[Recovery] = []
+
+        def back() -> bool:
+            job = self._job
+            now = recovery(job.events(), job.pids(), since, self._iterations())
+            found.extend([now] if now else [])
+            return bool(found)
+
+        if not self._wait_for(f'recovery after {fault}', back):
+            raise LabError(f'the job ended, but did not report a recovery after: {fault}')
+        return found[0]
+
+    def _protected(self) -> bool:
+        """Every present worker has seen a window become persisted since the last recovery."""
+        return persisted(self._job.events(), self._job.pids(), self._back_at)
+
+    def _iterations(self) -> list[Iteration]:
+        """What the last rank has logged in all its lives, in order."""
+        return self._job.read_log().iterations
+
+    def _at(self) -> int:
+        iterations = self._iterations()
+        return iterations[-1].number if iterations else 0
+
+    def _iteration_s(self) -> float:
+        recent = [iteration.elapsed_ms / 1000 for iteration in self._iterations()[-8:]]
+        return statistics.median(recent or [0.0])
+
+    def _wait_for(self, what: str, happened: Callable[[], bool]) -> bool:
+        """Wait until something happens; False if the job ends before."""
+        return any(happened() for _ in self._job.follow(what)) or happened()

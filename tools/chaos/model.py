@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that faults are put on, and its layouts; an iteration takes a fraction of a second."""
+
+import math
+import re
+from typing import NamedTuple
+
+from tools.lab import models
+
+RUN_ID = 'chaos'
+
+SAMPLES = 8
+"""Of an iteration."""
+_LAYERS = 4
+_SIZES = ('pp', 'vp', 'tp', 'ep', 'dp')
+_LAYOUT = re.compile(rf'(?:{"|".join(_SIZES)})\d+(?:-(?:{"|".join(_SIZES)})\d+)*')
+_MODEL = models.ToyModel(hidden=32, heads=2, sequence=32, experts=4)
+# The clip is far below the gradient norm, so it acts in every step; the rate warms up and decays.
+_TRAINING = '--micro-batch-size 1 --lr 2e-3 --min-lr 1e-4 --clip-grad 0.5'.split()
+COMMON_FLAGS = [*_MODEL.flags(), *models.TRAINING, *_TRAINING, *models.TEXT]
+"""Of Megatron, in every configuration."""
+
+
+class Layout(NamedTuple):
+    """How the model is spread over ranks."""
+
+    name: str
+    pp: int = 1
+    vp: int = 1
+    """Model chunks on each pipeline stage."""
+    tp: int = 1
+    ep: int = 1
+    dp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of workers."""
+        return self.pp * self.tp * self.dp
+
+    def flags(self) -> list[str]:
+        """Flags of Megatron."""
+        chunks = self.pp * self.vp
+        layers = math.ceil(_LAYERS / chunks) * chunks
+        flags = ['--num-layers', str(layers), '--global-batch-size', str(SAMPLES)]
+        flags += ['--pipeline-model-parallel-size', str(self.pp)]
+        flags += ['--expert-model-parallel-size', str(self.ep)]
+        if self.tp > 1:
+            flags += ['--tensor-model-parallel-size', str(self.tp), '--sequence-parallel']
+        if self.vp > 1:
+            flags += ['--num-layers-per-virtual-pipeline-stage', str(layers // chunks)]
+        return flags
+
+
+def parse_layout(text: str) -> Layout:
+    """A layout such as `pp2-ep2`; the ranks of `ep` are data-parallel too.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    if _LAYOUT.fullmatch(text) is None:
+        raise ValueError(f'{text!r}: must be sizes such as pp2-ep2, pp4, pp2-vp2 or pp2-tp2')
+    sizes = {part[:2]: int(part[2:]) for part in text.split('-')}
+    sizes.setdefault('dp', sizes.get('ep', 1))
+    layout = Layout(text, **sizes)
+    if min(layout[1:]) < 1:
+        raise ValueError(f'{text!r}: every size must be at least 1')
+    if layout.dp % layout.ep:
+        raise ValueError(f'{text!r}: dp must be a multiple of ep')
+    if SAMPLES % layout.dp:
+        raise ValueError(f'{text!r}: dp must divide the {SAMPLES} samples of an iteration')
+    return layout

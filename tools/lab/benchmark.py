@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the programs that run jobs have in common around them."""
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.lab.errors import LabError
+from tools.lab.figures import write_json
+
+
+def run_benchmark[R](
+    name: str,
+    measure: Callable[[Console], R],
+    show: Callable[[R, Console], None],
+    target: Path | None,
+    passed: Callable[[R], bool],
+) -> int:
+    """Measure, show, write; returns the exit status: 0 passed, 1 not, 2 there is no result.
+
+    Args:
+        name: of the tool, in front of what went wrong.
+        measure: returns the report; raises `LabError` if there is none.
+        show: prints the report for people.
+        target: file for the report as JSON, if it is asked for.
+        passed: whether the report is as it must be.
+    """
+    console = Console()
+    try:
+        report = measure(console)
+    except LabError as error:
+        print_failure(console, name, error)
+        return 2
+    show(report, console)
+    if target:
+        write_json(target, report)
+    return 0 if passed(report) else 1
+
+
+def exit_on_sigterm() -> None:
+    """End by an exception, so that jobs are stopped and memory is freed. Main thread only."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+
+
+def print_failure(console: Console, tool: str, error: LabError) -> None:
+    """Say what went wrong, with the end of the log."""
+    if error.tail:
+        console.print(error.tail, markup=False, highlight=False, soft_wrap=True)
+    console.print(f'{tool}: {error}', style='bold red', markup=False, soft_wrap=True)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of final states, as `--sparse-ckpt-digest` writes them, and what differs between two."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.table import Table
+
+from tools.lab.errors import LabError
+
+
+class DigestFileError(LabError):
+    """A file that is no digest file; the message names it and says what is wrong."""
+
+
+class StateDigest(msgspec.Struct, frozen=True):
+    """The final training state of a job, as `--sparse-ckpt-digest` wrote it."""
+
+    digest: str
+    """SHA-256 of everything below."""
+    iteration: int
+    """Number of committed iterations."""
+    ranks: dict[str, dict[str, str]]
+    """Per rank, SHA-256 by name; a name begins with its kind: `exp_avg/decoder...`."""
+
+
+class Difference(NamedTuple):
+    """One entry that is not the same in both files."""
+
+    rank: str
+    kind: str
+    name: str
+
+
+def read_digest(path: Path) -> StateDigest:
+    """Read one file.
+
+    Raises:
+        DigestFileError: it cannot be read or is no digest file.
+    """
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=StateDigest)
+    except OSError as error:
+        raise DigestFileError(f'{path}: {error.strerror}') from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DigestFileError(
+            f'{path}: not a file of --sparse-ckpt-digest ({error}); give the file that a '
+            'completed run wrote'
+        ) from error
+    if not any(state.ranks.values()):
+        raise DigestFileError(f'{path}: holds no digests, so it proves nothing')
+    return state
+
+
+def differences(first: StateDigest, second: StateDigest) -> list[Difference]:
+    """Everything that is not the same; empty if the states are equal bit for bit."""
+    found = list(_entry_differences(first, second))
+    if first.iteration != second.iteration:
+        found.insert(0, Difference('all', 'iteration', f'{first.iteration}, {second.iteration}'))
+    if not found and first.digest != second.digest:
+        found.append(Difference('all', 'digest', 'the total contradicts the entries'))
+    return found
+
+
+def kinds_of_difference(first: StateDigest, second: StateDigest) -> list[str]:
+    """Kinds of state that are not the same in both, sorted."""
+    return sorted({difference.kind for difference in differences(first, second)})
+
+
+def _entry_differences(first: StateDigest, second: StateDigest) -> Iterator[Difference]:
+    for rank in sorted(first.ranks.keys() | second.ranks.keys(), key=lambda r: (len(r), r)):
+        ours, theirs = first.ranks.get(rank, {}), second.ranks.get(rank, {})
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                yield Difference(rank, name.partition('/')[0], name)
+
+
+def difference_table(found: Sequence[Difference], first: StateDigest, second: StateDigest) -> Table:
+    """Differences grouped by rank and kind."""
+    table = Table(title='States differ', title_justify='left')
+    table.add_column('rank', justify='right')
+    table.add_column('kind')
+    table.add_column('different', justify='right')
+    table.add_column('of', justify='right')
+    table.add_column('for example', overflow='fold')
+    groups: dict[tuple[str, str], list[str]] = {}
+    for rank, kind, name in found:
+        groups.setdefault((rank, kind), []).append(name)
+    for (rank, kind), names in groups.items():
+        total = _entries_of(kind, first.ranks.get(rank, {}), second.ranks.get(rank, {}))
+        example = names[0].removeprefix(f'{kind}/')
+        table.add_row(rank, kind, str(len(names)), str(total or len(names)), example)
+    return table
+
+
+def _entries_of(kind: str, *sides: dict[str, str]) -> int:
+    names = {name for side in sides for name in side}
+    return Counter(name.partition('/')[0] for name in names)[kind]

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job as it is launched, whatever launches it, and the processes that it consists of."""
+
+import contextlib
+import enum
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / 'pretrain_gpt.py'
+GRACE_S = 15
+"""Between a polite end and SIGKILL."""
+
+ENVIRONMENT = {
+    # One thread a process keeps the order of summation, hence the bits, the same everywhere.
+    'OMP_NUM_THREADS': '1',
+    'CUDA_DEVICE_MAX_CONNECTIONS': '1',
+    'CUDA_VISIBLE_DEVICES': '',  # the same with and without a GPU
+    'GLOO_SOCKET_IFNAME': 'lo',
+    'TORCHDYNAMO_DISABLE': '1',
+    'PYTHONUNBUFFERED': '1',
+    'PYTHONWARNINGS': 'ignore',
+}
+
+
+class Launcher(enum.StrEnum):
+    """What starts the workers, and starts them again."""
+
+    LOCAL = 'local'
+    """`scripts/local_cluster.py`, one for all emulated nodes."""
+    TORCHRUN = 'torchrun'
+    """One agent for each emulated node, static rendezvous."""
+
+
+class Launch(NamedTuple):
+    """A job of `pretrain_gpt.py` on emulated nodes."""
+
+    folder: Path
+    """For the logs; the job makes it, and it must not exist."""
+    flags: Sequence[str]
+    """Of the program."""
+    nodes: int
+    workers_per_node: int
+    max_restarts: int = 0
+    """Deaths of workers that are made up for: of all, or under torchrun of each node."""
+    spares: int = 0
+    """Hot spares; torchrun has none."""
+    variables: Mapping[str, str] = {}
+    """Environment of the workers besides `ENVIRONMENT`."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.workers_per_node
+
+    def environment(self) -> dict[str, str]:
+        """All of it; a fault that is armed in this process is none of the job."""
+        inherited = {name: os.environ[name] for name in os.environ if name != 'MOEVEMENT_FAIL_AT'}
+        return {**inherited, **ENVIRONMENT, **self.variables}
+
+
+class Death(NamedTuple):
+    """A worker is gone."""
+
+    rank: int
+    pid: int
+    code: int | None
+    """Exit status; None: killed by a signal."""
+    time: float
+    """Seconds since the epoch at which the launcher said so."""
+
+    def __str__(self) -> str:
+        how = 'was killed' if self.code is None else f'ended with exit status {self.code}'
+        return f'rank {self.rank} (pid {self.pid}) {how}'
+
+
+def node_name(node: int) -> str:
+    """Name of an emulated node, as in the folder of its host memory."""
+    return f'node{node}'
+
+
+def family(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Processes with everything that they have started and that still runs."""
+    found = list(processes)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += process.children(recursive=True)
+    return found
+
+
+def kill_groups(pids: Sequence[int]) -> None:
+    """SIGKILL the process groups of processes, if they are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(os.getpgid(pid), signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        port: int = probe.getsockname()[1]
+        return port

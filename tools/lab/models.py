@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models for the CPU, flags of each way to protect them, and the text that they train on."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.lab.errors import LabError
+from tools.lab.launch import ROOT
+
+CPU = (
+    '--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion '
+    '--no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion '
+    '--no-bias-gelu-fusion --no-bias-dropout-fusion'
+).split()
+TEXT = '--tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5'.split()
+"""Of bytes, as `prepare_data` writes it."""
+NO_EVALUATION = '--num-workers 0 --eval-interval 1000000 --eval-iters 0'.split()
+
+TRAINING = (
+    '--lr-decay-style cosine --weight-decay 0.1 --seed 1234 --log-interval 1 '
+    '--distributed-timeout-minutes 3'
+).split()
+_KIND = (
+    '--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear '
+    '--moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 '
+    '--moe-router-load-balancing-type aux_loss'
+).split()
+
+
+class ToyModel(NamedTuple):
+    """A GPT with a Mixture of Experts in every layer; an expert is as wide as the model."""
+
+    hidden: int
+    heads: int
+    sequence: int
+    experts: int
+
+    def flags(self) -> list[str]:
+        """Flags of Megatron for the model, but for its depth, on the CPU."""
+        return [
+            *CPU,
+            *_KIND,
+            *('--hidden-size', str(self.hidden), '--moe-ffn-hidden-size', str(self.hidden)),
+            *('--num-attention-heads', str(self.heads), '--num-experts', str(self.experts)),
+            *('--seq-length', str(self.sequence), '--max-position-embeddings', str(self.sequence)),
+        ]
+
+
+def data_flags(data: Path) -> list[str]:
+    """Flags for the text with a prefix."""
+    return ['--data-path', str(data), '--data-cache-path', str(data.parent / 'cache')]
+
+
+def sparse_flags(memory: Path, run_id: str, window: int | str, events: Path) -> list[str]:
+    """Sparse checkpointing.
+
+    Args:
+        memory: directory in a tmpfs.
+        run_id: name of the run within it.
+        window: W, or `auto`.
+        events: folder for the events.
+    """
+    return [
+        *('--sparse-ckpt', '--sparse-ckpt-strict', '--sparse-ckpt-window', str(window)),
+        *('--sparse-ckpt-dir', str(memory), '--sparse-ckpt-run-id', run_id),
+        *('--sparse-ckpt-events', str(events)),
+    ]
+
+
+def dense_flags(checkpoints: Path, interval: int, asynchronous: bool) -> list[str]:
+    """Megatron's own checkpoints on disk, resumed from if there are any."""
+    flags = ['--save', str(checkpoints), '--load', str(checkpoints), '--ckpt-format', 'torch_dist']
+    flags += ['--save-interval', str(interval)]
+    if asynchronous:
+        # Upstream saves asynchronously only with its persistent worker; its default strategy
+        # needs another package.
+        flags += ['--async-save', '--async-strategy', 'mcore', '--use-persistent-ckpt-worker']
+    return flags
+
+
+def prepare_text(folder: Path, megabytes: int = 4, quiet: bool = True) -> Path:
+    """Text of the standard library as byte tokens, written once; returns its prefix.
+
+    Args:
+        folder: for the text.
+        megabytes: of text, at most.
+        quiet: show nothing of it.
+
+    Raises:
+        LabError: it cannot be written.
+    """
+    prefix = folder / 'stdlib'
+    if not prefix.with_suffix('.idx').exists():
+        command = [sys.executable, '-m', 'tools.prepare_data']
+        command += ['--output-prefix', str(prefix), '--limit-mb', str(megabytes)]
+        environment = os.environ | {'PYTHONWARNINGS': 'ignore'}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=quiet, text=True)
+        if done.returncode:
+            raise LabError('the text could not be prepared', done.stderr or '')
+    return prefix

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of a run that failed and recovered, beside the fault-free one."""
+
+import enum
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools.lab.run_log import Iteration, RunLog
+
+MIB = 1 << 20
+
+
+class Failure(NamedTuple):
+    """Something was killed and the job came back."""
+
+    what: str
+    """What was lost, as a label."""
+    time: float
+    """Seconds since the epoch."""
+    before: Iteration
+    """The last one logged before."""
+    after: Iteration
+    """The first one logged when the job was back."""
+
+
+class Doing(enum.StrEnum):
+    """What a pipeline stage does."""
+
+    TRAINING = 'training'
+    WAITING = 'waiting (state kept)'
+    STARTING = 'starting process'
+    REPLAYING = 'replaying'
+
+
+class Span(NamedTuple):
+    """A stretch of time, in seconds since the epoch."""
+
+    doing: Doing
+    start: float
+    end: float
+
+
+class Lane(NamedTuple):
+    """What one pipeline stage did over time."""
+
+    title: str
+    spans: list[Span]
+
+
+class LocalizedFailure(NamedTuple):
+    """A failure that cost one pipeline stage its state while the others kept theirs."""
+
+    failure: Failure
+    lanes: list[Lane]
+    """Of all stages, the first one first."""
+
+
+def restarts(log: RunLog) -> list[Failure]:
+    """The failures after which the logging rank began a new life."""
+    return [
+        Failure('all workers killed', before[-1].time, before[-1], after[0])
+        for before, after in zip(log.lives, log.lives[1:], strict=False)
+    ]
+
+
+_PLAIN, _SPARSE, _FAILURE, _MUTED = '#7a869a', '#0b6e99', '#c8102e', '#5e6c84'
+_COLORS = {
+    Doing.TRAINING: '#0b6e99',
+    Doing.WAITING: '#b9d7e4',
+    Doing.STARTING: '#c4cad3',
+    Doing.REPLAYING: '#f0a202',
+}
+
+
+def plot(
+    plain: RunLog,
+    sparse: RunLog,
+    dense_bytes: int | None,
+    target: Path,
+    localized: LocalizedFailure | None = None,
+) -> None:
+    """Draw both runs into a PNG file.
+
+    Args:
+        plain: the fault-free run.
+        sparse: the run that failed and recovered.
+        dense_bytes: of the logging rank; None draws no comparison.
+        target: file to write; its folder is made.
+        localized: a failure that the logging rank survived; adds the strip of the stages. None
+            marks the restarts of that rank.
+    """
+    # Here, for it takes a second: readers of logs and wrong flags should not wait for it.
+    import matplotlib
+
+    matplotlib.use('Agg')
+    from matplotlib import pyplot
+
+    style: Any = {
+        'font.size': 10, 'axes.spines.top': False, 'axes.spines.right': False,
+        'axes.grid': True, 'grid.color': '#e6e8eb', 'axes.axisbelow': True,
+        'axes.edgecolor': _MUTED, 'xtick.color': _MUTED, 'ytick.color': _MUTED,
+        'axes.titlelocation': 'left', 'axes.titleweight': 'bold', 'legend.frameon': False,
+    }  # fmt: skip
+    with pyplot.rc_context(style):
+        heights = (3, 2) if localized is None else (3, 2, 1.3)
+        figure, (above, below, *strip) = pyplot.subplots(
+            len(heights), 1, figsize=(9, 1.4 * sum(heights)), height_ratios=heights,
+            layout='constrained',
+        )  # fmt: skip
+        _draw_loss(above, plain, sparse, [localized.failure] if localized else restarts(sparse))
+        _draw_bytes(below, sparse, dense_bytes)
+        if localized is not None:
+            _draw_stages(strip[0], localized, _origin(sparse.lives))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, dpi=150)
+        pyplot.close(figure)
+
+
+def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failures: Sequence[Failure]) -> None:
+    axes.set_title('Loss over wall-clock time')
+    _draw_lives(axes, plain.lives, _PLAIN, 'fault-free run', linewidth=5, alpha=0.45)
+    _draw_lives(axes, sparse.lives, _SPARSE, 'killed and recovered run', linewidth=1.8, marker='.')
+    _mark_end(axes, plain.lives, _MUTED)
+    _mark_end(axes, sparse.lives, _SPARSE)
+    for failure in failures:
+        _mark_failure(axes, failure, _origin(sparse.lives))
+    axes.set_xlabel('seconds since the first iteration')
+    axes.set_ylabel('language model loss')
+    axes.margins(x=0.04)
+    axes.legend(loc='upper right')
+
+
+def _mark_failure(axes: Any, failure: Failure, origin: float) -> None:
+    start, end = failure.time - origin, failure.after.time - origin
+    axes.axvspan(start, end, color=_FAILURE, alpha=0.08, linewidth=0)
+    axes.axvline(start, color=_FAILURE, linestyle='--', linewidth=1.2)
+    axes.annotate(
+        f'{failure.what}\nafter iteration {failure.before.number}',
+        (start, 0.8), xycoords=('data', 'axes fraction'), xytext=(6, 0),
+        textcoords='offset points', color=_FAILURE, va='top',
+    )  # fmt: skip
+    axes.annotate(
+        f'back at iteration {failure.after.number}\nafter {end - start:.1f} s',
+        (end, failure.after.loss), xytext=(-8, 14), textcoords='offset points',
+        color=_FAILURE, va='bottom', ha='right',
+    )  # fmt: skip
+
+
+def _draw_lives(
+    axes: Any, lives: Sequence[Sequence[Iteration]], color: str, label: str, **line: Any
+) -> None:
+    for number, life in enumerate(lives):
+        axes.plot(
+            [iteration.time - _origin(lives) for iteration in life],
+            [iteration.loss for iteration in life],
+            color=color, label=label if number == 0 else None, solid_capstyle='round', **line,
+        )  # fmt: skip
+
+
+def _mark_end(axes: Any, lives: Sequence[Sequence[Iteration]], color: str) -> None:
+    last = lives[-1][-1]
+    axes.annotate(
+        f'iteration {last.number}\nloss {last.loss:.6f}', (last.time - _origin(lives), last.loss),
+        xytext=(0, 28), textcoords='offset points', color=color, ha='right', va='bottom',
+    )  # fmt: skip
+
+
+def _origin(lives: Sequence[Sequence[Iteration]]) -> float:
+    """When the first iteration began."""
+    return lives[0][0].time - lives[0][0].elapsed_ms / 1000
+
+
+def _draw_bytes(axes: Any, sparse: RunLog, dense_bytes: int | None) -> None:
+    axes.set_title('Bytes captured per iteration, last rank')
+    # An iteration that ran again is drawn once.
+    newest = {slot.iteration: slot.nbytes for slot in sparse.captured}
+    axes.bar(
+        list(newest), [nbytes / MIB for nbytes in newest.values()],
+        color=_SPARSE, width=0.75, label='sparse slot',
+    )  # fmt: skip
+    if dense_bytes is not None and newest:
+        axes.axhline(dense_bytes / MIB, color=_MUTED, linestyle='--', linewidth=1.4)
+        mean = sum(newest.values()) / len(newest)
+        axes.annotate(
+            f'dense checkpoint: {dense_bytes / MIB:.2f} MiB      '
+            f'slots: {mean / dense_bytes:.0%} of it on average',
+            (0.01, dense_bytes / MIB), xycoords=('axes fraction', 'data'), xytext=(0, 6),
+            textcoords='offset points', color=_MUTED,
+            bbox={'facecolor': 'white', 'edgecolor': 'none', 'pad': 1},
+        )  # fmt: skip
+        axes.set_ylim(top=1.18 * dense_bytes / MIB)
+    axes.margins(x=0.01)
+    axes.grid(axis='x', visible=False)
+    axes.set_xlabel('iteration')
+    axes.set_ylabel('MiB')
+
+
+def _draw_stages(axes: Any, localized: LocalizedFailure, origin: float) -> None:
+    """Lanes around the failure, on the clock of the loss."""
+    failure, lanes = localized
+    axes.set_title('What each pipeline stage did around the failure')
+    for place, lane in enumerate(lanes):
+        for doing, start, end in lane.spans:
+            axes.barh(place, end - start, left=start - origin, height=0.6, color=_COLORS[doing])
+            if doing is not Doing.TRAINING:
+                axes.text(
+                    (start + end) / 2 - origin, place, f'{end - start:.1f} s', color='black',
+                    ha='center', va='center', fontsize=8, clip_on=True,
+                )  # fmt: skip
+    for doing, color in _COLORS.items():
+        axes.barh(0, 0, color=color, label=doing)
+    axes.axvline(failure.time - origin, color=_FAILURE, linestyle='--', linewidth=1.2)
+    margin = (failure.after.time - failure.time) / 4
+    axes.set_xlim(failure.time - margin - origin, failure.after.time + margin - origin)
+    axes.set_yticks(range(len(lanes)), [lane.title for lane in lanes])
+    axes.invert_yaxis()
+    axes.grid(axis='y', visible=False)
+    axes.set_xlabel('seconds since the first iteration')
+    axes.legend(loc='upper center', bbox_to_anchor=(0.5, -0.42), ncols=len(_COLORS))

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fault-tolerance system costs and saves: in closed form, and simulated.
+
+    python -m tools.simulate --system moevement --window 6 --iteration-time 2.9 --overhead 0.06 \\
+        --mtbf 600
+    python -m tools.simulate --system gemini --profile run.json --gpus 4096 \\
+        --gpu-hours-per-failure 30000
+    python -m tools.simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours ...
+    python -m tools.simulate timeline --trace failures.csv --systems gemini,ours \\
+        --plot goodput.png ...
+    python -m tools.simulate paper
+
+ETTR is the share of wall-clock time that goes into iterations which are kept. Semantics, formulas
+and systems: docs/simulator.md. `sweep`, `timeline` and `paper` have a --help of their own.
+
+Exit status: 0 done, 2 a flag or file that breaks a rule, or a plan that is not feasible.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+
+from rich.console import Console
+from rich.table import Table
+
+from moevement_ext.plan.byte_planner import InfeasiblePlan
+from moevement_ext.simulate import intervals
+from moevement_ext.simulate.closed_form import Dense
+from moevement_ext.simulate.fields import FieldError
+from moevement_ext.simulate.monte_carlo import Estimate
+from moevement_ext.simulate.partial import PartialRun
+from moevement_ext.simulate.profile import ProfileError
+from moevement_ext.simulate.runs import Run
+from moevement_ext.simulate.systems import SYSTEMS, System
+from moevement_ext.simulate.trace import TraceError
+from tools.simulate import flags
+
+BAD_INPUT = (FieldError, ProfileError, TraceError, InfeasiblePlan)
+SUBCOMMANDS = ('sweep', 'timeline', 'paper')
+
+
+def answer(scenario: flags.Scenario, name: str) -> dict[str, object]:
+    """Both answers for one system: the closed form and the simulation; seconds, bytes, shares.
+
+    Raises FieldError, InfeasiblePlan.
+    """
+    system = scenario.system(name)
+    costs = system.costs
+    estimate, run = scenario.simulate(system)
+    period = 'interval' if isinstance(costs, Dense) else 'window'
+    return {
+        'system': name,
+        'iteration_s': costs.iteration_s,
+        period: getattr(costs, period),
+        'overhead_s': costs.overhead_s,
+        **({'stall_s': costs.stall_s} if isinstance(costs, Dense) else {}),
+        'restart_s': costs.restart_s,
+        'mtbf_s': costs.mtbf_s,
+        **system.found,
+        'ettr_first_order': costs.ettr_first_order(),
+        'ettr_exact': costs.ettr_exact(),
+        'ettr_simulated': estimate.ettr,
+        'ettr_simulated_ci95': list(estimate.ci95),
+        'expected_recovery_s': costs.expected_recovery_s(),
+        **_simulated(estimate),
+        **lost_tokens(run),
+    }
+
+
+def _simulated(estimate: Estimate) -> dict[str, object]:
+    return {
+        'simulated_failures': estimate.failures,
+        'simulated_hours': estimate.hours,
+        'simulated_lost_s_per_failure': estimate.lost_s,
+        'simulated_struck_again': estimate.struck_again,
+        'simulated_wait_for_spare_s': estimate.waited_s,
+    }
+
+
+def lost_tokens(run: Run | None) -> dict[str, object]:
+    """PLT, MLT and the experts saved in the end, of systems that lose tokens."""
+    if not isinstance(run, PartialRun):
+        return {}
+    return {
+        'lost_tokens_share': run.plt(),
+        'lost_tokens_per_failure_iterations': run.mlt(),
+        'saved_experts_at_end': run.saved(),
+    }
+
+
+def optimal_interval(system: System) -> dict[str, object]:
+    """Best intervals for the system's stall and overhead, in iterations and seconds.
+
+    Raises FieldError for a system with windows.
+    """
+    costs = system.costs
+    if not isinstance(costs, Dense):
+        raise FieldError('optimal_interval', f'{system.name} has a window, not an interval')
+    best = intervals.optimal(costs)
+    stall_s, mtbf_s = costs.stall_s, costs.mtbf_s
+    return {
+        'optimal_interval_exact': best.exact,
+        'optimal_interval_young': best.young,
+        'optimal_interval_daly': best.daly,
+        'optimal_interval_exact_s': intervals.exact_s(stall_s, mtbf_s),
+        'optimal_interval_young_s': intervals.young_s(stall_s, mtbf_s),
+        'optimal_interval_daly_s': intervals.daly_s(stall_s, mtbf_s),
+    }
+
+
+def print_answer(found: dict[str, object], console: Console) -> None:
+    """For people."""
+    table = Table(show_header=False)
+    for name, value in found.items():
+        table.add_row(name.replace('_', ' '), _text(value))
+    console.print(table)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return ' to '.join(_text(item) for item in value)
+    if not isinstance(value, float):
+        return str(value)
+    if abs(value) >= 1000:
+        return f'{value:,.0f}'
+    return f'{value:.1f}' if abs(value) >= 10 else f'{value:.4f}'
+
+
+def parse_arguments(
+    argv: Sequence[str] | None,
+) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """The parser, for its errors, and the flags."""
+    parser = argparse.ArgumentParser(
+        prog='simulate', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('--system', choices=SYSTEMS, required=True)
+    parser.add_argument(
+        '--optimal-interval',
+        action='store_true',
+        help='print the best intervals too; --interval may be left out',
+    )
+    parser.add_argument('--json', action='store_true', help='print JSON')
+    flags.add_flags(parser)
+    return parser, parser.parse_args(argv)
+
+
+def compute(args: argparse.Namespace) -> dict[str, object]:
+    """Everything the flags ask for. Raises BAD_INPUT."""
+    scenario = flags.scenario(args)
+    if not args.optimal_interval:
+        return answer(scenario, args.system)
+    options = scenario.options
+    if options.interval is None and scenario.profile is None and args.system != 'none':
+        system = replace(scenario, options=replace(options, interval=1)).system(args.system)
+        best = optimal_interval(system)['optimal_interval_exact']
+        if best == math.inf:
+            raise FieldError('interval', 'is missing; without failures no interval is best')
+        scenario = replace(scenario, options=replace(options, interval=int(best)))  # type: ignore
+    best_intervals = optimal_interval(scenario.system(args.system))
+    return {**answer(scenario, args.system), **best_intervals}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in SUBCOMMANDS:
+        return _subcommand(arguments[0], arguments[1:])
+    parser, args = parse_arguments(arguments)
+    try:
+        found = compute(args)
+    except FieldError as error:
+        parser.error(flags.flag_error(error))
+    except BAD_INPUT as error:
+        parser.error(str(error))
+    if args.json:
+        print(json.dumps(flags.finite(found), indent=2))
+    else:
+        print_answer(found, Console())
+    return 0
+
+
+def _subcommand(name: str, argv: Sequence[str]) -> int:
+    module = {'paper': 'paper.__main__', 'sweep': 'sweep', 'timeline': 'timeline'}
+    return int(import_module(f'tools.simulate.{module[name]}').main(argv))
+
+
+if __name__ == '__main__':
+    sys.exit(main())

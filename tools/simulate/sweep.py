@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several systems over a range of one flag: a table, JSON and a plot.
+
+    python -m tools.simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours \\
+        --profile docs/assets/simulate-profile.json --plot ettr.png
+    python -m tools.simulate sweep --over gpus --values 512,4096,16384 \\
+        --gpu-hours-per-failure 30000 ...
+    python -m tools.simulate sweep --over network-bandwidth --values 0.5,1,2,5 --show window ...
+    python -m tools.simulate sweep --over interval --values 1,10,100 --systems gemini \\
+        --show overhead ...
+
+Lines are the closed form, points with bars the simulation with its 95 % confidence interval. A
+system that is not feasible at some value is left out there, and the reason is printed.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from moevement_ext.plan.byte_planner import InfeasiblePlan
+from moevement_ext.simulate.closed_form import Dense
+from moevement_ext.simulate.fields import FieldError
+from moevement_ext.simulate.profile import ProfileError
+from moevement_ext.simulate.systems import SYSTEMS
+from moevement_ext.simulate.trace import TraceError
+from tools.simulate import flags
+
+WHOLE = ('gpus', 'window', 'interval')
+OVER = ('mtbf', 'gpus', 'window', 'interval', 'copy-bandwidth', 'network-bandwidth', 'skew')
+SHOWN = {
+    'ettr': 'ETTR',
+    'overhead': 'overhead (share of an iteration)',
+    'window': 'window or interval (iterations)',
+    'recovery': 'mean recovery (s)',
+}
+AXIS = {
+    'mtbf': 'MTBF (s)',
+    'gpus': 'GPUs',
+    'window': 'window (iterations)',
+    'interval': 'interval (iterations)',
+    'copy-bandwidth': 'copy bandwidth per GPU (GB/s)',
+    'network-bandwidth': 'network per GPU (GB/s)',
+    'skew': 'skew of expert popularity',
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One system at one value."""
+
+    system: str
+    value: float
+    ettr_exact: float
+    ettr_simulated: float
+    ettr_simulated_ci95: tuple[float, float]
+    overhead: float
+    """Share of an iteration, stalls included."""
+    window: int
+    """Window, or interval of a dense system; iterations."""
+    recovery: float
+    """Expected, seconds."""
+
+
+def sweep(
+    args: argparse.Namespace, systems: Sequence[str], values: Sequence[float]
+) -> tuple[list[Point], list[str]]:
+    """Points, and why others are missing. Raises FieldError and what reads files."""
+    points, missing = [], []
+    for value in tqdm(values, desc=args.over, disable=None, leave=False):
+        attribute = args.over.replace('-', '_')
+        setattr(args, attribute, int(value) if args.over in WHOLE else value)
+        scenario = flags.scenario(args)
+        for name in systems:
+            try:
+                points.append(_point(scenario, name, value))
+            except InfeasiblePlan as error:
+                missing.append(f'{name} at {args.over} {value:g}: {error}')
+    return points, missing
+
+
+def _point(scenario: flags.Scenario, name: str, value: float) -> Point:
+    system = scenario.system(name)
+    costs = system.costs
+    estimate, _ = scenario.simulate(system)
+    overhead_s, iterations = costs.overhead_s, 0
+    if isinstance(costs, Dense):
+        iterations = costs.interval
+        overhead_s += costs.stall_s / costs.interval
+    else:
+        iterations = costs.window
+    return Point(
+        system=name,
+        value=value,
+        ettr_exact=costs.ettr_exact(),
+        ettr_simulated=estimate.ettr,
+        ettr_simulated_ci95=estimate.ci95,
+        overhead=overhead_s / costs.iteration_s,
+        window=iterations,
+        recovery=costs.expected_recovery_s(),
+    )
+
+
+def shown(point: Point, what: str) -> float:
+    """The figure of a point that is asked for."""
+    return point.ettr_exact if what == 'ettr' else float(getattr(point, what))
+
+
+def print_table(points: Sequence[Point], over: str, what: str, console: Console) -> None:
+    """A row per value, a column per system."""
+    names = list(dict.fromkeys(point.system for point in points))
+    table = Table(title=SHOWN[what])
+    for column in (AXIS[over], *names):
+        table.add_column(column, justify='right')
+    found = {(point.system, point.value): point for point in points}
+    for value in dict.fromkeys(point.value for point in points):
+        cells = [found.get((name, value)) for name in names]
+        texts = ['-' if cell is None else f'{shown(cell, what):.4g}' for cell in cells]
+        table.add_row(f'{value:g}', *texts)
+    console.print(table)
+
+
+def plot(points: Sequence[Point], over: str, what: str, target: Path) -> None:
+    """Draw a line per system into an image file."""
+    import matplotlib
+
+    matplotlib.use('agg')
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout='constrained')
+    for name in dict.fromkeys(point.system for point in points):
+        own = [point for point in points if point.system == name]
+        values = [point.value for point in own]
+        (line,) = axes.plot(values, [shown(point, what) for point in own], label=name)
+        if what == 'ettr':
+            middle = [point.ettr_simulated for point in own]
+            low = [point.ettr_simulated - point.ettr_simulated_ci95[0] for point in own]
+            high = [point.ettr_simulated_ci95[1] - point.ettr_simulated for point in own]
+            axes.errorbar(values, middle, [low, high], fmt='o', ms=3, color=line.get_color())
+    if over != 'skew' and min(point.value for point in points) > 0:
+        axes.set_xscale('log')
+    if what == 'ettr':
+        axes.set_ylim(top=1)
+    axes.set_xlabel(AXIS[over])
+    axes.set_ylabel(SHOWN[what])
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(target, dpi=100)
+    plt.close(figure)
+
+
+def names_of(parser: argparse.ArgumentParser, text: str) -> list[str]:
+    """Systems of a comma-separated list; exits with a message if one is none."""
+    names = text.split(',')
+    for name in names:
+        if name not in SYSTEMS:
+            parser.error(f'--systems: {name!r} is none; choose from {", ".join(SYSTEMS)}')
+    return names
+
+
+def parse_arguments(
+    argv: Sequence[str] | None,
+) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[float]]:
+    """The parser, the flags and the values; exits with a message if they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog='simulate sweep',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('--over', choices=OVER, required=True, help='flag that is varied')
+    parser.add_argument('--values', required=True, help='comma-separated')
+    parser.add_argument('--systems', required=True, help='comma-separated')
+    parser.add_argument('--show', choices=tuple(SHOWN), default='ettr')
+    parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
+    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
+    flags.add_flags(parser)
+    args = parser.parse_args(argv)
+    try:
+        values = [float(text) for text in args.values.split(',')]
+    except ValueError:
+        parser.error(f'--values {args.values}: give numbers, separated by commas')
+    if args.over in WHOLE and any(value != int(value) for value in values):
+        parser.error(f'--values {args.values}: --over {args.over} takes whole numbers')
+    return parser, args, values
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    parser, args, values = parse_arguments(argv)
+    try:
+        points, missing = sweep(args, names_of(parser, args.systems), values)
+    except FieldError as error:
+        parser.error(flags.flag_error(error))
+    except (ProfileError, TraceError) as error:
+        parser.error(str(error))
+    console = Console(stderr=args.json)
+    for reason in missing:
+        console.print(reason, style='yellow', markup=False, soft_wrap=True)
+    if not points:
+        return 2
+    if args.json:
+        print(json.dumps(flags.finite([vars(point) for point in points]), indent=2))
+    else:
+        print_table(points, args.over, args.show, console)
+    if args.plot:
+        plot(points, args.over, args.show, args.plot)
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

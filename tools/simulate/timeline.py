@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Goodput over the time of a job, with its failures marked: a trace, or failures drawn at random.
+
+    python -m tools.simulate timeline --trace docs/assets/simulate-trace.csv \\
+        --systems gemini,ours --profile docs/assets/simulate-profile.json --plot goodput.png
+    python -m tools.simulate timeline --mtbf 900 --job-hours 6 --systems gemini,ours ...
+
+Goodput is the share of each span of time that went into iterations which were kept in the end. All
+systems meet the same failures.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from moevement_ext.plan.byte_planner import InfeasiblePlan
+from moevement_ext.simulate.failures import Renewal
+from moevement_ext.simulate.fields import FieldError
+from moevement_ext.simulate.monte_carlo import Timeline
+from moevement_ext.simulate.profile import ProfileError
+from moevement_ext.simulate.trace import TraceError
+from tools.simulate import flags
+from tools.simulate.sweep import names_of
+
+_HISTORIES = 2  # only the first is drawn
+
+
+def timelines(args: argparse.Namespace, systems: Sequence[str]) -> dict[str, Timeline]:
+    """Of each system. Raises FieldError, InfeasiblePlan and what reads files."""
+    scenario = flags.scenario(args)
+    if isinstance(scenario.process, Renewal) and args.job_hours is None:
+        raise FieldError('job_hours', 'is missing; give it, or a trace')
+    found = {}
+    for name in systems:
+        estimate, _ = scenario.simulate(scenario.system(name), whole_jobs=True)
+        found[name] = estimate.timeline
+    return found
+
+
+def plot(found: dict[str, Timeline], bins: int, target: Path) -> None:
+    """Draw a line per system and a mark per failure into an image file."""
+    import matplotlib
+
+    matplotlib.use('agg')
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 3.5), layout='constrained')
+    for name, timeline in found.items():
+        middles, goodput = timeline.goodput(bins)
+        axes.step(middles / 3600, goodput, where='mid', label=name)
+    failures = next(iter(found.values())).failures / 3600
+    axes.plot(failures, np.full(len(failures), 1.03), 'kv', ms=4, label='failure')
+    axes.set(xlabel='hours', ylabel='goodput (share of time)', ylim=(0, 1.08))
+    axes.grid(alpha=0.3)
+    axes.legend(loc='lower left')
+    figure.savefig(target, dpi=100)
+    plt.close(figure)
+
+
+def parse_arguments(
+    argv: Sequence[str] | None,
+) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """The parser and the flags; exits with a message if they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog='simulate timeline',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('--systems', required=True, help='comma-separated')
+    parser.add_argument('--bins', type=int, default=72, help='spans of time (default: 72)')
+    parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
+    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
+    flags.add_flags(parser)
+    parser.set_defaults(histories=_HISTORIES)
+    args = parser.parse_args(argv)
+    if args.bins < 1:
+        parser.error(f'--bins {args.bins}: must be at least 1')
+    return parser, args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    parser, args = parse_arguments(argv)
+    try:
+        found = timelines(args, names_of(parser, args.systems))
+    except FieldError as error:
+        parser.error(flags.flag_error(error))
+    except (InfeasiblePlan, ProfileError, TraceError) as error:
+        parser.error(str(error))
+    if args.json:
+        print(json.dumps({name: _plain(timeline, args.bins) for name, timeline in found.items()}))
+    else:
+        _print_table(found)
+    if args.plot:
+        plot(found, args.bins, args.plot)
+    return 0
+
+
+def _plain(timeline: Timeline, bins: int) -> dict[str, list[float]]:
+    middles, goodput = timeline.goodput(bins)
+    return {
+        'seconds': middles.tolist(),
+        'goodput': goodput.tolist(),
+        'failures': timeline.failures.tolist(),
+    }
+
+
+def _print_table(found: dict[str, Timeline]) -> None:
+    table = Table()
+    for column in ('system', 'hours', 'failures', 'goodput'):
+        table.add_column(column, justify='left' if column == 'system' else 'right')
+    for name, timeline in found.items():
+        wall_s = timeline.seconds[-1]
+        share = f'{timeline.useful_s[-1] / wall_s:.4f}'
+        table.add_row(name, f'{wall_s / 3600:.2f}', str(len(timeline.failures)), share)
+    Console().print(table)
+
+
+if __name__ == '__main__':
+    sys.exit(main())
