@@ -111,11 +111,11 @@ class FailureDetected(Event, frozen=True, kw_only=True):
     name = EventName.FAILURE_DETECTED
 
     reason: str | UnsetType = UNSET
-    """Of a living rank: what has failed."""
+    """What has failed; on a living rank."""
     committed: int | UnsetType = UNSET
-    """Of a new job: the newest iteration that a rank of the predecessor had committed."""
+    """The newest iteration that a rank of the predecessor had committed."""
     windows: int | UnsetType = UNSET
-    """Of a new job: how many windows are complete on all ranks."""
+    """How many windows are complete on all ranks; when a job starts again."""
 
 
 class RecoveryPhase(Event, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ class Restart:
     captured: list[SlotHeader]
     """Newer slots, which tell whether the recovery is exact."""
     seconds: dict[str, float]
-    """Of each phase on this rank."""
+    """Duration of each phase on this rank."""
 
     @property
     def catches_up_to(self) -> int:
