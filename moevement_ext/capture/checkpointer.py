@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class ScheduledPlan(NamedTuple):
     """A plan and the iteration whose state is the first captured under it.
 
-    Windows begin at `origin`, `origin + W`, ... on every rank, so that ranks which learn of a plan
+    Windows begin at `origin`, `origin + W`, ... on every rank, so that ranks which hear of a plan
     late fall into step at the next boundary. `digest` covers the plans of all stages: windows of
     ranks that plan differently never count as one.
     """
@@ -44,7 +44,7 @@ class ScheduledPlan(NamedTuple):
 
 @dataclass
 class CaptureStatistics:
-    """What the log line and the metrics report; written by the training and sealing threads."""
+    """Figures of the log line and the metrics; no two threads write the same, but `failures`."""
 
     exposed_s: float = 0.0
     """Seconds the training thread spent on sparse checkpointing, waits included."""
@@ -85,7 +85,7 @@ class SparseCheckpointer:
     protection is reduced, reported and counted (invariant I6).
 
     Args:
-        identity: of this rank in this run.
+        identity: run, layout and rank, stamped on every slot.
         operators: slices of every operator on this rank.
         windows: the window files of this rank.
         replicator: sends sealed slots to the peers; `on_window_replicated` of it must lead to

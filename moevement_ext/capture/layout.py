@@ -31,7 +31,7 @@ class TensorSlice:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the slice in bytes."""
         return self.source.numel() * self.source.element_size()
 
 
@@ -43,12 +43,12 @@ class OperatorSlices(NamedTuple):
 
     @property
     def full_bytes(self) -> int:
-        """Bytes in a slot, alignment included."""
+        """Bytes in a slot that holds the operator in full, alignment included."""
         return sum(align_up(item.nbytes) for item in self.full)
 
     @property
     def light_bytes(self) -> int:
-        """Bytes in a slot, alignment included."""
+        """Bytes in a slot that holds its compute weights only, alignment included."""
         return sum(align_up(item.nbytes) for item in self.light)
 
 
@@ -60,7 +60,7 @@ class Copy(NamedTuple):
 
 
 class SlotLayout:
-    """The places of all tensors of one slot.
+    """Places of all tensors of one slot.
 
     Args:
         plan: the window's plan.

@@ -52,7 +52,7 @@ class HostMemoryPlan:
         self.ranks = dict(ranks)
 
     def by_kind(self) -> dict[str, int]:
-        """Return the bytes of the node by kind."""
+        """Bytes of the node by kind."""
         kinds = RankMemory.__struct_fields__
         return {kind: sum(getattr(rank, kind) for rank in self.ranks.values()) for kind in kinds}
 
@@ -62,7 +62,7 @@ class HostMemoryPlan:
         return sum(rank.total for rank in self.ranks.values())
 
     def describe(self) -> str:
-        """Return one line for the log: the node's total, by kind, and the largest rank."""
+        """One line for the log: the node's total, by kind, and the largest rank."""
         kinds = ', '.join(
             f'{kind.replace("_", " ")} {gib(size)}' for kind, size in self.by_kind().items()
         )
@@ -102,19 +102,19 @@ class HostMemoryPlan:
 
 
 def gib(nbytes: int) -> str:
-    """Return a size for people, e.g. `1.50 GiB`."""
+    """Size in bytes as people read it, e.g. `1.50 GiB`."""
     return f'{nbytes / GIB:.2f} GiB' if abs(nbytes) >= GIB // 100 else f'{nbytes} bytes'
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the free bytes of the file system that has, or will have, `directory`."""
+    """Free bytes of the file system that has, or will have, `directory`."""
     while not directory.exists():
         directory = directory.parent
     return shutil.disk_usage(directory).free
 
 
 def reserved_bytes(directory: Path) -> int:
-    """Return the bytes that files below `directory` occupy now (0 if there is none)."""
+    """Bytes that files below `directory` occupy now (0 if there is none)."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:

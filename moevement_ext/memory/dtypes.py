@@ -15,10 +15,10 @@ _DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Its name in a header, e.g. `bfloat16`."""
+    """Name of a type of elements in a header, e.g. `bfloat16`."""
     return str(dtype).removeprefix('torch.')
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The type of that name, None if it is unknown."""
+    """Type of elements of that name, None if it is unknown."""
     return _DTYPES.get(name)

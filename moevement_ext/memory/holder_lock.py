@@ -18,7 +18,7 @@ class HolderLock:
     """An flock on a file, held until released or until this process, not its forks, is gone.
 
     Args:
-        path: of the file, in a directory that is this user's alone.
+        path: the file, in a directory that is this user's alone.
 
     Raises:
         StoreInUseError: a live process has it.
@@ -48,7 +48,7 @@ class HolderLock:
             os.close(self._fd)
 
     def forget(self) -> None:
-        """In a forked child: close the inherited descriptor, which leaves the parent's lock."""
+        """Close the descriptor that a forked child has inherited; the parent keeps its lock."""
         os.close(self._fd)
 
 

@@ -33,7 +33,7 @@ _PREFIX = struct.Struct('<QQQ')  # checksum of the rest, sequence number, entry 
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What iteration `iteration` needs to be replayed; floats keep their exact bits."""
+    """Global scalars that the replay of one iteration needs; floats keep their exact bits."""
 
     iteration: int
     """Number of committed iterations, this one included."""

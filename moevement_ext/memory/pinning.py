@@ -35,7 +35,15 @@ def pin(file: MappedFile) -> None:
 
 
 def payload_tensor(file: MappedFile, view: np.ndarray) -> torch.Tensor:
-    """A flat uint8 tensor over `view`, a part of `file`, which is pinned if it was not yet."""
+    """Tensor over a part of a mapped file, which is pinned if it was not yet.
+
+    Args:
+        file: the file.
+        view: uint8, shape [bytes], a view of `file.array`.
+
+    Returns:
+        uint8 on the CPU, shape [bytes], of the same memory.
+    """
     pin(file)
     return torch.from_numpy(view)
 

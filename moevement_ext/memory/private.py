@@ -53,7 +53,7 @@ def check_directories(root: Path, path: Path) -> None:
     """Check all levels from `root` down to `path`, from which something is to be read.
 
     Raises:
-        ForeignFileError: as of `make_directories`.
+        ForeignFileError: as in `make_directories`.
         FileNotFoundError: a level is missing.
     """
     _check_root(root)
@@ -65,11 +65,15 @@ def open_file(path: Path, flags: int) -> int:
     """Open a regular file of this user, mode 0600; new ones are made so.
 
     Args:
-        flags: of `os.open`, without `O_TRUNC`: nothing changes before the check.
+        path: the file.
+        flags: as for `os.open`, without `O_TRUNC`: nothing changes before the check.
+
+    Returns:
+        The descriptor, which the caller closes.
 
     Raises:
         ForeignFileError: a link, not a regular file, of another user, or open to others.
-        OSError: as of `os.open`.
+        OSError: as in `os.open`.
     """
     try:
         # Without O_NONBLOCK a named pipe would block.

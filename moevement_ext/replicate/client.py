@@ -47,7 +47,7 @@ class PeerRefused(SparseCheckpointError):
 
 
 class ReplicaClient:
-    """One peer. One thread at a time uses it; it connects on first use and after a loss.
+    """Connection to one peer, opened on first use and after a loss. One thread at a time uses it.
 
     What the peer says is not believed before it has proved that it belongs to the job, and never
     decides alone how much memory is taken.
@@ -57,7 +57,7 @@ class ReplicaClient:
 
     Args:
         address: host and port of its `ReplicaServer`.
-        secret: of this life of the job.
+        secret: secret of this life of the job.
         timeout_s: time for one exchange, besides time to move its bytes.
         max_record_bytes: the largest record of its log, which cannot be larger than the log.
     """
@@ -117,7 +117,7 @@ class ReplicaClient:
         self._call(CommitWindow(owner, window), nbytes)
 
     def discard_after(self, owner: int, start: int) -> None:
-        """Have the peer drop replicas that begin after `start` (-1: all)."""
+        """Have the peer drop the owner's replicas that begin after `start` (-1: all)."""
         self._call(DiscardAfter(owner, start))
 
     def fetch_window(
@@ -219,7 +219,7 @@ class ReplicaClient:
         return header
 
     def interrupt(self) -> None:
-        """Let an exchange in progress end with `PeerLost`; from any thread."""
+        """Let an exchange in progress end with `PeerLost`. Called by any thread."""
         connection = self._connection
         if connection is not None:
             connection.shutdown()

@@ -94,7 +94,7 @@ class Connection:
             view = view[received:]
 
     def shutdown(self) -> None:
-        """Wake up whichever thread waits on this connection, from any thread."""
+        """Wake up whichever thread waits on this connection. Called by any thread."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # already gone

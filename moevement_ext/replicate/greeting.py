@@ -36,14 +36,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
-    """The server knows the secret; does the client?"""
+    """Answer of the server, which proves that it has the secret and asks for the same."""
 
     nonce: Nonce
     proof: Proof
 
 
 class Response(msgspec.Struct, frozen=True, tag=True):
-    """The client knows it, too."""
+    """Answer of the client, which proves that it has the secret, too."""
 
     proof: Proof
 
@@ -57,12 +57,12 @@ _VERDICT: msgspec.msgpack.Decoder[Ack | Refused] = msgspec.msgpack.Decoder(Ack |
 
 
 def new_secret() -> bytes:
-    """A secret for one life of a job."""
+    """Random secret for one life of a job, 32 bytes."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 def admit(connection: Connection, secret: bytes) -> None:
-    """Recognise the client of a new connection. The caller sets the deadline.
+    """Recognise the client of a new connection, as its server. The caller sets the deadline.
 
     Raises:
         ProtocolError: it does not belong to the job; it was told why, if it speaks the protocol.
@@ -86,7 +86,7 @@ def introduce(connection: Connection, secret: bytes) -> str | None:
     """Greet a server and recognise it. The caller sets the deadline.
 
     Returns:
-        The server's reason to refuse this client; None: both know each other.
+        The server's reason to refuse this client; None: both have recognised each other.
 
     Raises:
         ProtocolError: the server does not belong to the job.
@@ -109,5 +109,5 @@ def introduce(connection: Connection, secret: bytes) -> str | None:
 
 
 def _proof(secret: bytes, role: bytes, client: bytes, server: bytes) -> bytes:
-    """The role keeps a proof from being sent back to who made it."""
+    """Proof for one side; the role keeps it from being sent back to who made it."""
     return hmac.digest(secret, role + client + server, 'sha256')

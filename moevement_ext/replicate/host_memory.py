@@ -8,6 +8,7 @@ reserved, replica holders are placed and servers started.
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -18,7 +19,7 @@ from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.generations import GENERATIONS, OwnerWindows
 from moevement_ext.memory.window.name import Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
@@ -31,7 +32,6 @@ from moevement_ext.replicate.server import ReplicaServer
 
 logger = logging.getLogger(__name__)
 
-GENERATIONS = 3
 LEDGER_RECORDS = 4096
 
 Exchange = Callable[[bytes], list[bytes]]
@@ -42,27 +42,54 @@ class Member(msgspec.Struct, frozen=True):
     """What a rank tells the others about its host memory."""
 
     node: str
+    """Name of its node, real or emulated."""
     capacity_bytes: int
+    """Size of one of its window files."""
     log_bytes: int
+    """Size of its upstream log; 0: it keeps none."""
     host: str
     """The real host, which emulated nodes share."""
     secret: bytes
-    """Of this life of the job, from rank 0; what the other ranks draw is not used."""
+    """Secret of this life of the job, from rank 0; what the other ranks draw is not used."""
+
+
+class Share(NamedTuple):
+    """What one rank is to keep in host memory."""
+
+    rank: int
+    """Global rank."""
+    capacity_bytes: int
+    """Size of one window file of this rank."""
+    log_bytes: int
+    """Size of the upstream log of this rank; 0: it keeps none."""
+    hosts_replicas: bool = True
+    """Hold those that are placed here; without them, their owners lack one."""
 
 
 class HostMemory:
     """Window files, replicas held for others, ledger and server of one rank.
 
+    Construction and `connect` are collective. Any thread may call `fetch` and `interrupt_fetch`,
+    the training thread the rest.
+
     Args:
         config: settings.
         run_id: directory name of the run.
-        rank: global rank.
-        capacity_bytes: size of one window file of this rank.
-        log_bytes: size of the upstream log of this rank; 0: it keeps none.
+        share: what this rank keeps.
         device: where the tensors of the log come from.
         on_degraded: called with a reason when the log cannot keep all it should.
         exchange: collective over all ranks.
-        hosts_replicas: hold those that are placed here; without them, their owners lack one.
+
+    Attributes:
+        rank: global rank.
+        store: directory of the run on this node.
+        members: what all ranks have said of themselves, by rank.
+        holders: ranks that hold the replicas of each rank, by owner.
+        plan: bytes of all ranks of this node.
+        windows: the window files of this rank.
+        ledger: its ledger.
+        log: its upstream log, None if it keeps none.
+        server: serves all of that to the peers.
 
     Raises:
         HostMemoryError: over the budget, the tmpfs is too small, not ours or not writable, or no
@@ -75,23 +102,26 @@ class HostMemory:
         self,
         config: SparseCheckpointConfig,
         run_id: str,
-        rank: int,
-        capacity_bytes: int,
-        log_bytes: int,
+        share: Share,
         device: torch.device,
         on_degraded: Callable[[str], None],
         exchange: Exchange,
-        hosts_replicas: bool = True,
     ) -> None:
-        self.rank = rank
-        self._hosts_replicas = hosts_replicas
+        self.rank = share.rank
+        self._hosts_replicas = share.hosts_replicas
         self.store = NodeStore(Path(config.dir), run_id, node_name())
-        own = Member(node_name(), capacity_bytes, log_bytes, host_identity(), new_secret())
+        own = Member(
+            node=node_name(),
+            capacity_bytes=share.capacity_bytes,
+            log_bytes=share.log_bytes,
+            host=host_identity(),
+            secret=new_secret(),
+        )
         self.members = _exchange_members(own, exchange)
         self._secret = self.members[0].secret  # one replaced later still has that of the others
-        self.domains = failure_domains([member.node for member in self.members], config.topology)
-        self.holders = place_replicas(self.domains, config.replicas)
-        self.members[rank] = own  # a replacement may run on another node; replicas stay placed
+        domains = failure_domains([member.node for member in self.members], config.topology)
+        self.holders = place_replicas(domains, config.replicas)
+        self.members[self.rank] = own  # a replacement may run on another node; replicas stay placed
         self.log: UpstreamLog | None = None
         self._fetching: ReplicaClient | None = None
         self.plan = self._plan()
@@ -113,14 +143,15 @@ class HostMemory:
         on_degraded: Callable[[str], None],
     ) -> None:
         rank = self.rank
-        self.windows = OwnerWindows(self.store, rank, rank, own.capacity_bytes, GENERATIONS)
+        self.windows = OwnerWindows(self.store, rank, rank, own.capacity_bytes)
         self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS)
         if own.log_bytes:
             path = self.store.holder_path(rank) / 'upstream-log'
             self.log = UpstreamLog(path, own.log_bytes, device, config.max_wait, on_degraded)
         hosts = {member.host for member in self.members}
-        address = local_host(config.interface, several_hosts=len(hosts) > 1)
-        self.server = ReplicaServer(self.store, rank, self._hosted(rank), self._secret, address)
+        host = local_host(config.interface, several_hosts=len(hosts) > 1)
+        hosted = self._hosted(rank)
+        self.server = ReplicaServer(self.store, rank, hosted, self._secret, (host, 0))
         if self.log is not None:
             self.server.serve_log(self.log)
 
@@ -136,16 +167,16 @@ class HostMemory:
         self.addresses[self.rank] = self.server.address
 
     def client(self, rank: int) -> ReplicaClient:
-        """A new client of another rank's server."""
+        """New client of another rank's server, not yet connected."""
         log_bytes = self.members[rank].log_bytes
         return ReplicaClient(self.addresses[rank], self._secret, max_record_bytes=log_bytes)
 
     def peer_addresses(self) -> list[tuple[str, int]]:
-        """Where the holders of this rank's replicas listen now."""
+        """Host and port where each holder of this rank's replicas listens now."""
         return [self.addresses[rank] for rank in self.holders[self.rank]]
 
     def peers(self) -> dict[int, ReplicaClient]:
-        """New clients of the ranks that hold this rank's replicas."""
+        """New clients of the ranks that hold this rank's replicas, by rank."""
         return {rank: self.client(rank) for rank in self.holders[self.rank]}
 
     def fetch(
@@ -180,7 +211,7 @@ class HostMemory:
         return file
 
     def captured_after(self, start: int) -> list[SlotHeader]:
-        """What was captured of this rank's state in windows that begin after `start`.
+        """Headers of what was captured of this rank's state in windows that begin after `start`.
 
         From its own memory or, if nothing is there, from whoever holds its replicas.
         """
@@ -208,7 +239,7 @@ class HostMemory:
                 client.close()
 
     def interrupt_fetch(self) -> None:
-        """Let a `fetch` in progress on another thread end with `PeerLost`."""
+        """Let a `fetch` in progress on another thread end with `PeerLost`. Called by any thread."""
         client = self._fetching
         if client is not None:
             client.interrupt()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a thread that may be within an exchange with a peer, or just about to begin one."""
+"""How to end a thread that may be within an exchange with a peer, or about to begin one."""
 
 import threading
 import time
@@ -10,9 +10,12 @@ _AGAIN_SECONDS = 0.1
 
 
 def join_interrupted(thread: threading.Thread, interrupt: Callable[[], None]) -> None:
-    """Wait for `thread`, which was told to end; `interrupt` cuts off the exchange it is in.
+    """Wait for a thread that was told to end, but not for long.
 
-    Again and again: a connection may just have been opened when it was interrupted.
+    Args:
+        thread: the thread.
+        interrupt: cuts off the exchange it is in; called again and again, as a connection may
+            just have been opened when it was interrupted.
     """
     expires = time.monotonic() + _SECONDS
     while thread.is_alive() and time.monotonic() < expires:

@@ -28,7 +28,7 @@ class _Fetched(NamedTuple):
 
 
 class LogReader:
-    """Fetches all records of one direction from one neighbour, in order, on a background thread.
+    """All records of one direction from one neighbour, fetched in order on a background thread.
 
     The replaying thread calls `take`; any thread may call `close`.
 
@@ -62,9 +62,11 @@ class LogReader:
         self._thread.start()
 
     def take(self, iteration: int, sequence: int, timeout_s: float | None = None) -> torch.Tensor:
-        """Return the next tensor, on the CPU, once it is here; the caller owns its memory.
+        """Next tensor, on the CPU, once it is here; the caller owns its memory.
 
         Args:
+            iteration: number of the iteration in which it was sent.
+            sequence: its place among those sent in that iteration, from 0.
             timeout_s: None: wait until it comes, the neighbour fails or the reader is closed.
 
         Raises:
@@ -145,7 +147,7 @@ class LogReader:
 
 
 def _as_tensor(logged: LoggedTensor, data: bytearray) -> torch.Tensor:
-    """Return the tensor over the memory of `data`, without a copy."""
+    """Tensor over the memory of `data`, without a copy."""
     dtype = dtype_of(logged.dtype)
     if dtype is None:
         raise CorruptLog(f'unknown dtype {logged.dtype!r}')

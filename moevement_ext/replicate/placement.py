@@ -26,32 +26,40 @@ def place_replicas(
 ) -> list[tuple[int, ...]]:
     """Ranks that hold the copies of each rank's state, indexed by owner.
 
-    `domains[rank]` names what fails as a whole (a node, a rack). The copies and the owner are all
+    A failure domain is what fails as a whole (a node, a rack). The copies and the owner are all
     in different domains; where there are fewer other domains than `replicas`, an owner has fewer
     holders, down to none. Ranks are loaded as equally as that allows, all exactly alike where
     domains are of one size.
 
-    `groups` lists ranks with the same state, such as data-parallel peers without a distributed
-    optimizer. They are copies already and count as such: there are only as many holders as the
-    rank with the fewest peers in other domains still needs, and holders keep out of the domains of
-    the owner's group where they can. Between placements that load alike, the one whose links are
-    cheaper by `distance` is taken: the best turns of the ring of domains, then exchanges of two
-    holders as long as one helps (a local optimum). With either, time and memory grow with the
-    square of the ranks.
+    Data-parallel replicas are copies already and count as such: there are only as many holders as
+    the rank with the fewest of them in other domains still needs, and holders keep out of the
+    domains of the owner's group where they can. Between placements that load alike, the one whose
+    links are cheaper is taken: the best turns of the ring of domains, then exchanges of two holders
+    as long as one helps (a local optimum). With `groups` or `distance`, time and memory grow with
+    the square of the ranks.
+
+    Args:
+        domains: failure domain of each rank.
+        replicas: copies of each rank's state on other ranks.
+        groups: ranks with the same state: data-parallel replicas without a distributed optimizer.
+        distance: cost of the link from an owner to a holder.
+
+    Raises:
+        ValueError: `replicas` is negative.
     """
     if replicas < 0:
-        raise ValueError(f"replicas is {replicas}; it must be 0 or more")
-    known = _Domains(domains, groups or ())
-    copies = known.further_copies(replicas)
+        raise ValueError(f'replicas is {replicas}; it must be 0 or more')
+    sites = _Domains(domains, groups or ())
+    copies = sites.further_copies(replicas)
     if copies == 0:
         return [()] * len(domains)
-    prices = known.prices(distance) if groups or distance else None
-    if (copies + 1) * int(known.sizes.max()) > len(domains):
-        holders = _least_loaded(known, copies, prices)
+    prices = sites.prices(distance) if groups or distance else None
+    if (copies + 1) * int(sites.sizes.max()) > len(domains):
+        holders = _least_loaded(sites, copies, prices)
     else:
-        holders = _rotate(known, copies, prices)
+        holders = _rotate(sites, copies, prices)
         if prices is not None:
-            _exchange(known, holders, prices)
+            _exchange(sites, holders, prices)
     return [tuple(row) for row in holders.tolist()]
 
 
@@ -66,9 +74,16 @@ def survival_probability(
 ) -> float:
     """Probability that `failed_domains` domains lost at once leave a copy of every rank's state.
 
-    A rank's state survives in the owner, in any of its `holders`, and in those of the ranks with
-    the same state (`groups`); every set of domains is equally likely. Exact up to ENUMERATION_LIMIT
-    sets, else estimated from `samples` sets.
+    A rank's state survives in the owner, in any of its holders, and in those of the ranks with the
+    same state; every set of domains is equally likely. Exact up to `ENUMERATION_LIMIT` sets.
+
+    Args:
+        domains: failure domain of each rank.
+        holders: ranks that hold copies of each rank's state, by owner.
+        failed_domains: number of domains lost.
+        groups: ranks with the same state.
+        samples: sets of domains to estimate from where there are too many to enumerate.
+        seed: of their choice.
     """
     index = {name: position for position, name in enumerate(sorted(set(domains)))}
     kept = np.zeros((len(domains), len(index)), dtype=bool)
@@ -84,12 +99,20 @@ def copies_survival(
 ) -> float:
     """Probability that each item keeps a copy when `failed_domains` random domains are lost.
 
-    `kept` is bool (items, domains): whether a domain has a copy of an item. Exact (by enumeration)
-    where `is_exact`, else estimated from `samples` sets of domains.
+    Exact, by enumeration, where `is_exact`.
+
+    Args:
+        kept: bool, shape [items, domains]: whether a domain has a copy of an item.
+        failed_domains: number of domains lost.
+        samples: sets of domains to estimate from where there are too many to enumerate.
+        seed: of their choice.
+
+    Raises:
+        ValueError: there are not that many domains.
     """
     domains = kept.shape[1]
     if not 0 <= failed_domains <= domains:
-        raise ValueError(f"failed_domains is {failed_domains}, of {domains} domains")
+        raise ValueError(f'failed_domains is {failed_domains}, of {domains} domains')
     kept = np.unique(kept, axis=0).astype(np.float32)
     if is_exact(domains, failed_domains):
         sets: Iterable[np.ndarray] = _all_sets(domains, failed_domains)
@@ -104,7 +127,7 @@ def copies_survival(
 
 
 def is_exact(domains: int, failed_domains: int) -> bool:
-    """Whether a survival probability is found by enumeration, not by sampling."""
+    """True if a survival probability is found by enumeration, not by sampling."""
     return comb(domains, failed_domains) <= ENUMERATION_LIMIT
 
 

@@ -31,7 +31,7 @@ FrameBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_FRAME_BYTES)]
 
 
 class PutSlot(msgspec.Struct, frozen=True, tag=True):
-    """Announces one sealed slot of the sender's window."""
+    """Announcement of one sealed slot of the sender's window."""
 
     owner: Count
     window: WindowName
@@ -41,66 +41,66 @@ class PutSlot(msgspec.Struct, frozen=True, tag=True):
     frame_checksum: Count
     """Identifies the content of the slot (`slot.frame_checksum`)."""
     persisted: WindowName | None
-    """The newest window the owner knows to be persisted everywhere: older replicas may go."""
+    """Newest window that, as far as the owner was told, is persisted everywhere."""
 
 
 class CommitWindow(msgspec.Struct, frozen=True, tag=True):
-    """All slots were sent: verify the whole window and make it permanent."""
+    """Request to verify a whole window, all of whose slots were sent, and to make it permanent."""
 
     owner: Count
     window: WindowName
 
 
 class DiscardAfter(msgspec.Struct, frozen=True, tag=True):
-    """Windows after `start` (-1: all) belong to an abandoned past."""
+    """Request to drop windows after `start` (-1: all), which belong to an abandoned past."""
 
     owner: Count
     start: int
 
 
 class FetchWindow(msgspec.Struct, frozen=True, tag=True):
-    """Send a whole committed window."""
+    """Request for a whole committed window."""
 
     owner: Count
     window: WindowName
 
 
 class FetchHeaders(msgspec.Struct, frozen=True, tag=True):
-    """Send the headers of all sealed slots of windows after `start`, complete or not."""
+    """Request for the headers of all sealed slots of windows after `start`, complete or not."""
 
     owner: Count
     start: int
 
 
 class FetchLog(msgspec.Struct, frozen=True, tag=True):
-    """Send one record of the upstream log of the peer."""
+    """Request for one record of the upstream log of the peer."""
 
     key: LogKey
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """Done."""
+    """Answer: done."""
 
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):
-    """The place is reserved: send payload and frame now."""
+    """Answer: the place is reserved, send payload and frame now."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Not done, and why."""
+    """Answer: not done, and why."""
 
     reason: str
 
 
 class WindowHead(msgspec.Struct, frozen=True, tag=True):
-    """The window that follows: number of slots and of bytes."""
+    """Head of the window, or of the headers, that follow: number of slots and of bytes."""
 
     slots: Count
     nbytes: Count
 
 
 class SlotHead(msgspec.Struct, frozen=True, tag=True):
-    """The slot that follows."""
+    """Head of the slot that follows."""
 
     slot: Count
     payload_bytes: Count
@@ -108,13 +108,13 @@ class SlotHead(msgspec.Struct, frozen=True, tag=True):
 
 
 class LogHead(msgspec.Struct, frozen=True, tag=True):
-    """The record that follows."""
+    """Head of the record that follows."""
 
     tensor: LoggedTensor
 
 
 class NotYet(msgspec.Struct, frozen=True, tag=True):
-    """The record is not there but may still come: ask again."""
+    """Answer: the record is not there but may still come, ask again."""
 
 
 Request = PutSlot | CommitWindow | DiscardAfter | FetchWindow | FetchHeaders | FetchLog

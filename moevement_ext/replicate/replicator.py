@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps all peers of one owner up to date, in the background (paper sec. 3.3).
+"""How all peers of one owner are kept up to date, in the background (paper sec. 3.3).
 
 It never holds up or fails training.
 """
@@ -35,7 +35,7 @@ class _Peer:
         self.retry_at = 0.0
 
     def backoff(self) -> float:
-        """Count a failure; return the seconds until the next attempt."""
+        """Count a failure; the result is the seconds until the next attempt."""
         delay = min(_FIRST_RETRY_SECONDS * 2.0**self.failures, _LAST_RETRY_SECONDS)
         self.failures = min(self.failures + 1, 16)
         self.retry_at = time.monotonic() + delay
@@ -53,17 +53,17 @@ class _Job:
 
     @property
     def complete(self) -> bool:
-        """All slots were submitted."""
+        """True when all slots were submitted."""
         return len(self.slots) == self.length
 
     @property
     def recycled(self) -> bool:
-        """The file was taken for another window while this one was still to be sent."""
+        """True if the file was taken for another window while this one was still to be sent."""
         return self.file.name != self.name
 
 
 class Replicator:
-    """Keeps the replicas of one owner up to date, on one background thread.
+    """Background thread that keeps the replicas of one owner up to date; any thread calls it.
 
     The thread compares what should be at each peer with what is, and does the oldest missing thing
     next: so a lost peer, a retry and a new peer need no handling of their own.
@@ -195,7 +195,7 @@ class Replicator:
         return min(waits, default=None) if not self._stopping.is_set() else 0.0
 
     def _next_action(self) -> Callable[[], None] | None:
-        """Return the next thing to do; None: nothing, until something changes or a retry is due."""
+        """Next thing to do; None: nothing, until something changes or a retry is due."""
         if self._reports:
             return partial(self._on_degraded, self._reports.popleft())
         if self._retired:

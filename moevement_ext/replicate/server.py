@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds replicas of other owners' windows, serves every window on its node (paper sec. 3.3) and the
-upstream log of its rank.
+"""The server of one rank: replicas it holds, windows on its node, its upstream log (sec. 3.3).
 
 One thread accepts, one thread per connection works. Nothing here ever raises into training: what
 goes wrong is answered with `Refused` or ends the connection. Whoever has not proved to belong to
@@ -12,8 +11,7 @@ import os
 import socket
 import socketserver
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +21,11 @@ from moevement_ext.memory.upstream_log.record import LogGap
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
-from moevement_ext.memory.window.slot import SlotHeader, encode_frame, frame_checksum
+from moevement_ext.memory.window.slot import encode_frame
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.connection import Connection, ProtocolError
+from moevement_ext.replicate.inbox import Inbox
 from moevement_ext.replicate.protocol import (
     Ack,
     CommitWindow,
@@ -37,7 +35,6 @@ from moevement_ext.replicate.protocol import (
     FetchWindow,
     LogHead,
     NotYet,
-    Proceed,
     PutSlot,
     Refused,
     Reply,
@@ -62,16 +59,16 @@ _LOG_WAIT_SECONDS = 0.5
 
 
 class ReplicaServer:
-    """Receives replicas for `rank` to hold; serves the windows on its node and the rank's log.
+    """Listener for the peers of a rank: it takes replicas and serves windows and the rank's log.
+
+    `serve_log` and `stop` are called by the training thread.
 
     Args:
         store: store of this node.
         rank: the holder.
         capacities: bytes of a window file, by owner this rank holds replicas for.
-        secret: of this life of the job; every client must prove that it knows it.
-        host: address to listen on, of either family: the one that is announced.
-        port: 0 lets the system choose.
-        generations: replica windows kept per owner.
+        secret: secret of this life of the job; every client must prove that it has it.
+        address: host and port to listen on, of either family; port 0 lets the system choose.
         timeout_s: time for one exchange once it has begun, besides time to move its bytes.
 
     Raises:
@@ -84,23 +81,21 @@ class ReplicaServer:
         rank: int,
         capacities: Mapping[int, int],
         secret: bytes,
-        host: str = '127.0.0.1',
-        port: int = 0,
-        generations: int = 3,
+        address: tuple[str, int] = ('127.0.0.1', 0),
         timeout_s: float = 30.0,
     ) -> None:
         self._store = store
         self._secret = secret
         self._timeout_s = timeout_s
         self._inboxes = {
-            owner: _Inbox(OwnerWindows(store, rank, owner, capacity, generations))
+            owner: Inbox(OwnerWindows(store, rank, owner, capacity))
             for owner, capacity in capacities.items()
         }
         self._log: UpstreamLog | None = None
         self._connections: dict[Connection, threading.Thread] = {}
         self._strangers: dict[Connection, threading.Thread] = {}  # of them, oldest first
         self._lock = threading.Lock()
-        self._listener = _Listener((host, port), self)
+        self._listener = _Listener(address, self)
         self._thread = threading.Thread(
             target=self._listener.serve_forever,
             args=(_POLL_SECONDS,),
@@ -111,12 +106,12 @@ class ReplicaServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Interface and port listened on."""
+        """Host and port listened on."""
         host, port = self._listener.server_address[:2]
         return str(host), int(port)
 
     def serve_log(self, log: 'UpstreamLog | None') -> None:
-        """Serve this log from now on; None: refuse to."""
+        """Serve this log from now on; None: refuse requests for it."""
         self._log = log
 
     def stop(self) -> None:
@@ -131,7 +126,10 @@ class ReplicaServer:
             thread.join(self._timeout_s)
 
     def accept(self, connection: Connection) -> None:
-        """Serve a new connection on a thread of its own, if there is room for it."""
+        """Serve a new connection on a thread of its own, if there is room for it.
+
+        Called by the listening thread.
+        """
         if not self._has_room():
             connection.close()
             return
@@ -216,14 +214,17 @@ class ReplicaServer:
         connection.send(LogHead(tensor))
         connection.send_bytes(data)
 
-    def _inbox(self, owner: int) -> '_Inbox':
+    def _inbox(self, owner: int) -> Inbox:
         if owner not in self._inboxes:
             raise ValueError(f'no replicas of rank {owner} are held here')
         return self._inboxes[owner]
 
     def _send_window(self, connection: Connection, request: FetchWindow) -> None:
-        """Stream a window. Its files are never locked: a rename before the first overwritten byte
-        tells afterwards whether all that was sent was still immutable."""
+        """Stream a window.
+
+        Its file is never locked: a rename before the first overwritten byte tells afterwards
+        whether all that was sent was still immutable.
+        """
         path, inode, file = self._open_whole(request)
         blobs = {slot: file.slot_blob(slot) for slot in file.slots()}
         nbytes = sum(len(blob.payload) + len(blob.frame) for blob in blobs.values())
@@ -251,7 +252,7 @@ class ReplicaServer:
         connection.send(Ack())
 
     def _open_whole(self, request: FetchWindow) -> tuple[Path, int | None, WindowFile]:
-        """Return path, inode and map of the first undamaged copy on this node, whoever holds it."""
+        """Path, inode and map of the first undamaged copy on this node, whoever holds it."""
         expected = Expected(owner=request.owner, name=request.window)
         refusals: list[str] = []
         for found in self._store.scan():
@@ -266,126 +267,6 @@ class ReplicaServer:
                 refusals.append(str(refusal))
         missing = f'window {request.window} of rank {request.owner} is not on this node'
         raise RefusedWindow('; '.join(refusals) or missing)
-
-
-class _Inbox:
-    """Replicas of one owner. A lock admits one exchange at a time."""
-
-    def __init__(self, windows: OwnerWindows) -> None:
-        self.windows = windows
-        self._receiving: WindowFile | None = None
-        self._lock = threading.Lock()
-        self._current: Connection | None = None
-
-    def answer(
-        self,
-        connection: Connection,
-        request: PutSlot | CommitWindow | DiscardAfter,
-        timeout_s: float,
-    ) -> Reply:
-        """Do what the owner asks; raises `RefusedWindow` or `ValueError` for a refusal."""
-        with self._admitted(connection, timeout_s):
-            return self._dispatch(connection, request, timeout_s)
-
-    def headers_after(
-        self, connection: Connection, start: int, timeout_s: float
-    ) -> list[SlotHeader]:
-        """Headers of what was received of windows after `start`; errors as of `answer`."""
-        with self._admitted(connection, timeout_s):
-            return self.windows.headers_after(start)
-
-    @contextmanager
-    def _admitted(self, connection: Connection, timeout_s: float) -> Iterator[None]:
-        # An older connection of this owner may still be receiving into the file: cut it off, or
-        # what the kernel has buffered for it would be written under the newer transfer.
-        stale = self._current
-        if stale is not None and stale is not connection:
-            stale.shutdown()
-        if not self._lock.acquire(timeout=timeout_s):
-            raise ValueError('an earlier transfer of this owner does not end')
-        try:
-            self._current = connection
-            yield
-        finally:
-            self._current = None
-            self._lock.release()
-
-    def _dispatch(
-        self,
-        connection: Connection,
-        request: PutSlot | CommitWindow | DiscardAfter,
-        timeout_s: float,
-    ) -> Reply:
-        match request:
-            case PutSlot():
-                return self._put(connection, request, timeout_s)
-            case CommitWindow():
-                self._commit(request.window)
-            case DiscardAfter():
-                self.windows.discard_after(request.start)
-                self._forget_discarded(request.start)
-        return Ack()
-
-    def _put(self, connection: Connection, request: PutSlot, timeout_s: float) -> Reply:
-        if request.persisted is not None:
-            self.windows.persisted(request.persisted)
-        file = self._file_for(request.window)
-        if request.slot in file.slots():
-            if frame_checksum(file.slot_blob(request.slot).frame) == request.frame_checksum:
-                return Ack()
-            if file is not self._receiving:
-                raise ValueError(f'committed window {request.window} has other content')
-            self._abandon()  # left from an attempt the owner has given up
-            file = self._file_for(request.window)
-        file.reserve_slot(request.slot, request.payload_bytes)  # refuse before bytes are sent
-        nbytes = request.payload_bytes + request.frame_bytes
-        connection.set_deadline(timeout_s, nbytes)
-        connection.send(Proceed())
-        file.write_blob(
-            request.slot, request.payload_bytes, request.frame_bytes, connection.receive_into
-        )
-        return Ack()
-
-    def _file_for(self, name: WindowName) -> WindowFile:
-        """The committed window of this name, or the one being received, begun if need be."""
-        committed = self.windows.file(name)
-        if committed is not None:
-            return committed
-        if self._receiving is not None and self._receiving.name != name:
-            self._abandon()
-        if self._receiving is None:
-            self._receiving = self.windows.begin(name)
-        if self._receiving is None:
-            raise ValueError(
-                f'no free file for window {name} of rank {self.windows.owner}: '
-                f'all hold windows not known to be outdated '
-                f'(newest persisted: {self.windows.newest_persisted})'
-            )
-        return self._receiving
-
-    def _commit(self, name: WindowName) -> None:
-        if self.windows.file(name) is None:
-            file = self._receiving
-            if file is None or file.name != name:
-                raise ValueError(f'window {name} was not received here')
-            try:
-                file.verify(Expected(owner=self.windows.owner, name=name))
-                self.windows.commit(file)
-            except RefusedWindow:
-                self._abandon()  # the owner sends it again from the first slot
-                raise
-            self._receiving = None
-        self.windows.announce(name)  # the acknowledgement lets the owner rely on it
-
-    def _abandon(self) -> None:
-        if self._receiving is not None:
-            self.windows.abandon(self._receiving)
-            self._receiving = None
-
-    def _forget_discarded(self, start: int) -> None:
-        name = None if self._receiving is None else self._receiving.name
-        if name is not None and name.start > start:
-            self._receiving = None  # discard_after has freed its file
 
 
 def _inode(path: Path) -> int | None:

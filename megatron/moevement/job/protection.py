@@ -23,13 +23,14 @@ from moevement_ext.events import EventLog
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import GENERATIONS
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.plan.byte_planner import hideable_budget
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide
 from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.replanner import Replanner, published_plan
 from moevement_ext.recover.verification import Verification
-from moevement_ext.replicate.host_memory import GENERATIONS, HostMemory
+from moevement_ext.replicate.host_memory import HostMemory, Share
 from moevement_ext.replicate.replicator import Replicator
 
 logger = logging.getLogger(__name__)
@@ -278,18 +279,22 @@ class Protection:
         A process that joins a running job, perhaps on another node, does without holding replicas
         for others if that helps; it is needed more than they are.
         """
-        reserve = partial(
-            HostMemory, self._config, run_id, self._identity.rank, capacity, log_bytes,
-            self._training.device, self._degraded, partial(exchange, 'members'),
-        )  # fmt: skip
+        share = Share(self._identity.rank, capacity, log_bytes)
+
+        def reserve(share: Share) -> HostMemory:
+            return HostMemory(
+                self._config, run_id, share, self._training.device, self._degraded,
+                partial(exchange, 'members'),
+            )  # fmt: skip
+
         memory: HostMemory | None = None
         problem: HostMemoryError | None = None
         try:
-            memory = reserve()
+            memory = reserve(share)
         except HostMemoryError as error:
             problem = error
         if problem is not None and exchange.joining:
-            memory = reserve(hosts_replicas=False)
+            memory = reserve(share._replace(hosts_replicas=False))
             reason = f'this rank holds no replicas for others: {problem}'
             logger.warning('sparse checkpointing: protection is reduced: %s', reason)
             self._events.emit('protection_reduced', reason=reason)

@@ -161,15 +161,20 @@ class UpstreamLog:
 
     @property
     def first_iteration(self) -> int | None:
-        """All records of all iterations from this one on are there; None: nothing was logged."""
+        """Oldest iteration of which all records are there; None: nothing was logged."""
         with self._changed:
             return self._first
 
     def read(self, key: LogKey, timeout_s: float) -> tuple[LoggedTensor, bytes] | None:
-        """A record and a copy of its bytes, once it is complete.
+        """A record and a copy of its bytes, once it is complete. Called by any thread.
+
+        Args:
+            key: the record.
+            timeout_s: how long to wait for it.
 
         Returns:
-            None: it has not come within `timeout_s`. It may yet, where this stage replays too.
+            The record and its bytes. None: it has not come within `timeout_s`; it may yet, where
+            this stage replays too.
 
         Raises:
             LogGap: it is not in the log and will not come.
@@ -222,7 +227,7 @@ class UpstreamLog:
             )
 
     def _room_may_come(self, iteration: int, nbytes: int) -> bool:
-        """There is no room, and dropping older iterations may make some."""
+        """True if there is no room, and dropping older iterations may make some."""
         if self._closed or nbytes > self._ring.capacity or self._ring.fits(nbytes):
             return False
         return self._oldest_iteration(iteration) < iteration

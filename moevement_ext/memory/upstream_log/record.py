@@ -20,7 +20,7 @@ class Direction(StrEnum):
 
 
 class LogKey(NamedTuple):
-    """Names one tensor that was sent.
+    """Name of one tensor that was sent.
 
     `sequence` counts, from 0, the tensors sent in this direction within the iteration. Sender and
     receiver follow one schedule and tensors arrive in the order in which they were sent, so the
@@ -28,6 +28,7 @@ class LogKey(NamedTuple):
     """
 
     iteration: int
+    """Iteration in which it was sent."""
     direction: Direction
     sequence: int
 
@@ -37,12 +38,13 @@ class LogKey(NamedTuple):
 
 
 class LoggedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """What makes a tensor again of the bytes of a record."""
+    """Type, shape and checksum by which the bytes of a record are a tensor again."""
 
     dtype: str
     """`bfloat16`, `float32`, `int64`, ..."""
     shape: tuple[Count, ...]
     nbytes: Count
+    """Size in bytes."""
     checksum: Count
     """xxh3_64 of the bytes."""
 

@@ -39,7 +39,7 @@ class Ring:
         return start
 
     def fits(self, nbytes: int) -> bool:
-        """Say whether `allocate` would find a place."""
+        """True if `allocate` would find a place."""
         return self._place(region_bytes(nbytes)) is not None
 
     def free_oldest(self) -> None:

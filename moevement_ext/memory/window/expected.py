@@ -38,6 +38,7 @@ class Expected(NamedTuple):
         """Compare with what a slot says of itself.
 
         Args:
+            header: of one slot.
             path: the file it is in, for the message.
 
         Raises:

@@ -136,7 +136,7 @@ class WindowFile:
         return self._directory.name
 
     def required_name(self) -> WindowName:
-        """Return `name`.
+        """Name of the window this file holds or is being written for.
 
         Raises:
             ValueError: the file is empty.
@@ -164,9 +164,12 @@ class WindowFile:
             self._draft = None
 
     def reserve_slot(self, slot: int, payload_bytes: int) -> Bytes:
-        """Return the 64-byte aligned view that the payload of `slot` is to be written to.
+        """Reserve the place of a slot's payload; the caller writes to it.
 
         A slot reserved before but not sealed (a transfer was cut off) gets the same place again.
+
+        Returns:
+            View of the map, 64-byte aligned, shape [payload_bytes].
 
         Raises:
             HostMemoryError: the file is too small for it.
@@ -213,6 +216,9 @@ class WindowFile:
         """Write a slot that was sealed elsewhere, byte for byte.
 
         Args:
+            slot: index of the slot.
+            payload_bytes: size of its payload.
+            frame_bytes: size of the frame of its header.
             fill: called with the place of the payload in the map, then with that of the frame; it
                 fills each completely or raises, after which the slot can be written again.
 
@@ -274,11 +280,11 @@ class WindowFile:
     # Reading
 
     def slots(self) -> list[int]:
-        """Return the sealed slots in ascending order."""
+        """Sealed slots in ascending order."""
         return sorted(entry.slot for entry in self._directory.entries)
 
     def header(self, slot: int) -> SlotHeader:
-        """Return the verified header of a sealed slot.
+        """Verified header of a sealed slot.
 
         Raises:
             RefusedWindow: missing, damaged, of an unknown version, or at odds with the file.
@@ -296,16 +302,16 @@ class WindowFile:
         return header
 
     def headers(self) -> list[SlotHeader]:
-        """Return the headers of all sealed slots, slot 0 first; errors as in `header`."""
+        """Headers of all sealed slots, slot 0 first; errors as in `header`."""
         return [self.header(slot) for slot in self.slots()]
 
     def payload(self, slot: int) -> Bytes:
-        """Return a view of the payload of a sealed slot, shape [payload bytes], not verified."""
+        """View of the payload of a sealed slot, shape [payload bytes], not verified."""
         entry = self._sealed(slot)
         return self.array[entry.payload_offset : entry.payload_offset + entry.payload_bytes]
 
     def slot_blob(self, slot: int) -> SlotBlob:
-        """Return payload and frame of a sealed slot for replication, without copying."""
+        """Payload and frame of a sealed slot for replication, without copying."""
         entry = self._sealed(slot)
         frame = self.array[entry.frame_offset : entry.frame_offset + entry.frame_bytes]
         return SlotBlob(memoryview(self.payload(slot)), memoryview(frame))
@@ -324,7 +330,10 @@ class WindowFile:
         return headers
 
     def verify_identity(self, expected: Expected) -> list[SlotHeader]:
-        """Do what `verify` does, without reading the payloads."""
+        """Verify that the window is whole and the one expected; payloads are not read.
+
+        Returns and raises what `verify` does.
+        """
         headers = self.headers()
         self._check_complete(headers)
         for field in IDENTITY:

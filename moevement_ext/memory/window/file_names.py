@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of window files, one for each generation of an owner:
+"""Names of window files, one for each generation of an owner.
 
     free-<k>.window                nothing of value
     writing-<start>-<plan>.window  being filled, worthless until committed

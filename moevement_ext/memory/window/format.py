@@ -28,7 +28,7 @@ _CHECKED = struct.Struct('<IIQ')  # the fields the checksum covers besides the d
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """Where one sealed slot lies in the file, in bytes from its beginning."""
+    """Place of one sealed slot in the file, in bytes from its beginning."""
 
     slot: Count
     payload_offset: Count
@@ -38,7 +38,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Directory(msgspec.Struct, frozen=True, array_like=True):
-    """Which window a file holds, and its sealed slots in the order in which they were sealed."""
+    """Name of the window in a file, and its slots in the order in which they were sealed."""
 
     name: WindowName | None = None
     entries: list[Entry] = []
@@ -125,7 +125,7 @@ def check_layout(header: SlotHeader, name: WindowName | None, payload_bytes: int
 
 
 def unknown_version(path: Path, version: int) -> UnknownVersion:
-    """The refusal of a file or header of another format version."""
+    """Refusal of a file or header of another format version."""
     return UnknownVersion(
         f'{path}: format version {version}, this program reads {FORMAT_VERSION}; '
         f'it was written by another release'

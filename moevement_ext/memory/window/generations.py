@@ -23,6 +23,10 @@ from moevement_ext.memory.window.slot import SlotHeader
 
 logger = logging.getLogger(__name__)
 
+GENERATIONS = 3
+"""Files of one owner: a window persisted everywhere, one complete here but not yet everywhere, and
+one being written."""
+
 
 class _State(enum.Enum):
     FREE = 'free'
@@ -44,7 +48,7 @@ class _Generation:
 
 
 class OwnerWindows:
-    """The generations of windows of one owner that one holder keeps.
+    """Generations of windows of one owner that one holder keeps.
 
     Thread-safe; every call is short (renames and a preamble), except construction, which reserves
     the memory.
@@ -54,16 +58,21 @@ class OwnerWindows:
         holder: rank that keeps the files (the owner itself, or a peer for its replica).
         owner: rank whose state it is.
         capacity_bytes: size of each file (`format.window_capacity`).
-        generations: files kept. Three suffice: one persisted everywhere, one complete here but not
-            yet everywhere, one being written.
+        generations: files kept, at least two.
 
     Raises:
+        ValueError: fewer than two generations.
         HostMemoryError: the files cannot be reserved.
         StoreInUseError: another live job holds the directory.
     """
 
     def __init__(
-        self, store: NodeStore, holder: int, owner: int, capacity_bytes: int, generations: int = 3
+        self,
+        store: NodeStore,
+        holder: int,
+        owner: int,
+        capacity_bytes: int,
+        generations: int = GENERATIONS,
     ) -> None:
         if generations < 2:
             raise ValueError(
@@ -153,7 +162,7 @@ class OwnerWindows:
         """Note that every rank agreed this window is persisted; older ones may be recycled.
 
         A window older than one already persisted changes nothing. It need not be held here: a
-        holder that was cut off for a while learns that what it holds is of no use any more.
+        holder that was cut off for a while is told that what it holds is of no use any more.
         """
         with self._lock:
             if self._persisted is None or name.start > self._persisted.start:

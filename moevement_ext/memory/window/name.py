@@ -13,7 +13,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """What every slot is stamped with, and what is compared before one is loaded."""
+    """Run, layout and rank: stamped on every slot, and compared before one is loaded."""
 
     run: str
     """Digest of the run: model, data, hyperparameters."""
@@ -24,7 +24,7 @@ class RankIdentity:
 
 
 class WindowName(NamedTuple):
-    """What tells two windows of one owner apart."""
+    """Start and plan of a window, which tell two windows of one owner apart."""
 
     start: Count
     """Iteration whose state its first slot holds."""
@@ -36,7 +36,7 @@ class WindowName(NamedTuple):
 
 
 class Window(msgspec.Struct, frozen=True, order=True):
-    """A window of all ranks, or of any: the same name and length everywhere."""
+    """A window, of whichever rank: name and length are the same on all of them."""
 
     name: WindowName
     length: int

@@ -9,24 +9,24 @@ class RefusedWindow(SparseCheckpointError):
 
 
 class TruncatedWindow(RefusedWindow):
-    """The file is cut off or slots are missing."""
+    """A window whose file is cut off, or that lacks slots."""
 
 
 class CorruptWindow(RefusedWindow):
-    """Bytes are not what was written; the message names file, slot, operator and tensor."""
+    """A window that is not what was written; the message names file, slot, operator, tensor."""
 
 
 class ForeignRun(RefusedWindow):
-    """The window belongs to another run."""
+    """A window of another run."""
 
 
 class WrongTopology(RefusedWindow):
-    """The window was written under another parallel layout."""
+    """A window that was written under another parallel layout."""
 
 
 class WrongWindow(RefusedWindow):
-    """The file holds another window (owner, start or plan) than the one asked for."""
+    """A window other than the one asked for (owner, start or plan)."""
 
 
 class UnknownVersion(RefusedWindow):
-    """The file was written in a format this program does not read."""
+    """A window in a format this program does not read."""

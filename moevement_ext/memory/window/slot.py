@@ -46,7 +46,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SlotHeader(msgspec.Struct):
-    """Everything needed to read one slot without trusting its file name."""
+    """All that is needed to read one slot without trusting its file name."""
 
     version: Count
     """`FORMAT_VERSION` of the writer."""
@@ -84,18 +84,18 @@ _DECODER = msgspec.msgpack.Decoder(SlotHeader)
 
 
 def align_up(nbytes: int) -> int:
-    """The smallest multiple of `ALIGNMENT` (64 bytes) that is not below `nbytes`."""
+    """Smallest multiple of `ALIGNMENT` (64 bytes) that is not below `nbytes`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def encode_frame(header: SlotHeader) -> bytes:
-    """The self-verifying frame of a header: 8 bytes of xxh3_64, then the encoded header."""
+    """Self-verifying frame of a header: 8 bytes of xxh3_64, then the encoded header."""
     encoded = _ENCODER.encode(header)
     return _CHECKSUM.pack(xxhash.xxh3_64_intdigest(encoded)) + encoded
 
 
 def frame_checksum(frame: bytes | memoryview) -> int:
-    """The checksum a frame carries; equal checksums mean equal slots, payload included."""
+    """Checksum that a frame carries; equal checksums mean equal slots, payload included."""
     checksum: int = _CHECKSUM.unpack_from(frame)[0]
     return checksum
 
@@ -128,7 +128,7 @@ def frame_bytes_bound(header: SlotHeader) -> int:
 
 
 class SlotContext(msgspec.Struct, frozen=True):
-    """Which operators a slot holds, on every rank of the stage, and the small state.
+    """Operators that a slot holds, on every rank of the stage, and the small state.
 
     A rank may hold no bytes of an operator that its peers hold, so the records alone do not tell.
     """

@@ -28,11 +28,7 @@ DEADLINE_S = 20.0
 
 @contextmanager
 def serving(
-    shm: Path,
-    rank: int = HOLDER,
-    port: int = 0,
-    generations: int = 3,
-    host: str = '127.0.0.1',
+    shm: Path, rank: int = HOLDER, port: int = 0, host: str = '127.0.0.1'
 ) -> Iterator[ReplicaServer]:
     """A holder of replicas of OWNER, on a node of its own."""
     store = NodeStore(shm, 'run1', f'node{rank}')
@@ -41,10 +37,8 @@ def serving(
         rank,
         {OWNER: capacity()},
         SECRET,
-        host,
-        port,
-        generations,
-        timeout_s=DEADLINE_S,
+        (host, port),
+        DEADLINE_S,
     )
     try:
         yield server

@@ -15,7 +15,7 @@ from moevement_ext.memory.window.name import HeldWindow, Window
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import failure_domains
-from moevement_ext.replicate.host_memory import HostMemory, Member
+from moevement_ext.replicate.host_memory import HostMemory, Member, Share
 from tests.unit.memory.samples import (
     RUN,
     SECRET,
@@ -56,9 +56,13 @@ class Job:
         for rank, node in enumerate(NODES):
             monkeypatch.setenv('MOEVEMENT_NODE', node)
             memory = HostMemory(
-                config, 'run1', rank, capacity(), log_bytes[rank], CPU, self.degraded.append,
+                config,
+                'run1',
+                Share(rank, capacity(), log_bytes[rank]),
+                CPU,
+                self.degraded.append,
                 lambda own: members,
-            )  # fmt: skip
+            )
             self.ranks.append(memory)
         addresses: list[bytes] = []
         for memory in self.ranks:
@@ -138,7 +142,9 @@ def test_over_budget_is_refused_before_anything_is_reserved(
     config = SparseCheckpointConfig(dir=str(shm), host_memory_gb=0.0001)
     members = [msgspec.msgpack.encode(Member('node-a', capacity(), LOG_BYTES, 'host', SECRET))]
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-host-memory-gb'):
-        HostMemory(config, 'run1', 0, capacity(), LOG_BYTES, CPU, pytest.fail, lambda own: members)
+        HostMemory(
+            config, 'run1', Share(0, capacity(), LOG_BYTES), CPU, pytest.fail, lambda own: members
+        )
     assert not [*shm.rglob('*.window')] and not [*shm.rglob('upstream-log')]
 
 
@@ -154,7 +160,7 @@ def test_a_replacement_on_another_node_leaves_replicas_where_they_are(
     known = [msgspec.msgpack.encode(member) for member in first.members]
     config = SparseCheckpointConfig(dir=str(shm), replicas=1)
     memory = HostMemory(
-        config, 'run1', 0, capacity(), LOG_BYTES, CPU, pytest.fail, lambda own: known
+        config, 'run1', Share(0, capacity(), LOG_BYTES), CPU, pytest.fail, lambda own: known
     )
     try:
         assert memory.holders == first.holders
@@ -248,7 +254,7 @@ def test_each_life_of_the_job_has_a_secret_of_its_own_made_by_rank_0(
 
     config = SparseCheckpointConfig(dir=str(shm), replicas=1)
     for life in range(2):
-        memory = HostMemory(config, 'run1', 0, capacity(), 0, CPU, pytest.fail, exchange)
+        memory = HostMemory(config, 'run1', Share(0, capacity(), 0), CPU, pytest.fail, exchange)
         client = ReplicaClient(memory.server.address, drawn[life][0].secret, 20.0)
         assert client.fetch_headers(1, 0) == []
         client.close()
@@ -270,10 +276,12 @@ def test_what_cannot_be_used_costs_protection_and_not_training(
     for directory in (shm / 'file', shm / 'file' / 'below', shared, Path('/proc/nowhere')):
         config = SparseCheckpointConfig(dir=str(directory))
         with pytest.raises(HostMemoryError, match=str(directory)):
-            HostMemory(config, 'run1', 0, capacity(), 0, CPU, pytest.fail, lambda own: members)
+            HostMemory(
+                config, 'run1', Share(0, capacity(), 0), CPU, pytest.fail, lambda own: members
+            )
     config = SparseCheckpointConfig(dir=str(shm / 'memory'), interface='nosuch0')
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-interface nosuch0'):
-        HostMemory(config, 'run1', 0, capacity(), 0, CPU, pytest.fail, lambda own: members)
+        HostMemory(config, 'run1', Share(0, capacity(), 0), CPU, pytest.fail, lambda own: members)
     assert [path for path in (shm / 'memory').rglob('*') if path.is_file()] == []
     assert (shm / 'file').read_text() == 'not a directory'
     assert [*shared.iterdir()] == []

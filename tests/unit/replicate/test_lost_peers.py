@@ -36,7 +36,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import SECRET, capacity
 store = NodeStore(pathlib.Path(sys.argv[1]), 'run1', 'node1')
-server = ReplicaServer(store, 1, {0: capacity()}, SECRET, '127.0.0.1', int(sys.argv[2]))
+server = ReplicaServer(store, 1, {0: capacity()}, SECRET, ('127.0.0.1', int(sys.argv[2])))
 print(server.address[1], flush=True)
 sys.stdin.read()
 """

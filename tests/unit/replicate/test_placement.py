@@ -15,10 +15,10 @@ from moevement_ext.replicate.placement import place_replicas, survival_probabili
 
 BOUNDED = settings(max_examples=100, deadline=None)
 
-any_domains = st.lists(st.sampled_from("abcde"), min_size=1, max_size=14)
+any_domains = st.lists(st.sampled_from('abcde'), min_size=1, max_size=14)
 equal_domains = st.integers(1, 6).flatmap(
     lambda count: st.integers(1, 4).flatmap(
-        lambda size: st.permutations([f"node{index}" for index in range(count)] * size)
+        lambda size: st.permutations([f'node{index}' for index in range(count)] * size)
     )
 )
 
@@ -70,7 +70,7 @@ def test_equal_domains_load_every_rank_alike(domains, replicas, data):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=6), st.integers(1, 2))
+@given(st.lists(st.sampled_from('abcd'), min_size=2, max_size=6), st.integers(1, 2))
 def test_unequal_domains_are_loaded_as_equally_as_possible(domains, replicas):
     if len(set(domains)) > 1:
         holders = place_replicas(domains, replicas)
@@ -78,17 +78,17 @@ def test_unequal_domains_are_loaded_as_equally_as_possible(domains, replicas):
 
 
 def test_a_single_domain_has_no_holders():
-    assert place_replicas(["node0"] * 3, 2) == [(), (), ()]
+    assert place_replicas(['node0'] * 3, 2) == [(), (), ()]
     assert place_replicas([], 2) == []
 
 
 def test_a_holder_never_moves_into_the_owners_domain_for_lack_of_others():
-    assert place_replicas(["a", "a", "b", "b"], 2) == [(2,), (3,), (0,), (1,)]
+    assert place_replicas(['a', 'a', 'b', 'b'], 2) == [(2,), (3,), (0,), (1,)]
 
 
 def test_near_domains_are_preferred():
-    rack = {"a": 0, "b": 1, "c": 0, "d": 1}
-    domains = ["a", "b", "c", "d"]
+    rack = {'a': 0, 'b': 1, 'c': 0, 'd': 1}
+    domains = ['a', 'b', 'c', 'd']
     holders = place_replicas(
         domains, 1, distance=lambda one, other: abs(rack[domains[one]] - rack[domains[other]])
     )
@@ -97,7 +97,7 @@ def test_near_domains_are_preferred():
 
 def test_links_that_are_only_near_in_pairs_are_found():
     # No turn of the ring stays below the switches of {a, b} and {c, d}.
-    domains = ["a", "b", "c", "d"]
+    domains = ['a', 'b', 'c', 'd']
     holders = place_replicas(domains, 1, distance=lambda one, other: float(one // 2 != other // 2))
     assert holders == [(1,), (0,), (3,), (2,)]
 
@@ -122,17 +122,17 @@ def test_exchanges_keep_the_laws_and_never_cost_more(domains, replicas, seed):
 
 
 def test_copies_in_the_own_group_count():
-    domains = ["a", "b", "c", "d"]
+    domains = ['a', 'b', 'c', 'd']
     groups = [[0, 2], [1, 3]]
     assert place_replicas(domains, 1, groups=groups) == [()] * 4
     assert place_replicas(domains, 1, groups=[[0, 2]]) == [(1,), (2,), (3,), (0,)]
-    assert place_replicas(["a", "a", "b", "b"], 1, groups=[[0, 1], [2, 3]]) == [
+    assert place_replicas(['a', 'a', 'b', 'b'], 1, groups=[[0, 1], [2, 3]]) == [
         (2,), (3,), (0,), (1,),
     ]  # fmt: skip
 
 
 def test_holders_keep_out_of_the_domains_of_the_group_before_distance_counts():
-    domains = ["a", "b", "c", "d"]
+    domains = ['a', 'b', 'c', 'd']
     groups = [[0, 2], [1, 3]]
 
     def distance(owner, holder):
@@ -142,18 +142,18 @@ def test_holders_keep_out_of_the_domains_of_the_group_before_distance_counts():
         (1,), (2,), (3,), (0,),
     ]  # fmt: skip
     # Rank 5 has not the state of rank 0, but shares a node with rank 4, which has.
-    nodes = [f"node{rank // 2}" for rank in range(8)]
+    nodes = [f'node{rank // 2}' for rank in range(8)]
     pairs = [[rank, rank + 4] for rank in range(4)]
     for owner, held_by in enumerate(place_replicas(nodes, 2, groups=pairs)):
         assert len(held_by) == 1
         assert nodes[held_by[0]] not in {nodes[owner], nodes[(owner + 4) % 8]}
-    lopsided = ["a", "a", "a", "b", "c"]
+    lopsided = ['a', 'a', 'a', 'b', 'c']
     first, *_ = place_replicas(lopsided, 1, groups=[[0, 3]])
     assert first == (4,)
 
 
 def test_copies_in_the_own_group_help_to_survive():
-    domains = ["a", "b", "c", "d"]
+    domains = ['a', 'b', 'c', 'd']
     nobody = [()] * 4
     assert survival_probability(domains, nobody, 1) == 0.0
     groups = [[0, 2], [1, 3]]
@@ -164,8 +164,8 @@ def test_copies_in_the_own_group_help_to_survive():
 
 
 def test_negative_replicas_are_refused():
-    with pytest.raises(ValueError, match="replicas is -1"):
-        place_replicas(["a", "b"], -1)
+    with pytest.raises(ValueError, match='replicas is -1'):
+        place_replicas(['a', 'b'], -1)
 
 
 @BOUNDED
@@ -194,11 +194,11 @@ def test_any_loss_within_the_number_of_holders_is_survived(domains, replicas):
 
 
 def test_sampling_agrees_with_enumeration(monkeypatch):
-    domains = [f"node{index // 2}" for index in range(24)]
+    domains = [f'node{index // 2}' for index in range(24)]
     holders = place_replicas(domains, 1)
     exact = survival_probability(domains, holders, 3)
     assert exact == pytest.approx(1 - 12 * (10 - 1) / math.comb(12, 3))
-    monkeypatch.setattr(placement, "ENUMERATION_LIMIT", 10)
+    monkeypatch.setattr(placement, 'ENUMERATION_LIMIT', 10)
     estimate = survival_probability(domains, holders, 3, samples=20_000, seed=7)
     assert estimate != exact
     assert estimate == pytest.approx(exact, abs=0.02)
@@ -206,5 +206,5 @@ def test_sampling_agrees_with_enumeration(monkeypatch):
 
 
 def test_more_failures_than_domains_are_refused():
-    with pytest.raises(ValueError, match="failed_domains is 3, of 2 domains"):
-        survival_probability(["a", "b"], [(1,), (0,)], 3)
+    with pytest.raises(ValueError, match='failed_domains is 3, of 2 domains'):
+        survival_probability(['a', 'b'], [(1,), (0,)], 3)

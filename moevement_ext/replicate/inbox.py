@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a holder has received, or is receiving, of one owner's windows (paper sec. 3.3)."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.slot import SlotHeader, frame_checksum
+from moevement_ext.replicate.connection import Connection
+from moevement_ext.replicate.protocol import (
+    Ack,
+    CommitWindow,
+    DiscardAfter,
+    Proceed,
+    PutSlot,
+    Reply,
+)
+
+
+class Inbox:
+    """Replicas of one owner; any thread may answer a request, one at a time.
+
+    Args:
+        windows: where they are kept.
+    """
+
+    def __init__(self, windows: OwnerWindows) -> None:
+        self.windows = windows
+        self._receiving: WindowFile | None = None
+        self._lock = threading.Lock()
+        self._current: Connection | None = None
+
+    def answer(
+        self,
+        connection: Connection,
+        request: PutSlot | CommitWindow | DiscardAfter,
+        timeout_s: float,
+    ) -> Reply:
+        """Do what the owner asks.
+
+        Args:
+            connection: over which it asks, and sends what follows.
+            request: the message.
+            timeout_s: time for the exchange, besides time to move its bytes.
+
+        Returns:
+            The answer, which is still to be sent.
+
+        Raises:
+            RefusedWindow, HostMemoryError, ValueError: a refusal; the connection is still of use.
+            OSError: the connection is lost.
+        """
+        with self._admitted(connection, timeout_s):
+            return self._dispatch(connection, request, timeout_s)
+
+    def headers_after(
+        self, connection: Connection, start: int, timeout_s: float
+    ) -> list[SlotHeader]:
+        """Headers of what was received of windows after `start`; errors as in `answer`."""
+        with self._admitted(connection, timeout_s):
+            return self.windows.headers_after(start)
+
+    @contextmanager
+    def _admitted(self, connection: Connection, timeout_s: float) -> Iterator[None]:
+        # An older connection of this owner may still be receiving into the file: cut it off, or
+        # what the kernel has buffered for it would be written under the newer transfer.
+        stale = self._current
+        if stale is not None and stale is not connection:
+            stale.shutdown()
+        if not self._lock.acquire(timeout=timeout_s):
+            raise ValueError('an earlier transfer of this owner does not end')
+        try:
+            self._current = connection
+            yield
+        finally:
+            self._current = None
+            self._lock.release()
+
+    def _dispatch(
+        self,
+        connection: Connection,
+        request: PutSlot | CommitWindow | DiscardAfter,
+        timeout_s: float,
+    ) -> Reply:
+        match request:
+            case PutSlot():
+                return self._put(connection, request, timeout_s)
+            case CommitWindow():
+                self._commit(request.window)
+            case DiscardAfter():
+                self.windows.discard_after(request.start)
+                self._forget_discarded(request.start)
+        return Ack()
+
+    def _put(self, connection: Connection, request: PutSlot, timeout_s: float) -> Reply:
+        if request.persisted is not None:
+            self.windows.persisted(request.persisted)
+        file = self._file_for(request.window)
+        if request.slot in file.slots():
+            if frame_checksum(file.slot_blob(request.slot).frame) == request.frame_checksum:
+                return Ack()
+            if file is not self._receiving:
+                raise ValueError(f'committed window {request.window} has other content')
+            self._abandon()  # left from an attempt the owner has given up
+            file = self._file_for(request.window)
+        file.reserve_slot(request.slot, request.payload_bytes)  # refuse before bytes are sent
+        nbytes = request.payload_bytes + request.frame_bytes
+        connection.set_deadline(timeout_s, nbytes)
+        connection.send(Proceed())
+        file.write_blob(
+            request.slot, request.payload_bytes, request.frame_bytes, connection.receive_into
+        )
+        return Ack()
+
+    def _file_for(self, name: WindowName) -> WindowFile:
+        """The committed window of this name, or the one being received, begun if need be."""
+        committed = self.windows.file(name)
+        if committed is not None:
+            return committed
+        if self._receiving is not None and self._receiving.name != name:
+            self._abandon()
+        if self._receiving is None:
+            self._receiving = self.windows.begin(name)
+        if self._receiving is None:
+            raise ValueError(
+                f'no free file for window {name} of rank {self.windows.owner}: '
+                f'all hold windows not known to be outdated '
+                f'(newest persisted: {self.windows.newest_persisted})'
+            )
+        return self._receiving
+
+    def _commit(self, name: WindowName) -> None:
+        if self.windows.file(name) is None:
+            file = self._receiving
+            if file is None or file.name != name:
+                raise ValueError(f'window {name} was not received here')
+            try:
+                file.verify(Expected(owner=self.windows.owner, name=name))
+                self.windows.commit(file)
+            except RefusedWindow:
+                self._abandon()  # the owner sends it again from the first slot
+                raise
+            self._receiving = None
+        self.windows.announce(name)  # the acknowledgement lets the owner rely on it
+
+    def _abandon(self) -> None:
+        if self._receiving is not None:
+            self.windows.abandon(self._receiving)
+            self._receiving = None
+
+    def _forget_discarded(self, start: int) -> None:
+        name = None if self._receiving is None else self._receiving.name
+        if name is not None and name.start > start:
+            self._receiving = None  # discard_after has freed its file
