@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import window_capacity
+from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
@@ -113,3 +115,18 @@ def make_file(path: Path, start: int = 0, plan: str = PLAN, owner: int = 0) -> W
 def digest(path: Path) -> str:
     """Hash of a whole file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def commit(windows: OwnerWindows, start: int, plan: str = PLAN) -> WindowFile:
+    """A whole window, committed."""
+    file = windows.begin(named(start, plan))
+    assert file is not None
+    write_window(file, windows.owner)
+    windows.commit(file)
+    return file
+
+
+def restart(store: NodeStore) -> NodeStore:
+    """A new process of the same run, as far as the store can tell."""
+    store.close()
+    return NodeStore(store.root, store.run_id, store.path.name)

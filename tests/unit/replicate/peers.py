@@ -19,7 +19,7 @@ from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.server import ReplicaServer
-from tests.unit.memory.samples import PLAN, SECRET, capacity, named, write_window
+from tests.unit.memory.samples import SECRET, capacity, named
 
 OWNER, HOLDER = 0, 1
 DEADLINE_S = 20.0
@@ -59,14 +59,6 @@ def logging(path: Path) -> Iterator[UpstreamLog]:
         yield log
     finally:
         log.close()
-
-
-def commit(windows: OwnerWindows, start: int, plan: str = PLAN) -> WindowFile:
-    file = windows.begin(named(start, plan))
-    assert file is not None
-    write_window(file, windows.owner)
-    windows.commit(file)
-    return file
 
 
 def put_window(

@@ -7,10 +7,9 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
 from moevement_ext.replicate.server import ReplicaServer
-from tests.unit.memory.samples import capacity, digest, make_file, named, write_window
+from tests.unit.memory.samples import capacity, commit, digest, make_file, named, write_window
 from tests.unit.replicate.peers import (
     OWNER,
-    commit,
     own_file,
     put_window,
     replica_starts,

@@ -13,12 +13,11 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.protocol import Proceed, PutSlot
 from moevement_ext.replicate.server import ReplicaServer
-from tests.unit.memory.samples import SECRET, capacity, digest, make_file, named
+from tests.unit.memory.samples import SECRET, capacity, commit, digest, make_file, named
 from tests.unit.replicate.peers import (
     DEADLINE_S,
     OWNER,
     ask,
-    commit,
     connected,
     free_port,
     put_window,

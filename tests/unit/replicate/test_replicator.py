@@ -10,11 +10,10 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
-from tests.unit.memory.samples import SECRET, WINDOW, digest, named, write_slot
+from tests.unit.memory.samples import SECRET, WINDOW, commit, digest, named, write_slot
 from tests.unit.replicate.peers import (
     DEADLINE_S,
     OWNER,
-    commit,
     free_port,
     own_file,
     replica_starts,

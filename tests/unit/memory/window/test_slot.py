@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.memory.window.slot import (
+    SlotContext,
     SlotHeader,
     align_up,
+    decode_context,
     decode_frame,
     encode_frame,
     frame_bytes_bound,
@@ -59,3 +61,20 @@ def test_bound_holds_for_any_iteration_and_checksum(iteration: int, checksum: in
 def test_align_up(nbytes: int) -> None:
     assert align_up(nbytes) % 64 == 0
     assert nbytes <= align_up(nbytes) < nbytes + 64
+
+
+# Context
+
+NAMES = st.lists(st.text(max_size=20), max_size=5)
+
+
+@given(full=NAMES, light=NAMES, state=st.binary(max_size=100))
+def test_what_is_encoded_is_decoded(full: list[str], light: list[str], state: bytes) -> None:
+    context = SlotContext(full, light, state)
+    assert decode_context(msgspec.msgpack.encode(context)) == context
+
+
+@pytest.mark.parametrize('garbage', [b'', b'\x80', msgspec.msgpack.encode({'full': 1})])
+def test_anything_else_is_refused(garbage: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        decode_context(garbage)

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.memory.holder_lock import StoreInUseError
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
+from tests.unit.memory.samples import (
+    RUN,
+    TOPOLOGY,
+    capacity,
+    commit,
+    digest,
+    named,
+    restart,
+    tmpfs_directory,
+    write_slot,
+    write_window,
+)
+
+REPOSITORY = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def store(shm: Path) -> Iterator[NodeStore]:
+    store = NodeStore(shm, 'run1', 'node0')
+    yield store
+    store.close()
+
+
+def starts(windows: OwnerWindows) -> list[int]:
+    return [window.name.start for window in windows.committed()]
+
+
+def file_names(windows: OwnerWindows) -> list[str]:
+    return sorted(path.name for path in windows.path.iterdir())
+
+
+def test_names_follow_the_states(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 4, 4, capacity(), generations=2)
+    assert file_names(windows) == ['free-0.window', 'free-1.window']
+    file = windows.begin(named(0))
+    assert file is not None
+    assert file_names(windows) == ['free-1.window', 'writing-0-plan1.window']
+    assert windows.committed() == []
+    write_window(file, 4)
+    windows.commit(file)
+    assert file_names(windows) == ['free-1.window', 'window-0-plan1.window']
+    assert windows.file(named(0)) is file
+    second = windows.begin(named(3))
+    assert second is not None
+    windows.abandon(second)
+    assert file_names(windows) == ['free-1.window', 'window-0-plan1.window']
+
+
+def test_incomplete_window_is_not_committed(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity())
+    file = windows.begin(named(0))
+    assert file is not None
+    with pytest.raises(TruncatedWindow):
+        windows.commit(file)
+    write_slot(file, 0)
+    with pytest.raises(TruncatedWindow, match=r'only slots \[0\]'):
+        windows.commit(file)
+    assert windows.committed() == []
+
+
+def test_announced_windows_stay_until_a_newer_one_is_persisted(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
+    for start in (0, 3, 6):
+        commit(windows, start)
+        windows.announce(named(start))
+    assert windows.begin(named(9)) is None
+    windows.persisted(named(0))
+    assert windows.begin(named(9)) is None, 'nothing is older than the persisted window'
+    windows.persisted(named(3))
+    commit(windows, 9)
+    assert starts(windows) == [9, 6, 3]
+
+
+def test_window_never_announced_is_recycled_but_not_the_persisted(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity(), generations=2)
+    commit(windows, 0)
+    windows.persisted(named(0))
+    commit(windows, 3)
+    commit(windows, 6)
+    assert starts(windows) == [6, 0]
+
+
+def test_late_agreement_on_an_older_window_changes_nothing(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity())
+    windows.persisted(named(6))
+    windows.persisted(named(3))
+    assert windows.newest_persisted == named(6)
+
+
+def test_a_window_is_not_written_twice_without_a_rollback(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity())
+    commit(windows, 3)
+    with pytest.raises(ValueError, match='discard_after'):
+        windows.begin(named(3))
+
+
+def test_rollback_frees_later_windows(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
+    for start in (0, 3):
+        commit(windows, start)
+        windows.announce(named(start))
+    windows.persisted(named(3))
+    open_file = windows.begin(named(6))
+    assert open_file is not None
+    windows.discard_after(0)
+    assert starts(windows) == [0]
+    assert windows.newest_persisted is None
+    with pytest.raises(ValueError, match='not open for writing'):
+        write_slot(open_file, 0)
+    commit(windows, 3)
+    windows.announce(named(3))
+    commit(windows, 6)
+    assert starts(windows) == [6, 3, 0]
+
+
+@pytest.mark.parametrize('plan', ['', '../../x', 'a-b', 'a/b', 'x' * 101])
+def test_plan_must_be_a_file_name(store: NodeStore, plan: str) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity())
+    with pytest.raises(ValueError, match='plan digest'):
+        windows.begin(named(0, plan))
+
+
+def test_too_few_generations(store: NodeStore) -> None:
+    with pytest.raises(ValueError, match='at least 2'):
+        OwnerWindows(store, 0, 0, capacity(), generations=1)
+
+
+def test_no_space_names_the_ranks(store: NodeStore) -> None:
+    total = os.statvfs(store.root).f_blocks * os.statvfs(store.root).f_frsize
+    with pytest.raises(HostMemoryError, match='rank 2 cannot keep 3 windows of rank 5'):
+        OwnerWindows(store, 2, 5, total + 1)
+
+
+# Restart
+
+
+def test_restart_keeps_committed_and_frees_the_rest(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity())
+    commit(windows, 0)
+    unfinished = windows.begin(named(3))
+    assert unfinished is not None
+    write_slot(unfinished, 0)
+    before = digest(windows.committed()[0].path)
+    inodes = {path.stat().st_ino for path in windows.path.iterdir()}
+
+    second = restart(store)
+    adopted = OwnerWindows(second, 0, 0, capacity())
+    assert [name.split('-')[0] for name in file_names(adopted)] == ['free', 'free', 'window']
+    assert {path.stat().st_ino for path in adopted.path.iterdir()} == inodes, 'no new memory'
+    assert digest(adopted.committed()[0].path) == before
+    adopted_file = adopted.file(named(0))
+    assert adopted_file is not None and adopted_file.verify(Expected(RUN, TOPOLOGY))
+    commit(adopted, 3)
+    assert starts(adopted) == [3, 0]
+    second.close()
+
+
+def test_adopted_windows_count_as_announced(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity(), generations=2)
+    commit(windows, 0)
+    commit(windows, 3)
+    second = restart(store)
+    adopted = OwnerWindows(second, 0, 0, capacity(), generations=2)
+    assert adopted.begin(named(6)) is None
+    adopted.persisted(named(3))
+    commit(adopted, 6)
+    assert starts(adopted) == [6, 3]
+    second.close()
+
+
+def test_restart_with_other_sizes(store: NodeStore) -> None:
+    commit(OwnerWindows(store, 0, 0, capacity(), generations=3), 0)
+    second = restart(store)
+    larger = capacity() + 64
+    adopted = OwnerWindows(second, 0, 0, larger, generations=2)
+    sizes = {path.name: path.stat().st_size for path in adopted.path.iterdir()}
+    assert sizes.pop('window-0-plan1.window') == capacity()
+    assert list(sizes.values()) == [larger, larger]
+    adopted.persisted(named(3))
+    commit(adopted, 3)
+    commit(adopted, 6)
+    assert adopted.begin(named(9)) is not None
+    assert starts(adopted) == [3], 'window 6 was never announced'
+    assert not (adopted.path / 'window-0-plan1.window').exists(), 'odd size is deleted in the end'
+    second.close()
+
+
+def test_damaged_committed_window_is_replaced(
+    store: NodeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity(), generations=2)
+    path = commit(windows, 0).path
+    os.truncate(path, 100)
+    second = restart(store)
+    adopted = OwnerWindows(second, 0, 0, capacity(), generations=2)
+    assert adopted.committed() == []
+    assert 'window-0-plan1.window' in caplog.text
+    assert [path.stat().st_size for path in adopted.path.iterdir()] == [capacity()] * 2
+    second.close()
+
+
+_VICTIM = """
+import sys, pathlib
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.generations import OwnerWindows
+from tests.unit.memory.samples import capacity, named, write_slot, write_window
+windows = OwnerWindows(NodeStore(pathlib.Path(sys.argv[1]), 'run1', 'node0'), 0, 0, capacity())
+file = windows.begin(named(0))
+write_window(file)
+windows.commit(file)
+write_slot(windows.begin(named(3)), 0)
+print('ready', flush=True)
+sys.stdin.read()
+"""
+
+
+def start_victim(shm: Path) -> 'subprocess.Popen[str]':
+    victim = subprocess.Popen(
+        [sys.executable, '-c', _VICTIM, str(shm)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == 'ready\n'
+    return victim
+
+
+def test_committed_window_survives_sigkill(shm: Path, store: NodeStore) -> None:
+    victim = start_victim(shm)
+    with victim:
+        with pytest.raises(StoreInUseError, match='--sparse-ckpt-run-id') as refusal:
+            OwnerWindows(store, 0, 0, capacity())
+        assert f'process {victim.pid}' in str(refusal.value)
+        victim.kill()
+    windows = OwnerWindows(store, 0, 0, capacity())
+    assert starts(windows) == [0]
+    file = windows.file(named(0))
+    assert file is not None and len(file.verify(Expected(RUN, TOPOLOGY, 0, named(0)))) == 3
+    assert len(file_names(windows)) == 3
+
+
+# Immutability (I3)
+
+
+class Recycling(RuleBasedStateMachine):
+    """Any order of calls: whatever is named window-* keeps its bytes as long as it has the name,
+    and what others may rely on keeps the name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._directory = tmpfs_directory()
+        self.store = NodeStore(self._directory.__enter__(), 'run1', 'node0')
+        self.windows = OwnerWindows(self.store, 0, 0, capacity(), generations=3)
+        self.next_start = 0
+        self.open: WindowFile | None = None
+        self.announced: set[int] = set()
+        self.persisted = -1
+        self.seen: dict[tuple[str, int], str] = {}
+
+    def teardown(self) -> None:
+        self.store.close()
+        self._directory.__exit__(None, None, None)
+
+    @precondition(lambda self: self.open is None)
+    @rule()
+    def begin(self) -> None:
+        self.open = self.windows.begin(named(self.next_start))
+        self.next_start += 3
+
+    @precondition(lambda self: self.open is not None)
+    @rule()
+    def commit(self) -> None:
+        assert self.open is not None
+        write_window(self.open)
+        self.windows.commit(self.open)
+        self.open = None
+
+    @precondition(lambda self: self.open is not None)
+    @rule()
+    def abandon(self) -> None:
+        assert self.open is not None
+        write_slot(self.open, 0)
+        self.windows.abandon(self.open)
+        self.open = None
+
+    @precondition(lambda self: self.windows.committed())
+    @rule(data=st.data())
+    def announce(self, data: st.DataObject) -> None:
+        start = data.draw(st.sampled_from(starts(self.windows)))
+        self.windows.announce(named(start))
+        self.announced.add(start)
+
+    @precondition(lambda self: any(s in self.announced for s in starts(self.windows)))
+    @rule(data=st.data())
+    def persist(self, data: st.DataObject) -> None:
+        known = [start for start in starts(self.windows) if start in self.announced]
+        start = data.draw(st.sampled_from(known))
+        self.windows.persisted(named(start))
+        self.persisted = max(self.persisted, start)
+
+    @rule()
+    def crash_and_restart(self) -> None:
+        self.store = restart(self.store)
+        self.windows = OwnerWindows(self.store, 0, 0, capacity(), generations=3)
+        self.open = None
+        self.announced = set(starts(self.windows))
+        self.persisted = -1
+
+    @invariant()
+    def named_windows_are_immutable(self) -> None:
+        now = {}
+        for path in self.windows.path.glob('window-*'):
+            now[path.name, path.stat().st_ino] = digest(path)
+            assert WindowFile.open(path).verify(Expected(RUN, TOPOLOGY))
+        for key, value in now.items():
+            assert self.seen.get(key, value) == value
+        self.seen = now
+
+    @invariant()
+    def what_may_be_needed_is_there(self) -> None:
+        needed = {start for start in self.announced if start >= self.persisted}
+        assert needed <= set(starts(self.windows))
+
+    @invariant()
+    def memory_is_bounded(self) -> None:
+        assert len(list(self.windows.path.iterdir())) == 3
+
+
+Recycling.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestRecycling = Recycling.TestCase
+
+
+def test_name_changes_before_the_first_byte_is_overwritten(
+    store: NodeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names_at_first_write = []
+    begin = WindowFile.begin
+
+    def spy(file: WindowFile, name: WindowName) -> None:
+        names_at_first_write.append(file.path.name)
+        begin(file, name)
+
+    monkeypatch.setattr(WindowFile, 'begin', spy)
+    windows = OwnerWindows(store, 0, 0, capacity(), generations=2)
+    for start in (0, 3, 6):
+        commit(windows, start)
+        windows.persisted(named(start))
+    assert names_at_first_write == [f'writing-{start}-plan1.window' for start in (0, 3, 6)]
+
+
+def test_readers_never_see_a_torn_window_under_its_name(store: NodeStore) -> None:
+    """A reader verifies while the writer recycles: if the name is still there afterwards, what was
+    read is whole."""
+    windows = OwnerWindows(store, 0, 0, capacity(), generations=2)
+    verified = threading.Event()
+    finished = threading.Event()
+    torn: list[str] = []
+
+    def read() -> None:
+        while not finished.is_set():
+            for found in store.scan():
+                try:
+                    file = WindowFile.open(found.path)
+                    file.verify(Expected(RUN, TOPOLOGY, 0, found.name))
+                    verified.set()
+                except RefusedWindow as refusal:
+                    if found.path.exists():
+                        torn.append(str(refusal))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for index in range(300):
+        commit(windows, 3 * index)
+        windows.announce(named(3 * index))
+        windows.persisted(named(3 * index))
+        if index % 10 == 0:  # let the reader see some whole ones too
+            verified.clear()
+            assert verified.wait(20)
+    finished.set()
+    reader.join()
+    assert torn == []
