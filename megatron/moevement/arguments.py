@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line flags, and the configurations of upstream that sparse checkpointing refuses."""
+"""Command line flags, and the settings that they give."""
 
 import argparse
 import dataclasses

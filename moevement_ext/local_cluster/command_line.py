@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.local_cluster.config import Action, LaunchConfig, Strike
+from moevement_ext.local_cluster.config import Action, LaunchConfig, StagedFault
 
 _DESCRIPTION = """\
 Runs a training program on emulated nodes of this machine. A worker that dies is replaced at once,
@@ -43,7 +43,7 @@ def parse(argv: Sequence[str]) -> LaunchConfig:
             spares=args.spares,
             max_restarts=args.max_restarts,
             log_dir=args.log_dir,
-            strikes=(*args.kill, *args.kill_node, *args.stop),
+            faults=(*args.kill, *args.kill_node, *args.stop),
         )
     except ConfigurationError as error:
         parser.error(str(error))
@@ -94,11 +94,11 @@ def _parser() -> argparse.ArgumentParser:
         help='Append the output of each rank to DIR/rank<N>.log. Default: all on stdout, with '
         'the rank before each line.',
     )
-    _add_strikes(parser)
+    _add_faults(parser)
     return parser
 
 
-def _add_strikes(parser: argparse.ArgumentParser) -> None:
+def _add_faults(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         'staged failures', 'Each strikes once the last rank has logged the iteration.'
     )
@@ -114,7 +114,7 @@ def _add_strikes(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(
             action.value,
-            type=partial(_strike, action, target),
+            type=partial(_fault, action, target),
             nargs='+',
             action='extend',
             default=[],
@@ -123,10 +123,10 @@ def _add_strikes(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _strike(action: Action, target: str, text: str) -> Strike:
+def _fault(action: Action, target: str, text: str) -> StagedFault:
     match = re.fullmatch(r'(\d+)@(\d+)', text)
     if match is None:
         raise argparse.ArgumentTypeError(
             f'{text!r} must be {target}@ITERATION, two whole numbers, such as 2@8'
         )
-    return Strike(action, int(match[1]), int(match[2]))
+    return StagedFault(action, int(match[1]), int(match[2]))

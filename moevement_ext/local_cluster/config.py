@@ -17,14 +17,14 @@ class Action(enum.StrEnum):
     STOP = '--stop'
 
 
-class Strike(NamedTuple):
+class StagedFault(NamedTuple):
     """One staged failure."""
 
     action: Action
     target: int
     """A rank, or a node for `KILL_NODE`."""
     iteration: int
-    """It strikes once the last rank has logged this iteration."""
+    """It is staged once the last rank has logged this iteration."""
 
     def __str__(self) -> str:
         return f'{self.action} {self.target}@{self.iteration}'
@@ -50,7 +50,7 @@ class LaunchConfig:
     """Replacements, or new starts of all workers together; the next death ends the job."""
     log_dir: Path | None = None
     """One file per rank is appended to; None: all output goes to stdout, with the rank."""
-    strikes: tuple[Strike, ...] = ()
+    faults: tuple[StagedFault, ...] = ()
 
     def __post_init__(self) -> None:
         _at_least('--nodes', self.nodes, 1)
@@ -59,8 +59,8 @@ class LaunchConfig:
         _at_least('--max-restarts', self.max_restarts, 0)
         if not Path(self.program).is_file():
             raise ConfigurationError(f'{self.program}: no such program; give the path of a file.')
-        for strike in self.strikes:
-            self._check(strike)
+        for fault in self.faults:
+            self._check(fault)
 
     @property
     def world_size(self) -> int:
@@ -79,13 +79,13 @@ class LaunchConfig:
         """File that all lives of a rank append to."""
         return None if self.log_dir is None else self.log_dir / f'rank{rank}.log'
 
-    def _check(self, strike: Strike) -> None:
+    def _check(self, fault: StagedFault) -> None:
         what, count = 'rank', self.world_size
-        if strike.action is Action.KILL_NODE:
+        if fault.action is Action.KILL_NODE:
             what, count = 'node', self.nodes
-        if not 0 <= strike.target < count:
+        if not 0 <= fault.target < count:
             raise ConfigurationError(
-                f'{strike}: there is no {what} {strike.target}; --nodes {self.nodes} '
+                f'{fault}: there is no {what} {fault.target}; --nodes {self.nodes} '
                 f'--workers-per-node {self.workers_per_node} has {what}s 0 to {count - 1}.'
             )
 

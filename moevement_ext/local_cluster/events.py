@@ -5,7 +5,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from moevement_ext.local_cluster.config import Strike
+from moevement_ext.local_cluster.config import StagedFault
 
 
 def describe_exit(code: int) -> str:
@@ -109,16 +109,16 @@ class SpareEnded:
 
 
 @dataclass(frozen=True)
-class Struck:
+class FaultStaged:
     """A staged failure happened."""
 
-    strike: Strike
+    fault: StagedFault
     deleted: Path | None = None
     """Host memory of the node that was killed."""
 
     def __str__(self) -> str:
         also = '' if self.deleted is None else f'; deleted {self.deleted}'
-        return f'staged failure {self.strike}{also}'
+        return f'staged failure {self.fault}{also}'
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ Event = (
     | AllStartAgain
     | SpareReady
     | SpareEnded
-    | Struck
+    | FaultStaged
     | JobFailed
     | MemoryKept
 )

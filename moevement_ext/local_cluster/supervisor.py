@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.local_cluster.child import Child
-from moevement_ext.local_cluster.config import Action, LaunchConfig, Strike
+from moevement_ext.local_cluster.config import Action, LaunchConfig, StagedFault
 from moevement_ext.local_cluster.environment import (
     check_devices,
     job_environment,
@@ -29,9 +29,9 @@ from moevement_ext.local_cluster.environment import (
 from moevement_ext.local_cluster.events import (
     AllStartAgain,
     Event,
+    FaultStaged,
     JobFailed,
     MemoryKept,
-    Struck,
     WorkerEnded,
     WorkerEvicted,
     WorkerLostAtExit,
@@ -41,8 +41,8 @@ from moevement_ext.local_cluster.events import (
 from moevement_ext.local_cluster.loop import Loop
 from moevement_ext.local_cluster.output import LogTail, Relay, last_lines
 from moevement_ext.local_cluster.spare_pool import SparePool
+from moevement_ext.local_cluster.staged_faults import StagedFaults
 from moevement_ext.local_cluster.statements import told_finished, told_memory, told_survivors
-from moevement_ext.local_cluster.strikes import Strikes
 from moevement_ext.membership.rendezvous import announce_failure
 
 _POLL_S = 0.1
@@ -103,7 +103,7 @@ class Supervisor:
         self._open_store()
         self.workers: list[Worker] = []
         self._report = on_event
-        self._strikes = Strikes(config)
+        self._faults = StagedFaults(config)
         self._exit_code: int | None = None
         self._announced_code = 0
         self._restarts = 0
@@ -182,7 +182,7 @@ class Supervisor:
     def _relay(self, rank: int, child: Child) -> Relay:
         assert child.output is not None
         is_last = rank == self.config.world_size - 1
-        return Relay(child.output, f'[rank {rank}] ', self._strike if is_last else _ignore)
+        return Relay(child.output, f'[rank {rank}] ', self._stage_faults if is_last else _ignore)
 
     def _started(self, worker: Worker, was_spare: bool) -> None:
         if worker.relay is not None:
@@ -341,27 +341,29 @@ class Supervisor:
 
     def _log_tail(self) -> LogTail | None:
         log = self.config.log_of(self.config.world_size - 1)
-        return LogTail(log, self._strike) if log is not None and self._strikes.pending else None
+        return (
+            LogTail(log, self._stage_faults) if log is not None and self._faults.pending else None
+        )
 
-    def _strike(self, line: str) -> None:
+    def _stage_faults(self, line: str) -> None:
         """Stage the failures that are due once the last rank has logged this line."""
-        for strike in self._strikes.due(line):
-            if strike.action is Action.KILL_NODE:
-                self._kill_node(strike)
+        for fault in self._faults.due(line):
+            if fault.action is Action.KILL_NODE:
+                self._kill_node(fault)
             else:
-                stop = strike.action is Action.STOP
+                stop = fault.action is Action.STOP
                 number = signal.SIGSTOP if stop else signal.SIGKILL
-                self.workers[strike.target].child.signal(number)
-                self._report(Struck(strike))
+                self.workers[fault.target].child.signal(number)
+                self._report(FaultStaged(fault))
 
-    def _kill_node(self, strike: Strike) -> None:
-        ranks = self.config.ranks_of(strike.target)
+    def _kill_node(self, fault: StagedFault) -> None:
+        ranks = self.config.ranks_of(fault.target)
         killed = [self.workers[rank].child for rank in ranks if not self.workers[rank].child.ended]
         for child in killed:
             child.signal(signal.SIGKILL)
         for child in killed:
             child.wait()  # or it might write again what is deleted
-        self._report(Struck(strike, self._strikes.delete_memory(strike.target)))
+        self._report(FaultStaged(fault, self._faults.delete_memory(fault.target)))
 
 
 def _ignore(line: str) -> None:

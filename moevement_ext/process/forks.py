@@ -13,7 +13,7 @@ _installed = False
 
 
 def close_connections_in_children() -> None:
-    """From now on forks of this process lose its TCP sockets; pipes and local sockets stay."""
+    """Have forks of this process lose its TCP sockets from now on; pipes and local sockets stay."""
     global _installed
     if not _installed:
         _installed = True

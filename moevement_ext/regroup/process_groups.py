@@ -70,7 +70,7 @@ class _Group(NamedTuple):
     ranks: tuple[int, ...]
     """Global ranks in the order of the group."""
     occurrence: int
-    """Among the groups of the same ranks, in order of creation."""
+    """Number of the group among those of the same ranks, in order of creation."""
     devices: list[torch.device]
     """Devices that its backend serves."""
     kind: str

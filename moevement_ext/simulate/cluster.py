@@ -22,7 +22,7 @@ class Cluster:
     copy_bytes_per_s: float
     """GPU to host memory, per GPU, all GPUs of a node at once."""
     network_bytes_per_s: float
-    """Out of a node, all links together."""
+    """Rate out of a node, over all links together."""
     host_memory_bytes: float
     """Memory of a node, for everything."""
     peak_flops: float

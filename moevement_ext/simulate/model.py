@@ -17,11 +17,11 @@ class LatentAttention:
     kv_rank: int
     """Size of the latent that keys and values come from."""
     query_key_size: int
-    """Per head, the part of query and key without position."""
+    """Elements per head of the part of query and key without position."""
     position_size: int
-    """Per head, the part with rotary position."""
+    """Elements per head of the part with rotary position."""
     value_size: int
-    """Per head."""
+    """Elements of a value per head."""
     query_rank: int = 0
     """Size of the latent that queries come from; 0: straight from the hidden state."""
 
@@ -60,7 +60,7 @@ class ModelShape:
     """
 
     name: str
-    """For reports."""
+    """Name in reports."""
     layers: int
     hidden_size: int
     attention_heads: int
@@ -72,9 +72,9 @@ class ModelShape:
     head_size: int | None = None
     """None: hidden_size / attention_heads."""
     latent: LatentAttention | None = None
-    """Instead of grouped-query attention."""
+    """Latent attention in the place of grouped-query attention; None: the latter."""
     experts: int = 0
-    """Per layer; 0: a dense model."""
+    """Experts per layer; 0: a dense model."""
     top_k: int = 0
     """Experts a token is routed to."""
     expert_hidden_size: int = 0

@@ -146,9 +146,9 @@ class StageKind:
     operators: list[OperatorBytes]
     plan: WindowPlan
     held_parameters: int
-    """That a rank computes with."""
+    """Parameters that a rank computes with."""
     log_bytes: int
-    """Per rank and iteration."""
+    """Bytes that each rank logs per iteration."""
 
     def slot_bytes(self) -> np.ndarray:
         """int64 (window, ranks of a stage)."""

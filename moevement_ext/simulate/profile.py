@@ -32,7 +32,7 @@ class OperatorProfile:
     light_bytes: int
     """Compute weights."""
     tokens: float | None = None
-    """That an expert saw, in any unit; None for what every token passes."""
+    """Tokens that an expert saw, in any unit; None for what every token passes."""
 
     def __post_init__(self) -> None:
         fields.whole('full_bytes', self.full_bytes, least=0)
@@ -57,9 +57,9 @@ class Profile:
     iteration_s: float
     """T, without fault tolerance."""
     operators: tuple[OperatorProfile, ...]
-    """In the order of capture."""
+    """Operators in the order of capture."""
     copy_bytes_per_s: float
-    """To host memory, while training."""
+    """Rate of copies to host memory, while training."""
     network_bytes_per_s: float
     """This rank's share of its node's links."""
     disk_bytes_per_s: float

@@ -36,7 +36,7 @@ class ChunkPieces(NamedTuple):
 
     dense: list[Piece]
     experts: list[list[Piece]]
-    """By expert-parallel rank; all alike but for the names."""
+    """Pieces by expert-parallel rank; all alike but for the names."""
 
 
 def stage_kind(model: ModelShape, layout: Layout, stage: int) -> tuple[object, ...]:

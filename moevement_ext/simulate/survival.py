@@ -21,7 +21,7 @@ class Survival:
     failed: int
     """Domains lost."""
     probability: float
-    """That a copy of every rank's state is left."""
+    """Probability that a copy of every rank's state is left."""
     standard_error: float
     """Standard error of the probability; 0 where it was found by enumeration."""
 

@@ -3,9 +3,7 @@
 
 from typing import Any
 
-from moevement_ext.config import (
-    ConfigurationError,
-)
+from moevement_ext.config import ConfigurationError
 
 
 def refuse_unsupported(args: Any) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from moevement_ext.local_cluster.command_line import main, parse
-from moevement_ext.local_cluster.config import Action, Strike
+from moevement_ext.local_cluster.config import Action, StagedFault
 from tests.unit.local_cluster.conftest import Job, dies
 
 pytestmark = pytest.mark.timeout(60)
@@ -27,12 +27,12 @@ def test_flags(job: Job) -> None:
     assert (config.program, config.flags) == (program, ('--nodes', '--', 'x'))
     assert (config.nodes, config.workers_per_node, config.world_size) == (2, 3, 6)
     assert (config.spares, config.max_restarts, config.log_dir) == (1, 4, Path('logs'))
-    assert config.strikes == (
-        Strike(Action.KILL, 0, 1),
-        Strike(Action.KILL, 5, 2),
-        Strike(Action.KILL, 1, 9),
-        Strike(Action.KILL_NODE, 1, 3),
-        Strike(Action.STOP, 2, 4),
+    assert config.faults == (
+        StagedFault(Action.KILL, 0, 1),
+        StagedFault(Action.KILL, 5, 2),
+        StagedFault(Action.KILL, 1, 9),
+        StagedFault(Action.KILL_NODE, 1, 3),
+        StagedFault(Action.STOP, 2, 4),
     )
 
 

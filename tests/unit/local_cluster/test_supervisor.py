@@ -9,13 +9,13 @@ import pytest
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.local_cluster import supervisor
-from moevement_ext.local_cluster.config import Action, Strike
+from moevement_ext.local_cluster.config import Action, StagedFault
 from moevement_ext.local_cluster.events import (
     AllStartAgain,
     Event,
+    FaultStaged,
     JobFailed,
     MemoryKept,
-    Struck,
     WorkerEnded,
     WorkerEvicted,
     WorkerLostAtExit,
@@ -273,10 +273,10 @@ def test_stop_asks_first_even_those_that_hang(job: Job) -> None:
 def test_stop_kills_who_does_not_listen(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, '_GRACE_S', 0.2)
     job.finish_when = lambda: False
-    job.on_event = lambda event: job.running.stop(130) if isinstance(event, Struck) else None
+    job.on_event = lambda event: job.running.stop(130) if isinstance(event, FaultStaged) else None
     flags = ('0.0=deaf', '0.0=print:iteration 1/')
-    strikes = (Strike(Action.STOP, 0, 1),)
-    assert job.run(*flags, strikes=strikes) == 130
+    faults = (StagedFault(Action.STOP, 0, 1),)
+    assert job.run(*flags, faults=faults) == 130
     assert ended(job) == {0: [-9]}
 
 
@@ -332,17 +332,17 @@ def test_kill_at_an_iteration(job: Job, logged: bool, tmp_path: Path) -> None:
     log_dir = tmp_path if logged else None
     job.finish_when = lambda: len(job.started(0)) == 2
     flags = ('1.0=print: iteration        7/      12 |', '1.0=print: iteration        8/      12')
-    strike = Strike(Action.KILL, 0, 8)
-    assert job.run(*flags, nodes=2, log_dir=log_dir, strikes=(strike,)) == 0
+    fault = StagedFault(Action.KILL, 0, 8)
+    assert job.run(*flags, nodes=2, log_dir=log_dir, faults=(fault,)) == 0
     assert ended(job) == {0: [-9, 0], 1: [0]}
-    assert Struck(strike) in job.events
+    assert FaultStaged(fault) in job.events
 
 
 def test_stopped_worker_lives_but_does_nothing(job: Job) -> None:
     states = []
 
     def look(event: Event) -> None:
-        if isinstance(event, Struck):
+        if isinstance(event, FaultStaged):
             pid = job.running.workers[0].pid
             os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
             states.append(psutil.Process(pid).status())
@@ -350,8 +350,8 @@ def test_stopped_worker_lives_but_does_nothing(job: Job) -> None:
 
     job.on_event = look
     job.finish_when = lambda: bool(states)
-    strikes = (Strike(Action.STOP, 0, 3),)
-    assert job.run('1.0=print:iteration 3/', nodes=2, strikes=strikes) == 0
+    faults = (StagedFault(Action.STOP, 0, 3),)
+    assert job.run('1.0=print:iteration 3/', nodes=2, faults=faults) == 0
     assert states == ['stopped']
 
 
@@ -361,7 +361,7 @@ def test_killed_node_loses_its_workers_and_its_memory(job: Job, tmp_path: Path) 
     left: list[list[str]] = []
 
     def look(event: Event) -> None:
-        if isinstance(event, Struck):
+        if isinstance(event, FaultStaged):
             left.append(sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob('memory/*/*')))
 
     job.on_event = look
@@ -370,8 +370,8 @@ def test_killed_node_loses_its_workers_and_its_memory(job: Job, tmp_path: Path) 
         f'--sparse-ckpt-dir={tmp_path / "memory"}', '--sparse-ckpt-run-id', 'run',
         '3.0=print:iteration 2/',
     )  # fmt: skip
-    strike = Strike(Action.KILL_NODE, 1, 2)
-    assert job.run(*flags, nodes=2, workers_per_node=2, strikes=(strike,)) == 0
+    fault = StagedFault(Action.KILL_NODE, 1, 2)
+    assert job.run(*flags, nodes=2, workers_per_node=2, faults=(fault,)) == 0
     assert ended(job) == {0: [0], 1: [0], 2: [-9, 0], 3: [-9, 0]}
     assert left == [['memory/other/node1', 'memory/run/node0']]
 
@@ -388,4 +388,4 @@ def test_memory_of_a_node_that_cannot_be_told(
     job: Job, flags: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        job.supervisor(*flags, strikes=(Strike(Action.KILL_NODE, 0, 2),))
+        job.supervisor(*flags, faults=(StagedFault(Action.KILL_NODE, 0, 2),))

@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
-from moevement_ext.local_cluster.config import Action, LaunchConfig, Strike
+from moevement_ext.local_cluster.config import Action, LaunchConfig, StagedFault
 from moevement_ext.memory.node_store import NodeStore
 
 _ITERATION = re.compile(r'\biteration +(\d+)/')
 
 
-class Strikes:
-    """What is still to strike.
+class StagedFaults:
+    """Staged failures that are still to come.
 
     Args:
         config: of the job.
@@ -23,20 +23,20 @@ class Strikes:
     """
 
     def __init__(self, config: LaunchConfig) -> None:
-        self.pending = list(config.strikes)
+        self.pending = list(config.faults)
         self._memory = {
-            strike.target: _node_memory(config, strike)
-            for strike in config.strikes
-            if strike.action is Action.KILL_NODE
+            fault.target: _node_memory(config, fault)
+            for fault in config.faults
+            if fault.action is Action.KILL_NODE
         }
 
-    def due(self, line: str) -> list[Strike]:
-        """What strikes now that the last rank has logged `line`; each strike is returned once."""
+    def due(self, line: str) -> list[StagedFault]:
+        """Those to stage now that the last rank has logged `line`; each is returned once."""
         logged = _ITERATION.search(line)
         if logged is None:
             return []
-        found = [strike for strike in self.pending if strike.iteration <= int(logged[1])]
-        self.pending = [strike for strike in self.pending if strike not in found]
+        found = [fault for fault in self.pending if fault.iteration <= int(logged[1])]
+        self.pending = [fault for fault in self.pending if fault not in found]
         return found
 
     def delete_memory(self, node: int) -> Path:
@@ -46,18 +46,15 @@ class Strikes:
         return store.path
 
 
-def _node_memory(config: LaunchConfig, strike: Strike) -> NodeStore:
+def _node_memory(config: LaunchConfig, fault: StagedFault) -> NodeStore:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument('--sparse-ckpt-dir', default=SparseCheckpointConfig.dir)
     parser.add_argument('--sparse-ckpt-run-id')
     given, _ = parser.parse_known_args(config.flags)
     if given.sparse_ckpt_run_id is None:
         raise ConfigurationError(
-            f'{strike} deletes the memory of the node, of this run only: '
+            f'{fault} deletes the memory of the node, of this run only: '
             f'give {config.program} a --sparse-ckpt-run-id.'
         )
     settings = SparseCheckpointConfig(dir=given.sparse_ckpt_dir, run_id=given.sparse_ckpt_run_id)
-    try:
-        return NodeStore(Path(settings.dir), given.sparse_ckpt_run_id, f'node{strike.target}')
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
+    return NodeStore(Path(settings.dir), given.sparse_ckpt_run_id, f'node{fault.target}')
