@@ -37,7 +37,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.moevement.job.ending import finish
 from megatron.moevement.job.joining import join
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.trainer import Surroundings
@@ -47,6 +46,7 @@ from megatron.moevement.state.digest import state_digest, write_digest
 from megatron.moevement.state.global_scalars import ScalarRecorder
 from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.job.ending import finish
 
 # What upstream's trainer has flags for and another loop has not.
 _NONE_OF_THIS: dict[str, Any] = {
@@ -252,7 +252,7 @@ class Attachment:
 
     def close(self) -> None:
         """The job is over; `attach` calls it. Collective."""
-        finish(self._args, self._session)
+        finish(self._session.job)
 
     def _note_updates(self, optimizer: Any) -> None:
         step = optimizer.step

@@ -18,6 +18,7 @@ from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.state.digest import state_digest, write_digest
 from megatron.moevement.state.global_scalars import ScalarRecorder
 from megatron.moevement.state.operation_count import OperationCount
+from moevement_ext.job.ending import announce, finish
 from moevement_ext.membership.membership import Membership
 from moevement_ext.process.leaving import leave
 from moevement_ext.recover.localized import handovers
@@ -33,7 +34,7 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
     if not args.sparse_ckpt:
         _digest_at_the_end(args)
         train()
-        ending.announce(args.rank, 0)
+        announce(args.rank, 0)
         return
     config = config_from_args(args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -50,7 +51,7 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: Any) -> None:
             _train_as_newcomer(train, args, membership)
         else:
             train(store=store)
-        ending.finish(args, session)
+        finish(session.job)
     except SystemExit as planned:
         ending.exit_as_planned(args, session, planned)
     except Exception as error:

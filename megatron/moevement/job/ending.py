@@ -8,8 +8,6 @@ started elsewhere. All ranks do so together, after a barrier of upstream's own.
 Checked against megatron-core 0.19.2.
 """
 
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -17,24 +15,14 @@ from megatron.core.rerun_state_machine import (
     EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
 )
-from torch.distributed import DistError
 
 from megatron.moevement.job import log_line
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import upstream
-from moevement_ext.local_cluster.statements import tell_finished
-from moevement_ext.membership.rendezvous import launcher_store
+from moevement_ext.job.ending import announce
 from moevement_ext.process.leaving import leave
 
 _RERUN = (EXIT_CODE_RESUME_TO_DISAMBIGUATE, EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
-_STORE_TIMEOUT = timedelta(seconds=10)
-
-
-def finish(args: Any, session: Session) -> None:
-    """Training is over on this rank: give the host memory back when it is so on all. Collective."""
-    torch.distributed.barrier()  # nobody gives up what another may still need to recover
-    announce(args.rank, 0)
-    session.job.close()
 
 
 def exit_as_planned(args: Any, session: Session, ending: SystemExit) -> NoReturn:
@@ -55,14 +43,6 @@ def exit_as_planned(args: Any, session: Session, ending: SystemExit) -> NoReturn
         print(log_line.exit_line(session.job.committed, remove, directory), flush=True)
     session.job.close(remove)
     leave(int(code))
-
-
-def announce(rank: int, code: int) -> None:
-    """Let the launcher know that this process is done and will end with exit status `code`."""
-    with suppress(DistError):  # a launcher that is gone already does not want to know
-        store = launcher_store(_STORE_TIMEOUT)
-        if store is not None:
-            tell_finished(store, rank, code)
 
 
 def _saved(args: Any, iteration: int) -> bool:

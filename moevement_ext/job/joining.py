@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a process takes its place in the job, before `torch.distributed` is initialised."""
+
+import logging
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+from torch.distributed import Store
+
+from moevement_ext.config import LOCALIZED, SparseCheckpointConfig, node_name
+from moevement_ext.local_cluster.statements import tell_memory, tell_survivors
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
+from moevement_ext.memory.file_system import warn_unless_in_memory
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.process.forks import close_connections_in_children
+from moevement_ext.process.orphans import end_orphans
+from moevement_ext.recover.inventory import newcomer_report
+
+logger = logging.getLogger(__name__)
+
+
+def join(
+    identity: RankIdentity,
+    world_size: int,
+    run_id: str,
+    config: SparseCheckpointConfig,
+    timeout: timedelta,
+    not_localized: str | None = None,
+) -> tuple[Membership | None, Store | None]:
+    """Meet the other ranks, if there is a launcher whose store outlives the workers.
+
+    Args:
+        identity: of this rank in this run.
+        world_size: number of ranks.
+        run_id: name of the run's directory in host memory.
+        config: settings.
+        timeout: for all ranks to come.
+        not_localized: why a failure can only restart the whole job, None if that is not so.
+
+    Returns:
+        The membership, None where a failure can only restart the whole job; and the store to
+        initialise `torch.distributed` with, without keys of an earlier life of the job; None for
+        torch's own.
+    """
+    directory = Path(config.dir)
+    close_connections_in_children()
+    end_orphans()
+    warn_unless_in_memory(directory)
+    launcher = launcher_store(timeout)
+    if launcher is None:
+        return None, None
+    tell_memory(launcher, directory / run_id)
+    if config.recovery == LOCALIZED and not_localized is None:
+        tell_survivors(launcher)
+        report = partial(newcomer_report, NodeStore(directory, run_id, node_name()), identity)
+        membership = Membership(
+            launcher,
+            identity.rank,
+            world_size,
+            timeout,
+            config.hang_timeout,
+            report,
+            stuck_timeout_s=config.stuck_timeout,
+        )
+        return membership, membership.store
+    if config.recovery == LOCALIZED and identity.rank == 0:
+        logger.warning('sparse checkpointing: recovery restarts the whole job: %s', not_localized)
+    meeting = Rendezvous(launcher, identity.rank, world_size).meet(lambda: b'', timeout)
+    return None, meeting.store
