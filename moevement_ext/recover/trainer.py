@@ -193,3 +193,29 @@ class Trainer(Protocol):
 
     def start(self) -> None:
         """Set-up is over, and training begins where the counters are."""
+
+
+class TrainerDefaults:
+    """For a loop that does nothing but iterations, and asks for its data by their number."""
+
+    def committed(self, iteration: int) -> None:
+        """Nothing follows an iteration."""
+
+    def move_data(self, state: bytes) -> None:
+        """Batches are a function of the iteration."""
+
+    def leave_loop(self) -> None:
+        """The loop can be entered wherever it was cut off."""
+
+    def hand_over(self) -> bytes:
+        """There is nothing to know."""
+        return b''
+
+    def finish_post_step(
+        self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
+    ) -> bool:
+        """Nothing follows an iteration; training goes on."""
+        return True
+
+    def start(self) -> None:
+        """There is nothing to note."""
