@@ -282,7 +282,8 @@ class PipelineTrainer(TrainerDefaults):
         self.operators = StageOperators(self.stage, self.model, self.optimizer)
         self.pipeline = Boundary(self.stage, self.stages)
         self.tokens = ExpertLoad(self.stage, self.model.moe)
-        self.place = Place(self.stage, [self.stage], None, [], interleaved=False)
+        alone = [dist.new_group([stage]) for stage in range(self.stages)][self.stage]
+        self.place = Place(self.stage, [self.stage], alone, [], interleaved=False)
 
     # An iteration
 

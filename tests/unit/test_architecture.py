@@ -26,34 +26,23 @@ ENGINE_FLOORS = (
     {'protect'},
     {'recover'},
     {'local_cluster', 'simulate'},
+    {'job'},
 )
 """Folders and loose modules of the engine: each imports from floors before its own."""
 
 ADAPTER_FLOORS = ({'seams'}, {'state'}, {'job'}, {'arguments'}, {'attachment', 'program'})
 """As `ENGINE_FLOORS`."""
 
-STILL_TO_MEND = {
-    ('membership', 'recover'),  # membership knows by name the error that it interrupts fetches with
-}
+STILL_TO_MEND: set[tuple[str, str]] = set()
 """Arrows that run up."""
 
-MANY_CONSTRUCTOR_ARGUMENTS = {
-    'HostMemory',
-    'Job',
-    'LocalRecovery',
-    'Protection',
-    'ReplicaServer',
-    'SparseCheckpointer',
-    'StageReplay',
-}
+MANY_CONSTRUCTOR_ARGUMENTS: set[str] = set()
 """Classes still to be given fewer."""
 
 NEEDED_BY_NO_PRODUCT_CODE = {
     'InterruptibleStore.deleteKey': 'torch calls it: part of its Store interface',
     'InterruptibleStore.has_extended_api': 'torch calls it: part of its Store interface',
     'InterruptibleStore.multi_set': 'torch calls it: part of its Store interface',
-    'ReplicaClient.list_windows': 'to be deleted',
-    'ReplicaClient.put_window': 'to be deleted',
 }
 """Public names of the engine that stay all the same, and why."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from tools.simulate.paper.__main__ import main
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def test_text_has_every_kind_of_table_and_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,8 +42,10 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert found['notes'] and found['claims'] and len(found['constants']) == 18
 
 
-@pytest.mark.parametrize('command', [['tools/simulate_paper.py'], ['-m', 'tools.simulate_paper']])
-def test_runs_as_file_and_as_module(command: list[str]) -> None:
+@pytest.mark.parametrize(
+    'command', [['-m', 'tools.simulate', 'paper'], ['-m', 'tools.simulate.paper']]
+)
+def test_runs_as_part_of_the_simulator_and_by_itself(command: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, *command, '--json'], cwd=ROOT, capture_output=True, text=True, check=True
     )
