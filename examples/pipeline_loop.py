@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moevement_ext import faults
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.events import EventLog
@@ -62,7 +63,6 @@ class Experts(nn.Module):
             nn.Sequential(nn.Linear(_HIDDEN, 48), nn.GELU(), nn.Linear(48, _HIDDEN))
             for _ in range(_EXPERTS)
         )
-        self.tokens = [0] * _EXPERTS
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [samples, tokens, hidden] to the same."""
@@ -70,7 +70,6 @@ class Experts(nn.Module):
         result = torch.zeros_like(hidden)
         for index, expert in enumerate(self.experts):
             mine = choice == index
-            self.tokens[index] += int(mine.sum())
             result[mine] = expert(hidden[mine]) * probability[mine].unsqueeze(-1)
         return hidden + result
 
@@ -81,7 +80,7 @@ class Stage(nn.Module):
     def __init__(self, stage: int, stages: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_VOCABULARY, _HIDDEN) if stage == 0 else None
-        self.mixing = nn.GRU(_HIDDEN, _HIDDEN, batch_first=True)
+        self.mixing = nn.Linear(_HIDDEN, _HIDDEN)
         self.dropout = nn.Dropout(0.1)
         self.moe = Experts()
         self.head = nn.Linear(_HIDDEN, _VOCABULARY, bias=False) if stage == stages - 1 else None
@@ -89,7 +88,8 @@ class Stage(nn.Module):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """Tokens or hidden states of the stage before, to hidden states or logits."""
         hidden = given if self.embedding is None else self.embedding(given)
-        hidden = self.moe(hidden + self.dropout(self.mixing(hidden)[0]))
+        before = hidden.cumsum(dim=1) / torch.arange(1, hidden.shape[1] + 1).unsqueeze(-1)
+        hidden = self.moe(hidden + self.dropout(self.mixing(before).tanh()))
         return hidden if self.head is None else nn.functional.linear(hidden, self.head.weight)
 
 
@@ -175,10 +175,8 @@ class Boundary:
         self._iteration = 0
         self._sequence: dict[Direction, int] = {}
         self._shape = (_SAMPLES, _SEQUENCE, _HIDDEN)
-        tensor = region_bytes(4 * _SAMPLES * _SEQUENCE * _HIDDEN)
-        self.logged_bytes = (
-            tensor * _MICRO_BATCHES * sum(other is not None for other in self.neighbours.values())
-        )
+        sends = _MICRO_BATCHES * sum(other is not None for other in self.neighbours.values())
+        self.logged_bytes = sends * region_bytes(4 * _SAMPLES * _SEQUENCE * _HIDDEN)
 
     @property
     def neighbours(self) -> dict[Direction, int | None]:
@@ -231,20 +229,6 @@ class Boundary:
         return tensor
 
 
-class ExpertLoad:
-    """Tokens of each expert of this stage."""
-
-    counting = False
-
-    def __init__(self, stage: int, moe: Experts) -> None:
-        self._stage, self._moe = stage, moe
-
-    def take(self) -> dict[str, int]:
-        """Counts since the last call."""
-        counts, self._moe.tokens = self._moe.tokens, [0] * _EXPERTS
-        return {f'layer{self._stage}.expert{n}': count for n, count in enumerate(counts)}
-
-
 class SmallState(msgspec.Struct):
     """All but tensors that an iteration starts from."""
 
@@ -273,7 +257,6 @@ class PipelineTrainer(TrainerDefaults):
     iteration: int = 0
     _norm: float = 0.0
     _replayed_norm: float | None = None
-    _losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         torch.manual_seed(1234 + self.stage)
@@ -281,8 +264,8 @@ class PipelineTrainer(TrainerDefaults):
         self.optimizer = adam(self.model)
         self.operators = StageOperators(self.stage, self.model, self.optimizer)
         self.pipeline = Boundary(self.stage, self.stages)
-        self.tokens = ExpertLoad(self.stage, self.model.moe)
         alone = [dist.new_group([stage]) for stage in range(self.stages)][self.stage]
+        assert isinstance(alone, dist.ProcessGroup)
         self.place = Place(self.stage, [self.stage], alone, [], interleaved=False)
 
     # An iteration
@@ -317,8 +300,9 @@ class PipelineTrainer(TrainerDefaults):
         self.optimizer.step()
         self.iteration = iteration + 1
         self.update.written(False)
-        loss = sum(float(result) for _, result in passes) / _MICRO_BATCHES
-        return loss if self.stage == self.stages - 1 else None
+        if self.stage < self.stages - 1:
+            return None
+        return sum(float(loss.detach()) for _, loss in passes) / _MICRO_BATCHES
 
     def record(self, iteration: int, skipped: bool) -> Committed:
         """The norm is what a replay cannot compute alone."""
@@ -446,6 +430,7 @@ def main() -> None:
     exchange = Exchange(membership.archive if membership else None, joining)
     events = EventLog(config.events, stage)
     rank = Rank(identity, stages, options.run_id, 'gloo', config, events, exchange)
+    faults.arm(stage)  # for tests and drills
     job = Job(rank, membership)
     connect(job, store)
     text = torch.frombuffer(bytearray(options.text.read_bytes()), dtype=torch.uint8)
@@ -484,19 +469,17 @@ def connect(job: Job, store: dist.Store | None) -> None:
 
 
 def write_digest(path: Path, trainer: PipelineTrainer) -> None:
-    """SHA-256 of every tensor of the state, by rank."""
+    """SHA-256 of every tensor of the state, see `tools/compare_digests.py`. Collective."""
     entries = {
-        f'rank{trainer.stage}/{part.tensor}/{part.part}': hashlib.sha256(
-            part.source.view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
+        f'{part.tensor}/{part.part}': hashlib.sha256(part.source.numpy().tobytes()).hexdigest()
         for item in trainer.operators.slices.values()
-        for part in (*item.full, *item.light)
+        for part in item.full
     }
     everyone: list[dict[str, str]] = [{}] * trainer.stages
     dist.all_gather_object(everyone, entries)
     if trainer.stage == 0:
-        merged = {key: value for found in everyone for key, value in found.items()}
-        path.write_text(json.dumps({'iteration': trainer.iteration, 'entries': merged}))
+        ranks = {str(rank): found for rank, found in enumerate(everyone)}
+        path.write_text(json.dumps({'iteration': trainer.iteration, 'ranks': ranks}))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -26,6 +26,16 @@ class TokenCounter(Protocol):
         """Counts by expert operator since the last call."""
 
 
+class NoTokens:
+    """For a model whose experts keep the order that they are given in."""
+
+    counting = False
+
+    def take(self) -> dict[str, int]:
+        """Nothing was counted."""
+        return {}
+
+
 class WindowLoad(msgspec.Struct, frozen=True):
     """What one rank saw in the window that began at `start`."""
 

@@ -21,7 +21,7 @@ from moevement_ext.membership.place import Place
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
-from moevement_ext.plan.replanning import TokenCounter
+from moevement_ext.plan.replanning import NoTokens, TokenCounter
 
 
 class Start(NamedTuple):
@@ -197,6 +197,8 @@ class Trainer(Protocol):
 
 class TrainerDefaults:
     """For a loop that does nothing but iterations, and asks for its data by their number."""
+
+    tokens: TokenCounter = NoTokens()
 
     def committed(self, iteration: int) -> None:
         """Nothing follows an iteration."""

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loop on plain torch, without Megatron: a second trainer behind the protocol of the engine."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
+
+pytestmark = pytest.mark.timeout(300)
+
+ITERATIONS = 16
+
+
+@pytest.fixture
+def pipeline_loop(cluster: Callable[..., Cluster], text: list[str]) -> Callable[[], Cluster]:
+    """Makes jobs of the example, on three stages."""
+
+    def make() -> Cluster:
+        job = cluster(ranks=3, nodes=3)
+        job.program = 'examples.pipeline_loop'
+        job.flags = ['--text', f'{text[1]}.bin', '--iterations', str(ITERATIONS)]
+        job.flags += ['--dir', str(job.memory.parent), '--run-id', job.name]
+        job.flags += ['--events', str(job.directory / 'events')]
+        job.flags += ['--digest', str(job.directory / 'digest.json')]
+        return job
+
+    return make
+
+
+@pytest.fixture(scope='module')
+def undisturbed() -> dict[str, dict]:
+    """Digest of a run that nothing happened to, once there is one."""
+    return {}
+
+
+@pytest.fixture
+def expected(pipeline_loop: Callable[[], Cluster], undisturbed: dict[str, dict]) -> dict:
+    if not undisturbed:
+        job = pipeline_loop()
+        assert job.survive() == {}
+        undisturbed['digest'] = read_digest(job)
+    return undisturbed['digest']
+
+
+@pytest.mark.parametrize(
+    ('fail_at', 'replayed'),
+    [
+        ('1:11:seal', {1}),  # the middle stage
+        ('2:10:capture', {2}),  # the last
+        ('0:9:seal,1:11:seal,1:11:catch-up:1', {0, 1}),  # two in turn, one again in its recovery
+    ],
+)
+def test_a_loop_on_plain_torch_goes_on_with_the_same_bits(
+    fail_at: str, replayed: set[int], pipeline_loop: Callable[[], Cluster], expected: dict
+) -> None:
+    job = pipeline_loop()
+    assert job.survive(fail_at=fail_at).keys() == replayed
+    assert differences(expected, read_digest(job)) == []
+    stages = {stage for event in job.events('recovered') for stage in event['stages']}
+    assert stages == replayed
+
+
+def test_a_whole_job_on_plain_torch_comes_back(
+    pipeline_loop: Callable[[], Cluster], expected: dict
+) -> None:
+    job = pipeline_loop()
+    assert job.run(fail_at='1:11:seal') != [0] * 3
+    job.finish()
+    assert job.events('recovered')[0]['replayed'] > 0
+    assert differences(expected, read_digest(job)) == []
+
+
+@pytest.mark.parametrize(
+    'mutation',
+    [
+        'norm_computed_by_a_stage_alone',
+        'random_numbers_not_restored',
+        'frozen_weights_not_loaded',
+    ],
+)
+def test_without_a_step_of_recovery_the_bits_differ(
+    mutation: str, pipeline_loop: Callable[[], Cluster], expected: dict
+) -> None:
+    job = pipeline_loop()
+    job.survive(fail_at='1:11:seal', mutation=f'mutations.pipeline_loop:{mutation}')
+    assert differences(expected, read_digest(job)) != []
