@@ -47,7 +47,7 @@ def join(
     """
     directory = Path(config.dir)
     close_connections_in_children()
-    end_orphans()
+    end_orphans(directory / run_id)
     warn_unless_in_memory(directory)
     launcher = launcher_store(timeout)
     if launcher is None:

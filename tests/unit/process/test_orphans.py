@@ -13,9 +13,10 @@ import pytest
 pytestmark = pytest.mark.timeout(60)
 
 _WORKER = """
-import multiprocessing, sys, time
+import multiprocessing, os, sys, time
 
 if __name__ == '__main__':
+    os.environ['MOEVEMENT_RUN'] = '/dev/shm/runs/a'  # as end_orphans() has set it
     context = multiprocessing.get_context('spawn')
     child = context.Process(target=time.sleep, args=(600,))
     child.start()
@@ -23,13 +24,14 @@ if __name__ == '__main__':
     time.sleep(600)
 """
 _SUCCESSOR = """
+from pathlib import Path
 from moevement_ext.process.orphans import end_orphans
-print(*end_orphans())
+print(*end_orphans(Path('/dev/shm/runs/a')))
 """
 
 
-def environment(rank: int) -> dict[str, str]:
-    return {**os.environ, 'RANK': str(rank), 'MASTER_PORT': '4711', 'MASTER_ADDR': '127.0.0.1'}
+def environment(rank: int, port: str = '4711') -> dict[str, str]:
+    return {**os.environ, 'RANK': str(rank), 'MASTER_PORT': port, 'MASTER_ADDR': '127.0.0.1'}
 
 
 @pytest.fixture
@@ -50,20 +52,24 @@ def workers() -> Iterator[dict[int, tuple[subprocess.Popen, psutil.Process]]]:
             child.kill()
 
 
-def succeed(rank: int) -> list[int]:
-    output = subprocess.check_output([sys.executable, '-c', _SUCCESSOR], env=environment(rank))
+def succeed(rank: int, port: str = '4711') -> list[int]:
+    output = subprocess.check_output(
+        [sys.executable, '-c', _SUCCESSOR], env=environment(rank, port)
+    )
     return [int(pid) for pid in output.split()]
 
 
-def test_the_successor_of_a_killed_worker_ends_its_orphans_only(workers: dict) -> None:
+@pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
+def test_the_successor_of_a_killed_worker_ends_its_orphans_only(workers: dict, port: str) -> None:
     (lost, orphan), (_, other) = workers[0], workers[1]
     os.kill(lost.pid, signal.SIGKILL)
     lost.wait()
-    assert orphan.pid in succeed(0)
+    assert orphan.pid in succeed(0, port)
     orphan.wait(20)
     assert other.is_running() and other.status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_worker_that_lives_keeps_its_children(workers: dict) -> None:
-    assert succeed(0) == []
+@pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
+def test_a_worker_that_lives_keeps_its_children(workers: dict, port: str) -> None:
+    assert succeed(0, port) == []
     assert all(child.is_running() for _, child in workers.values())
