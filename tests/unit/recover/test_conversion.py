@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From sparse slots to a dense state, for every plan of a few operators, without processes."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from moevement_ext.recover.conversion import Conversion
+from tests.unit.recover.fake_trainer import FakeTrainer, FakeWindow, Plan
+
+NAMES = ('a', 'b', 'c', 'd')
+START = 5
+
+
+def plans(names: tuple[str, ...]) -> Iterator[Plan]:
+    """All ordered partitions: which operators in which slot."""
+    if not names:
+        yield ()
+        return
+    for number in range(1, 2 ** len(names)):
+        first = tuple(name for bit, name in enumerate(names) if number >> bit & 1)
+        rest = tuple(name for name in names if name not in first)
+        for others in plans(rest):
+            yield (first, *others)
+
+
+ALL_PLANS = list(plans(NAMES))
+
+
+def captured(plan: Plan) -> tuple[FakeWindow, FakeTrainer]:
+    """A window of a job that trained, and the trainer where its conversion has to come."""
+    trainer, window = FakeTrainer(NAMES), FakeWindow(START, plan)
+    for iteration in range(START + len(plan) - 1):
+        if iteration >= START:
+            window.capture(trainer)
+        trainer.iterate(iteration)
+    window.capture(trainer)
+    return window, trainer
+
+
+def converted(plan: Plan, breaking: Callable[[FakeTrainer], None] = lambda new: None) -> bool:
+    """Whether a new process comes to the state of the job that was lost."""
+    window, lost = captured(plan)
+    new = FakeTrainer(NAMES)
+    new.random = b'of another process'
+    breaking(new)
+    conversion = Conversion(window)
+    conversion.run(new)  # type: ignore[arg-type]
+    assert (conversion.first.iteration, conversion.last.iteration) == (
+        START,
+        START + len(plan) - 1,
+    )
+    return new.everything() == lost.everything()
+
+
+def test_there_are_as_many_plans_as_mathematics_says() -> None:
+    assert len(ALL_PLANS) == len({tuple(map(frozenset, plan)) for plan in ALL_PLANS}) == 75
+
+
+@pytest.mark.parametrize('plan', ALL_PLANS, ids=lambda plan: '-'.join(map(''.join, plan)))
+def test_every_plan_leads_to_the_state_that_was_lost(plan: Plan) -> None:
+    assert converted(plan)
+
+
+@pytest.mark.parametrize('plan', ALL_PLANS, ids=lambda plan: '-'.join(map(''.join, plan)))
+def test_the_job_goes_on_with_the_same_iterations(plan: Plan) -> None:
+    window, lost = captured(plan)
+    new = FakeTrainer(NAMES)
+    Conversion(window).run(new)  # type: ignore[arg-type]
+    for iteration in range(START + len(plan) - 1, START + len(plan) + 3):
+        lost.iterate(iteration)
+        new.iterate(iteration)
+        assert new.everything() == lost.everything()
+
+
+def test_what_is_not_captured_in_full_yet_is_frozen_while_it_is_replayed() -> None:
+    window, _ = captured((('a',), ('b', 'c'), ('d',)))
+    new = FakeTrainer(NAMES)
+    Conversion(window).run(new)  # type: ignore[arg-type]
+    assert new.log == [
+        ('load', 0),
+        ('freeze', frozenset('bcd')),
+        ('load', 1),
+        ('freeze', frozenset('d')),
+        ('load', 2),
+        ('freeze', frozenset()),
+    ]
+
+
+SEVERAL = [plan for plan in ALL_PLANS if len(plan) > 1]
+
+
+def restore_nothing(new: FakeTrainer) -> None:
+    new.restore = lambda state: None  # type: ignore[method-assign]
+
+
+def reduce_anew(new: FakeTrainer) -> None:
+    new.replay = lambda iteration, following: new.iterate(iteration)  # type: ignore[method-assign]
+
+
+def load_no_weights(new: FakeTrainer) -> None:
+    load = new.load
+
+    def without_weights(header, payload, context):  # type: ignore[no-untyped-def]
+        header.records = [record for record in header.records if record.part == 'master']
+        load(header, payload, context)
+
+    new.load = without_weights  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize('breaking', [restore_nothing, reduce_anew, load_no_weights])
+def test_without_a_step_of_it_no_plan_does(breaking: Callable[[FakeTrainer], None]) -> None:
+    assert not any(converted(plan, breaking) for plan in SEVERAL)
