@@ -6,10 +6,10 @@ from moevement_ext.errors import (
     EXIT_STUCK,
     EXIT_USER_ERROR,
     EXIT_WHOLE_JOB,
+    HostMemoryError,
     SparseCheckpointError,
     UserError,
 )
-from moevement_ext.memory.budget import HostMemoryError
 
 __version__ = '0.1.0'
 

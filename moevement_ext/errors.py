@@ -20,3 +20,7 @@ class UserError(SparseCheckpointError):
 
     Programs end with that line and `EXIT_USER_ERROR` instead of a traceback.
     """
+
+
+class HostMemoryError(UserError):
+    """The host memory asked for is not there; the message has the numbers and the fix."""

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from moevement_ext.config import node_name
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
 from moevement_ext.job.localized import Localized
 from moevement_ext.job.unprotected import Unprotected
 from moevement_ext.job.whole_job import Restart, WholeJob
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
-from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from moevement_ext.errors import UserError
+from moevement_ext.errors import HostMemoryError
 
 GIB = 2**30
 
@@ -18,10 +18,6 @@ NO_SPACE_REMEDY = (
     'choose another directory, or hold fewer replicas.'
 )
 """What to do when the file system of the windows is full."""
-
-
-class HostMemoryError(UserError):
-    """The host memory asked for is not there; the message has the numbers and the fix."""
 
 
 class RankMemory(msgspec.Struct, frozen=True):

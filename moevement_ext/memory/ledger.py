@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
-from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.mapped import map_new
 
 logger = logging.getLogger(__name__)

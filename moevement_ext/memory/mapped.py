@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
-from moevement_ext.memory.budget import NO_SPACE_REMEDY, HostMemoryError, free_bytes
+from moevement_ext.memory.budget import NO_SPACE_REMEDY, free_bytes
 
 Bytes = npt.NDArray[np.uint8]
 """A part of a mapped file, shape [bytes]."""

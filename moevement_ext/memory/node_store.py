@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
-from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.holder_lock import HolderLock
 from moevement_ext.memory.window.file_names import committed_in
 from moevement_ext.memory.window.name import StoredWindow

@@ -12,7 +12,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.errors import HostMemoryError
 
 _REMEDY = (
     'Another user, or another program, made it: choose another --sparse-ckpt-dir (or '

@@ -13,9 +13,9 @@ import torch
 
 from moevement_ext.capture.operators import Operators
 from moevement_ext.config import AUTO, OFF
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import ProtectionReduced, Replanned
 from moevement_ext.membership.rank import Rank
-from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
-from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.errors import HostMemoryError, SparseCheckpointError
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import psutil
 
-from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.errors import HostMemoryError
 
 _FLAG = '--sparse-ckpt-interface'
 _VARIABLES = ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME')

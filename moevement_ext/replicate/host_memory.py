@@ -14,7 +14,8 @@ import msgspec
 import torch
 
 from moevement_ext.config import SparseCheckpointConfig, node_name
-from moevement_ext.memory.budget import HostMemoryError, HostMemoryPlan, RankMemory
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.log import UpstreamLog

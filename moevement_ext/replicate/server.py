@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.record import LogGap
 from moevement_ext.memory.window.expected import Expected

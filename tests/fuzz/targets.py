@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import ledger as ledger_module
-from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LogKey

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.mapped import Bytes, map_anew, map_existing, map_new
 from moevement_ext.memory.window.expected import IDENTITY, Expected
 from moevement_ext.memory.window.format import (

@@ -7,8 +7,8 @@ import logging
 import threading
 from pathlib import Path
 
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
-from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.file_names import (

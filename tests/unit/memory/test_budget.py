@@ -6,13 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.memory.budget import (
-    GIB,
-    HostMemoryError,
-    HostMemoryPlan,
-    RankMemory,
-    reserved_bytes,
-)
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.budget import GIB, HostMemoryPlan, RankMemory, reserved_bytes
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import capacity, tmpfs_directory

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.mapped import map_anew, map_existing, map_new
 from moevement_ext.memory.private import ForeignFileError
 from tests.unit.memory.samples import tmpfs_directory

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
-from moevement_ext.memory.budget import HostMemoryError
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.private import ForeignFileError

@@ -2,8 +2,7 @@
 import pytest
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.errors import EXIT_USER_ERROR, SparseCheckpointError
-from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.errors import EXIT_USER_ERROR, HostMemoryError, SparseCheckpointError
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.process.user_errors import in_one_line
 

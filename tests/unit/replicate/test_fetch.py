@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile

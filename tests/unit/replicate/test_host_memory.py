@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
-from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.upstream_log.record import Direction, LogKey
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, Window

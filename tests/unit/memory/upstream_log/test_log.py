@@ -16,7 +16,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction, LogGap, LoggedTensor, LogKey
 from tests.unit.memory.samples import tmpfs_directory

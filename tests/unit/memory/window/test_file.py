@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.window import format as window_format
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moevement_ext.memory.budget import HostMemoryError
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected
