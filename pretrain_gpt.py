@@ -11,8 +11,10 @@ import time
 _PROGRAM_START = time.time()
 
 from megatron.moevement.seams import cpu_device, preflight
+from moevement_ext.process import user_errors
 
-preflight.check_installation()
+with user_errors.in_one_line():
+    preflight.check_installation()
 if cpu_device.needed():
     cpu_device.install()
 
@@ -52,7 +54,6 @@ from megatron.training.utils import (
 from megatron.moevement.arguments import add_arguments
 from megatron.moevement.program import run_with_sparse_checkpointing
 from moevement_ext import faults
-from moevement_ext.process import user_errors
 
 if cpu_device.needed():
     cpu_device.mend_upstream()

@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from moevement_ext.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 
@@ -222,6 +224,9 @@ class EventLog:
     Args:
         directory: `--sparse-ckpt-events`, or None: nothing is written.
         rank: global rank of this process.
+
+    Raises:
+        UserError: the directory cannot be written to.
     """
 
     def __init__(self, directory: str | None, rank: int) -> None:
@@ -230,8 +235,14 @@ class EventLog:
         self._file: FileIO | None = None
         self.iteration = 0
         if directory is not None:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            self._file = FileIO(Path(directory) / f'rank{rank}.jsonl', 'ab')
+            try:
+                Path(directory).mkdir(parents=True, exist_ok=True)
+                self._file = FileIO(Path(directory) / f'rank{rank}.jsonl', 'ab')
+            except OSError as error:
+                raise UserError(
+                    f'--sparse-ckpt-events {directory}: events cannot be written there: {error}. '
+                    'Give a directory that this user can write to, or leave the flag out.'
+                ) from error
 
     def emit(self, event: Event | str, **fields: Any) -> None:
         """Write one event with time (seconds since the epoch), rank, pid and iteration.

@@ -10,10 +10,19 @@ from pathlib import Path
 import pytest
 
 from moevement_ext import events
+from moevement_ext.errors import UserError
 from moevement_ext.events import EventLog, EventName
 
 REPOSITORY = Path(__file__).parents[2]
 LONG = 'x' * 20_000
+
+
+def test_a_directory_that_cannot_be_written_is_named_with_its_flag(tmp_path: Path) -> None:
+    (tmp_path / 'file').touch()
+    with pytest.raises(
+        UserError, match=r'--sparse-ckpt-events .*file/events: .*leave the flag out'
+    ):
+        EventLog(str(tmp_path / 'file' / 'events'), 0)
 
 
 def test_a_line_says_when_who_and_what(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from moevement_ext.errors import UserError
+
 SUPPORTED_SERIES = '0.19.'
 
 
-class InstallationError(RuntimeError):
+class InstallationError(UserError):
     """The installed packages cannot work together; the message says what to do."""
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A broken installation is explained in one sentence; each case runs in a process of its own."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,20 @@ def test_changed_upstream_function_is_named() -> None:
     )
     assert found.returncode != 0
     assert 'train_step has the parameters' in found.stderr and '0.19.2' in found.stderr
+
+
+def test_the_program_ends_with_one_line(tmp_path: Path) -> None:
+    metadata = tmp_path / 'megatron_core-0.18.1.dist-info'
+    metadata.mkdir()
+    (metadata / 'METADATA').write_text(
+        'Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.18.1\n'
+    )
+    found = subprocess.run(
+        [sys.executable, str(ROOT / 'pretrain_gpt.py')],
+        capture_output=True,
+        text=True,
+        env={**os.environ, 'PYTHONPATH': f'{tmp_path}:{ROOT}'},
+    )
+    assert found.returncode == 2
+    [line] = [line for line in found.stderr.splitlines() if 'megatron-core' in line]
+    assert line.startswith('pretrain_gpt.py: error: ') and 'Traceback' not in found.stderr
