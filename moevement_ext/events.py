@@ -244,22 +244,15 @@ class EventLog:
                     'Give a directory that this user can write to, or leave the flag out.'
                 ) from error
 
-    def emit(self, event: Event | str, **fields: Any) -> None:
-        """Write one event with time (seconds since the epoch), rank, pid and iteration.
-
-        Args:
-            event: one of the kinds above, or a name.
-            fields: of an event that is given by name.
-        """
-        if isinstance(event, Event):
-            fields = event.own_fields()
+    def emit(self, event: Event) -> None:
+        """Write one event with time (seconds since the epoch), rank, pid and iteration."""
         line = {
             'time': time.time(),
-            'event': event.name if isinstance(event, Event) else event,
+            'event': event.name,
             'rank': self._rank,
             'pid': os.getpid(),
             'iteration': self.iteration,
-            **fields,
+            **event.own_fields(),
         }
         with self._lock:
             if self._file is not None:
