@@ -56,7 +56,7 @@ from megatron.moevement.program import run_with_sparse_checkpointing
 from moevement_ext import faults
 
 if cpu_device.needed():
-    cpu_device.mend_upstream()
+    cpu_device.patch_upstream()
 
 _BATCH_KEYS = ('tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids')
 

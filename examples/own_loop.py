@@ -43,7 +43,7 @@ from megatron.moevement import TrainingPlan, attach
 from moevement_ext.config import SparseCheckpointConfig
 
 if cpu_device.needed():
-    cpu_device.mend_upstream()
+    cpu_device.patch_upstream()
 
 _SEQUENCE = 64
 _VOCABULARY = 512  # bytes, and the end of a document

@@ -17,7 +17,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.process.forks import close_connections_in_children
 from moevement_ext.process.orphans import end_orphans
-from moevement_ext.recover.inventory import newcomer_report
+from moevement_ext.recover.inventory import replacement_report
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def join(
     tell_memory(launcher, directory / run_id)
     if config.recovery == LOCALIZED and not_localized is None:
         tell_survivors(launcher)
-        report = partial(newcomer_report, NodeStore(directory, run_id, node_name()), identity)
+        report = partial(replacement_report, NodeStore(directory, run_id, node_name()), identity)
         membership = Membership(
             launcher,
             identity.rank,

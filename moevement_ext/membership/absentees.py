@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that neither come to a meeting nor give a sign of life hang; their launcher replaces them.
 
-A rank that is merely late (it ends a write first) goes on beating in the epoch that it comes from,
-and one that is new and sets up joins on a thread of its own (see `membership`).
+A rank that is merely late (it ends a write first) goes on sending heartbeats in the epoch that it
+comes from, and one that is new and sets up joins on a thread of its own (see `membership`).
 """
 
 import logging
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch.distributed import DistError, Store
 
-from moevement_ext.membership.rendezvous import absent, beat_key
-from moevement_ext.membership.watch import BEAT_SECONDS, evict
+from moevement_ext.membership.rendezvous import absent, heartbeat_key
+from moevement_ext.membership.watch import HEARTBEAT_SECONDS, evict
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +45,17 @@ class Absentees:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.wait(2 * BEAT_SECONDS):
+            while not self._stopping.wait(2 * HEARTBEAT_SECONDS):
                 for rank in absent(self._store, len(self._pids)):
                     self._listen(rank)
         except DistError as error:
             logger.warning('absent ranks are no longer looked for: %s', error)
 
     def _listen(self, rank: int) -> None:
-        beats, now = self._store.add(beat_key(self._before, rank), 0), time.monotonic()
+        heartbeats, now = self._store.add(heartbeat_key(self._before, rank), 0), time.monotonic()
         before, since = self._heard.get(rank, (-1, now))
-        if beats != before:
-            self._heard[rank] = beats, now
+        if heartbeats != before:
+            self._heard[rank] = heartbeats, now
         elif now - since > self._hang_timeout_s:
             evict(self._store, rank, self._pids[rank])
-            self._heard[rank] = beats, now
+            self._heard[rank] = heartbeats, now

@@ -300,7 +300,7 @@ class Membership:
             os._exit(EXIT_WHOLE_JOB)
 
     def _look_at_training_thread(self, store: Store) -> None:
-        """On the beating thread: end this process when that thread is never going to leave."""
+        """On the heartbeat thread: end this process when that thread is never going to leave."""
         thread = self._training_thread
         if thread is None:
             return

@@ -4,9 +4,9 @@
 The launcher's store keeps what dead workers wrote. An *epoch* is a set of processes, one per rank,
 that met under a number nobody used before; process groups are built under its name. Epochs end when
 somebody breaks them: a rank that lost a peer, the launcher that saw a worker die, a rank whose
-neighbour no longer beats, or a new process that finds its own predecessor in the epoch. To break an
-epoch is the agreed verdict that a failure happened: everybody then joins the next one with a report
-of what it still has, and a rank that does not join is gone.
+neighbour sends no more heartbeats, or a new process that finds its own predecessor in the epoch. To
+break an epoch is the agreed verdict that a failure happened: everybody then joins the next one with
+a report of what it still has, and a rank that does not join is gone.
 
 Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/<e>/<rank>` (life,
 report), `here/<e>` (ranks that have joined, in one value), `joined/<e>` and `alive/<e>` (counts),
@@ -103,7 +103,7 @@ def absent(store: Store, world_size: int) -> list[int]:
     return _absent_in(store, present_epoch(store), world_size)
 
 
-def beat_key(epoch: int, rank: int) -> str:
+def heartbeat_key(epoch: int, rank: int) -> str:
     """Counts the signs of life of a rank."""
     return f'beat/{epoch}/{rank}'
 

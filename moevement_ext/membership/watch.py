@@ -2,7 +2,7 @@
 """Watches the epoch on threads of its own, so that no rank waits for a dead one.
 
 Three ways to notice a failure, one verdict (the epoch is broken, see `rendezvous`): somebody who
-lost a connection, or the launcher, breaks the epoch; a rank that does not beat for a while is
+lost a connection, or the launcher, breaks the epoch; a rank that sends no heartbeat for a while is
 reported by the rank before it, since a stopped process breaks nothing by itself; and a process
 whose training thread is stuck says so itself.
 """
@@ -15,11 +15,11 @@ from datetime import timedelta
 
 from torch.distributed import DistError, Store
 
-from moevement_ext.membership.rendezvous import beat_key, break_epoch, is_over, why_broken
+from moevement_ext.membership.rendezvous import break_epoch, heartbeat_key, is_over, why_broken
 
 logger = logging.getLogger(__name__)
 
-BEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.5
 _LONG = timedelta(days=365)
 _FIRST_RETRY_SECONDS = 0.5
 _JOIN_SECONDS = 5.0
@@ -38,10 +38,10 @@ class EpochWatch:
         epoch: the one this process takes part in.
         rank: of this process.
         pids: process of each rank, by rank, to tell the launcher which one hangs.
-        hang_timeout_s: seconds without a beat after which a rank counts as hung.
+        hang_timeout_s: seconds without a heartbeat after which a rank counts as hung.
         on_broken: called once, with the reason: wake up whoever waits. On a watching thread, or on
             that of `conclude`.
-        each_beat: called on the beating thread with its connection.
+        each_heartbeat: called on the heartbeat thread with its connection.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EpochWatch:
         pids: Sequence[int],
         hang_timeout_s: float,
         on_broken: Callable[[str], None],
-        each_beat: Callable[[Store], None] = lambda store: None,
+        each_heartbeat: Callable[[Store], None] = lambda store: None,
     ) -> None:
         self.epoch = epoch
         self.broken = threading.Event()
@@ -63,15 +63,15 @@ class EpochWatch:
         self._watched = (rank + 1) % len(pids)
         self._hang_timeout_s = hang_timeout_s
         self._on_broken = on_broken
-        self._each_beat = each_beat
+        self._each_heartbeat = each_heartbeat
         self._stopping = threading.Event()
         self._judging = threading.Event()
         self._concluding = threading.Lock()
         self._lost_said = False
-        self._beats, self._heard, self._heard_at = 0, 0, time.monotonic()
+        self._heartbeats, self._heard, self._heard_at = 0, 0, time.monotonic()
         self._threads: list[threading.Thread] = []
         self._start(self._wait)
-        self._start(self._beat_until_stopped)
+        self._start(self._send_heartbeats)
 
     def judge(self) -> None:
         """Have the next rank count as hung when it is not heard of for too long from now on."""
@@ -127,11 +127,11 @@ class EpochWatch:
         break_epoch(store, self.epoch, reason)  # whoever announced it may have died half-way
         self.conclude(reason)
 
-    def _beat_until_stopped(self, store: Store) -> None:
+    def _send_heartbeats(self, store: Store) -> None:
         """Notices the end of the epoch, too, should the other connection be silently lost."""
-        while not self._stopping.wait(BEAT_SECONDS):
-            self._beats = store.add(beat_key(self.epoch, self._rank), 1)
-            self._each_beat(store)
+        while not self._stopping.wait(HEARTBEAT_SECONDS):
+            self._heartbeats = store.add(heartbeat_key(self.epoch, self._rank), 1)
+            self._each_heartbeat(store)
             if self.broken.is_set():
                 continue
             if is_over(store, self.epoch):
@@ -140,7 +140,7 @@ class EpochWatch:
                 self._listen(store)
 
     def _listen(self, store: Store) -> None:
-        heard = store.add(beat_key(self.epoch, self._watched), 0)
+        heard = store.add(heartbeat_key(self.epoch, self._watched), 0)
         now = time.monotonic()
         if heard != self._heard or not self._judging.is_set():
             self._heard, self._heard_at = heard, now

@@ -56,7 +56,7 @@ def held_windows(store: NodeStore, run: str, topology: str) -> list[HeldWindow]:
     return sorted(found)
 
 
-def newcomer_report(store: NodeStore, identity: RankIdentity) -> Report:
+def replacement_report(store: NodeStore, identity: RankIdentity) -> Report:
     """What a new process has: what its node's memory kept."""
     newest = Ledger.read_newest(store.ledger_path(identity.rank))
     return Report(

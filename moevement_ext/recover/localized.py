@@ -41,7 +41,7 @@ from moevement_ext.recover.lost_peer import lost_peer
 from moevement_ext.recover.rank_state import RankState, Running
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.trainer import Start, Trainer
-from moevement_ext.recover.verdict import Localized, WholeJob, decide
+from moevement_ext.recover.verdict import Localized, WholeJob, decide_recovery
 from moevement_ext.recover.verification import Verified
 
 logger = logging.getLogger(__name__)
@@ -302,7 +302,7 @@ class LocalizedRecovery:
     def _enter(self) -> None:
         """Decide, and have the loop start at the newest committed iteration."""
         reports = self._membership.reports
-        verdict = decide(
+        verdict = decide_recovery(
             reports,
             self._stages.stage_of,
             self._stages.tied,

@@ -40,12 +40,12 @@ class WholeJob(msgspec.Struct, frozen=True):
 Verdict = Localized | WholeJob
 
 
-def decide(
+def decide_recovery(
     reports: Sequence[Report],
     stage_of: Sequence[int],
     tied: bool,
     last_iteration: int,
-    twins: Sequence[Sequence[int]] = (),
+    replicas: Sequence[Sequence[int]] = (),
     interleaved: bool = False,
 ) -> Verdict:
     """What happens after the failure.
@@ -55,8 +55,8 @@ def decide(
         stage_of: pipeline stage by rank.
         tied: first and last stage share embedding weights: they replay together.
         last_iteration: at which training ends; a stage cannot come back after it.
-        twins: for each rank, the ranks that hold the same state (data parallelism without sharded
-            optimizer); empty if there is no such redundancy.
+        replicas: for each rank, the ranks that hold the same state (data parallelism without a
+            sharded optimizer); empty if there is no such redundancy.
         interleaved: ranks hold several stages in turn, so that the last sends to the first.
     """
     survivors = [report for report in reports if report.survivor]
@@ -73,10 +73,10 @@ def decide(
     newcomers = frozenset(r for r, report in enumerate(reports) if not report.survivor)
     if behind and target >= last_iteration:
         return WholeJob(f'iteration {target} was the last one')
-    copies = _copies(behind, twins, stage_of)
+    copies = _copies(behind, replicas, stage_of)
     lost = {stage_of[rank] for rank in behind if rank not in copies}
     stages = _with_tied(lost, stage_of, tied)
-    copies = {rank: twin for rank, twin in copies.items() if stage_of[rank] not in stages}
+    copies = {rank: replica for rank, replica in copies.items() if stage_of[rank] not in stages}
     ranks = frozenset(rank for rank, stage in enumerate(stage_of) if stage in stages)
     if not stages:
         return Localized(target, stages, ranks, newcomers, None, copies)
@@ -87,16 +87,16 @@ def decide(
 
 
 def _copies(
-    behind: Sequence[int], twins: Sequence[Sequence[int]], stage_of: Sequence[int]
+    behind: Sequence[int], replicas: Sequence[Sequence[int]], stage_of: Sequence[int]
 ) -> dict[int, int]:
-    """A twin that is not behind for each rank that is, in stages where all of them have one."""
+    """A replica that is not behind for each rank that is, in stages where all of them have one."""
     found = {
-        rank: next((twin for twin in twins[rank] if twin not in behind), NOWHERE)
+        rank: next((replica for replica in replicas[rank] if replica not in behind), NOWHERE)
         for rank in behind
-        if twins
+        if replicas
     }
     replaying = {stage_of[rank] for rank in behind if found.get(rank, NOWHERE) == NOWHERE}
-    return {rank: twin for rank, twin in found.items() if stage_of[rank] not in replaying}
+    return {rank: replica for rank, replica in found.items() if stage_of[rank] not in replaying}
 
 
 def _with_tied(stages: set[int], stage_of: Sequence[int], tied: bool) -> frozenset[int]:

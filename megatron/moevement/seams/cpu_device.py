@@ -40,7 +40,7 @@ def install() -> None:
 
 
 @functools.cache
-def mend_upstream() -> None:
+def patch_upstream() -> None:
     """Mend upstream's GPU-only assumptions. To be called after megatron imports."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.tensor_parallel.random as rng

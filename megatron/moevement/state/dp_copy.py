@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that hold the same state: a lost one is copied from its twin instead of replayed.
+"""Ranks that hold the same state: a lost one is copied from its replica instead of replayed.
 
 Without the distributed optimizer the data-parallel ranks of a stage hold the same parameters,
 masters and moments; with expert parallelism, those of the same experts. They also draw the same
@@ -36,7 +36,7 @@ def copy_state(
     states: Mapping[torch.nn.Parameter, ParameterState],
     source: int,
 ) -> None:
-    """Give all twins the state of rank `source`. Collective over the twins."""
+    """Give all replicas the state of rank `source`. Collective over the replicas."""
     group = parallel_state.get_expert_data_parallel_group()
     for tensor in _tensors(operators, states):
         torch.distributed.broadcast(tensor, source, group=group)
@@ -45,7 +45,7 @@ def copy_state(
 def _tensors(
     operators: Mapping[str, Operator], states: Mapping[torch.nn.Parameter, ParameterState]
 ) -> Iterator[torch.Tensor]:
-    """Everything that training changes, in the same order on all twins."""
+    """Everything that training changes, in the same order on all replicas."""
     for operator in operators.values():
         yield from operator.buffers.values()
         for parameter in operator.parameters.values():

@@ -27,7 +27,7 @@ def test_only_who_neither_comes_nor_beats_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has come, rank 1 is late, ranks 2 and 3 are not heard of."""
-    monkeypatch.setattr(absentees, 'BEAT_SECONDS', 0.05)
+    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
     assert Rendezvous(store, 0, 4)._join(1, b'', False)
     found = Absentees(store.clone(), 0, [100, 101, 102, 103], HANG_S)
     began = time.monotonic()

@@ -19,9 +19,9 @@ from moevement_ext.membership.rendezvous import (
     Meeting,
     Rendezvous,
     announce_failure,
-    beat_key,
     break_epoch,
     broken_since,
+    heartbeat_key,
     launcher_store,
     present_epoch,
     why_broken,
@@ -211,7 +211,7 @@ def test_fifty_epochs_leave_no_more_keys_than_three(
                 )
             )
         for rank in range(WORLD):
-            launcher.add(beat_key(epoch, rank), 1)
+            launcher.add(heartbeat_key(epoch, rank), 1)
             meetings[rank].store.set(f'address/{rank}', 'somewhere')
         counts.append(launcher.num_keys())
     assert max(counts) == counts[2]

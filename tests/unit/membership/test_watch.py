@@ -95,8 +95,8 @@ def job() -> Iterator[Job]:
 
 
 @pytest.fixture
-def fast_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect, 'BEAT_SECONDS', 0.05)
+def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, 'HEARTBEAT_SECONDS', 0.05)
 
 
 def test_everybody_wakes_up_at_once_when_the_epoch_is_broken(job: Job) -> None:
@@ -130,7 +130,7 @@ def test_who_announced_it_may_have_died_half_way(job: Job) -> None:
     assert present_epoch(job.store) == 1
 
 
-def test_a_rank_that_stops_beating_is_evicted(job: Job, fast_beats: None) -> None:
+def test_a_rank_that_stops_beating_is_evicted(job: Job, fast_heartbeats: None) -> None:
     """Rank 1 stops; only rank 0, which watches it, says so, and all that are left wake up."""
     watches = [job.watch(rank, [100, 101, 102], hang_timeout_s=1.0) for rank in (0, 2)]
     stopped = job.watch(1, [100, 101, 102])
@@ -144,13 +144,13 @@ def test_a_rank_that_stops_beating_is_evicted(job: Job, fast_beats: None) -> Non
     assert why_broken(job.store, 0) == reason and present_epoch(job.store) == 1
 
 
-def test_a_rank_that_never_begins_to_beat_is_evicted(job: Job, fast_beats: None) -> None:
+def test_a_rank_that_never_begins_to_beat_is_evicted(job: Job, fast_heartbeats: None) -> None:
     job.watch(2, [100, 101, 102], hang_timeout_s=0.3)
     assert job.next_woken() == (2, 'rank 0 has not been heard of for 0.3 s')
     assert job.store.get('evict/0') == b'100'
 
 
-def test_a_silent_rank_is_left_alone_until_it_is_judged(job: Job, fast_beats: None) -> None:
+def test_a_silent_rank_is_left_alone_until_it_is_judged(job: Job, fast_heartbeats: None) -> None:
     """As while it sets up: for several times as long as it may be silent later."""
     watch = job.watch(0, [100, 101], hang_timeout_s=0.3, judges=False)
     while job.beats(0) < 20:
@@ -188,7 +188,7 @@ def test_a_stopped_process_is_evicted_and_learns_of_it_when_it_goes_on(job: Job)
     assert said == 'rank 1 has not been heard of for 1.5 s\n'
 
 
-def test_a_rank_that_beats_is_left_alone_however_slowly(job: Job, fast_beats: None) -> None:
+def test_a_rank_that_beats_is_left_alone_however_slowly(job: Job, fast_heartbeats: None) -> None:
     """For longer than the time after which a silent rank counts as hung."""
     began, hang_timeout_s, beats = time.monotonic(), 2.0, 0
     watch = job.watch(0, [100, 101], hang_timeout_s)
@@ -199,13 +199,15 @@ def test_a_rank_that_beats_is_left_alone_however_slowly(job: Job, fast_beats: No
             assert not watch.broken.wait(0.01)
 
 
-def test_a_rank_alone_does_not_watch_itself(job: Job, fast_beats: None) -> None:
+def test_a_rank_alone_does_not_watch_itself(job: Job, fast_heartbeats: None) -> None:
     watch = job.watch(0, [100], hang_timeout_s=0.0)
     while job.beats(0) < 4:
         assert not watch.broken.wait(0.01)
 
 
-def test_stop_ends_the_beating_and_nothing_is_noticed_any_more(job: Job, fast_beats: None) -> None:
+def test_stop_ends_the_beating_and_nothing_is_noticed_any_more(
+    job: Job, fast_heartbeats: None
+) -> None:
     watch = job.watch(0, [100])
     job.store.wait(['beat/0/0'], TIMEOUT)
     assert len(threads()) == 2
@@ -293,7 +295,7 @@ def connections(port: int) -> set[int]:
 
 
 def test_lost_connections_are_made_anew(
-    job: Job, fast_beats: None, caplog: pytest.LogCaptureFixture
+    job: Job, fast_heartbeats: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     of_the_test = connections(job.store.port)
     watch = job.watch(0, [100])
@@ -317,7 +319,7 @@ class Deaf(TCPStore):
         threading.Event().wait(DEADLINE_S)
 
 
-def test_the_end_is_noticed_although_nobody_is_woken_up(job: Job, fast_beats: None) -> None:
+def test_the_end_is_noticed_although_nobody_is_woken_up(job: Job, fast_heartbeats: None) -> None:
     woken: queue.Queue[str] = queue.Queue()
     port = job.store.port
     watch = EpochWatch(
@@ -339,7 +341,7 @@ def test_who_learns_of_the_end_itself_does_not_depend_on_the_store(job: Job) -> 
     assert job.woken.empty()
 
 
-def test_signs_of_life_go_on_until_the_rank_has_left(job: Job, fast_beats: None) -> None:
+def test_signs_of_life_go_on_until_the_rank_has_left(job: Job, fast_heartbeats: None) -> None:
     watch = job.watch(0, [100])
     break_epoch(job.store, 0, 'rank 7 died')
     job.next_woken()

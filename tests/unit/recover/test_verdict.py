@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
-from moevement_ext.recover.verdict import Localized, Verdict, WholeJob, decide
+from moevement_ext.recover.verdict import Localized, Verdict, WholeJob, decide_recovery
 
 LAST = 1000
 """At which training ends, far from the iterations of these tests."""
@@ -27,7 +27,7 @@ class Job(NamedTuple):
     interleaved: bool = False
 
     def verdict(self, last_iteration: int = LAST) -> Verdict:
-        return decide(
+        return decide_recovery(
             self.reports,
             self.stage_of,
             self.tied,
@@ -348,40 +348,40 @@ def test_a_window_that_one_rank_that_keeps_its_state_lacks_is_not_taken() -> Non
 # Ranks that hold the same state
 
 
-def decide_with_twins(job: Job) -> Verdict:
+def decide_with_replicas(job: Job) -> Verdict:
     """All ranks of a stage hold the same state."""
-    twins = [
+    replicas = [
         [r for r, other in enumerate(job.stage_of) if other == stage] for stage in job.stage_of
     ]
-    return decide(job.reports, job.stage_of, job.tied, LAST, twins)
+    return decide_recovery(job.reports, job.stage_of, job.tied, LAST, replicas)
 
 
 @given(job=jobs())
-def test_a_rank_copies_from_a_twin_or_its_stage_replays(job: Job) -> None:
-    verdict = decide_with_twins(job)
+def test_a_rank_copies_from_a_replica_or_its_stage_replays(job: Job) -> None:
+    verdict = decide_with_replicas(job)
     if isinstance(verdict, WholeJob):
         return
     behind = {r for r, report in enumerate(job.reports) if report.clean_at != verdict.target}
     assert verdict.copies.keys() == behind - verdict.ranks
-    for rank, twin in verdict.copies.items():
-        assert twin not in behind and job.stage_of[twin] == job.stage_of[rank]
+    for rank, replica in verdict.copies.items():
+        assert replica not in behind and job.stage_of[replica] == job.stage_of[rank]
     whole = {stage for r, stage in enumerate(job.stage_of) if r not in behind}
     lost = set(job.stage_of) - whole
     ends = {0, max(job.stage_of)}
     assert verdict.stages == (lost | ends if job.tied and lost & ends else lost)
 
 
-def test_where_a_twin_is_left_no_window_is_needed() -> None:
+def test_where_a_replica_is_left_no_window_is_needed() -> None:
     reports = [survivor(9), newcomer(), survivor(9), survivor(9, NOWHERE)]
-    verdict = localized(decide_with_twins(Job(reports, [0, 0, 1, 1])))
+    verdict = localized(decide_with_replicas(Job(reports, [0, 0, 1, 1])))
     assert (verdict.stages, verdict.window, verdict.copies) == (set(), None, {1: 0, 3: 2})
 
 
-def test_a_stage_replays_whole_if_one_of_its_ranks_has_no_twin_left() -> None:
+def test_a_stage_replays_whole_if_one_of_its_ranks_has_no_replica_left() -> None:
     held = everywhere(4, NEW)
     reports = [survivor(9, windows=held), newcomer(), newcomer(), survivor(9)]
-    twins = [[0, 1], [0, 1], [2], [3]]
-    verdict = localized(decide(reports, [0, 0, 0, 1], False, LAST, twins))
+    replicas = [[0, 1], [0, 1], [2], [3]]
+    verdict = localized(decide_recovery(reports, [0, 0, 0, 1], False, LAST, replicas))
     assert (verdict.stages, verdict.copies) == ({0}, {})
 
 
@@ -414,5 +414,5 @@ def test_reports_travel_as_they_are() -> None:
 
 def test_a_new_process_is_never_clean_also_before_the_first_commit() -> None:
     reports = [survivor(NOWHERE, clean_at=NOWHERE), newcomer()]
-    verdict = decide(reports, [0, 1], False, 100)
+    verdict = decide_recovery(reports, [0, 1], False, 100)
     assert isinstance(verdict, WholeJob)
