@@ -8,7 +8,7 @@ import torch
 from torch.distributed import Store, all_gather_object
 
 _CHUNK_BYTES = 1 << 20
-"""Of one value in the store, whose server refuses more than 8 MiB."""
+"""Size of one value in the store, whose server refuses more than 8 MiB."""
 _COUNT_BYTES = 4
 
 
@@ -42,6 +42,8 @@ class Exchange:
         """What each of some ranks gave, in the order of `ranks`; all of them call this.
 
         Args:
+            name: as of a call.
+            own: what this rank gives.
             ranks: global ranks, this one among them.
             group: of those ranks in that order; None: all.
         """

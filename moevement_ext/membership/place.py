@@ -11,11 +11,11 @@ class Place(NamedTuple):
     """The place of one rank."""
 
     stage: int
-    """Of the pipeline."""
+    """Its stage of the pipeline."""
     members: Sequence[int]
     """All ranks of that stage, in the order of `group`."""
     group: torch.distributed.ProcessGroup | None
-    """Of `members`; None: all ranks of the job."""
+    """The group of `members`; None: all ranks of the job."""
     replicas: Sequence[int]
     """Other ranks that hold the same state, bit for bit."""
     interleaved: bool

@@ -14,12 +14,12 @@ class Rank:
     """Made once in the life of a process; nothing of it changes."""
 
     identity: RankIdentity
-    """Of the run, the layout and the rank; what every slot is stamped with."""
+    """Run, layout and rank; what every slot is stamped with."""
     world_size: int
     run_id: str
     """Name of the run's directory in host memory."""
     backend: str
-    """Of `torch.distributed`."""
+    """The backend of `torch.distributed`: gloo or nccl."""
     config: SparseCheckpointConfig
     events: EventLog
     exchange: Exchange

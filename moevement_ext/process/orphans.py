@@ -77,7 +77,8 @@ def _is_orphan(process: psutil.Process, family: dict[int, psutil.Process]) -> bo
         parent = process.ppid()
         if parent == os.getppid() or parent in family:
             return False
-        return 'RANK' not in psutil.Process(parent).environ()
+        # `RANK` alone may stand in the environment of a whole container, process 1 included.
+        return 'LOCAL_RANK' not in psutil.Process(parent).environ()
     except psutil.NoSuchProcess:  # the parent, or the process itself
         return bool(process.is_running())
     except psutil.Error:  # the parent is not this user's, so it is no worker

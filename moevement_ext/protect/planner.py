@@ -120,6 +120,7 @@ class Planner:
         ranks that plan differently never count as one.
 
         Args:
+            origin: iteration whose state its first window begins with.
             window: W, of all stages.
             shares: share of tokens by expert operator; unknown ones keep their order.
         """
@@ -159,14 +160,17 @@ class Planner:
         return window_capacity([(payload, 0), *((0, frame) for _ in range(window))])
 
     def _operators(self, shares: Mapping[str, float]) -> list[OperatorBytes]:
-        """Of this stage in capture order, with their bytes on each of its ranks."""
+        """Operators of this stage in capture order, with their bytes on each of its ranks."""
         names = self._ordered(self._members, shares)
         return operator_bytes(names, [member.sizes for member in self._members])
 
     @staticmethod
     def _ordered(members: Sequence[RankOperators], popularity: Mapping[str, float]) -> list[str]:
-        """Tied operators first (all ranks that share them thaw them together), experts next,
-        turn by turn over the ranks so that every slot loads all of them, the rest last."""
+        """Tied operators first, then experts, then the rest.
+
+        All ranks that share tied operators thaw them together; experts take turns over the ranks,
+        so that every slot loads all of them.
+        """
         tied = list(dict.fromkeys(name for member in members for name in member.tied))
         of_rank = [
             [name for name, kind in member.kinds.items() if kind == 'expert'] for member in members

@@ -32,6 +32,7 @@ class StoreConnection:
         """Do `step`, which uses `store`, on a new connection if the last one was lost.
 
         Args:
+            step: called once.
             losses: what says that the connection was lost; anything else is raised.
 
         Returns:

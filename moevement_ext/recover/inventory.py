@@ -32,6 +32,8 @@ def holders(
     """Ranks whose node holds `owner`'s part, the owner itself first.
 
     Args:
+        candidate: the window.
+        owner: rank whose part is asked for.
         inventories: what each rank's node holds, by rank.
     """
     wanted = HeldWindow(candidate, owner)

@@ -64,7 +64,7 @@ class Handover(msgspec.Struct, frozen=True):
     plan: PlanInForce
     """At the survivor's iteration."""
     trainer: bytes
-    """Of `Trainer.hand_over`."""
+    """What `Trainer.hand_over` returned there."""
 
 
 class Stages(Protocol):

@@ -86,7 +86,10 @@ def verified_window(
     """This rank's part of `candidate`, committed in its own memory and verified.
 
     Args:
+        memory: of this rank.
+        candidate: the window.
         inventories: what each rank's node holds, by rank.
+        identity: of this rank in this run.
         arrived: called with the slots in ascending order; from the first again after a failure.
         before_next: called after a failure, before what was handed on may be overwritten.
 

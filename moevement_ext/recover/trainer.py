@@ -133,6 +133,7 @@ class Trainer(Protocol):
         """Iteration and samples are those of `state`.
 
         Args:
+            state: small state.
             validation: small state that validation data go on from; None: `state`.
         """
 
@@ -143,6 +144,7 @@ class Trainer(Protocol):
         """Run the iteration after `iteration`, some operators being frozen.
 
         Args:
+            iteration: number of iterations behind it.
             following: small state after it; what all ranks reduced together is taken from there.
         """
 
@@ -173,6 +175,7 @@ class Trainer(Protocol):
         """Put back what the iteration after `state` has changed before it was cut off.
 
         Args:
+            state: small state before it.
             began: it had begun; else only the small state may have changed.
         """
 
@@ -187,6 +190,7 @@ class Trainer(Protocol):
         Collective over all ranks, which are connected and at `target`.
 
         Args:
+            target: the newest committed iteration.
             others: as of `enter_loop`.
             entry: what the ledger has of `target`.
         """

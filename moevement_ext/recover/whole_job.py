@@ -42,7 +42,7 @@ class Predecessor:
     committed: int
     """Newest iteration that any rank committed, -1 if nothing is known."""
     dense_iteration: int
-    """Of the newest dense checkpoint that would be loaded, -1 if there is none."""
+    """Iteration of the newest dense checkpoint that would be loaded, -1 if there is none."""
 
 
 def find(

@@ -83,6 +83,35 @@ def reference(
     return digest
 
 
+@pytest.fixture
+def example(cluster: Callable[..., Cluster]) -> Callable[..., Cluster]:
+    """Makes jobs of a program in `examples/`, on three stages, with its own flags."""
+
+    def make(program: str, *flags: str) -> Cluster:
+        job = cluster(ranks=3, nodes=3)
+        job.program = f'examples.{program}'
+        job.flags = [*flags, '--dir', str(job.memory.parent), '--run-id', job.name]
+        job.flags += ['--events', str(job.directory / 'events')]
+        job.flags += ['--digest', str(job.directory / 'digest.json')]
+        return job
+
+    return make
+
+
+@pytest.fixture(scope='module')
+def undisturbed() -> dict[str, dict]:
+    """Digest of a run of the module's example that nothing happened to, once there is one."""
+    return {}
+
+
+def digest_of_undisturbed(job: Cluster, undisturbed: dict[str, dict]) -> dict:
+    """That digest; `job` is run if there is none yet."""
+    if not undisturbed:
+        assert job.survive() == {}
+        undisturbed['digest'] = read_digest(job)
+    return undisturbed['digest']
+
+
 def read_digest(finished: Cluster) -> dict:
     """What the run wrote at its end."""
     return json.loads((finished.directory / 'digest.json').read_text())

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import differences, digest_of_undisturbed, read_digest
 from tests.distributed.harness.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(300)
@@ -14,34 +14,14 @@ ITERATIONS = 14
 
 
 @pytest.fixture
-def own_loop(cluster: Callable[..., Cluster], text: list[str]) -> Callable[[], Cluster]:
-    """Makes jobs of the example, on three stages."""
-
-    def make() -> Cluster:
-        job = cluster(ranks=3, nodes=3)
-        job.program = 'examples.own_loop'
-        job.flags = ['--data', text[1], '--iterations', str(ITERATIONS)]
-        job.flags += ['--dir', str(job.memory.parent), '--run-id', job.name]
-        job.flags += ['--events', str(job.directory / 'events')]
-        job.flags += ['--digest', str(job.directory / 'digest.json')]
-        return job
-
-    return make
-
-
-@pytest.fixture(scope='module')
-def undisturbed() -> dict[str, dict]:
-    """Digest of a run that nothing happened to, once there is one."""
-    return {}
+def own_loop(example: Callable[..., Cluster], text: list[str]) -> Callable[[], Cluster]:
+    """Makes jobs of the example."""
+    return lambda: example('own_loop', '--data', text[1], '--iterations', str(ITERATIONS))
 
 
 @pytest.fixture
 def expected(own_loop: Callable[[], Cluster], undisturbed: dict[str, dict]) -> dict:
-    if not undisturbed:
-        job = own_loop()
-        assert job.survive() == {}
-        undisturbed['digest'] = read_digest(job)
-    return undisturbed['digest']
+    return digest_of_undisturbed(own_loop(), undisturbed)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import differences, digest_of_undisturbed, read_digest
 from tests.distributed.harness.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(300)
@@ -14,34 +14,16 @@ ITERATIONS = 16
 
 
 @pytest.fixture
-def pipeline_loop(cluster: Callable[..., Cluster], text: list[str]) -> Callable[[], Cluster]:
-    """Makes jobs of the example, on three stages."""
-
-    def make() -> Cluster:
-        job = cluster(ranks=3, nodes=3)
-        job.program = 'examples.pipeline_loop'
-        job.flags = ['--text', f'{text[1]}.bin', '--iterations', str(ITERATIONS)]
-        job.flags += ['--dir', str(job.memory.parent), '--run-id', job.name]
-        job.flags += ['--events', str(job.directory / 'events')]
-        job.flags += ['--digest', str(job.directory / 'digest.json')]
-        return job
-
-    return make
-
-
-@pytest.fixture(scope='module')
-def undisturbed() -> dict[str, dict]:
-    """Digest of a run that nothing happened to, once there is one."""
-    return {}
+def pipeline_loop(example: Callable[..., Cluster], text: list[str]) -> Callable[[], Cluster]:
+    """Makes jobs of the example."""
+    return lambda: example(
+        'pipeline_loop', '--text', f'{text[1]}.bin', '--iterations', str(ITERATIONS)
+    )
 
 
 @pytest.fixture
 def expected(pipeline_loop: Callable[[], Cluster], undisturbed: dict[str, dict]) -> dict:
-    if not undisturbed:
-        job = pipeline_loop()
-        assert job.survive() == {}
-        undisturbed['digest'] = read_digest(job)
-    return undisturbed['digest']
+    return digest_of_undisturbed(pipeline_loop(), undisturbed)
 
 
 @pytest.mark.parametrize(

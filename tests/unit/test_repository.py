@@ -156,9 +156,6 @@ def defines(module: str, name: str) -> bool:
 
 # ---- docstrings
 
-NOT_YET_IN_THE_DIALECT = ('capture', 'membership', 'memory', 'protect', 'recover', 'replicate')
-"""Folders of the engine whose docstrings are still to be rewritten; the linter has them, too."""
-
 
 def docstrings(tree: ast.Module) -> Iterator[str]:
     """All of a module, those of attributes included."""
@@ -170,11 +167,9 @@ def docstrings(tree: ast.Module) -> Iterator[str]:
 
 def test_docstrings_are_of_one_dialect() -> None:
     """Beyond what the linter knows: Markdown backticks, and a summary that stands alone."""
-    skipped = tuple(ROOT / 'moevement_ext' / folder for folder in NOT_YET_IN_THE_DIALECT)
     offenders = [
         f'{path.relative_to(ROOT)}: {text.splitlines()[0]}'
         for path in python_files('moevement_ext')
-        if not any(folder in path.parents for folder in skipped)
         for text in docstrings(ast.parse(path.read_text('utf-8')))
         if '``' in text or text.startswith(('Of ', 'As `'))
     ]

@@ -31,7 +31,8 @@ print(*end_orphans(Path('/dev/shm/runs/a')))
 
 
 def environment(rank: int, port: str = '4711') -> dict[str, str]:
-    return {**os.environ, 'RANK': str(rank), 'MASTER_PORT': port, 'MASTER_ADDR': '127.0.0.1'}
+    place = {'RANK': str(rank), 'LOCAL_RANK': '0'}
+    return {**os.environ, **place, 'MASTER_PORT': port, 'MASTER_ADDR': '127.0.0.1'}
 
 
 @pytest.fixture
