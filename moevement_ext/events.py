@@ -63,6 +63,9 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
 
     name = EventName.WORKER_STARTED
 
+    start_up_s: float = 0.0
+    """Since the process was created; a hot spare's waiting is part of it."""
+
 
 class WindowCommitted(Event, frozen=True, kw_only=True):
     """This rank has all slots of a window in its own host memory."""

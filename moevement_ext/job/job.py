@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from moevement_ext.config import node_name
@@ -51,7 +52,8 @@ class Job:
         self.protection: Protection | None = None
         self._restart: Restart | None = None
         self._mode: Unprotected | WholeJob | None = None
-        rank.events.emit(WorkerStarted())
+        start_up_s = time.time() - psutil.Process().create_time()
+        rank.events.emit(WorkerStarted(start_up_s=start_up_s))
 
     # Set-up
 

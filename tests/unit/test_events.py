@@ -51,7 +51,7 @@ _VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0'
 @pytest.mark.parametrize(
     ('event', 'fields'),
     [
-        (events.WorkerStarted(), ''),
+        (events.WorkerStarted(start_up_s=0.5), ',"start_up_s":0.5'),
         (events.WindowCommitted(start=4, plan='a'), ',"start":4,"plan":"a"'),
         (events.WindowPersisted(start=4, plan='a'), ',"start":4,"plan":"a"'),
         (

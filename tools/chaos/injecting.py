@@ -14,7 +14,7 @@ from tools.chaos.drawing import Fault, Kind
 from tools.chaos.landing import Cell, Coverage, landed
 from tools.chaos.target import TargetJob
 from tools.lab.errors import LabError
-from tools.lab.evidence import Recovery, lost_iterations, persisted, recovery
+from tools.lab.evidence import Recovery, lost_iterations, persisted, recovery, start_up_s
 from tools.lab.run_log import Iteration
 
 LAST_ITERATIONS = 6
@@ -51,7 +51,8 @@ class Outcome(NamedTuple):
     cells: list[Cell]
     """Where the injections landed."""
     stall_s: float
-    """`seconds` without the time after which a worker is declared hung."""
+    """`seconds` without the time after which a worker is declared hung and, where new processes
+    had to be created, the time until the last of them had imported the program."""
     aimed: Cell | None = None
     """What the second injection was aimed at."""
 
@@ -146,6 +147,7 @@ class FaultInjector:
         ]
         self._coverage.add(cells)
         seconds = found.at - last.time
+        expected_s = _DETECTION_S.get(last.kind, 0) + start_up_s(events, last.time)
         return Outcome(
             fault=fault,
             iteration=iteration,
@@ -154,7 +156,7 @@ class FaultInjector:
             lost=lost_iterations(found, self._iterations()),
             unexpected=self._new_deaths(),
             cells=cells,
-            stall_s=max(0.0, seconds - _DETECTION_S.get(last.kind, 0)),
+            stall_s=max(0.0, seconds - expected_s),
             aimed=cell,
         )
 

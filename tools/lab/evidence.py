@@ -114,6 +114,13 @@ def _caught_up_to(events: Sequence[Event], last: Recovered) -> int:
     return starts[-1] + last.replayed
 
 
+def start_up_s(events: Iterable[Event], since: float) -> float:
+    """Seconds that the slowest process created since a time took until its program ran."""
+    started = (event for event in kind_of(events, WorkerStarted) if event.time > since)
+    new = (event for event in started if event.time - event.start_up_s > since)  # not a spare
+    return max((event.start_up_s for event in new), default=0.0)
+
+
 def persisted(events: Iterable[Event], pids: Sequence[int], since: float) -> bool:
     """Whether all ranks know of a window that was persisted since a time."""
     known = {event.pid for event in kind_of(events, WindowPersisted) if event.time > since}

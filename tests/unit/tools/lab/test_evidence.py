@@ -14,7 +14,7 @@ from moevement_ext.events import (
     WorkerStarted,
 )
 from tests.unit.tools.samples import event
-from tools.lab.evidence import Recovery, Tier, lost_iterations, persisted, recovery
+from tools.lab.evidence import Recovery, Tier, lost_iterations, persisted, recovery, start_up_s
 from tools.lab.run_log import Iteration
 
 FAULT_AT = 100.0
@@ -107,3 +107,14 @@ def test_persisted_on_all_ranks() -> None:
     assert not persisted(events, [10, 11], 100.0)
     assert persisted([*events, happened(WindowPersisted, 1, 101.0)], [10, 11], 100.0)
     assert not persisted([], [], 100.0)
+
+
+def test_creating_processes_counts_only_if_it_began_after_the_fault() -> None:
+    started = [
+        happened(WorkerStarted, 0, 99.0, start_up_s=60.0),  # before the fault
+        happened(WorkerStarted, 1, 101.0, start_up_s=50.0),  # a hot spare
+        happened(WorkerStarted, 2, 107.0, start_up_s=6.5),
+        happened(WorkerStarted, 3, 109.0, start_up_s=8.0),
+    ]
+    assert start_up_s(started, FAULT_AT) == 8.0
+    assert start_up_s(started[:2], FAULT_AT) == 0.0
