@@ -36,6 +36,7 @@ from moevement_ext.local_cluster.events import (
     WorkerEvicted,
     WorkerLostAtExit,
     WorkerStarted,
+    WorkerStopped,
     describe_exit,
 )
 from moevement_ext.local_cluster.loop import Loop
@@ -216,6 +217,12 @@ class Supervisor:
         self._announced_code = max(self._announced_code, announced)
 
     def _reap(self, worker: Worker) -> int:
+        code = self._bury(worker)
+        self._report(WorkerEnded(worker.rank, worker.pid, code))
+        return code
+
+    def _bury(self, worker: Worker) -> int:
+        """Wait for its end; returns how it ended."""
         self._loop.forget(worker.child.death)
         code = worker.child.reap()
         if worker.relay is not None:
@@ -223,7 +230,6 @@ class Supervisor:
             worker.relay.finish()
         worker.child.close()
         worker.finished = code == 0
-        self._report(WorkerEnded(worker.rank, worker.pid, code))
         return code
 
     def _replace(self, worker: Worker, how: str) -> None:
@@ -233,10 +239,7 @@ class Supervisor:
 
     def _start_all_again(self, worker: Worker, how: str) -> None:
         """The others wait for the dead worker, perhaps for ever, and nothing can wake them up."""
-        for other in self._living():
-            other.child.signal(signal.SIGKILL)
-        for other in self._living():
-            self._reap(other)
+        self._stop(self._living())
         errors = [at for any_worker in self.workers for at in any_worker.errors]
         self._refuse_in_vain(worker, how, errors)
         self._report(AllStartAgain(how))
@@ -249,6 +252,15 @@ class Supervisor:
         restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
         for any_worker in self.workers:
             self._start_again(any_worker, restarts)
+
+    def _stop(self, workers: list[Worker]) -> None:
+        for worker in workers:
+            worker.child.signal(signal.SIGKILL)
+        for worker in workers:
+            code = self._bury(worker)
+            by_itself = code != -signal.SIGKILL
+            ended = WorkerEnded(worker.rank, worker.pid, code)
+            self._report(ended if by_itself else WorkerStopped(worker.rank, worker.pid))
 
     def _start_again(self, worker: Worker, restarts: int) -> None:
         worker.restarts = restarts

@@ -153,7 +153,7 @@ class FaultInjector:
             iteration=iteration,
             recovery=found,
             seconds=seconds,
-            lost=lost_iterations(found, self._iterations()),
+            lost=lost_iterations(found, self._iterations(), events),
             unexpected=self._new_deaths(),
             cells=cells,
             stall_s=max(0.0, seconds - expected_s),
