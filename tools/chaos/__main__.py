@@ -90,7 +90,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--aimed', type=float, default=0.5, help='share of faults to aim after (default: 0.5)')
     add('--faults-per-job', type=int, default=10, help='at most (default: 10)')
     add('--max-stall', type=float, metavar='SECONDS', help='fail if a recovery takes longer, '
-        'without the time to declare a worker hung and to create processes')  # fmt: skip
+        'without the time to declare a worker hung and to start processes')  # fmt: skip
     add('--output', type=Path, default=Path('runs/chaos'), help='folder for data and logs')
     add('--resume', type=Path, metavar='DIR', help='go on with the campaign in this folder')
     args = parser.parse_args(argv)

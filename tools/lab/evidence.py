@@ -121,6 +121,12 @@ def start_up_s(events: Iterable[Event], since: float) -> float:
     return max((event.start_up_s for event in new), default=0.0)
 
 
+def launch_s(events: Iterable[Event], iterations: Sequence[Iteration]) -> float:
+    """Seconds from the creation of a job's first process to its first iteration."""
+    created = min(event.time - event.start_up_s for event in kind_of(events, WorkerStarted))
+    return iterations[0].time - created
+
+
 def persisted(events: Iterable[Event], pids: Sequence[int], since: float) -> bool:
     """Whether all ranks know of a window that was persisted since a time."""
     known = {event.pid for event in kind_of(events, WindowPersisted) if event.time > since}

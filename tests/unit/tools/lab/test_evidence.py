@@ -14,7 +14,15 @@ from moevement_ext.events import (
     WorkerStarted,
 )
 from tests.unit.tools.samples import event
-from tools.lab.evidence import Recovery, Tier, lost_iterations, persisted, recovery, start_up_s
+from tools.lab.evidence import (
+    Recovery,
+    Tier,
+    launch_s,
+    lost_iterations,
+    persisted,
+    recovery,
+    start_up_s,
+)
 from tools.lab.run_log import Iteration
 
 FAULT_AT = 100.0
@@ -127,3 +135,12 @@ def test_creating_processes_counts_only_if_it_began_after_the_fault() -> None:
     ]
     assert start_up_s(started, FAULT_AT) == 8.0
     assert start_up_s(started[:2], FAULT_AT) == 0.0
+
+
+def test_a_launch_lasts_from_the_first_process_to_the_first_iteration() -> None:
+    started = [
+        happened(WorkerStarted, 0, 12.0, start_up_s=9.0),
+        happened(WorkerStarted, 1, 13.0, start_up_s=11.0),
+        happened(WorkerStarted, 1, 50.0, start_up_s=8.0),
+    ]
+    assert launch_s(started, logged((1, 20.0), (2, 21.0))) == 18.0
