@@ -75,6 +75,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--nodes', type=int, help='emulated nodes (default: one for each rank, up to 4)')
     add('--workers-per-node', type=int, help='default: what the layout needs')
     add('--spares', type=int, default=1, help='hot spares (default: 1)')
+    add('--fork', action='store_true', help='fork the workers of the local launcher from one '
+        'process that has imported Megatron, instead of hot spares: quick starts')  # fmt: skip
     add(
         '--launcher',
         choices=list(Launcher),
@@ -201,6 +203,7 @@ def _campaign(args: argparse.Namespace, results: Results, console: Console) -> C
         draw=drawn,
         kinds=args.kinds,
         aimed=args.aimed if args.cover else 0.0,
+        fork=args.fork,
         patient=bool(args.configurations),
         results=results,
         coverage=coverage,
