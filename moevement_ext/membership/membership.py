@@ -29,7 +29,7 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import DistError, PrefixStore, Store
 
-from moevement_ext.errors import EXIT_STUCK, EXIT_WHOLE_JOB, SparseCheckpointError
+from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.membership import progress
 from moevement_ext.membership.absentees import Absentees
 from moevement_ext.membership.rendezvous import (
@@ -40,6 +40,7 @@ from moevement_ext.membership.rendezvous import (
     broken_since,
     why_broken,
 )
+from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.membership.watch import EpochWatch, evict
@@ -331,12 +332,13 @@ class Membership:
             limit, still_s = self._stuck_timeout_s, look.still_s
         elif unblocked_at is not None:
             limit = _OUT_OF_WAITS_SECONDS
-            still_s = min(look.still_s, time.monotonic() - unblocked_at)
+            still_s = min(look.same_place_s, time.monotonic() - unblocked_at)  # a wait may spin
         else:
             self._end_hang(store, epoch, look)
             return
         if limit and still_s > limit:
-            self._replace(store, f'its training thread has stood still for {still_s:.0f} s', thread)
+            what = f'its training thread has stood still for {still_s:.0f} s'
+            replace_this_process(store, epoch, self._rendezvous.rank, what, thread)
 
     def _publish_progress(self, store: Store, epoch: int) -> bool:
         """True if this rank has committed an iteration since the last look."""
@@ -368,18 +370,9 @@ class Membership:
         try:
             self._groups.check_device()
         except RuntimeError as error:
-            self._replace(self._store, f'its GPU is lost: {error}', self._training_thread)
-
-    def _replace(self, store: Store, what: str, thread: TrainingThread) -> None:
-        """End this process, so that its launcher starts another in its place."""
-        rank = self._rendezvous.rank
-        logger.error(
-            'sparse checkpointing: rank %d replaces itself: %s:\n%s', rank, what, thread.stack()
-        )
-        break_epoch(store, self._meeting.epoch, f'rank {rank} is stuck: {what}')
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_STUCK)
+            epoch, rank = self._meeting.epoch, self._rendezvous.rank
+            what, thread = f'its GPU is lost: {error}', self._training_thread
+            replace_this_process(self._store, epoch, rank, what, thread)
 
 
 def _encode(report: Report) -> bytes:
