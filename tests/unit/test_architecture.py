@@ -30,7 +30,14 @@ ENGINE_FLOORS = (
 )
 """Folders and loose modules of the engine: each imports from floors before its own."""
 
-ADAPTER_FLOORS = ({'seams'}, {'state'}, {'job'}, {'arguments'}, {'attachment', 'program'})
+ADAPTER_FLOORS = (
+    {'facts', 'counters'},
+    {'seams'},
+    {'state'},
+    {'job'},
+    {'arguments'},
+    {'attachment', 'program'},
+)
 """As `ENGINE_FLOORS`."""
 
 STILL_TO_MEND: set[tuple[str, str]] = set()

@@ -10,11 +10,11 @@ from typing import Any
 
 import megatron.training.training as training
 
+from megatron.moevement.facts import UpstreamArguments
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.seams.faults import armed_forward
-from megatron.moevement.seams.post_step import PostStep
 from moevement_ext import faults
 from moevement_ext.job.localized import LOOP_ENDS
 
@@ -26,27 +26,23 @@ class UpstreamTrainer:
         args: upstream's parsed arguments.
         session: of this process.
         data: where the data of this rank go on.
-        post_step: does evaluations and dense checkpoints again.
     """
 
-    def __init__(self, args: Any, session: Session, data: UpstreamData, post: PostStep) -> None:
+    def __init__(self, args: UpstreamArguments, session: Session, data: UpstreamData) -> None:
         self._args = args
         self._session = session
         self._data = data
-        self._post_step = post
+        self._post_step = session.around.post_step
         self._logged_losses: dict[str, Any] = {}
 
-    def install(self, localized: bool) -> None:
-        """Take the place of upstream's functions. Called once, before `pretrain`.
-
-        Args:
-            localized: survivors of a failure enter upstream's loop again.
+    def install(self) -> None:
+        """Wrap upstream's functions. Called once, before `pretrain`.
 
         Raises:
             InstallationError: upstream is not the one this package was checked against.
         """
         upstream.check()
-        if localized:
+        if self._session.job.membership is not None:
             self._data.install()
             self._post_step.install()
         upstream.wrap('setup_model_and_optimizer', self._set_up)

@@ -8,7 +8,7 @@ for training, validation and test data in this order, once more for every virtua
 Checked against megatron-core 0.19.2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import megatron.training.training as training
@@ -29,9 +29,14 @@ class DataPosition(Protocol):
 
 
 class UpstreamData:
-    """Knows the datasets behind the iterators of upstream's trainer."""
+    """Knows the datasets behind the iterators of upstream's trainer.
 
-    def __init__(self) -> None:
+    Args:
+        cyclic: upstream reads its loaders again and again (`--dataloader-type cyclic`).
+    """
+
+    def __init__(self, cyclic: bool) -> None:
+        self._cyclic = cyclic
         self._iterators: dict[str, Any] = {}
         self._datasets: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
         self._calls = 0
@@ -70,7 +75,5 @@ class UpstreamData:
                 iterator.iterable = iter(self._endless(self._build(dataset, consumed_samples)))
         torch.set_rng_state(state)
 
-    @staticmethod
-    def _endless(loader: Any) -> Any:
-        cyclic: Callable[[Any], Any] = training.cyclic_iter
-        return cyclic(loader) if training.get_args().dataloader_type == 'cyclic' else loader
+    def _endless(self, loader: Iterable[Any]) -> Iterable[Any]:
+        return training.cyclic_iter(loader) if self._cyclic else loader

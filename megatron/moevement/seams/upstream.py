@@ -19,6 +19,8 @@ import torch
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 from megatron.core.pipeline_parallel import schedules
 
+from megatron.moevement.counters import Counters
+from megatron.moevement.facts import UpstreamArguments
 from megatron.moevement.seams.preflight import InstallationError
 from moevement_ext.regroup.process_groups import stand_in_for
 
@@ -92,7 +94,7 @@ def groups() -> Any:
 
 
 @contextmanager
-def without_connections(args: Any) -> Iterator[None]:
+def without_connections(args: UpstreamArguments) -> Iterator[None]:
     """Within the context, set-up makes process groups that talk to nobody.
 
     For a process that joins a running job: the others do not take part in its set-up. The groups
@@ -126,12 +128,12 @@ def fill_first_step_caches(optimizer: Any) -> None:
         optimizer.has_grad_norm_group(group)
 
 
-def floating_point_operations(args: Any) -> float:
+def floating_point_operations(args: UpstreamArguments) -> float:
     """What upstream counts for training on one sample of full length."""
     return float(training.num_floating_point_operations(args, 1))
 
 
-def dense_checkpoint_iteration(args: Any) -> int:
+def dense_checkpoint_iteration(load: str | None) -> int:
     """Iteration of the newest dense checkpoint that `--load` would load, -1 if there is none."""
     from megatron.training.checkpointing import (
         checkpoint_exists,
@@ -139,19 +141,19 @@ def dense_checkpoint_iteration(args: Any) -> int:
         read_metadata,
     )
 
-    if args.load is None or not checkpoint_exists(args.load):
+    if load is None or not checkpoint_exists(load):
         return -1
-    iteration, _ = read_metadata(get_checkpoint_tracker_filename(args.load))
+    iteration, _ = read_metadata(get_checkpoint_tracker_filename(load))
     return int(iteration)
 
 
-def saved_iteration(args: Any) -> int:
+def saved_iteration(save: str | None) -> int:
     """Iteration of the newest dense checkpoint in `--save`, -1 if there is none."""
     from megatron.training.checkpointing import get_checkpoint_tracker_filename, maybe_msc
 
-    if args.save is None:
+    if save is None:
         return -1
-    tracker = get_checkpoint_tracker_filename(args.save)
+    tracker = get_checkpoint_tracker_filename(save)
     if not maybe_msc.os.path.isfile(tracker):
         return -1
     with maybe_msc.open(tracker, 'r') as file:
@@ -160,9 +162,9 @@ def saved_iteration(args: Any) -> int:
 
 
 def load_dense_checkpoint(
-    args: Any, model: Any, optimizer: Any, scheduler: Any, context: Any
+    counters: Counters, model: Any, optimizer: Any, scheduler: Any, context: Any
 ) -> None:
     """What upstream's set-up does for `--load`, after a recovery from memory proved impossible."""
-    args.iteration, args.num_floating_point_operations_so_far = training.load_checkpoint(
+    counters.iteration, counters.num_floating_point_operations_so_far = training.load_checkpoint(
         model, optimizer, scheduler, checkpointing_context=context
     )
