@@ -130,6 +130,7 @@ def attach(
 
     Raises:
         ConfigurationError: a setting breaks a rule or is not supported; names it.
+        InstallationError: Megatron-Core is not the one this package was checked against.
     """
     facts = _facts(model, optimizer, plan)
     settings = _settings(model, optimizer, ddp, plan, facts)

@@ -13,7 +13,7 @@ from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.trainer import decode_handover
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
-from megatron.moevement.seams import upstream
+from megatron.moevement.seams import patches, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.state.digest import state_digest, write_digest
 from megatron.moevement.state.operation_count import OperationCount
@@ -60,7 +60,8 @@ def _train(train: Callable[..., Any], counters: Counters, session: Session) -> N
 
 def _digest_at_the_end(args: UpstreamArguments) -> None:
     if args.sparse_ckpt_digest is not None:
-        upstream.wrap('train', partial(_digesting, args.sparse_ckpt_digest, args))
+        digesting = partial(_digesting, args.sparse_ckpt_digest, args)
+        patches.wrap('megatron.training.training:train', digesting)
 
 
 def _digesting(

@@ -10,6 +10,7 @@ from megatron.moevement.job import identity
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.trainer import Surroundings
 from megatron.moevement.job.unsupported import not_localized
+from megatron.moevement.seams import patches
 from megatron.moevement.seams.data_position import DataPosition
 from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.state.global_scalars import ScalarRecorder
@@ -44,7 +45,11 @@ def protected_job(
         config: settings of sparse checkpointing.
         data: where the data of this rank go on.
         operations: count of floating point operations.
+
+    Raises:
+        InstallationError: upstream is not the one this package was checked against.
     """
+    patches.check()
     run_id = identity.run_name(args, config)
     rank_identity = identity.rank_identity(args, config)
     membership, store = join(

@@ -12,7 +12,7 @@ import megatron.training.training as training
 
 from megatron.moevement.facts import UpstreamArguments
 from megatron.moevement.job.session import Session
-from megatron.moevement.seams import post_step, upstream
+from megatron.moevement.seams import patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.seams.faults import armed_forward
 from moevement_ext import faults
@@ -36,19 +36,15 @@ class UpstreamTrainer:
         self._logged_losses: dict[str, Any] = {}
 
     def install(self) -> None:
-        """Wrap upstream's functions. Called once, before `pretrain`.
-
-        Raises:
-            InstallationError: upstream is not the one this package was checked against.
-        """
-        upstream.check()
+        """Wrap upstream's functions. Called once, before `pretrain`."""
         if self._session.job.membership is not None:
             self._data.install()
             self._post_step.install()
-        upstream.wrap('setup_model_and_optimizer', self._set_up)
-        upstream.wrap('train', self._train)
-        upstream.wrap('train_step', self._train_step)
-        upstream.wrap('training_log', self._training_log)
+        trainer = 'megatron.training.training'
+        patches.wrap(f'{trainer}:setup_model_and_optimizer', self._set_up)
+        patches.wrap(f'{trainer}:train', self._train)
+        patches.wrap(f'{trainer}:train_step', self._train_step)
+        patches.wrap(f'{trainer}:training_log', self._training_log)
 
     def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Build model and optimizer, and load the dense checkpoint where that is the best tier."""

@@ -4,7 +4,7 @@
 A failure may strike when some ranks have finished these and others have not. All ranks then go on
 from the entry of the next iteration, where they do together what any of them had left undone.
 
-Stands around `evaluate_and_print_results` and `save_checkpoint_and_time`.
+Wraps `evaluate_and_print_results` and `save_checkpoint_and_time`.
 Checked against megatron-core 0.19.2.
 """
 
@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts, UpstreamArguments
-from megatron.moevement.seams import upstream
+from megatron.moevement.seams import patches
 from megatron.moevement.seams.data_position import DataPosition
 from moevement_ext import faults
 from moevement_ext.faults import Phase
@@ -54,9 +54,9 @@ class PostStep:
         self._saved = True
 
     def install(self) -> None:
-        """Stand around upstream's functions."""
-        upstream.wrap('evaluate_and_print_results', self._evaluating)
-        upstream.wrap('save_checkpoint_and_time', self._saving)
+        """Wrap upstream's functions."""
+        patches.wrap('megatron.training.training:evaluate_and_print_results', self._evaluating)
+        patches.wrap('megatron.training.training:save_checkpoint_and_time', self._saving)
 
     def set_actions(
         self,
