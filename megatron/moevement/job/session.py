@@ -33,7 +33,7 @@ class Session:
         store: to initialise `torch.distributed` with; None for torch's own.
         facts: of the job.
         counters: of the loop.
-        around: what is wrapped around the loop.
+        around: what wraps the loop.
     """
 
     def __init__(

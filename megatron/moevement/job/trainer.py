@@ -55,7 +55,7 @@ def decode_handover(encoded: bytes) -> MegatronHandover:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What stands around a loop of either kind; made before the model is."""
+    """What wraps a loop of either kind; made before the model is."""
 
     recorder: ScalarRecorder
     """Of the scalars that all ranks reduce together."""
@@ -74,7 +74,7 @@ class MegatronTrainer:
         facts: of the job.
         counters: of the loop.
         training: the training state.
-        around: what stands around the loop.
+        around: what wraps the loop.
         localized: the loop is entered again after failures of other ranks.
     """
 

@@ -20,7 +20,7 @@ from moevement_ext.job.localized import LOOP_ENDS
 
 
 class UpstreamTrainer:
-    """Stands around the functions that upstream's `pretrain` calls. Training thread only.
+    """Wraps the functions that upstream's `pretrain` calls. Training thread only.
 
     Args:
         args: upstream's parsed arguments.

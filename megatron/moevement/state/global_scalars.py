@@ -40,7 +40,7 @@ class GlobalScalars(msgspec.Struct):
 
 
 class ScalarRecorder:
-    """Stands between upstream's optimizers and their reductions. Used by the training thread."""
+    """Wraps the reductions of upstream's optimizers. Used by the training thread."""
 
     def __init__(self) -> None:
         self._recorded = GlobalScalars()

@@ -92,7 +92,7 @@ class TrainingState:
         writing: Callable[[], None],
         written: Callable[[bool], None],
     ) -> None:
-        """Stand around the optimizer step.
+        """Wrap the optimizer step.
 
         Args:
             wait: called before each step, the first thing that writes what is captured.
