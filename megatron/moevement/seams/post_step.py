@@ -108,6 +108,9 @@ class PostStep:
         """Do what not all survivors had done after `iteration`. Collective.
 
         Args:
+            iteration: number of committed iterations.
+            survivors: how far each of them had come.
+            data: where validation goes on.
             grows: the next iteration has more micro-batches; upstream saves before it.
         """
         self._evaluated = all(survivor.evaluated for survivor in survivors)
