@@ -52,6 +52,7 @@ from megatron.training.utils import (
 )
 
 from megatron.moevement.arguments import add_arguments
+from megatron.moevement.facts import UpstreamArguments
 from megatron.moevement.program import run_with_sparse_checkpointing
 from moevement_ext import faults
 
@@ -137,7 +138,7 @@ def forward_step(
     return output, partial(loss_func, batch['loss_mask'])
 
 
-def _dataset_config(args: Any) -> GPTDatasetConfig:
+def _dataset_config(args: UpstreamArguments) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return GPTDatasetConfig(
         random_seed=args.seed,

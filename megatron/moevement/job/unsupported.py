@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations of upstream that sparse checkpointing refuses, or recovers as a whole job only."""
 
-from typing import Any
-
+from megatron.moevement.facts import UpstreamArguments
 from moevement_ext.config import ConfigurationError
 
 
-def refuse_unsupported(args: Any) -> None:
+def refuse_unsupported(args: UpstreamArguments) -> None:
     """Refuse what sparse checkpointing does not capture or replay yet.
 
     Raises:
@@ -39,7 +38,7 @@ def refuse_unsupported(args: Any) -> None:
             raise ConfigurationError(f'--sparse-ckpt does not support {flag}: {remedy}.')
 
 
-def not_localized(args: Any) -> str | None:
+def not_localized(args: UpstreamArguments) -> str | None:
     """Why localized recovery is not possible with these flags, None if it is."""
     rules = [
         (args.dataloader_type == 'external', 'an external data loader cannot be moved back'),

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
+from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import upstream
 from moevement_ext import faults
 from moevement_ext.faults import Phase
@@ -116,17 +117,17 @@ class StagePipeline:
     """What passes between this rank's stage and its neighbours. Training thread only.
 
     Args:
-        args: upstream's arguments.
+        facts: of the job.
         model: model chunks of this rank.
     """
 
-    def __init__(self, args: Any, model: Sequence[Any]) -> None:
+    def __init__(self, facts: JobFacts, model: Sequence[Any]) -> None:
         self._model = model
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._communicator: BoundaryCommunicator | None = None
         self._groups: Any = None
-        self.logged_bytes = logged_bytes_per_iteration(args, len(model))
+        self.logged_bytes = logged_bytes_per_iteration(facts, len(model))
 
     @property
     def neighbours(self) -> dict[Direction, int | None]:
@@ -179,25 +180,22 @@ def receives_per_iteration(
     }
 
 
-def logged_bytes_per_iteration(args: Any, chunks: int) -> int:
+def logged_bytes_per_iteration(facts: JobFacts, chunks: int) -> int:
     """Upper bound of the log of one iteration of this rank, in bytes.
 
     Args:
-        args: upstream's arguments.
+        facts: of the job.
         chunks: model chunks of this rank.
     """
-    stages = args.pipeline_model_parallel_size
+    stages = facts.pipeline_model_parallel_size
     if stages == 1:
         return 0
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    micro_batches = facts.global_batch_size // (facts.micro_batch_size * facts.data_parallel_size)
     received = receives_per_iteration(stage, stages, chunks, micro_batches)
-    shards = args.context_parallel_size
-    if args.sequence_parallel:
-        shards *= args.tensor_model_parallel_size
-    elements = args.seq_length // shards * args.micro_batch_size * args.hidden_size
-    item = torch.empty(
-        (), dtype=torch.float32 if args.fp32_residual_connection else args.params_dtype
-    )
+    shards = facts.context_parallel_size
+    if facts.sequence_parallel:
+        shards *= facts.tensor_model_parallel_size
+    elements = facts.seq_length // shards * facts.micro_batch_size * facts.hidden_size
     # What a stage sends down it receives up, and the other way round.
-    return sum(received.values()) * region_bytes(elements * item.element_size())
+    return sum(received.values()) * region_bytes(elements * facts.boundary_dtype.itemsize)

@@ -63,8 +63,10 @@ class BrokenIteration:
                 entry.values.zero_()
 
     def reset_loop_state(self) -> None:
-        """Make upstream's loop enterable again, wherever it was left: in a step, an evaluation, a
-        checkpoint."""
+        """Make upstream's loop enterable again, wherever it was left.
+
+        That may be in a step, an evaluation or a checkpoint.
+        """
         machine = get_rerun_state_machine()
         machine.state = RerunState.NOT_RUNNING_YET
         machine.mode = self._rerun_mode

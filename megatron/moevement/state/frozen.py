@@ -8,17 +8,20 @@ parameters get no `.grad`, so Adam leaves them alone.
 Checked against megatron-core 0.19.2.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.transformer.moe import moe_utils, router
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_model_config
 
+from megatron.moevement.seams import patches
 from megatron.moevement.state.operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, chained
+
+_GATING = 'megatron.core.transformer.moe.router:router_gating_linear'
 
 
 class FrozenOperators:
@@ -50,7 +53,7 @@ class FrozenOperators:
         with ExitStack() as stack:
             stack.enter_context(_reduced_after_backward(self._model))
             stack.enter_context(_gradient_through_embedding(self._model))
-            stack.enter_context(_gating_without_weight_gradient())
+            stack.enter_context(patches.wrapped(_GATING, _without_weight_gradient))
             for inner in chained(self._optimizer):
                 stack.enter_context(self._without_frozen_gradients(inner))
             try:
@@ -142,17 +145,9 @@ class FrozenGating(moe_utils.RouterGatingLinearFunction):
         return gradient.to(ctx.input_dtype).view(tokens.shape), None, None, None
 
 
-@contextmanager
-def _gating_without_weight_gradient() -> Iterator[None]:
-    active_gating = router.router_gating_linear
-
-    def gating(tokens: Any, weight: torch.Tensor, bias: Any, dtype: torch.dtype) -> torch.Tensor:
-        apply = active_gating if weight.requires_grad else FrozenGating.apply
-        logits: torch.Tensor = apply(tokens, weight, bias, dtype)
-        return logits
-
-    router.router_gating_linear = gating
-    try:
-        yield
-    finally:
-        router.router_gating_linear = active_gating
+def _without_weight_gradient(
+    active: Callable[..., Any], tokens: Any, weight: torch.Tensor, bias: Any, dtype: torch.dtype
+) -> torch.Tensor:
+    apply = active if weight.requires_grad else FrozenGating.apply
+    logits: torch.Tensor = apply(tokens, weight, bias, dtype)
+    return logits

@@ -124,8 +124,10 @@ def _allocate(optimizer: Any) -> None:
 
 
 def _allocate_low_precision(inner: Any) -> None:
-    """As the step of TE's FusedAdam does; upstream's `init_state_fn` leaves out an argument that
-    has had no default since TE 2.1."""
+    """Create it as the step of TE's FusedAdam does.
+
+    Upstream's `init_state_fn` leaves out an argument that has had no default since TE 2.1.
+    """
     for parameter in _all_params(inner):
         if not inner.state[parameter]:
             remainders = inner.store_param_remainders and parameter.dtype == torch.bfloat16
