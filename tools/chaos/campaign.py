@@ -19,7 +19,6 @@ from tools.chaos.target import TargetJob
 from tools.lab.digests import StateDigest, difference_table, differences, read_digest
 from tools.lab.errors import LabError
 from tools.lab.job import Job, memory_directory
-from tools.lab.launch import Launch
 
 _ITERATIONS_PER_FAULT = 2 * FEWEST_ITERATIONS
 _MOST_REFUSALS = 5
@@ -139,14 +138,7 @@ class Campaign:
     def _made(self, configuration: Configuration, folder: Path, memory: Path) -> TargetJob:
         flags = configuration.training_flags(self.data, self._iterations(configuration), folder)
         flags += configuration.sparse_flags(memory, folder / 'events')
-        launch = Launch(
-            folder,
-            flags,
-            configuration.nodes,
-            configuration.workers_per_node,
-            _MAX_RESTARTS,
-            configuration.spares,
-        )
+        launch = configuration.launch(folder, flags, _MAX_RESTARTS, configuration.spares)
         return TargetJob(launch, configuration.launcher, memory / RUN_ID)
 
     def _compare(self, reference: StateDigest, digest: StateDigest, number: int) -> bool:
@@ -183,8 +175,7 @@ class Campaign:
             folder = self._anew(name)
             iterations = self._iterations(configuration)
             flags = configuration.training_flags(self.data, iterations, folder)
-            nodes = configuration.nodes, configuration.workers_per_node
-            with Job(Launch(folder, flags, *nodes)) as job:
+            with Job(configuration.launch(folder, flags)) as job:
                 job.finish()
         return read_digest(digest)
 

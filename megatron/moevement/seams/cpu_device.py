@@ -42,7 +42,6 @@ def install() -> None:
 @functools.cache
 def patch_upstream() -> None:
     """Mend upstream's GPU-only assumptions. To be called after megatron imports."""
-    import megatron.core.datasets.utils as dataset_utils
     import megatron.core.tensor_parallel.random as rng
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
     import megatron.training.training as training
@@ -50,8 +49,6 @@ def patch_upstream() -> None:
     training.initialize_megatron = functools.partial(
         training.initialize_megatron, allow_no_cuda=True
     )
-    # The wheel ships its helpers compiled; the compile step wants sources and a Makefile.
-    dataset_utils.compile_helpers = _nothing()
     dispatcher.maybe_move_tensor_to_cpu = _keep_on_cpu
     rng._get_cuda_rng_state = _get_rng_state
     rng._set_cuda_rng_state = _set_rng_state
