@@ -48,8 +48,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add('--wheels', metavar='DIR', help='make an environment around the python3 on the PATH with '
-        'the wheels in DIR, for a machine where nothing can be downloaded (read by the script)')  # fmt: skip
+    add(
+        '--wheels',
+        metavar='DIR',
+        help='make .venv-gpu around the python3 on the PATH with the wheels in DIR, for a machine '
+        'where nothing can be downloaded; read by the script (default: .venv)',
+    )
     add('--stage', choices=list(STAGES), help='only this one, also if it has passed')
     add('--output', type=Path, default=Path('runs/gpu-check'), help='folder for results and logs')
     add('--memory', type=Path, default=Path('/dev/shm'), help='a tmpfs with 40 GiB free')
@@ -133,8 +137,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     if not args.cpu and not torch.cuda.is_available():
-        print('gpu_check: there is no CUDA device here; run it on a machine with a GPU, or --cpu '
-              'for a dry run', file=sys.stderr)  # fmt: skip
+        print(
+            'gpu_check: there is no CUDA device here; run it on a machine with a GPU, or with '
+            '--cpu for a dry run',
+            file=sys.stderr,
+        )
         return 2
     settings = Settings(args.output.resolve(), args.memory.resolve(), not args.cpu)
     try:

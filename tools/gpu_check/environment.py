@@ -6,13 +6,12 @@ import platform
 import resource
 import shutil
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import tests.unit.memory.samples
-import tools
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.regroup import gloo, internals
 from tools.gpu_check.report import Findings
@@ -32,7 +31,7 @@ def run(settings: Settings) -> Findings:
     free = shutil.disk_usage(settings.memory).free / GIB
     figures: dict[str, Any] = {
         'python': platform.python_version(),
-        'torch': torch.__version__,
+        'torch': str(torch.__version__),
         **{name: version(name) for name in ('megatron-core', 'msgspec', 'xxhash')},
         'memory_free_gib': free,
         'cores': len(os.sched_getaffinity(0)),
@@ -64,10 +63,12 @@ def _gpu() -> dict[str, Any]:
 
 def _foreign_packages() -> list[str]:
     """Of other packages with the names of ours, that would be run instead."""
+    found = (find_spec(name) for name in ('tools.lab', 'tests.unit.memory.samples'))
+    origins = (Path(spec.origin or '') for spec in found if spec is not None)
     return [
-        f'{module.__file__} is imported instead of the one in this checkout; remove that package'
-        for module in (tools, tests.unit.memory.samples)
-        if module.__file__ is None or not Path(module.__file__).is_relative_to(ROOT)
+        f'{origin} is imported instead of the file in this checkout; remove that package'
+        for origin in origins
+        if not origin.is_relative_to(ROOT)
     ]
 
 

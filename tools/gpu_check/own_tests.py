@@ -25,18 +25,18 @@ def run(settings: Settings) -> Findings:
         command += [f'--junit-xml={results}']
         environment = {**os.environ, 'CUDA_DEVICE_MAX_CONNECTIONS': connections}
         code = subprocess.run(command, cwd=ROOT, env=environment).returncode
-        counts = _counts(results.read_text('utf-8')) if results.exists() else {}
-        figures |= {f'{name}_{connections}': count for name, count in counts.items()}
-        not_run = counts.get('tests', 0) == 0 or (settings.gpu and counts['skipped'])
+        found = counts(results.read_text('utf-8')) if results.exists() else {}
+        figures |= {f'{name}_{connections}': count for name, count in found.items()}
+        not_run = not found.get('tests') or (settings.gpu and found['skipped'])
         if code or not_run:
             problems.append(
                 f'CUDA_DEVICE_MAX_CONNECTIONS={connections}: pytest tests/gpu ended with exit '
-                f'status {code}: {counts or "no results"}'
+                f'status {code}: {found or "no results"}'
             )
     return Findings(dict(figures), problems)
 
 
-def _counts(results: str) -> dict[str, int]:
+def counts(results: str) -> dict[str, int]:
     """Of a result file of pytest."""
     suites = ElementTree.fromstring(results).iter('testsuite')
     total = dict.fromkeys(('tests', 'failures', 'errors', 'skipped'), 0)

@@ -24,6 +24,27 @@ def test_an_armed_fault_is_not_handed_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert (environment['ANYTHING'], environment['OWN']) == ('else', '1')
 
 
+def test_on_a_gpu_the_same_flags_run_over_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3')
+    cpu = launch(tmp_path)
+    gpu = cpu._replace(flags=[*cpu.flags, '--distributed-backend', 'gloo'], share_gpu=True)
+    assert gpu.environment()['CUDA_VISIBLE_DEVICES'] == '3'
+    _, *flags = gpu.program()
+    assert flags[:3] == ['--bf16', '--distributed-backend', 'gloo']
+    assert flags[3:] == [
+        *('--distributed-backend', 'nccl'),  # the last counts
+        '--disable-gloo-process-groups',
+        '--deterministic-mode',
+    ]
+    command = LocalCluster(gpu)._command
+    assert '--share-gpu' in command[: command.index('--')]
+    assert command[command.index('--') + 1 :] == gpu.program()
+    assert '--share-gpu' not in LocalCluster(cpu)._command
+    assert cpu.program()[1:] == ['--bf16']
+
+
 def test_what_the_local_launcher_prints_is_understood(tmp_path: Path) -> None:
     cluster = LocalCluster(launch(tmp_path))
     for line in (
