@@ -55,8 +55,8 @@ def test_only_growth_within_a_process_is_drift() -> None:
 
 
 def trained(digest: str = 'a', **fields: Any) -> Trained:
-    lives = [[Iteration(float(n), n, 100.0 if n < 4 else 50.0, 5.0) for n in range(1, 9)]]
-    log = RunLog(lives, [Captured(n, 2, 64, 9.0 if n < 4 else 0.5) for n in range(1, 9)])
+    lives = [[Iteration(float(n), n, 100.0 if n < 4 else 50.0, 5.0) for n in range(1, 6)]]
+    log = RunLog(lives, [Captured(n, 2, 64, 9.0 if n < 4 else 0.5) for n in range(1, 6)])
     state = StateDigest(digest, 8, {'0': {'master/w': digest}})
     return Trained(log, state, **{'events': [], 'recovery': None, **fields})
 
