@@ -2,11 +2,13 @@
 """Stages are run, kept and skipped; their results are those of one machine."""
 
 import msgspec
+import psutil
 import pytest
 
 from tests.unit.tools.samples import HARDWARE
-from tools.gpu_check.__main__ import main, summary
+from tools.gpu_check.__main__ import main, run_apart, summary
 from tools.gpu_check.report import NAME, Report, StageResult, load, save
+from tools.gpu_check.settings import Settings
 from tools.lab.errors import LabError
 
 PASSED = StageResult(True, 3.2, {'gb_s': 51.234567, 'gpu': 'X', 'table': {'a': 1}}, [])
@@ -68,3 +70,10 @@ def test_a_stage_is_run_apart_kept_and_not_run_again(tmp_path, capfd) -> None:
     save(tmp_path, Report(found.hardware, True, {'nccl': FAILED}))
     assert main([*command, '--stage', 'tests']) == 0
     assert 'FAIL nccl' in capfd.readouterr().out
+
+
+def test_a_stage_that_takes_too_long_is_ended(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr('tools.gpu_check.__main__._LIMIT_S', 0.5)
+    result = run_apart('tests', Settings(tmp_path, tmp_path, gpu=False))
+    assert result.problems == ['it was not done within 0.5 s']
+    assert not psutil.Process().children()
