@@ -10,7 +10,7 @@ import time
 
 _PROGRAM_START = time.time()
 
-from megatron.moevement.seams import cpu_device, preflight
+from megatron.moevement.seams import cpu_device, dataset_helpers, preflight
 from moevement_ext.process import user_errors
 
 with user_errors.in_one_line():
@@ -56,6 +56,7 @@ from megatron.moevement.facts import UpstreamArguments
 from megatron.moevement.program import run_with_sparse_checkpointing
 from moevement_ext import faults
 
+dataset_helpers.use_compiled()
 if cpu_device.needed():
     cpu_device.patch_upstream()
 

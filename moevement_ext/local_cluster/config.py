@@ -53,6 +53,8 @@ class LaunchConfig:
     log_dir: Path | None = None
     """One file per rank is appended to; None: all output goes to stdout, with the rank."""
     faults: tuple[StagedFault, ...] = ()
+    share_gpu: bool = False
+    """All workers use the first GPU, each as a host of its own."""
 
     def __post_init__(self) -> None:
         _at_least('--nodes', self.nodes, 1)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tools.chaos.drawing import Kind
 from tools.chaos.model import COMMON_FLAGS, RUN_ID, SAMPLES, Layout, parse_layout
 from tools.lab import models
-from tools.lab.launch import Launcher
+from tools.lab.launch import Launch, Launcher
 
 AUTO = 'auto'
 LONGEST_WINDOW = 6
@@ -99,6 +99,10 @@ class Configuration(NamedTuple):
     replicas: int = 1
     spares: int = 1
     launcher: Launcher = Launcher.LOCAL
+    share_gpu: bool = False
+    fork: bool = False
+    """Workers of the local launcher are forked from one process, instead of hot spares."""
+    """All ranks on the first GPU, rather than on the CPU."""
 
     def __str__(self) -> str:
         features = ', '.join(self.features) or 'no features'
@@ -116,6 +120,22 @@ class Configuration(NamedTuple):
     def longest_window(self) -> int:
         """Iterations that a window can have."""
         return self.window if isinstance(self.window, int) else LONGEST_WINDOW
+
+    def launch(
+        self, folder: Path, flags: list[str], max_restarts: int = 0, spares: int = 0
+    ) -> Launch:
+        """A job of this configuration."""
+        fork = self.fork and self.launcher is Launcher.LOCAL
+        return Launch(
+            folder,
+            flags,
+            self.nodes,
+            self.workers_per_node,
+            max_restarts,
+            0 if fork else spares,
+            fork,
+            share_gpu=self.share_gpu,
+        )
 
     def kinds(self) -> list[Kind]:
         """Faults that such a job can have."""

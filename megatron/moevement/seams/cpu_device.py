@@ -49,8 +49,6 @@ def patch_upstream() -> None:
     for part, wrapper in {
         'megatron.training.training:initialize_megatron': _allowing_no_cuda,
         'megatron.training.training:build_train_valid_test_data_iterators': _keeping_rng,
-        # The wheel ships its helpers compiled; the compile step wants sources and a Makefile.
-        'megatron.core.datasets.utils:compile_helpers': _nothing(),
         'megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu': _keep_on_cpu,
         'megatron.core.tensor_parallel.random:_get_cuda_rng_state': _instead(_get_rng_state),
         'megatron.core.tensor_parallel.random:_set_cuda_rng_state': _instead(_set_rng_state),
