@@ -132,7 +132,7 @@ def floating_point_operations(args: Any) -> float:
 
 
 def dense_checkpoint_iteration(args: Any) -> int:
-    """Iteration of the newest dense checkpoint that `--load` would load, -1 if there is none."""
+    """Iteration that `--load` would go on from, -1 if there is no dense checkpoint."""
     from megatron.training.checkpointing import (
         checkpoint_exists,
         get_checkpoint_tracker_filename,
@@ -141,6 +141,10 @@ def dense_checkpoint_iteration(args: Any) -> int:
 
     if args.load is None or not checkpoint_exists(args.load):
         return -1
+    if args.finetune:
+        return 0
+    if args.ckpt_step is not None:
+        return int(args.ckpt_step)
     iteration, _ = read_metadata(get_checkpoint_tracker_filename(args.load))
     return int(iteration)
 
