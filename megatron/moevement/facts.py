@@ -49,6 +49,10 @@ class JobFacts:
     dataloader_type: str = 'single'
     load: str | None = None
     """Directory of the dense checkpoint to begin with."""
+    finetune: bool = False
+    """Take the weights of that checkpoint only, and begin at iteration 0."""
+    ckpt_step: int | None = None
+    """Iteration of that checkpoint, if it is not to be the newest."""
     save: str | None = None
     """Directory for dense checkpoints."""
     save_interval: int | None = None

@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.moevement.counters import Counters
-from megatron.moevement.facts import UpstreamArguments
+from megatron.moevement.facts import JobFacts, UpstreamArguments
 from megatron.moevement.seams import patches
 from moevement_ext.regroup.process_groups import stand_in_for
 
@@ -60,17 +60,21 @@ def floating_point_operations(args: UpstreamArguments) -> float:
     return float(training.num_floating_point_operations(args, 1))
 
 
-def dense_checkpoint_iteration(load: str | None) -> int:
-    """Iteration of the newest dense checkpoint that `--load` would load, -1 if there is none."""
+def dense_checkpoint_iteration(facts: JobFacts) -> int:
+    """Iteration that `--load` would go on from, -1 if there is no dense checkpoint."""
     from megatron.training.checkpointing import (
         checkpoint_exists,
         get_checkpoint_tracker_filename,
         read_metadata,
     )
 
-    if load is None or not checkpoint_exists(load):
+    if facts.load is None or not checkpoint_exists(facts.load):
         return -1
-    iteration, _ = read_metadata(get_checkpoint_tracker_filename(load))
+    if facts.finetune:
+        return 0
+    if facts.ckpt_step is not None:
+        return facts.ckpt_step
+    iteration, _ = read_metadata(get_checkpoint_tracker_filename(facts.load))
     return int(iteration)
 
 

@@ -8,6 +8,7 @@ parameters get no `.grad`, so Adam leaves them alone.
 Checked against megatron-core 0.19.2.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ from megatron.moevement.state.operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, chained
 
 _GATING = 'megatron.core.transformer.moe.router:router_gating_linear'
+# Transformer Engine's grouped linear layers, one parameter an expert.
+_OF_A_GROUP = re.compile(r'\.(?:weight|bias)\d+$')
 
 
 class FrozenOperators:
@@ -42,6 +45,7 @@ class FrozenOperators:
         optimizer: Any,
     ) -> None:
         self._operators = operators
+        self._computed_together = list(_computed_together(operators))
         self._states = states
         self._model = model
         self._optimizer = optimizer
@@ -64,9 +68,9 @@ class FrozenOperators:
     def freeze(self, names: Collection[str]) -> None:
         """Freeze exactly these operators; thaw all others."""
         self.names = frozenset(names)
-        for name, operator in self._operators.items():
-            for parameter in operator.parameters.values():
-                parameter.requires_grad_(name not in self.names)
+        for owners, parameters in self._computed_together:
+            for parameter in parameters:
+                parameter.requires_grad_(not owners <= self.names)
 
     @contextmanager
     def _without_frozen_gradients(self, inner: Any) -> Iterator[None]:
@@ -85,6 +89,23 @@ class FrozenOperators:
             yield
         finally:
             del inner.prepare_grads
+
+
+def _computed_together(
+    operators: Mapping[str, Operator],
+) -> Iterator[tuple[frozenset[str], list[torch.nn.Parameter]]]:
+    """Operators, and those of their parameters whose gradients are computed by one call.
+
+    A grouped linear layer asks its first expert's weight whether any gradient is wanted, so it
+    thaws as a whole; experts that are frozen all the same are left out of the update.
+    """
+    together: dict[str, tuple[set[str], list[torch.nn.Parameter]]] = {}
+    for operator in operators.values():
+        for name, parameter in operator.parameters.items():
+            owners, parameters = together.setdefault(_OF_A_GROUP.sub('', name), (set(), []))
+            owners.add(operator.name)
+            parameters.append(parameter)
+    return ((frozenset(owners), parameters) for owners, parameters in together.values())
 
 
 @contextmanager

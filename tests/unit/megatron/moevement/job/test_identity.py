@@ -50,11 +50,13 @@ INDIFFERENT = [
 ]  # fmt: skip
 
 
-def parsed() -> Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
-    add_arguments(parser)
-    return parser.parse_args([])
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+def parsed(*flags: str) -> Namespace:
+    return _parser().parse_args(flags)
 
 
 @pytest.fixture(scope='module')
