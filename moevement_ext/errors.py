@@ -8,7 +8,8 @@ EXIT_WHOLE_JOB = 75
 """Exit status of a worker that ends so that the launcher starts the whole job again."""
 
 EXIT_STUCK = 76
-"""Exit status of a worker whose training thread is stuck: the launcher replaces it at once."""
+"""Exit status of a worker whose training thread is stuck, or whose GPU is lost: the launcher
+replaces it at once."""
 
 
 class SparseCheckpointError(RuntimeError):

@@ -33,6 +33,7 @@ from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
 from moevement_ext.recover.localized import handovers
 from moevement_ext.recover.trainer import Trainer
+from moevement_ext.regroup import nccl_environment
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +45,16 @@ AroundUpdate = Callable[[Callable[[], None], Callable[[], None], Callable[[bool]
 class Job:
     """All of sparse checkpointing in this process; the training thread calls the methods.
 
+    Made before the first process group: it sees to what NCCL must find in the environment.
+
     Args:
         rank: this rank.
         membership: this process among the others; None where a failure restarts the whole job.
     """
 
     def __init__(self, rank: Rank, membership: Membership | None) -> None:
+        if membership is not None and rank.backend == nccl_environment.BACKEND:
+            nccl_environment.prepare()
         self.rank = rank
         self.membership = membership
         self.joining = membership is not None and membership.joining

@@ -71,6 +71,12 @@ class Localized(WholeJob):
         if self.running:
             self.recovery.updating()
 
+    def stepped(self, skipped: bool) -> None:
+        """The optimizer is done; nothing is noted of an update that may be wrong."""
+        if self.running:
+            self.recovery.committing()
+        super().stepped(skipped)
+
     def begins(self, start: Start) -> None:
         """The iteration after `start` begins."""
         self.recovery.begin(start)

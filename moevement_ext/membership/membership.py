@@ -13,6 +13,8 @@ trains, and *leaves* when the epoch is broken. Who does that:
   process groups, stores and barriers raise. What it is busy with (a write, a loader) is waited for.
 - A training thread that is stuck, in a wait that was ended or by itself, cannot leave. Another
   thread ends the process, with a status of its own (`EXIT_STUCK`), and its launcher replaces it.
+- One that waits for others for the time that a collective is allowed breaks the epoch: somebody
+  hangs who gives signs of life, or the network does. Nobody need be lost by that.
 - Signs of life go on until the training thread has left: a late rank does not count as hung.
 """
 
@@ -23,11 +25,13 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from typing import NoReturn
 
 import msgspec
 from torch.distributed import DistError, PrefixStore, Store
 
 from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
+from moevement_ext.membership import progress
 from moevement_ext.membership.absentees import Absentees
 from moevement_ext.membership.rendezvous import (
     EpochBroken,
@@ -39,8 +43,8 @@ from moevement_ext.membership.rendezvous import (
 )
 from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report
-from moevement_ext.membership.training_thread import TrainingThread
-from moevement_ext.membership.watch import EpochWatch
+from moevement_ext.membership.training_thread import Look, TrainingThread
+from moevement_ext.membership.watch import EpochWatch, evict
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups
 
@@ -61,7 +65,7 @@ class Membership:
         store: the launcher's store, which outlives the workers.
         rank: of this process.
         world_size: number of ranks.
-        timeout: how long to wait for others.
+        timeout: how long to wait for others; of a collective, too.
         hang_timeout_s: seconds without a sign of life after which a rank counts as hung.
         report: what this process brings to the first meeting, and to others while it sets up.
         stuck_timeout_s: seconds for which the training thread may stand still, unless it waits for
@@ -85,6 +89,7 @@ class Membership:
         self._groups: ProcessGroups | None = None
         self._training_thread: TrainingThread | None = None
         self._unblocked_at: float | None = None
+        self._published: tuple[int, int] | None = None
         self._wake: Callable[[], None] = lambda: None
         self._in_use: list[Store] = []
         self._setting_up = threading.Lock()
@@ -93,6 +98,8 @@ class Membership:
         self._lost: SparseCheckpointError | None = None
         self.reason = ''
         self.detect_s = 0.0
+        self.committed = NOWHERE
+        """Newest iteration committed on this rank; the training thread notes it."""
         self.not_updating = threading.Event()
         """Clear while the optimizer writes: an update that all its ranks can finish is let to."""
         self.not_updating.set()
@@ -169,6 +176,8 @@ class Membership:
     def leave(self, reason: str) -> None:
         """Announce a failure in the present epoch, unless somebody has, and unblock this process.
 
+        Ends the process if its GPU is lost: a report would promise a state that is gone.
+
         `reason` and `detect_s` then say why the epoch ended and how long before this call that was
         announced: by the launcher, which saw a worker die, or by another rank.
         """
@@ -178,6 +187,7 @@ class Membership:
         announced = broken_since(self._store, epoch) or time.time()
         self.detect_s = max(time.time() - announced, 0.0)  # the clock of another node may be ahead
         self._watch.conclude(why_broken(self._store, epoch) or reason)
+        self._check_device()  # watched: if it hangs, this process is replaced
         self._watch.stop()
         self.reason = self._watch.reason or reason
 
@@ -225,6 +235,16 @@ class Membership:
             if self.broken:
                 self._groups.unblock()
         self._raise_if_broken()
+
+    def synchronize(self) -> None:
+        """Wait for what is queued on the GPU; see then whether the epoch is `broken`."""
+        if self._groups is not None:
+            self._groups.synchronize()
+
+    @property
+    def waits_returned(self) -> bool:
+        """Collectives of this epoch may have been ended without an error, with any result."""
+        return self._groups is not None and self._groups.waits_returned
 
     def silence(self) -> None:
         """Let all collectives complete at once, without effect, until groups are connected."""
@@ -305,6 +325,9 @@ class Membership:
         thread = self._training_thread
         if thread is None:
             return
+        epoch = self._meeting.epoch
+        if self._publish_progress(store, epoch):
+            thread.moved()
         look, unblocked_at = thread.look(), self._unblocked_at
         if not look.waits_for_others:
             limit, still_s = self._stuck_timeout_s, look.still_s
@@ -312,10 +335,45 @@ class Membership:
             limit = _OUT_OF_WAITS_SECONDS
             still_s = min(look.still_s, time.monotonic() - unblocked_at)
         else:
+            self._end_hang(store, epoch, look)
             return
         if limit and still_s > limit:
-            what = f'its training thread has stood still for {still_s:.0f} s'
-            replace_this_process(store, self._meeting.epoch, self._rendezvous.rank, what, thread)
+            self._replace(store, f'its training thread has stood still for {still_s:.0f} s', thread)
+
+    def _publish_progress(self, store: Store, epoch: int) -> bool:
+        """True if this rank has committed an iteration since the last look."""
+        now = epoch, self.committed
+        if now == self._published:
+            return False
+        progress.publish(store, epoch, self._rendezvous.rank, self.committed)
+        self._published = now
+        return True
+
+    def _end_hang(self, store: Store, epoch: int, look: Look) -> None:
+        """End the epoch if this rank has waited for others for longer than a collective may last.
+
+        Who hangs cannot leave, and is found by that; one that alone is behind is replaced at once.
+        """
+        if look.same_place_s <= self._timeout.total_seconds():
+            return
+        reason = f'rank {self._rendezvous.rank} has waited for others for {look.same_place_s:.0f} s'
+        behind = progress.furthest_behind(store, epoch, len(self.reports))
+        if behind is not None:
+            evict(store, behind, self.reports[behind].pid)
+            reason += f', and rank {behind} is behind all of them'
+        break_epoch(store, epoch, reason)
+
+    def _check_device(self) -> None:
+        """End this process if its GPU is of no more use to it."""
+        if self._groups is None or self._training_thread is None:
+            return
+        try:
+            self._groups.check_device()
+        except RuntimeError as error:
+            self._replace(self._store, f'its GPU is lost: {error}', self._training_thread)
+
+    def _replace(self, store: Store, what: str, thread: TrainingThread) -> NoReturn:
+        replace_this_process(store, self._meeting.epoch, self._rendezvous.rank, what, thread)
 
 
 def _encode(report: Report) -> bytes:

@@ -11,8 +11,8 @@ a report of what it still has, and a rank that does not join is gone.
 Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/<e>/<rank>` (life,
 report), `here/<e>` (ranks that have joined, in one value), `joined/<e>` and `alive/<e>` (counts),
 `full/<e>` and `met/<e>` (all have come; all have answered), `beat/<e>/<rank>` (signs of life),
-`epoch/<e>/...` (what the ranks of an epoch tell each other). Rank 0 deletes those of an epoch when
-all have met for the second time since.
+`progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the ranks of an epoch tell
+each other). Rank 0 deletes those of an epoch when all have met for the second time since.
 """
 
 import os
@@ -30,7 +30,9 @@ from moevement_ext.errors import SparseCheckpointError
 _FIRST_POLL_SECONDS = 0.005
 _LAST_POLL_SECONDS = 0.1
 _SEPARATOR = b'/'
-_OF_AN_EPOCH = re.compile(r'(?:broken|join|here|joined|alive|full|met|beat|epoch)/(\d+)(?:/.*)?')
+_OF_AN_EPOCH = re.compile(
+    r'(?:broken|join|here|joined|alive|full|met|beat|progress|epoch)/(\d+)(?:/.*)?'
+)
 
 
 class EpochBroken(SparseCheckpointError):

@@ -40,6 +40,8 @@ class Look(NamedTuple):
     """Seconds for which it has been at the same place of its program."""
     waits_for_others: bool
     """It is inside a process group, or the engine."""
+    same_place_s: float
+    """As `still_s`, though it computes: a wait for the GPU may do nothing but look."""
 
 
 class TrainingThread:
@@ -54,7 +56,7 @@ class TrainingThread:
         self._place: list[tuple[CodeType, int]] = []
         self._clock = time.pthread_getcpuclockid(self._ident)
         self._computed_s = 0.0
-        self._still_s = 0.0
+        self._still_s = self._same_place_s = 0.0
         self._looked = time.monotonic()
 
     def look(self) -> Look:
@@ -67,12 +69,17 @@ class TrainingThread:
         computed_s = time.clock_gettime(self._clock)
         computes = computed_s - self._computed_s > _COMPUTES * between_s
         self._computed_s = computed_s
-        if place == self._place and not computes:
-            self._still_s += between_s
-        else:
-            self._place, self._still_s = place, 0.0
+        same = place == self._place
+        self._same_place_s = self._same_place_s + between_s if same else 0.0
+        self._still_s = self._still_s + between_s if same and not computes else 0.0
+        self._place = place
         self._looked = now
-        return Look(self._still_s, _waits_for_others(frames) or _device_is_busy())
+        waits = _waits_for_others(frames) or _device_is_busy()
+        return Look(self._still_s, waits, self._same_place_s)
+
+    def moved(self) -> None:
+        """It got on since the last look, as its program says. Called by who looks."""
+        self._place = []
 
     def stack(self) -> str:
         """Where it is, for the log."""

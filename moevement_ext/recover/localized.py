@@ -142,18 +142,31 @@ class LocalizedRecovery:
             EpochBroken: a failure was announced; what was reduced last may be worthless (NCCL's
                 waits return when they are aborted).
         """
+        self._membership.synchronize()
         self._raise_if_broken()
         self._position.updating()
         if not self._position.rebuilding:
             self._membership.not_updating.clear()
 
+    def committing(self) -> None:
+        """The optimizer has written, and parameters are gathered from the ranks that hold them.
+
+        Raises:
+            EpochBroken: they may not have been (see `updating`). Where waits raise, they have: an
+                update that ends in time after a failure counts.
+        """
+        self._membership.synchronize()
+        if self._membership.waits_returned:
+            raise EpochBroken('another rank was lost during the update')
+
     def stepped(self, start: Start) -> None:
-        """The optimizer has written; `start` is what the next iteration will start from."""
+        """The update is committed; `start` is what the next iteration will start from."""
         self._replay.verification.check(start.iteration)
         self._position.stepped(start)
         if self._position.rebuilding:  # a stage that catches up is behind until it is all done
             return
         self._membership.not_updating.set()
+        self._membership.committed = start.iteration
         self._trainer.committed(start.iteration)
         if self._first_iteration:
             self._first_iteration = False
@@ -416,6 +429,7 @@ class LocalizedRecovery:
         if verdict.copies:  # they have nothing of the present window, nor a log
             self._protection.begin_window(verdict.target)
         self._position.resumed()
+        self._membership.committed = verdict.target
         replays = self._rank.number in verdict.ranks
         verified = Verified(0, NOWHERE, ())
         if replays:

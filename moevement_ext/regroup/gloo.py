@@ -3,9 +3,6 @@
 
 import contextlib
 import os
-import queue
-import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo, Store
 
-from moevement_ext.regroup import waits
+from moevement_ext.regroup import connecting, waits
 
 NAME = 'gloo'
 PARTS: dict[str, tuple[str, ...]] = {
@@ -27,11 +24,12 @@ _AT_ONCE = timedelta(milliseconds=1)
 _MAX_THREADS = 32
 _LAST_TAG = 2**31 - 1
 """Nobody sends with the highest tags."""
-_POLL_SECONDS = 0.02
 
 
 class Gloo:
     """Backends for tensors in host memory."""
+
+    waits_return = False
 
     def options(self, backend: ProcessGroupGloo) -> timedelta:
         """What a successor of `backend` is to take over: the time allowed to an operation."""
@@ -53,9 +51,6 @@ class Gloo:
     ) -> ProcessGroupGloo:
         """A backend connected with all others that connect through `store`.
 
-        A thread does it that is abandoned when it takes too long: gloo waits half a minute for a
-        peer that died when it had published its address, whatever the timeout.
-
         Args:
             store: where they publish their addresses.
             rank: in the group.
@@ -68,16 +63,9 @@ class Gloo:
         Raises:
             RuntimeError: they did not come, or left, or this was interrupted.
         """
-        connected: queue.SimpleQueue[ProcessGroupGloo | Exception] = queue.SimpleQueue()
-
-        def connect() -> None:
-            try:
-                connected.put(ProcessGroupGloo(store, rank, size, timeout=timeout))
-            except Exception as error:  # raised where it is waited for
-                connected.put(error)
-
-        threading.Thread(target=connect, name='sparse-ckpt-connect', daemon=True).start()
-        backend = _in_time(connected, timeout, interrupted)
+        backend = connecting.in_time(
+            lambda: ProcessGroupGloo(store, rank, size, timeout=timeout), timeout, interrupted
+        )
         backend._set_default_timeout(options)
         return backend
 
@@ -98,25 +86,14 @@ class Gloo:
             with ThreadPoolExecutor(min(len(backends), _MAX_THREADS)) as pool:
                 list(pool.map(_close_one, backends))
 
+    def end_group(self, backend: ProcessGroupGloo) -> None:
+        """Gloo starts what is called at once."""
 
-def _in_time(
-    connected: queue.SimpleQueue[ProcessGroupGloo | Exception],
-    timeout: timedelta,
-    interrupted: Callable[[], bool],
-) -> ProcessGroupGloo:
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            result = connected.get(timeout=_POLL_SECONDS)
-        except queue.Empty:
-            if interrupted():
-                raise RuntimeError('gloo was interrupted while it was being connected') from None
-            if time.monotonic() > deadline:
-                raise RuntimeError('gloo did not connect in time') from None
-            continue
-        if isinstance(result, Exception):
-            raise result
-        return result
+    def synchronize(self) -> None:
+        """Operations are waited for one by one."""
+
+    def check_device(self) -> None:
+        """There is none."""
 
 
 def _close_one(backend: ProcessGroupGloo) -> None:

@@ -169,9 +169,11 @@ def fake_backend(rank: int, size: int) -> Backend:
     return c10d.FakeProcessGroup._create_internal(rank, size)
 
 
-def forget_coalesced() -> None:
-    """Drop what an exception left of a coalescing region; the next one would refuse to begin."""
+def take_coalescing() -> list[ProcessGroup]:
+    """The groups in which an exception has left a coalescing region; the next one may begin."""
+    groups = list(world.pg_coalesce_state)
     world.pg_coalesce_state.clear()
+    return groups
 
 
 def groups_in_order() -> list[tuple[ProcessGroup, tuple[int, ...]]]:

@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a NCCL backend is connected, and how all that waits in it is ended.
 
-Written from torch's API and its documentation. The process should run with
-TORCH_NCCL_ASYNC_ERROR_HANDLING=0: else torch's own watchdog may end it before it regroups.
+What has to be set before the first process group is made: see `nccl_environment`. Written from
+the sources of torch 2.11 and 2.15 (`ProcessGroupNCCL`) and of NCCL 2.28.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
 from torch.distributed import ProcessGroupNCCL, Store
 
+from moevement_ext.regroup import connecting
+
 PARTS: dict[str, tuple[str, ...]] = {
-    'distributed.ProcessGroupNCCL': ('_group_end', '_group_start', 'abort', 'options')
+    'distributed.ProcessGroupNCCL': (
+        '_group_end',
+        'abort',
+        'eager_connect_single_device',
+        'options',
+    )
 }
 """Private parts of torch that this uses (see `internals.check`)."""
 
@@ -25,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 class Nccl:
     """Backends for tensors in GPU memory."""
+
+    waits_return = True
 
     def options(self, backend: ProcessGroupNCCL) -> ProcessGroupNCCL.Options:
         """What a successor of `backend` is to take over: timeout, priority, configuration."""
@@ -51,27 +62,34 @@ class Nccl:
         timeout: timedelta,
         interrupted: Callable[[], bool],
     ) -> ProcessGroupNCCL:
-        """A backend for the ranks that connect through `store`.
+        """A backend whose communicator is connected with those of all others.
 
-        As in torch, communicators are made by the first operation, unless the group is bound to a
-        device.
+        torch makes communicators with the first operation, in which a member that is lost meanwhile
+        would be waited for: they cannot be aborted before they are made. Those of NCCL's
+        non-blocking mode could, but that mode has hung (NCCL 2.26), and torch no longer uses it.
 
         Args:
             store: where they publish their addresses.
             rank: in the group.
             size: of the group.
-            options: of the predecessor.
-            device: that the group is bound to.
-            timeout: not used; NCCL waits as long as `options` say.
-            interrupted: not used.
+            options: of the predecessor; its timeout is that of operations later.
+            device: that the group is bound to; None: the present one.
+            timeout: for the others to come.
+            interrupted: true when nobody is to be waited for any more.
 
         Raises:
-            RuntimeError: the device is bound and the other ranks did not come.
+            RuntimeError: they did not come, or left, or this was interrupted.
         """
-        backend = ProcessGroupNCCL(store, rank, size, options)
-        if device is not None:
-            backend.eager_connect_single_device(device)
-        return backend
+        own = device or torch.device(torch.cuda.current_device())
+
+        def connect() -> ProcessGroupNCCL:
+            torch.cuda.set_device(own)  # else the thread would make a context on the first GPU
+            backend = ProcessGroupNCCL(store, rank, size, options)
+            if size > 1:
+                backend.eager_connect_single_device(own)
+            return backend
+
+        return connecting.in_time(connect, timeout, interrupted)
 
     def forget(self, store: Store, rank: int) -> None:
         """NCCL's few keys have names of its own; they stay in the store."""
@@ -82,15 +100,36 @@ class Nccl:
         What waits for a stream returns, with undefined contents of tensors, rather than raises:
         look for the fault after waiting.
         """
-        if not backends:
-            return
-        # As one NCCL group: aborts of different communicators may wait for each other.
-        backends[0]._group_start()
-        try:
-            for backend in backends:
-                backend.abort()
-        finally:
-            try:
-                backends[0]._group_end()
-            except RuntimeError as error:  # expected of communicators in an error state
-                logger.warning('NCCL reported while communicators were aborted: %s', error)
+        if backends:
+            # All at once. An abort frees memory, for which the device must be idle; kernels of the
+            # next communicator hang on it until that one is aborted, too.
+            with ThreadPoolExecutor(len(backends), 'sparse-ckpt-abort') as pool:
+                list(pool.map(_abort, backends))
+
+    def end_group(self, backend: ProcessGroupNCCL) -> None:
+        """Close the group of calls that `backend` has left open on this thread.
+
+        While it is open NCCL notes whatever is called, of any communicator, and starts nothing.
+        """
+        with contextlib.suppress(RuntimeError):  # what was called has been aborted
+            backend._group_end()
+
+    def synchronize(self) -> None:
+        """Wait for what this thread has queued."""
+        torch.cuda.current_stream().synchronize()
+
+    def check_device(self) -> None:
+        """See that the device still computes.
+
+        Raises:
+            RuntimeError: its context is lost, as after an access to memory of a dead peer.
+        """
+        torch.cuda.synchronize()
+        torch.ones(1, device=torch.cuda.current_device()).add_(1).item()
+
+
+def _abort(backend: ProcessGroupNCCL) -> None:
+    try:
+        backend.abort()
+    except RuntimeError as error:  # expected of communicators in an error state
+        logger.warning('NCCL reported while a communicator was aborted: %s', error)

@@ -21,12 +21,13 @@ from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.regroup import gloo, internals, waits
 
 FAKE = 'fake'
+NCCL = 'nccl'
 _DESTROY_SECONDS = 0.5
 """Far more than it takes to destroy backends in which nothing is pending."""
 _KINDS = {
     'FakeProcessGroup': FAKE,
     'ProcessGroupGloo': gloo.NAME,
-    'ProcessGroupNCCL': 'nccl',
+    'ProcessGroupNCCL': NCCL,
 }
 """torch's name of a backend, by its class."""
 
@@ -37,6 +38,9 @@ class RegroupError(SparseCheckpointError):
 
 class Kind(Protocol):
     """Knows one kind of real backend: `Gloo` or `Nccl`."""
+
+    waits_return: bool
+    """Operations that are ended return, with undefined contents of tensors; else they raise."""
 
     def options(self, backend: Any) -> Any:
         """What a successor is to take over."""
@@ -60,7 +64,16 @@ class Kind(Protocol):
         """Remove what `connect` left in the store."""
 
     def close(self, backends: Any) -> None:
-        """Make every operation, pending or to come, raise."""
+        """End every operation, pending or to come."""
+
+    def end_group(self, backend: Any) -> None:
+        """Close what a coalescing region that was cut off has left open. The thread it was on."""
+
+    def synchronize(self) -> None:
+        """Wait for what the training thread has queued on the device."""
+
+    def check_device(self) -> None:
+        """Raises a RuntimeError if the device is lost."""
 
 
 class _Group(NamedTuple):
@@ -167,9 +180,9 @@ class ProcessGroups:
                 self._groups.values(), key=lambda group: (group.ranks, group.occurrence)
             )
         self._close_open()
+        self._end_coalescing()
         self._forget_addresses()
         self._tried = store
-        internals.forget_coalesced()
         stores = {group.group: PrefixStore(group.name, store) for group in groups}
         inside = [group for group in groups if members is None or set(members) >= set(group.ranks)]
         backends = self._connect(inside, stores, timeout)
@@ -181,6 +194,25 @@ class ProcessGroups:
                 replaced += self._install(group, backends.get(group.group), store_of)
         _destroy(replaced)
         self._used = store
+
+    @property
+    def waits_returned(self) -> bool:
+        """Since `renew`, waits may have returned before their operation was done. Any thread."""
+        return self._unblocked and any(kind.waits_return for kind in list(self._kinds.values()))
+
+    def synchronize(self) -> None:
+        """Wait for what is queued on the device; without one there is nothing. Training thread."""
+        for kind in self._kinds.values():
+            kind.synchronize()
+
+    def check_device(self) -> None:
+        """See that the device of this process still computes. Training thread, after `unblock`.
+
+        Raises:
+            RuntimeError: it does not, and never will in this process.
+        """
+        for kind in self._kinds.values():
+            kind.check_device()
 
     def _connect(
         self, groups: Iterable[_Group], stores: dict[ProcessGroup, PrefixStore], timeout: timedelta
@@ -241,6 +273,14 @@ class ProcessGroups:
         for name, kind in list(self._kinds.items()):
             kind.close([backend for other, backend in closing if other == name])
 
+    def _end_coalescing(self) -> None:
+        """Leave the regions that an exception has cut off: it skips what would end them."""
+        for group in internals.take_coalescing():
+            backend = group._get_backend(group._device_types[0])
+            kind = self._kinds.get(_KINDS.get(type(backend).__name__, FAKE))
+            if kind is not None:
+                kind.end_group(backend)
+
     def _forget_addresses(self) -> None:
         """Delete those of the last renewal: its groups are connected by now, or given up."""
         for kind, store, rank in self._addresses:
@@ -266,23 +306,30 @@ class ProcessGroups:
             kind = self._kinds.setdefault(name, _kind(name))
             self._open.append((name, backend))
             return _Group(group, ranks, 0, devices, name, kind.options(backend))
-        if self._backend == 'nccl' and torch.device('cpu') in devices:
+        able = torch.distributed.Backend.backend_capability[self._backend]
+        if torch.device('cpu') in devices and 'cpu' not in able:
             raise SparseCheckpointError(
-                f'The fake process group of ranks {_shown(ranks)} serves CPU tensors, NCCL cannot: '
-                "call stand_in_for('nccl') before torch.distributed.init_process_group."
+                f'The fake process group of ranks {_shown(ranks)} serves CPU tensors, '
+                f'{self._backend} cannot: call stand_in_for({self._backend!r}) before '
+                'torch.distributed.init_process_group.'
             )
         options = self._kinds[self._backend].default_options(self._timeout)
         return _Group(group, ranks, 0, devices, self._backend, options)
 
     def _kind_name(self, ranks: tuple[int, ...], backends: list[Backend]) -> str:
         classes = {type(backend).__name__ for backend in backends}
-        if len(classes) != 1 or not classes <= _KINDS.keys():
-            raise SparseCheckpointError(
-                f'The process group of ranks {_shown(ranks)} uses {" and ".join(sorted(classes))}; '
-                'only groups of one backend, gloo or NCCL, can be renewed after a fault. Choose '
-                'one of them and leave TORCH_DISTRIBUTED_DEBUG=DETAIL unset.'
-            )
-        return _KINDS[classes.pop()]
+        if len(classes) == 1 and classes <= _KINDS.keys():
+            return _KINDS[classes.pop()]
+        remedy = (
+            'Set TORCH_DIST_USE_NCCL2=0 before the first process group is made.'
+            if any(name.startswith('ProcessGroupNCCL') for name in classes - _KINDS.keys())
+            else 'Choose one of them and leave TORCH_DISTRIBUTED_DEBUG=DETAIL unset.'
+        )
+        raise SparseCheckpointError(
+            f'The process group of ranks {_shown(ranks)} uses {" and ".join(sorted(classes))}; '
+            'only groups of one backend, gloo or the classic ProcessGroupNCCL, can be renewed '
+            f'after a fault. {remedy}'
+        )
 
 
 def _destroy(backends: list[Backend]) -> None:
@@ -313,7 +360,7 @@ def _kind(name: str) -> Kind:
     if name == gloo.NAME:
         internals.check(gloo.PARTS)
         return gloo.Gloo()
-    if name == 'nccl':
+    if name == NCCL:
         # Not every build of torch has NCCL.
         from moevement_ext.regroup import nccl
 

@@ -15,7 +15,7 @@ os.environ.update(OMP_NUM_THREADS='1', TORCHDYNAMO_DISABLE='1')
 ROOT = Path(__file__).resolve().parents[2]
 os.environ['PYTHONPATH'] = f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
 
-from tests.distributed.harness.cluster import Cluster  # noqa: E402
+from tests.distributed.harness.cluster import BACKEND, NCCL_LIKE, Cluster  # noqa: E402
 from tools.lab import models  # noqa: E402
 
 MODEL = [
@@ -45,13 +45,18 @@ def cluster(text: list[str], tmp_path: Path) -> Iterator[Callable[..., Cluster]]
     """Makes clusters with given extra flags; their host memory is removed afterwards."""
     made: list[Cluster] = []
 
-    def make(*flags: str, sparse: bool = True, ranks: int = 4, nodes: int = 2) -> Cluster:
+    def make(
+        *flags: str, sparse: bool = True, ranks: int = 4, nodes: int = 2, backend: str | None = None
+    ) -> Cluster:
         directory = tmp_path / f'run{len(made)}'
-        new = Cluster([], directory, ranks=ranks, nodes=nodes)
+        chosen = (backend or os.environ.get(BACKEND, 'gloo')) if sparse else 'gloo'
+        new = Cluster([], directory, ranks=ranks, nodes=nodes, backend=chosen)
         digest = ['--sparse-ckpt-digest', str(directory / 'digest.json')]
         new.flags = [*MODEL, *TRAINING, *text, *flags, *digest]
         if sparse:
             new.flags += new.sparse_flags()
+        if chosen == NCCL_LIKE:
+            new.flags += ['--distributed-backend', 'nccl', '--disable-gloo-process-groups']
         made.append(new)
         return new
 

@@ -27,6 +27,9 @@ from torch.distributed import TCPStore
 from moevement_ext.membership.rendezvous import announce_failure
 
 ROOT = Path(__file__).resolve().parents[3]
+BACKEND = 'MOEVEMENT_TEST_BACKEND'
+"""Variable that says what the protected jobs of all tests run on: gloo, or `NCCL_LIKE`."""
+NCCL_LIKE = 'nccl-like'
 
 _CONTEXT = multiprocessing.get_context('forkserver')
 _CONTEXT.set_forkserver_preload(['pretrain_gpt'])
@@ -46,6 +49,8 @@ def _worker(
     multiprocessing.set_start_method('fork', force=True)  # as in a program started by itself
     sys.argv = [f'{program}.py', *argv]
     module = import_module(program)
+    if os.environ[BACKEND] == NCCL_LIKE:
+        import_module('tests.distributed.harness.nccl_like').install()
     if mutation is not None:
         place, _, function = mutation.rpartition(':')
         getattr(import_module(f'tests.distributed.{place or "mutations.whole_job"}'), function)()
@@ -62,6 +67,7 @@ class Cluster:
         nodes: ranks are spread evenly over this many emulated nodes.
         directory: for logs, events, digests.
         program: module whose `main` each rank runs.
+        backend: of `torch.distributed`: 'gloo', or `NCCL_LIKE` (see `nccl_like`).
     """
 
     flags: list[str]
@@ -69,6 +75,7 @@ class Cluster:
     ranks: int = 4
     nodes: int = 2
     program: str = 'pretrain_gpt'
+    backend: str = 'gloo'
     name: str = field(default_factory=lambda: f'test-{uuid.uuid4().hex[:12]}')
     lives: int = 0
 
@@ -256,6 +263,7 @@ class Cluster:
             'CUDA_DEVICE_MAX_CONNECTIONS': '1',
             'MOEVEMENT_NODE': f'node{rank * self.nodes // self.ranks}',
             'MOEVEMENT_FAIL_AT': fail_at,
+            BACKEND: self.backend,
         }
 
     def _supervise(

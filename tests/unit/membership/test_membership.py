@@ -165,6 +165,90 @@ dist.distributed_c10d._store_based_barrier(0, store, 'never', 2, limit)
 """
 
 
+_WAITS = """
+import sys, threading
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.report import Report
+rank, port, committed = map(int, sys.argv[1:4])
+limit = timedelta(seconds=60)
+store = TCPStore('127.0.0.1', port, is_master=False, timeout=limit)
+dist.init_process_group(
+    'gloo', store=PrefixStore('pg', store), rank=rank, world_size=2, timeout=limit)
+report = lambda: Report(survivor=False, node='a', pid=100 + rank, windows=[])
+member = Membership(store, rank, 2, timedelta(seconds=5), 2.0, report)
+member.committed = committed
+member.settle()
+member.watch('gloo', lambda: None)
+if rank == 0:
+    try:
+        dist.recv(torch.zeros(1), 1)
+    except RuntimeError:
+        print('the wait was ended')
+else:
+    while not member.broken:  # it gets on, but never sends
+        sum(range(1000))
+store.add('out', 1)
+while store.add('out', 0) < 2:
+    pass
+"""
+
+
+@pytest.mark.parametrize(('committed', 'evicted'), [((7, 7), None), ((8, 7), 101)])
+def test_rank_that_waits_for_too_long_ends_the_epoch(
+    job: Job, committed: tuple[int, int], evicted: int | None
+) -> None:
+    """Nobody is dead or stuck by itself; one that alone is behind is replaced."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, '-c', _WAITS, str(rank), str(job.store.port), str(committed[rank])],
+            cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=TIMEOUT.total_seconds())[0] for rank in ranks]
+    assert 'the wait was ended' in outputs[0]
+    reason = why_broken(job.store, 0) or ''
+    assert reason.startswith('rank 0 has waited for others for ')
+    assert ('rank 1 is behind' in reason) == (evicted is not None)
+    found = int(job.store.get('evict/1')) if job.store.check(['evict/1']) else None
+    assert found == evicted and not job.store.check(['evict/0'])
+
+
+_LOST = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.report import Report
+from moevement_ext.regroup.gloo import Gloo
+def lost(self):
+    raise RuntimeError('CUDA error: unspecified launch failure')
+Gloo.check_device = lost
+limit = timedelta(seconds=60)
+store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, timeout=limit)
+dist.init_process_group('gloo', store=PrefixStore('pg', store), rank=0, world_size=1)
+report = lambda: Report(survivor=False, node='a', pid=1, windows=[])
+member = Membership(store, 0, 1, limit, 2.0, report)
+member.settle()
+member.watch('gloo', lambda: None)
+member.leave('rank 1 died')
+"""
+
+
+def test_process_whose_gpu_is_lost_ends_before_it_reports(job: Job) -> None:
+    ended = subprocess.run(
+        [sys.executable, '-c', _LOST, str(job.store.port)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT.total_seconds(),
+    )  # fmt: skip
+    assert ended.returncode == EXIT_STUCK
+    assert 'its GPU is lost: CUDA error: unspecified launch failure' in ended.stderr
+    assert why_broken(job.store, 0) == 'rank 1 died'
+
+
 @pytest.mark.parametrize(
     ('program', 'stuck_timeout_s', 'place', 'reason'),
     [

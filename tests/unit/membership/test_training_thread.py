@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread that stands still is told from one that moves and from one that waits for others."""
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,6 +66,20 @@ def test_a_thread_that_computes_moves() -> None:
         most = max(look.still_s for look in looks(thread))
     over.set()
     assert most < LOOKS / 2 * 0.05
+
+
+def test_a_thread_that_only_looks_again_and_again_stays_at_its_place() -> None:
+    """As one that waits for a GPU; it computes, and gets on when its program says so."""
+
+    def compute() -> None:
+        hashlib.pbkdf2_hmac('sha256', b'', b'', 4_000_000)  # one call, without the GIL
+
+    with running(compute) as thread:
+        found = looks(thread, 4)
+        thread.moved()
+        after = thread.look()
+    assert found[-1].still_s < found[-1].same_place_s
+    assert found[-1].same_place_s > 2 * 0.05 and after.same_place_s == 0
 
 
 def test_a_thread_at_a_barrier_waits_for_others() -> None:

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore
 
+from megatron.moevement.seams import cpu_device
 from moevement_ext.regroup.process_groups import ProcessGroups, stand_in_for
+from tests.distributed.harness import nccl_like
 
 DEADLINE = timedelta(seconds=30)
 """For what takes well under a second."""
@@ -40,15 +42,16 @@ class Job(NamedTuple):
     groups: dict[str, ProcessGroup]
     """As made at first; nothing here ever replaces them."""
     process_groups: ProcessGroups
+    backend: str
 
 
 class Rank:
     """The test's handle of one process."""
 
-    def __init__(self, rank: int, size: int, port: int, fake: bool) -> None:
+    def __init__(self, rank: int, size: int, port: int, fake: bool, backend: str) -> None:
         self._pipe, theirs = _context.Pipe()
         self._process = _context.Process(
-            target=_serve, args=(rank, size, port, fake, theirs), daemon=True
+            target=_serve, args=(rank, size, port, fake, backend, theirs), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -87,17 +90,21 @@ class Rank:
 class Cluster:
     """All ranks of a job, and the store that outlives them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str) -> None:
         # Not on import: the server is that of the whole run, and other tests have their preload.
         _context.set_forkserver_preload(_PRELOAD)
         self.size = size
+        self.backend = backend
         self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-        self.ranks = [Rank(rank, size, self.store.port, fake=False) for rank in range(size)]
+        self.ranks = [self._start(rank, fake=False) for rank in range(size)]
         self._epoch = 0
 
     def replace(self, rank: int) -> None:
         """Start a new process in the place of a dead one; its groups are fake."""
-        self.ranks[rank] = Rank(rank, self.size, self.store.port, fake=True)
+        self.ranks[rank] = self._start(rank, fake=True)
+
+    def _start(self, rank: int, fake: bool) -> Rank:
+        return Rank(rank, self.size, self.store.port, fake, self.backend)
 
     def all(self, function: Callable[..., Any], *args: Any, ranks: Any = None) -> list[Any]:
         """Results of all ranks, or of some."""
@@ -116,8 +123,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(size: int) -> Iterator[Cluster]:
-    made = Cluster(size)
+def cluster(size: int, backend: str = 'gloo') -> Iterator[Cluster]:
+    """With backend 'nccl' the processes have one that fails like it, for tensors on the CPU."""
+    made = Cluster(size, backend)
     try:
         made.all(collectives)
         yield made
@@ -126,12 +134,15 @@ def cluster(size: int) -> Iterator[Cluster]:
             rank.kill()
 
 
-def _serve(rank: int, size: int, port: int, fake: bool, pipe: Connection) -> None:
+def _serve(rank: int, size: int, port: int, fake: bool, backend: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    if backend == 'nccl':
+        cpu_device.install()
+        nccl_like.install()
     store = TCPStore('127.0.0.1', port, is_master=False)
-    _initialize(rank, size, store, fake)
+    _initialize(rank, size, store, fake, backend)
     groups = _new_groups(rank, size)
-    job = Job(rank, size, store, groups, ProcessGroups('gloo', OPERATION_TIMEOUT))
+    job = Job(rank, size, store, groups, ProcessGroups(backend, OPERATION_TIMEOUT), backend)
     while True:
         try:
             function, args = pipe.recv()
@@ -143,17 +154,17 @@ def _serve(rank: int, size: int, port: int, fake: bool, pipe: Connection) -> Non
             pipe.send((True, f'{type(error).__name__}: {error}'))
 
 
-def _initialize(rank: int, size: int, store: TCPStore, fake: bool) -> None:
+def _initialize(rank: int, size: int, store: TCPStore, fake: bool, backend: str) -> None:
     if not fake:
         dist.init_process_group(
-            'gloo',
+            backend,
             timeout=OPERATION_TIMEOUT,
             store=PrefixStore('start', store),
             rank=rank,
             world_size=size,
         )
         return
-    stand_in_for('gloo')
+    stand_in_for(backend)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group('fake', store=FakeStore(), rank=rank, world_size=size)
@@ -296,7 +307,7 @@ def collectives(job: Job) -> None:
         assert name in ('world', 'all', 'None') or name == ','.join(map(str, ranks))
         assert dist.get_rank(group) == ranks.index(job.rank)
         assert dist.get_world_size(group) == len(ranks)
-        assert dist.get_backend(group) == 'gloo'
+        assert dist.get_backend(group) == job.backend
         _check_reductions(ranks, job.rank, group)
         _check_exchanges(ranks, job.rank, group)
         _check_objects(ranks, job.rank, group)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch and NCCL must find in the environment for a process to survive the loss of a peer.
+
+Most of it is read when the first process group is made, so it is set before. Checked against the
+sources of torch 2.11 and 2.15.
+"""
+
+import logging
+import os
+from typing import NamedTuple
+
+import torch
+
+from moevement_ext.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+BACKEND = 'nccl'
+"""Name of the backend that this is for."""
+_OLDEST_NCCL = (2, 26, 2)
+
+
+class _Setting(NamedTuple):
+    value: str
+    otherwise: str
+    """What another value costs."""
+
+
+SETTINGS = {
+    'TORCH_DIST_USE_NCCL2': _Setting('0', 'process groups cannot be connected anew'),
+    'TORCH_NCCL_ASYNC_ERROR_HANDLING': _Setting('0', 'torch ends survivors of a lost rank'),
+    'TORCH_NCCL_DUMP_ON_TIMEOUT': _Setting('0', 'torch may end survivors, to write a trace'),
+    'TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC': _Setting('1', 'a recovery waits for traces, a minute'),
+    'TORCH_NCCL_ENABLE_MONITORING': _Setting('0', 'torch ends processes whose GPU waits long'),
+    'TORCH_NCCL_RETHROW_CUDA_ERRORS': _Setting('0', 'torch ends survivors of a lost rank'),
+    'NCCL_NVLS_ENABLE': _Setting('0', 'communicators may hang when they are aborted'),
+}
+
+
+class UnsupportedNcclError(UserError):
+    """This version of NCCL hangs where survivors of a failure need it not to."""
+
+
+def prepare() -> None:
+    """Set what the user has not set, and warn of what is set otherwise.
+
+    Called by every rank before the first process group, where survivors of a failure go on.
+
+    Raises:
+        UnsupportedNcclError: NCCL is too old.
+    """
+    _check_version()
+    for name, (value, otherwise) in SETTINGS.items():
+        found = os.environ.setdefault(name, value)
+        if found != value and os.environ.get('LOCAL_RANK', '0') == '0':
+            logger.warning('sparse checkpointing: %s=%s: %s; unset it', name, found, otherwise)
+
+
+def _check_version() -> None:
+    if not torch.distributed.is_nccl_available():
+        return  # torch says so itself
+    version = tuple(torch.cuda.nccl.version())[:3]
+    if version < _OLDEST_NCCL:
+        raise UnsupportedNcclError(
+            f'NCCL {_dotted(version)} may hang when a rank is lost; a localized recovery needs '
+            f'{_dotted(_OLDEST_NCCL)} or newer: install a torch that brings it, or set '
+            '--sparse-ckpt-recovery whole-job.'
+        )
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return '.'.join(map(str, version))

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A backend for tensors on the CPU that fails as NCCL does; gloo does the work underneath.
+
+It takes the place of `torch.distributed.ProcessGroupNCCL`, so that the engine's own code for NCCL
+(`moevement_ext.regroup.nccl`) runs in jobs without a GPU. Written from the sources of torch 2.15
+and NCCL 2.28; what it has of them:
+
+- An operation whose peer is lost hangs until its communicator is aborted. Then it *returns*, with
+  anything in the tensors that it writes to; what is called afterwards raises.
+- An abort is over when nothing hangs on the device any more, in whichever communicator.
+- A coalescing region opens a group on its thread. Until that is closed, whatever the thread calls
+  (of any communicator, new ones, too) is noted, does not start, and seems to be complete at once.
+- A communicator is made with the first operation, and cannot be aborted before it is made.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import DistBackendError, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import Backend as Backends
+
+from moevement_ext.membership import training_thread
+from moevement_ext.regroup import process_groups, waits
+from moevement_ext.regroup.gloo import Gloo
+
+_POLL_SECONDS = 0.005
+_OPERATIONS = (
+    'all_gather_single', 'all_gather_single_coalesced', 'all_to_all_single', 'allgather',
+    'allgather_coalesced', 'allreduce', 'allreduce_coalesced', 'alltoall', 'broadcast', 'gather',
+    'recv', 'reduce', 'reduce_scatter', 'reduce_scatter_single', 'reduce_scatter_single_coalesced',
+    'scatter',
+)  # fmt: skip
+"""Their first argument is what they write to."""
+_WITHOUT_RESULT = ('send', 'barrier')
+_garbage = torch.Generator()
+
+
+def install() -> None:
+    """Have 'nccl' be this backend in this process. Before the first process group."""
+    dist.ProcessGroupNCCL = NcclLike  # type: ignore[misc, assignment]
+    Backends.register_backend(
+        'nccl', _create, extended_api=True, devices=['cpu'],
+        _backend_type=ProcessGroup.BackendType.NCCL,
+    )  # fmt: skip
+    process_groups._KINDS[NcclLike.__name__] = process_groups.NCCL
+    training_thread._WAITING_FOR_OTHERS += (__file__,)
+
+
+class Options:
+    """Of a communicator."""
+
+    def __init__(self) -> None:
+        self._timeout = timedelta(minutes=10)
+        self.split_from: Any = None
+
+
+class _Group(threading.local):
+    """NCCL's group of calls, one for each thread."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.noted: list[_Operation] = []
+
+
+_group = _Group()
+_communicators: 'weakref.WeakSet[NcclLike]' = weakref.WeakSet()
+
+
+class NcclLike(c10d.Backend):
+    """One communicator with all ranks of a group."""
+
+    Options = Options
+    supports_coalescing = True
+    options = Options()  # in the place of a property
+
+    def __init__(self, store: Store, rank: int, size: int, options: Options) -> None:
+        super().__init__(rank, size)
+        self._store = PrefixStore('communicator', store)
+        self.options = options
+        self.aborted = threading.Event()
+        self._gloo: ProcessGroupGloo | None = None
+        self._started: list[_Operation] = []
+        _communicators.add(self)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch calls it by this name
+        """Name that torch shows."""
+        return 'nccl'
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Make the communicator now."""
+        self._connect()
+
+    def start(self, operation: '_Operation') -> None:
+        """Put it on the device, or note it if a group is open."""
+        if self.aborted.is_set():
+            raise DistBackendError('NCCL communicator was aborted')
+        if _group.depth:
+            _group.noted.append(operation)
+            return
+        operation.work = getattr(self._connect(), operation.name)(*operation.arguments)
+        self._started = [before for before in self._started if before.hangs()]
+        self._started.append(operation)
+
+    def start_coalescing(self) -> None:
+        """Open a group on this thread."""
+        _group.depth += 1
+
+    def end_coalescing(self) -> '_Work':
+        """Close it, and wait for what was called in it."""
+        return _Work(self._close_group())
+
+    def _group_end(self) -> None:
+        self._close_group()
+
+    def _close_group(self) -> 'list[_Operation]':
+        if not _group.depth:
+            raise RuntimeError('NCCL error: ncclGroupEnd: not in a group call')
+        _group.depth -= 1
+        if _group.depth:
+            return []
+        noted, _group.noted = _group.noted, []
+        for operation in noted:
+            operation.communicator.start(operation)
+        return noted
+
+    def hangs(self) -> bool:
+        """Something of this communicator is on the device and does not end."""
+        return not self.aborted.is_set() and any(found.hangs() for found in list(self._started))
+
+    def abort(self) -> None:
+        """End what is on the device; then free memory, which waits for the device."""
+        self.aborted.set()
+        deadline = time.monotonic() + self.options._timeout.total_seconds()
+        while (hangs := any(other.hangs() for other in list(_communicators))) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(_POLL_SECONDS)
+        if self._gloo is not None:
+            Gloo().close([self._gloo])
+        if hangs:
+            raise DistBackendError('NCCL communicator was not aborted in time')
+
+    def _connect(self) -> ProcessGroupGloo:
+        if self._gloo is None:
+            self._gloo = ProcessGroupGloo(
+                self._store, self.rank(), self.size(), timeout=self.options._timeout
+            )
+        return self._gloo
+
+
+class _Operation:
+    """A collective, a send or a receive."""
+
+    def __init__(self, communicator: NcclLike, name: str, arguments: tuple[Any, ...]) -> None:
+        self.communicator = communicator
+        self.name = name
+        self.arguments = arguments
+        self.work: dist.Work | None = None
+        self._ended = False
+
+    def hangs(self) -> bool:
+        """It has started and is not done."""
+        work = self.work
+        if work is None or self._ended:
+            return False
+        return not (work.is_completed() and work.is_success())
+
+    def wait(self) -> None:
+        """Until it is done, or its communicator is aborted."""
+        if self.work is None or self._ended:
+            return
+        try:
+            waits._wait(self.work)
+        except RuntimeError:  # gloo has noticed that a peer is lost
+            self.communicator.aborted.wait()
+            if self.name in _OPERATIONS:
+                _spoil(self.arguments[0])
+        self._ended = True
+
+
+class _Work(dist.Work):
+    """What a caller waits for; on a GPU it is the stream that does."""
+
+    def __init__(self, operations: list[_Operation]) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+        """Return, whatever has become of it."""
+        for operation in self._operations:
+            operation.wait()
+        return True
+
+
+def _spoil(written: Any) -> None:
+    with torch.no_grad():
+        for tensor in _tensors(written):
+            if tensor.is_floating_point():
+                tensor.uniform_(generator=_garbage)
+            else:
+                tensor.random_(0, 2, generator=_garbage)
+
+
+def _tensors(nested: torch.Tensor | Iterable[Any]) -> Iterator[torch.Tensor]:
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    else:
+        for item in nested:
+            yield from _tensors(item)
+
+
+def _operation(name: str) -> Callable[..., _Work]:
+    def call(self: NcclLike, *arguments: Any) -> _Work:
+        operation = _Operation(self, name, arguments)
+        self.start(operation)
+        return _Work([operation])
+
+    return call
+
+
+for _name in (*_OPERATIONS, *_WITHOUT_RESULT):
+    setattr(NcclLike, _name, _operation(_name))
+
+
+def _create(given: Any, options: Options | None) -> NcclLike:
+    """As torch makes the backend of a new process group."""
+    options = options or Options()
+    options._timeout = given.timeout
+    return NcclLike(given.store, given.group_rank, given.group_size, options)

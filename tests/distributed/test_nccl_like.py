@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Localized recovery where collectives fail as those of NCCL do (see `harness/nccl_like.py`).
+
+Any test here runs on that backend with MOEVEMENT_TEST_BACKEND=nccl-like in the environment:
+
+    MOEVEMENT_TEST_BACKEND=nccl-like pytest tests/distributed/test_localized_recovery.py
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
+from tests.distributed.test_localized_recovery import BASE, check_localized, flags_of, victims
+
+DEATHS = {
+    'others wait in the norm': '2:9:reduce',
+    'others send and receive': '1:8:p2p',
+    'others gather parameters': '0:9:step',
+}
+
+
+@pytest.fixture
+def job(cluster: Callable[..., Cluster]) -> Cluster:
+    return cluster(*flags_of(BASE), '--sparse-ckpt-window', '3', backend=NCCL_LIKE)
+
+
+@pytest.mark.parametrize('death', DEATHS)
+def test_survivors_whose_collectives_return_with_garbage(
+    death: str, job: Cluster, reference: Callable[..., dict]
+) -> None:
+    assert job.survive(fail_at=DEATHS[death]) == victims(DEATHS[death])
+    assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
+    check_localized(job)
+
+
+def test_death_while_communicators_are_made(job: Cluster, reference: Callable[..., dict]) -> None:
+    assert job.survive(fail_at='1:9:forward,2:9:connect') == {1: 1, 2: 1}
+    assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
+    check_localized(job)
+
+
+def test_hang_without_a_death_costs_nobody(job: Cluster, reference: Callable[..., dict]) -> None:
+    """All wait, and give signs of life; what hangs ends when communicators are made anew."""
+    assert job.survive(mutation='mutations.nccl_like:rank_2_hangs_in_a_collective') == {}
+    assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
+    (failure,) = job.events('failure_detected', rank=0)
+    assert 'has waited for others for 1' in failure['reason']
+    check_localized(job)
+
+
+def test_survivor_whose_gpu_is_lost_is_replaced(
+    job: Cluster, reference: Callable[..., dict]
+) -> None:
+    mutation = 'mutations.nccl_like:gpu_of_rank_3_is_lost'
+    assert job.survive(fail_at='1:8:forward', mutation=mutation) == {1: 1, 3: 1}
+    assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
+    assert 'its GPU is lost: CUDA error' in job.output(0)
+    check_localized(job)
+
+
+MUTATIONS = {
+    'garbage_is_not_looked_for': '2:9:reduce',
+    'groups_of_calls_stay_open': '1:8:p2p',
+    'aborts_one_after_the_other': '1:8:p2p',
+}
+
+
+@pytest.mark.parametrize('mutation', MUTATIONS)
+def test_leaving_out_what_nccl_needs_is_noticed(
+    mutation: str, job: Cluster, reference: Callable[..., dict]
+) -> None:
+    """By wrong bits, or by ranks that hang or cannot get on."""
+    expected = reference(*flags_of(BASE))
+    try:
+        job.survive(
+            fail_at=MUTATIONS[mutation], mutation=f'mutations.nccl_like:{mutation}', timeout_s=60
+        )
+    except (TimeoutError, RuntimeError) as error:
+        print('noticed:', str(error).splitlines()[0])
+        return
+    assert differences(expected, read_digest(job)) != []

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of a backend that fails like NCCL (`nccl_like`): ended, and connected anew."""
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.regroup import process_groups
+from moevement_ext.regroup.process_groups import ProcessGroups
+from tests.unit.regroup import ranks
+from tests.unit.regroup.ranks import Failed, Job, cluster
+
+SECONDS = 5.0
+"""Far more than it takes to end all waits."""
+SHORT = timedelta(seconds=6)
+
+
+def test_waits_return_with_anything_and_that_can_be_told() -> None:
+    with cluster(3, 'nccl') as job:
+        job.ranks[0].start(wait_for_all)
+        job.ranks[1].start(wait_for_all)
+        job.ranks[2].kill()
+        for rank in (0, 1):
+            right, may_be_wrong = job.ranks[rank].result()
+            assert not right and may_be_wrong
+        job.replace(2)
+        job.renew()
+        job.all(ranks.collectives)
+        assert job.all(may_have_returned) == [False] * 3
+
+
+def wait_for_all(job: Job) -> tuple[bool, bool]:
+    """Whether a sum was right, and whether it could have been wrong."""
+    works = [dist.all_reduce(torch.ones(2), group=job.groups[name], async_op=True)
+             for name in ('world', 'all')]  # fmt: skip
+    total = torch.ones(2)
+    works.append(dist.all_reduce(total, async_op=True))
+    time.sleep(0.5)  # the third is killed meanwhile
+    job.process_groups.unblock()
+    for work in works:
+        work.wait()
+    job.process_groups.synchronize()
+    return total.tolist() == [3, 3], may_have_returned(job)
+
+
+def may_have_returned(job: Job) -> bool:
+    return job.process_groups.waits_returned
+
+
+@pytest.mark.parametrize('at_once', [True, False])
+def test_groups_that_hang_are_aborted_at_once(at_once: bool) -> None:
+    """One after the other, the first abort waits for the second."""
+    with cluster(2, 'nccl') as job:
+        seconds = job.ranks[0].call(seconds_to_abort, at_once)
+        assert seconds < SHORT.total_seconds() if at_once else seconds >= SHORT.total_seconds()
+
+
+def seconds_to_abort(job: Job, at_once: bool) -> float:
+    for group in job.groups.values():
+        backend: Any = group._get_backend(torch.device('cpu'))
+        backend.options._timeout = SHORT
+    works = [dist.irecv(torch.zeros(1), 1, job.groups[name]) for name in ('world', '0,1')]
+    if not at_once:
+        one_after_the_other(job)
+    began = time.monotonic()
+    job.process_groups.unblock()
+    seconds = time.monotonic() - began
+    for work in works:
+        assert work is not None and work.wait()
+    return seconds
+
+
+def one_after_the_other(job: Job) -> None:
+    kind: Any = job.process_groups._kinds['nccl']
+    close = kind.close
+    kind.close = lambda backends: [close([backend]) for backend in backends]
+
+
+@pytest.mark.parametrize('closed', [True, False])
+def test_group_of_calls_that_an_error_has_left_open_is_closed(closed: bool) -> None:
+    """While it is open, nothing starts, of the new communicators neither."""
+    with cluster(2, 'nccl') as job:
+        job.all(break_off_sends, closed)
+        job.renew()
+        assert job.all(ranks.all_reduce, 'all') == ([3, 3] if closed else [1, 2])
+
+
+def break_off_sends(job: Job, closed: bool) -> None:
+    job.process_groups.unblock()
+    peer, tensor = 1 - job.rank, torch.zeros(1)
+    operations = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, tensor, peer)]
+    with pytest.raises(dist.DistBackendError, match='aborted'):
+        dist.batch_isend_irecv(operations)
+    if not closed:
+        kind: Any = job.process_groups._kinds['nccl']
+        kind.end_group = lambda backend: None
+
+
+def test_member_that_does_not_come_is_an_error_in_time() -> None:
+    """Communicators are made in `renew`; later they could not be aborted while they are made."""
+    with cluster(3, 'nccl') as job:
+        prefix = job.fresh_prefix()
+        began = time.monotonic()
+        for rank in (0, 1):
+            job.ranks[rank].start(renew_on_own_connection, prefix, 0.5)
+        for rank in (0, 1):
+            with pytest.raises(Failed, match='RegroupError: The process group of ranks 0, 1'):
+                job.ranks[rank].result()
+        assert time.monotonic() - began < 2 * SECONDS
+        job.renew()
+        job.all(ranks.collectives)
+
+
+def renew_on_own_connection(job: Job, prefix: str, seconds: float) -> None:
+    """The thread that is left behind goes on waiting in the store."""
+    store = PrefixStore(prefix, job.store.clone())
+    job.process_groups.renew(store, None, timedelta(seconds=seconds))
+
+
+class ProcessGroupNCCL2(dist.ProcessGroupGloo):
+    """Has the name of a class that cannot be connected anew."""
+
+
+def test_backend_of_another_design_is_refused_with_the_remedy() -> None:
+    groups = object.__new__(ProcessGroups)
+    backend = ProcessGroupNCCL2(dist.HashStore(), 0, 1, SHORT)
+    with pytest.raises(SparseCheckpointError, match='TORCH_DIST_USE_NCCL2=0'):
+        groups._kind_name((0,), [backend])
+
+
+def test_fake_groups_on_devices_that_the_backend_cannot_serve_are_refused() -> None:
+    with cluster(1) as job, pytest.raises(Failed, match='nccl cannot: call stand_in_for'):
+        job.ranks[0].call(take_up_fake_group)
+
+
+def take_up_fake_group(job: Job) -> None:
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+    dist.new_group([0], backend='fake')
+    groups = job.process_groups
+    groups._backend = process_groups.NCCL
+    groups.unblock()

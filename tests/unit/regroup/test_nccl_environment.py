@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes survive the loss of a peer by settings that are made for them."""
+
+import os
+
+import pytest
+import torch
+
+from moevement_ext.regroup import nccl_environment
+from moevement_ext.regroup.nccl_environment import SETTINGS, UnsupportedNcclError, prepare
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without any of it, and put back afterwards."""
+    monkeypatch.setattr(os, 'environ', dict(os.environ))
+    for name in (*SETTINGS, 'LOCAL_RANK'):
+        os.environ.pop(name, None)
+    monkeypatch.setattr(torch.distributed, 'is_nccl_available', lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, 'version', lambda: (2, 26, 2))
+    return monkeypatch
+
+
+def test_what_is_not_set_is_set(caplog: pytest.LogCaptureFixture) -> None:
+    prepare()
+    assert {name: os.environ[name] for name in SETTINGS} == {
+        name: setting.value for name, setting in SETTINGS.items()
+    }
+    assert not caplog.records
+
+
+@pytest.mark.parametrize('name', SETTINGS)
+def test_what_the_user_set_is_kept_and_its_price_named(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.environ[name] = '17'
+    prepare()
+    assert os.environ[name] == '17'
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert f'{name}=17: {SETTINGS[name].otherwise}' in said and '\n' not in said
+
+
+def test_one_process_of_a_node_warns(caplog: pytest.LogCaptureFixture) -> None:
+    os.environ |= {'NCCL_NVLS_ENABLE': '1', 'LOCAL_RANK': '3'}
+    prepare()
+    assert not caplog.records
+
+
+def test_torch_makes_the_backend_that_can_be_connected_anew() -> None:
+    """Of the two that this torch has."""
+    prepare()
+    from torch.distributed import distributed_c10d as c10d
+
+    if not hasattr(c10d, '_register_builtin_nccl_backend'):
+        pytest.skip('this torch has one only')
+    plugins = c10d.Backend._plugins
+    before = plugins.get('NCCL')
+    try:
+        c10d._register_builtin_nccl_backend()
+        assert plugins['NCCL'].creator_fn is c10d._create_nccl_process_group
+    finally:
+        plugins.pop('NCCL')
+        if before is not None:
+            plugins['NCCL'] = before
+
+
+@pytest.mark.parametrize('version', [(2, 25, 1), (2, 26, 1), (2, 4)])
+def test_nccl_that_hangs_is_refused(
+    version: tuple[int, ...], environment: pytest.MonkeyPatch
+) -> None:
+    environment.setattr(torch.cuda.nccl, 'version', lambda: version)
+    with pytest.raises(UnsupportedNcclError, match=r'needs 2\.26\.2 or newer') as refused:
+        prepare()
+    assert '\n' not in str(refused.value) and nccl_environment.BACKEND == 'nccl'
+
+
+def test_without_nccl_torch_itself_complains(environment: pytest.MonkeyPatch) -> None:
+    environment.setattr(torch.distributed, 'is_nccl_available', lambda: False)
+    environment.setattr(torch.cuda.nccl, 'version', lambda: 1 / 0)
+    prepare()
