@@ -87,7 +87,7 @@ class Session:
             self._training.renew()
 
         joining = self.job.joining  # what is to be loaded was settled long ago
-        dense_iteration = -1 if joining else upstream.dense_checkpoint_iteration(self._facts.load)
+        dense_iteration = -1 if joining else upstream.dense_checkpoint_iteration(self._facts)
         self.job.set_up(build_trainer, load, dense_iteration, self._counters.train_iters)
         return self._built()
 

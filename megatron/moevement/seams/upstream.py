@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.moevement.counters import Counters
-from megatron.moevement.facts import UpstreamArguments
+from megatron.moevement.facts import JobFacts, UpstreamArguments
 from megatron.moevement.seams import patches
 from moevement_ext.regroup.process_groups import stand_in_for
 
@@ -60,7 +60,7 @@ def floating_point_operations(args: UpstreamArguments) -> float:
     return float(training.num_floating_point_operations(args, 1))
 
 
-def dense_checkpoint_iteration(load: str | None) -> int:
+def dense_checkpoint_iteration(facts: JobFacts) -> int:
     """Iteration of the newest dense checkpoint that `--load` would load, -1 if there is none."""
     from megatron.training.checkpointing import (
         checkpoint_exists,
@@ -68,9 +68,9 @@ def dense_checkpoint_iteration(load: str | None) -> int:
         read_metadata,
     )
 
-    if load is None or not checkpoint_exists(load):
+    if facts.load is None or not checkpoint_exists(facts.load):
         return -1
-    iteration, _ = read_metadata(get_checkpoint_tracker_filename(load))
+    iteration, _ = read_metadata(get_checkpoint_tracker_filename(facts.load))
     return int(iteration)
 
 
