@@ -3,6 +3,7 @@
 
 import functools
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,16 @@ from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach  # noqa: E402
 from megatron.moevement.seams import patches  # noqa: E402
 from megatron.moevement.seams.preflight import InstallationError  # noqa: E402
 
 LOADER = 'megatron.training.training:build_pretraining_data_loader'
+GATING = 'megatron.core.transformer.moe.router:router_gating_linear'
 METHOD = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict'
 GATHER = 'torch.distributed:all_gather_object'
 PARTS = [*patches.UPSTREAM, *patches.TORCH]
@@ -47,6 +54,22 @@ def test_a_part_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(*place_of(LOADER))
     with pytest.raises(InstallationError, match='build_pretraining_data_loader is not there'):
         patches.check()
+
+
+def test_a_job_is_refused_before_its_ranks_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a part that only a replay will wrap."""
+    monkeypatch.setattr(*place_of(GATING), lambda something_else: None)
+    job = attach(
+        SparseCheckpointConfig(dir=str(tmp_path)),
+        TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2),
+        OptimizerConfig(lr=1e-3),
+        DistributedDataParallelConfig(),
+        TrainingPlan(10, seq_length=8, micro_batch_size=1, global_batch_size=4),
+    )
+    with pytest.raises(InstallationError, match='router_gating_linear'), job:
+        pytest.fail('the job began')
 
 
 def test_what_a_version_of_torch_adds_at_the_end_is_no_change(
