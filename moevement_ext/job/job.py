@@ -6,9 +6,11 @@ training loop: `unprotected`, `whole_job` or `localized`.
 """
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,10 @@ from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, W
 from moevement_ext.job.localized import Localized
 from moevement_ext.job.unprotected import Unprotected
 from moevement_ext.job.whole_job import Restart, WholeJob
+from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
+from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection
@@ -32,6 +36,7 @@ from moevement_ext.recover.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+_STORE_TIMEOUT = timedelta(seconds=60)
 
 AroundUpdate = Callable[[Callable[[], None], Callable[[], None], Callable[[bool], None]], None]
 
@@ -52,6 +57,7 @@ class Job:
         self.protection: Protection | None = None
         self._restart: Restart | None = None
         self._mode: Unprotected | WholeJob | None = None
+        self._guard: Guard | None = None
         start_up_s = time.time() - psutil.Process().create_time()
         rank.events.emit(WorkerStarted(start_up_s=start_up_s))
 
@@ -153,6 +159,8 @@ class Job:
                 optimizer writes (gradients are complete then), one when it has written, told
                 whether the update was skipped.
         """
+        if self.membership is None:
+            self._guard = self._guarded()
         self._mode = self._start()
         if not isinstance(self._mode, Unprotected):
             around_update(self._mode.before_update, self._mode.updating, self._mode.stepped)
@@ -166,6 +174,16 @@ class Job:
         """
         assert self._mode is not None
         return self._mode.step(iteration)
+
+    def _guarded(self) -> Guard | None:
+        """Hangs are noticed; None where no launcher's store is known. Collective."""
+        pids = self.rank.exchange('pids', str(os.getpid()).encode())
+        store = launcher_store(_STORE_TIMEOUT)
+        if store is None:
+            return None
+        config = self.rank.config
+        timeouts = config.hang_timeout, config.stuck_timeout
+        return Guard(store, self.rank.number, [int(pid) for pid in pids], *timeouts)
 
     def _start(self) -> Unprotected | WholeJob:
         """Begin to capture, with the plan of the job this process joins or with a first one."""
@@ -217,6 +235,8 @@ class Job:
         self.rank.events.emit(Finished(removed=remove))
         if self.protection is not None:
             self.protection.close(remove)
+        if self._guard is not None:
+            self._guard.close()
         if self.membership is not None:
             self.membership.close()
         self.rank.events.close()

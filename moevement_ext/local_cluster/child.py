@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -12,16 +13,74 @@ from typing import BinaryIO
 _BOUND = Path(__file__).with_name('bound.py')
 
 
-class Child:
+class Child(ABC):
     """A Python process in a session of its own (Ctrl-C does not reach it), bound to this one.
 
     It is killed when the *thread* that started it ends: so Linux has it. What it starts itself is
     not, but belongs to its process group.
 
+    Attributes:
+        pid: its process id.
+        death: becomes readable when the process is dead.
+        output: read end of its stdout, if that is a pipe.
+        ended: `reap` was called.
+    """
+
+    def __init__(self, pid: int, output: int | None) -> None:
+        self.pid = pid
+        self.death = os.pidfd_open(pid)
+        self.output = output
+        self.ended = False
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and what it started; to nobody once it was reaped."""
+        if not self.ended:  # until then the number is its own
+            os.killpg(self.pid, number)
+
+    def ended_well(self) -> bool:
+        """Wait until it is dead; True if it ended with exit status 0."""
+        return self._how_it_ended() == 0
+
+    def reap(self) -> int:
+        """Wait until it is dead, kill what it left behind unless it ended well, and let it go.
+
+        Returns:
+            Exit status, or the negative number of the signal that killed it.
+        """
+        if not self.ended_well():
+            self.signal(signal.SIGKILL)
+        code = self._let_go()
+        self.ended = True
+        os.close(self.death)
+        return code
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close its pipes."""
+
+    @abstractmethod
+    def _how_it_ended(self) -> int:
+        """Wait until it is dead; returns as `reap`, and the process id stays its own."""
+
+    @abstractmethod
+    def _let_go(self) -> int:
+        """Give its process id back."""
+
+
+def how_it_ended(pid: int, options: int = 0) -> int:
+    """Wait for a child of this process; exit status, or the negative number of a signal."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | options)
+    assert found is not None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+class SpawnedChild(Child):
+    """A process of a command.
+
     Args:
         command: arguments of the Python interpreter.
         environment: all of it.
-        stdin, stdout, stderr: as for `subprocess.Popen`.
+        stdin, stdout, stderr, pass_fds: as for `subprocess.Popen`.
     """
 
     def __init__(
@@ -30,8 +89,9 @@ class Child:
         environment: Mapping[str, str],
         *,
         stdin: int = subprocess.DEVNULL,
-        stdout: int | BinaryIO,
+        stdout: int | BinaryIO | None,
         stderr: int | BinaryIO | None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         isolated = [sys.executable, '-I', '-S', str(_BOUND), str(os.getpid())]
         self._process = subprocess.Popen(
@@ -40,21 +100,11 @@ class Child:
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
+            pass_fds=pass_fds,
             start_new_session=True,
         )
-        self.pid = self._process.pid
-        self.death = os.pidfd_open(self.pid)
-        """Becomes readable when the process is dead."""
-
-    @property
-    def output(self) -> int | None:
-        """Read end of its stdout, if that is a pipe."""
-        return None if self._process.stdout is None else self._process.stdout.fileno()
-
-    @property
-    def ended(self) -> bool:
-        """True once `reap` was called."""
-        return self._process.returncode is not None
+        output = self._process.stdout
+        super().__init__(self._process.pid, None if output is None else output.fileno())
 
     def tell(self, text: str) -> bool:
         """Write to its stdin, a pipe, and close it; False if nobody reads there any more."""
@@ -71,30 +121,14 @@ class Child:
         assert self.output is not None
         return bool(os.read(self.output, 1))
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the process and what it started; to nobody once it was reaped."""
-        if not self.ended:  # until then the number is its own
-            os.killpg(self.pid, number)
-
-    def wait(self) -> bool:
-        """Wait until it is dead; True if it ended with exit status 0."""
-        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        return found is not None and (found.si_code, found.si_status) == (os.CLD_EXITED, 0)
-
-    def reap(self) -> int:
-        """Wait until it is dead, kill what it left behind unless it ended well, and let it go.
-
-        Returns:
-            Exit status, or the negative number of the signal that killed it.
-        """
-        if not self.wait():
-            self.signal(signal.SIGKILL)
-        code = self._process.wait()
-        os.close(self.death)
-        return code
-
     def close(self) -> None:
         """Close the pipes."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+    def _how_it_ended(self) -> int:
+        return how_it_ended(self.pid, os.WNOWAIT)
+
+    def _let_go(self) -> int:
+        return self._process.wait()

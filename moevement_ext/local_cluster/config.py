@@ -46,6 +46,8 @@ class LaunchConfig:
     workers_per_node: int = 1
     spares: int = 0
     """Processes that have imported the program and wait for a worker to die."""
+    fork: bool = False
+    """All workers are forked from one process that has imported the program."""
     max_restarts: int = 100
     """Replacements, or new starts of all workers together; the next death ends the job."""
     log_dir: Path | None = None
@@ -59,6 +61,15 @@ class LaunchConfig:
         _at_least('--workers-per-node', self.workers_per_node, 1)
         _at_least('--spares', self.spares, 0)
         _at_least('--max-restarts', self.max_restarts, 0)
+        if self.fork and self.spares:
+            raise ConfigurationError(
+                f'--spares {self.spares} --fork: a forked worker has imported the program, as a '
+                'spare has; leave out --spares.'
+            )
+        if self.fork and self.share_gpu:
+            raise ConfigurationError(
+                '--fork --share-gpu: CUDA does not work in a fork; leave out --fork.'
+            )
         if not Path(self.program).is_file():
             raise ConfigurationError(f'{self.program}: no such program; give the path of a file.')
         for fault in self.faults:

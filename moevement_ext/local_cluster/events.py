@@ -51,6 +51,17 @@ class WorkerEnded:
 
 
 @dataclass(frozen=True)
+class WorkerStopped:
+    """The launcher has killed a worker to start it again with all the others."""
+
+    rank: int
+    pid: int
+
+    def __str__(self) -> str:
+        return f'rank {self.rank} (pid {self.pid}) is stopped'
+
+
+@dataclass(frozen=True)
 class WorkerLostAtExit:
     """A worker that had done all its work was killed by a signal before its process ended."""
 
@@ -147,6 +158,7 @@ class MemoryKept:
 Event = (
     WorkerStarted
     | WorkerEnded
+    | WorkerStopped
     | WorkerLostAtExit
     | WorkerEvicted
     | AllStartAgain

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hot spare: imports a program, then waits to be told which worker it is.
+"""A hot spare: imports a program, then waits to be told which worker it is; or a template of many.
 
     spare.py <program>
+    spare.py <program> <socket>
 
 Imports of torch and Megatron take many seconds, which a replacement that has done them need not.
 The spare says on stdout that it is ready (one byte) and waits for a line of JSON on stdin:
@@ -10,21 +11,36 @@ The spare says on stdout that it is ready (one byte) and waits for a line of JSO
 
 It then calls `main()` of the program. If stdin ends instead, so does the spare. It runs as a file,
 without the package, so that `sys.path` and what is imported are those of the program.
+
+With a socket (the number of a descriptor) it is the template that workers are forked from. Requests
+and answers are lines of JSON:
+
+    {"fork": order}    a new worker, its output the descriptor that is passed along; its process id
+    {"status": pid}    once the worker is dead: how it ended, as of `subprocess.Popen.returncode`
+    {"reap": pid}      the same, and lets the process id go
 """
 
+import ctypes
 import importlib.util
 import json
 import os
+import signal
+import socket
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 _STDIN, _STDOUT, _STDERR = range(3)
+_PR_SET_PDEATHSIG = 1
+_MAX_REQUEST_BYTES = 1 << 20
 
 
 def main() -> None:
     """Body of the process."""
-    program = sys.argv[1]
+    program, *connection = sys.argv[1:]
+    if connection:
+        _Template(program, socket.socket(fileno=int(connection[0]))).serve()
+        return
     launcher = os.dup(_STDOUT)
     os.dup2(_STDERR, _STDOUT)  # what imports print is not the sign of being ready
     module = _import_program(program)
@@ -35,6 +51,59 @@ def main() -> None:
     if line:
         _become_worker(json.loads(line), launcher)
         module.main()
+
+
+class _Template:
+    """Imports a program once; every worker is a copy of the process as it is then."""
+
+    def __init__(self, program: str, launcher: socket.socket) -> None:
+        self._launcher = launcher
+        self._module = _import_program(program)
+        if not callable(getattr(self._module, 'main', None)):
+            sys.exit(f'{program} has no function main(), which --fork needs; leave out --fork')
+
+    def serve(self) -> None:
+        """Until the launcher is gone; in a worker until that has ended."""
+        while True:
+            text, output, _, _ = socket.recv_fds(self._launcher, _MAX_REQUEST_BYTES, 1)
+            if not text:
+                return
+            ((request, value),) = json.loads(text).items()
+            match request:
+                case 'fork':
+                    answer = self._fork(value, output[0])
+                case 'status':
+                    answer = _status(value, os.WNOWAIT)
+                case 'reap':
+                    answer = _status(value, 0)
+            self._launcher.sendall(json.dumps(answer).encode())
+
+    def _fork(self, order: dict[str, Any], output: int) -> int:
+        template = os.getpid()
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._launcher.close()
+            self._run(order, output, template)
+        os.close(output)
+        return pid
+
+    def _run(self, order: dict[str, Any], output: int, template: int) -> NoReturn:
+        """Be a worker; ends as a program does that Python runs."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != template:
+            os._exit(1)
+        os.setsid()
+        os.environ.clear()
+        _become_worker(order, output)
+        self._module.main()
+        sys.exit(0)
+
+
+def _status(pid: int, options: int) -> int:
+    found = os.waitid(os.P_PID, pid, os.WEXITED | options)
+    assert found is not None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def _import_program(program: str) -> ModuleType:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from moevement_ext.local_cluster.child import Child
+from moevement_ext.local_cluster.child import SpawnedChild
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event, SpareEnded, SpareReady
 from moevement_ext.local_cluster.loop import Loop
@@ -37,24 +37,26 @@ class SparePool:
         self._environment = environment
         self._loop = loop
         self._report = report
-        self._importing: list[Child] = []
-        self._ready: list[Child] = []
+        self._importing: list[SpawnedChild] = []
+        self._ready: list[SpawnedChild] = []
 
     def start(self) -> None:
         """Start one more, in the background."""
         command = [str(_SPARE), self._config.program]
-        streams = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
+        start = partial(
+            SpawnedChild, command, self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         if self._config.log_dir is None:
-            spare = Child(command, self._environment, **streams, stderr=None)
+            spare = start(stderr=None)
         else:
             with (self._config.log_dir / 'spares.log').open('ab') as log:
-                spare = Child(command, self._environment, **streams, stderr=log)
+                spare = start(stderr=log)
         self._importing.append(spare)
         assert spare.output is not None
         self._loop.watch(spare.output, partial(self._heard_from, spare))
         self._loop.watch(spare.death, partial(self._died, spare))
 
-    def take(self, environment: Mapping[str, str], log: Path | None) -> Child | None:
+    def take(self, environment: Mapping[str, str], log: Path | None) -> SpawnedChild | None:
         """Make a ready spare a worker, and start another one; None if there is no ready one.
 
         Args:
@@ -82,7 +84,7 @@ class SparePool:
         self._importing.clear()
         self._ready.clear()
 
-    def _heard_from(self, spare: Child) -> None:
+    def _heard_from(self, spare: SpawnedChild) -> None:
         """It said that it is ready, or its stdout ended because it is dying."""
         assert spare.output is not None
         self._loop.forget(spare.output)
@@ -91,7 +93,7 @@ class SparePool:
             self._ready.append(spare)
             self._report(SpareReady(spare.pid))
 
-    def _died(self, spare: Child) -> None:
+    def _died(self, spare: SpawnedChild) -> None:
         was_ready = spare in self._ready
         (self._ready if was_ready else self._importing).remove(spare)
         code = self._let_go(spare)
@@ -99,7 +101,7 @@ class SparePool:
         if was_ready:
             self.start()
 
-    def _let_go(self, spare: Child) -> int:
+    def _let_go(self, spare: SpawnedChild) -> int:
         assert spare.output is not None
         self._loop.forget(spare.output)
         self._loop.forget(spare.death)

@@ -11,15 +11,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import BinaryIO
 
 from torch.distributed import TCPStore
 
 from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
-from moevement_ext.local_cluster.child import Child
+from moevement_ext.local_cluster.child import Child, SpawnedChild
 from moevement_ext.local_cluster.config import Action, LaunchConfig, StagedFault
 from moevement_ext.local_cluster.environment import (
     check_devices,
@@ -36,6 +37,7 @@ from moevement_ext.local_cluster.events import (
     WorkerEvicted,
     WorkerLostAtExit,
     WorkerStarted,
+    WorkerStopped,
     describe_exit,
 )
 from moevement_ext.local_cluster.loop import Loop
@@ -43,6 +45,7 @@ from moevement_ext.local_cluster.output import LogTail, Relay, last_lines
 from moevement_ext.local_cluster.spare_pool import SparePool
 from moevement_ext.local_cluster.staged_faults import StagedFaults
 from moevement_ext.local_cluster.statements import told_finished, told_memory, told_survivors
+from moevement_ext.local_cluster.template import Template, TemplateLost
 from moevement_ext.membership.rendezvous import announce_failure
 
 _POLL_S = 0.1
@@ -127,9 +130,12 @@ class Supervisor:
             self.config.log_dir.mkdir(parents=True, exist_ok=True)
         self._loop = Loop()
         self._spares = SparePool(self.config, self._environment, self._loop, self._report)
+        self._template: Template | None = None
+        if self.config.fork:
+            self._template = Template(self.config.program, self._environment)
         try:
             self._supervise()
-        except LaunchError as failure:
+        except (LaunchError, TemplateLost) as failure:
             self._report(JobFailed(str(failure)))
             return 1
         finally:
@@ -166,11 +172,18 @@ class Supervisor:
         command = [self.config.program, *self.config.flags]
         log = self.config.log_of(rank)
         if log is None:
-            pipe = subprocess.PIPE
-            child = Child(command, environment, stdout=pipe, stderr=subprocess.STDOUT)
+            child = self._start_process(command, environment, None)
             return child, self._relay(rank, child)
         with log.open('ab') as output:
-            return Child(command, environment, stdout=output, stderr=subprocess.STDOUT), None
+            return self._start_process(command, environment, output), None
+
+    def _start_process(
+        self, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO | None
+    ) -> Child:
+        if self._template is not None:
+            return self._template.fork(command, environment, log)
+        stdout = subprocess.PIPE if log is None else log
+        return SpawnedChild(command, environment, stdout=stdout, stderr=subprocess.STDOUT)
 
     def _spare_process(self, rank: int, restarts: int) -> tuple[Child, Relay | None] | None:
         log = self.config.log_of(rank)
@@ -216,6 +229,12 @@ class Supervisor:
         self._announced_code = max(self._announced_code, announced)
 
     def _reap(self, worker: Worker) -> int:
+        code = self._bury(worker)
+        self._report(WorkerEnded(worker.rank, worker.pid, code))
+        return code
+
+    def _bury(self, worker: Worker) -> int:
+        """Wait for its end; returns how it ended."""
         self._loop.forget(worker.child.death)
         code = worker.child.reap()
         if worker.relay is not None:
@@ -223,7 +242,6 @@ class Supervisor:
             worker.relay.finish()
         worker.child.close()
         worker.finished = code == 0
-        self._report(WorkerEnded(worker.rank, worker.pid, code))
         return code
 
     def _replace(self, worker: Worker, how: str) -> None:
@@ -233,10 +251,7 @@ class Supervisor:
 
     def _start_all_again(self, worker: Worker, how: str) -> None:
         """The others wait for the dead worker, perhaps for ever, and nothing can wake them up."""
-        for other in self._living():
-            other.child.signal(signal.SIGKILL)
-        for other in self._living():
-            self._reap(other)
+        self._stop(self._living())
         errors = [at for any_worker in self.workers for at in any_worker.errors]
         self._refuse_in_vain(worker, how, errors)
         self._report(AllStartAgain(how))
@@ -249,6 +264,15 @@ class Supervisor:
         restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
         for any_worker in self.workers:
             self._start_again(any_worker, restarts)
+
+    def _stop(self, workers: list[Worker]) -> None:
+        for worker in workers:
+            worker.child.signal(signal.SIGKILL)
+        for worker in workers:
+            code = self._bury(worker)
+            by_itself = code != -signal.SIGKILL
+            ended = WorkerEnded(worker.rank, worker.pid, code)
+            self._report(ended if by_itself else WorkerStopped(worker.rank, worker.pid))
 
     def _start_again(self, worker: Worker, restarts: int) -> None:
         worker.restarts = restarts
@@ -314,6 +338,8 @@ class Supervisor:
             worker.child.signal(signal.SIGKILL)
         for worker in self._living():
             self._reap(worker)
+        if self._template is not None:
+            self._template.close()
         self._loop.close()
 
     def _report_memory(self) -> None:
@@ -362,7 +388,7 @@ class Supervisor:
         for child in killed:
             child.signal(signal.SIGKILL)
         for child in killed:
-            child.wait()  # or it might write again what is deleted
+            child.ended_well()  # or it might write again what is deleted
         self._report(FaultStaged(fault, self._faults.delete_memory(fault.target)))
 
 

@@ -27,7 +27,7 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import DistError, PrefixStore, Store
 
-from moevement_ext.errors import EXIT_STUCK, EXIT_WHOLE_JOB, SparseCheckpointError
+from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.membership.absentees import Absentees
 from moevement_ext.membership.rendezvous import (
     EpochBroken,
@@ -37,6 +37,7 @@ from moevement_ext.membership.rendezvous import (
     broken_since,
     why_broken,
 )
+from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.membership.training_thread import TrainingThread
 from moevement_ext.membership.watch import EpochWatch
@@ -313,18 +314,8 @@ class Membership:
         else:
             return
         if limit and still_s > limit:
-            self._replace(store, f'its training thread has stood still for {still_s:.0f} s', thread)
-
-    def _replace(self, store: Store, what: str, thread: TrainingThread) -> None:
-        """End this process, so that its launcher starts another in its place."""
-        rank = self._rendezvous.rank
-        logger.error(
-            'sparse checkpointing: rank %d replaces itself: %s:\n%s', rank, what, thread.stack()
-        )
-        break_epoch(store, self._meeting.epoch, f'rank {rank} is stuck: {what}')
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_STUCK)
+            what = f'its training thread has stood still for {still_s:.0f} s'
+            replace_this_process(store, self._meeting.epoch, self._rendezvous.rank, what, thread)
 
 
 def _encode(report: Report) -> bytes:

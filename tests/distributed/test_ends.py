@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends of a job that no failure brings about: what is left in host memory, and what is said."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.conftest import differences, read_digest
-from tests.distributed.harness.cluster import ROOT, Cluster
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.local_cluster import launch
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -101,28 +99,6 @@ TWO_STAGES = (
 ).split()
 
 
-def launch(job: Cluster, *flags: str, mutation: str | None = None) -> tuple[int, str]:
-    """Run the job under scripts/local_cluster.py; returns its exit status and all it printed."""
-    job.directory.mkdir(parents=True, exist_ok=True)
-    program = job.directory / 'program.py'
-    broken = f'ending.{mutation}()\n' if mutation else ''
-    program.write_text(
-        'import pretrain_gpt\nfrom tests.distributed.mutations import ending\n\n'
-        f'{broken}pretrain_gpt.main()\n'
-    )
-    command = [sys.executable, str(ROOT / 'scripts' / 'local_cluster.py'), '--nodes', '2', *flags]
-    done = subprocess.run(
-        [*command, '--', str(program), *job.flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, 'PYTHONPATH': str(ROOT)},
-        timeout=300,
-        check=False,
-    )
-    return done.returncode, done.stdout
-
-
 def test_plain_program_that_fails_at_its_start_ends_with_the_reason(
     cluster: Callable[..., Cluster],
 ) -> None:
@@ -149,7 +125,7 @@ def test_exit_of_the_rerun_machine_keeps_the_windows(
 ) -> None:
     """It asks for the job to be started elsewhere, by an exit status that is passed on."""
     job = cluster(*TWO_STAGES, *WINDOW, ranks=2)
-    code, output = launch(job, mutation='result_refused_in_iteration_6')
+    code, output = launch(job, mutation='ending.result_refused_in_iteration_6')
     assert code == 17, output[-5000:]
     assert f'exit at iteration: 5 | windows: kept in {job.memory} |' in output
     assert f'[launcher] windows of this run stay in {job.memory}: launch the same job' in output

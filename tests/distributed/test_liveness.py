@@ -2,11 +2,15 @@
 """Nobody waits for the stuck, and nobody who is on the way is taken for stuck."""
 
 import os
+import re
 import signal
 from collections.abc import Callable
 
+import pytest
+
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.local_cluster import launch
 
 UNTIED = '--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights'
 BASE = f'{UNTIED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --train-iters 12'
@@ -61,6 +65,35 @@ def test_worker_whose_loader_blocks_replaces_itself(
         (failure,) = job.events('failure_detected', rank)
         assert 'rank 2 is stuck: its training thread has stood still' in failure['reason']
     assert 'mutations/liveness.py' in (job.directory / 'life0-rank2.log').read_text()
+
+
+@pytest.mark.parametrize(
+    ('fault', 'mutation', 'said'),
+    [
+        (['--stop', '2@7'], None, 'rank 2 (pid {pid}) was found hung by the others: killed'),
+        ([], 'liveness.loader_of_rank_2_blocks', 'rank 2 (pid {pid}) ended with exit status 76'),
+    ],
+    ids=['stopped', 'stuck'],
+)
+def test_a_hang_is_noticed_where_a_failure_restarts_the_whole_job(
+    fault: list[str],
+    mutation: str | None,
+    said: str,
+    cluster: Callable[..., Cluster],
+    reference: Callable[..., dict],
+) -> None:
+    """The others would wait until their collectives time out, and fail by themselves then."""
+    flags = BASE.split()
+    job = cluster(
+        *flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', 'whole-job',
+        '--sparse-ckpt-hang-timeout', '10', '--sparse-ckpt-stuck-timeout', '10',
+    )  # fmt: skip
+    code, output = launch(job, *fault, mutation=mutation)
+    assert code == 0, output[-5000:]
+    assert differences(reference(*flags), read_digest(job)) == []
+    (pid,) = re.findall(r'rank 2: started, pid (\d+), restart 0', output)
+    assert said.format(pid=pid) in output
+    assert len(job.events('recovered')) == job.ranks
 
 
 def test_death_while_all_connect(

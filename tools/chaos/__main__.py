@@ -75,6 +75,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--nodes', type=int, help='emulated nodes (default: one for each rank, up to 4)')
     add('--workers-per-node', type=int, help='default: what the layout needs')
     add('--spares', type=int, default=1, help='hot spares (default: 1)')
+    add('--fork', action='store_true', help='fork the workers of the local launcher from one '
+        'process that has imported Megatron, instead of hot spares: quick starts')  # fmt: skip
     add(
         '--launcher',
         choices=list(Launcher),
@@ -90,7 +92,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--aimed', type=float, default=0.5, help='share of faults to aim after (default: 0.5)')
     add('--faults-per-job', type=int, default=10, help='at most (default: 10)')
     add('--max-stall', type=float, metavar='SECONDS', help='fail if a recovery takes longer, '
-        'without the time to declare a worker hung and to create processes')  # fmt: skip
+        'without the time to declare a worker hung and to start processes')  # fmt: skip
     add('--output', type=Path, default=Path('runs/chaos'), help='folder for data and logs')
     add_share_gpu(parser)
     add('--resume', type=Path, metavar='DIR', help='go on with the campaign in this folder')
@@ -136,6 +138,8 @@ def check(args: argparse.Namespace) -> None:
     _check_nodes(args)
     if args.window != RANDOM and not (args.window.isdecimal() and int(args.window) > 0):
         raise ValueError(f'--window {args.window} must be a whole number above 0, or {RANDOM}')
+    if args.fork and args.share_gpu:
+        raise ValueError('--fork --share-gpu: CUDA does not work in a fork; leave out --fork')
     default = ','.join(Kind if args.configurations else _ALWAYS)
     names = [name for name in (args.kinds or default).split(',') if name]
     if not names or not set(names) <= set(Kind):
@@ -204,6 +208,7 @@ def _campaign(args: argparse.Namespace, results: Results, console: Console) -> C
         draw=drawn,
         kinds=args.kinds,
         aimed=args.aimed if args.cover else 0.0,
+        fork=args.fork,
         patient=bool(args.configurations),
         results=results,
         coverage=coverage,

@@ -120,7 +120,12 @@ class Configuration(NamedTuple):
         return self.window if isinstance(self.window, int) else LONGEST_WINDOW
 
     def launch(
-        self, folder: Path, flags: list[str], max_restarts: int = 0, spares: int = 0
+        self,
+        folder: Path,
+        flags: list[str],
+        max_restarts: int = 0,
+        spares: int = 0,
+        fork: bool = False,
     ) -> Launch:
         """A job of this configuration."""
         return Launch(
@@ -130,6 +135,7 @@ class Configuration(NamedTuple):
             self.workers_per_node,
             max_restarts,
             spares,
+            fork,
             share_gpu=self.share_gpu,
         )
 

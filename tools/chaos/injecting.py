@@ -14,7 +14,15 @@ from tools.chaos.drawing import Fault, Kind
 from tools.chaos.landing import Cell, Coverage, landed
 from tools.chaos.target import TargetJob
 from tools.lab.errors import LabError
-from tools.lab.evidence import Recovery, lost_iterations, persisted, recovery, start_up_s
+from tools.lab.evidence import (
+    Recovery,
+    Tier,
+    launch_s,
+    lost_iterations,
+    persisted,
+    recovery,
+    start_up_s,
+)
 from tools.lab.run_log import Iteration
 
 LAST_ITERATIONS = 6
@@ -51,8 +59,8 @@ class Outcome(NamedTuple):
     cells: list[Cell]
     """Where the injections landed."""
     stall_s: float
-    """`seconds` without the time after which a worker is declared hung and, where new processes
-    had to be created, the time until the last of them had imported the program."""
+    """`seconds` without the time after which a worker is declared hung, and without starting: of
+    the processes that had to be created, or of all, as long as the first start of the job took."""
     aimed: Cell | None = None
     """What the second injection was aimed at."""
 
@@ -147,18 +155,26 @@ class FaultInjector:
         ]
         self._coverage.add(cells)
         seconds = found.at - last.time
-        expected_s = _DETECTION_S.get(last.kind, 0) + start_up_s(events, last.time)
         return Outcome(
             fault=fault,
             iteration=iteration,
             recovery=found,
             seconds=seconds,
-            lost=lost_iterations(found, self._iterations()),
+            lost=lost_iterations(found, self._iterations(), events),
             unexpected=self._new_deaths(),
             cells=cells,
-            stall_s=max(0.0, seconds - expected_s),
+            stall_s=max(0.0, seconds - self._expected_s(last, found.tier)),
             aimed=cell,
         )
+
+    def _expected_s(self, last: Injection, tier: Tier) -> float:
+        """Of a recovery: what detecting a hang and starting processes take anyway."""
+        events = self._job.events()
+        localized = tier is Tier.LOCALIZED
+        started_s = (
+            start_up_s(events, last.time) if localized else launch_s(events, self._iterations())
+        )
+        return _DETECTION_S.get(last.kind, 0) + started_s
 
     def _new_deaths(self) -> list[str]:
         new = {death.pid: death for death in self._job.unexpected if death.pid not in self._known}

@@ -142,7 +142,7 @@ class Results:
 
     @property
     def longest_stall_s(self) -> float:
-        """From a fault until all were back, without detecting hangs and creating processes."""
+        """From a fault until all were back, without detecting hangs and starting processes."""
         return max((fault.stall_s for fault in self.faults), default=0.0)
 
     def count(self, coverage: Coverage) -> None:

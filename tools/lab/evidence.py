@@ -121,17 +121,36 @@ def start_up_s(events: Iterable[Event], since: float) -> float:
     return max((event.start_up_s for event in new), default=0.0)
 
 
+def launch_s(events: Iterable[Event], iterations: Sequence[Iteration]) -> float:
+    """Seconds from the creation of a job's first process to its first iteration."""
+    created = min(event.time - event.start_up_s for event in kind_of(events, WorkerStarted))
+    return iterations[0].time - created
+
+
 def persisted(events: Iterable[Event], pids: Sequence[int], since: float) -> bool:
     """Whether all ranks know of a window that was persisted since a time."""
     known = {event.pid for event in kind_of(events, WindowPersisted) if event.time > since}
     return bool(pids) and known.issuperset(pids)
 
 
-def lost_iterations(found: Recovery, iterations: Sequence[Iteration]) -> int:
+def lost_iterations(
+    found: Recovery, iterations: Sequence[Iteration], events: Iterable[Event]
+) -> int:
     """Iterations that the job had committed before a recovery and trains again after it.
 
     An iteration counts as committed when the last rank has logged it. What is replayed to come back
     to `found.target` is not lost: a replay is part of the recovery, over before training goes on.
+    Nor is what is trained again after a dense checkpoint that was newer than the newest window:
+    from that window it would have been replayed.
+
+    Args:
+        found: the recovery.
+        iterations: that the last rank has logged in all its lives.
+        events: of all ranks.
     """
+    windows = (event for event in kind_of(events, WindowPersisted) if event.time <= found.at)
+    newest = max((window.start for window in windows), default=0)
+    if found.tier is Tier.DISK and found.target >= newest > 0:
+        return 0
     before = [iteration.number for iteration in iterations if iteration.time <= found.at]
     return max(0, max(before, default=0) - found.target)

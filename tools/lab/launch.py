@@ -55,6 +55,8 @@ class Launch(NamedTuple):
     """Deaths of workers that are made up for: of all, or under torchrun of each node."""
     spares: int = 0
     """Hot spares; torchrun has none."""
+    fork: bool = False
+    """All workers are forked from one process that has imported the program; not under torchrun."""
     variables: Mapping[str, str] = {}
     """Environment of the workers besides `ENVIRONMENT`."""
     share_gpu: bool = False

@@ -30,6 +30,7 @@ class LocalCluster:
         self._command += ['--nodes', str(launch.nodes)]
         self._command += ['--workers-per-node', str(launch.workers_per_node)]
         self._command += ['--spares', str(launch.spares)]
+        self._command += ['--fork'] if launch.fork else []
         self._command += ['--max-restarts', str(launch.max_restarts)]
         self._command += ['--share-gpu'] if launch.share_gpu else []
         self._command += ['--log-dir', str(launch.folder / 'logs'), '--', *launch.program()]

@@ -20,6 +20,7 @@ from moevement_ext.local_cluster.events import (
     WorkerEvicted,
     WorkerLostAtExit,
     WorkerStarted,
+    WorkerStopped,
 )
 from moevement_ext.local_cluster.statements import tell_memory
 from moevement_ext.membership.rendezvous import present_epoch, why_broken
@@ -95,7 +96,10 @@ def test_workers_that_cannot_survive_start_again_together(job: Job) -> None:
     job.finish_when = lambda: len(job.started()) == 9
     flags = ('1.0=kill', '2.1=exit:3')
     assert job.run(*flags, survive=False, nodes=3) == 0
-    assert ended(job) == {0: [-9, -9, 0], 1: [-9, -9, 0], 2: [-9, 3, 0]}
+    assert ended(job) == {0: [0], 1: [-9, 0], 2: [3, 0]}
+    stopped = [(e.rank, e.pid) for e in job.events if isinstance(e, WorkerStopped)]
+    lives = [(rank, job.started(rank)[life].pid) for rank, life in ((0, 0), (2, 0), (0, 1), (1, 1))]
+    assert stopped == lives
     assert [life.restarts for life in job.started()] == [0] * 3 + [1] * 3 + [2] * 3
     reasons = [event.reason for event in job.events if isinstance(event, AllStartAgain)]
     pid = job.started(2)[1].pid

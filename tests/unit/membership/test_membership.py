@@ -147,24 +147,41 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rendezvous import break_epoch
 from moevement_ext.recover.verdict import Report
 limit = timedelta(seconds=60)
 store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, timeout=limit)
 dist.init_process_group('gloo', store=PrefixStore('pg', store), rank=0, world_size=1)
 report = lambda: Report(survivor=False, node='a', pid=1, windows=[])
-member = Membership(store, 0, 1, limit, 2.0, report, stuck_timeout_s=2.0)
+member = Membership(store, 0, 1, limit, 2.0, report, stuck_timeout_s=float(sys.argv[2]))
 member.settle()
 member.watch('gloo', lambda: None)
-threading.Event().wait(60)
+"""
+_NEVER_COMPUTES = 'threading.Event().wait(60)'
+# Nothing that ends a process group's operations wakes this one up.
+_WAITS_FOR_A_PEER = """
+break_epoch(store, 0, 'another rank died')
+dist.distributed_c10d._store_based_barrier(0, store, 'never', 2, limit)
 """
 
 
-def test_process_whose_training_thread_is_stuck_ends_and_says_where(job: Job) -> None:
+@pytest.mark.parametrize(
+    ('program', 'stuck_timeout_s', 'place', 'reason'),
+    [
+        (_NEVER_COMPUTES, 2.0, 'in wait', 'rank 0 is stuck'),
+        (_WAITS_FOR_A_PEER, 0.0, 'in _store_based_barrier', 'another rank died'),
+    ],
+)
+def test_process_whose_training_thread_is_never_going_to_leave_ends_and_says_where(
+    job: Job, program: str, stuck_timeout_s: float, place: str, reason: str
+) -> None:
+    """It is stuck by itself; or a failure was announced, and it is still where others are waited
+    for."""
     ended = subprocess.run(
-        [sys.executable, '-c', _STUCK, str(job.store.port)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT.total_seconds(),
+        [sys.executable, '-c', _STUCK + program, str(job.store.port), str(stuck_timeout_s)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=3 * TIMEOUT.total_seconds(),
     )  # fmt: skip
-    assert ended.returncode == EXIT_STUCK
+    assert ended.returncode == EXIT_STUCK, ended.stderr
     assert 'rank 0 replaces itself: its training thread has stood still' in ended.stderr
-    assert 'in wait' in ended.stderr, 'the place'
-    assert 'rank 0 is stuck' in (why_broken(job.store, 0) or '')
+    assert place in ended.stderr
+    assert reason in (why_broken(job.store, 0) or '')

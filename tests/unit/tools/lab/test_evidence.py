@@ -14,7 +14,15 @@ from moevement_ext.events import (
     WorkerStarted,
 )
 from tests.unit.tools.samples import event
-from tools.lab.evidence import Recovery, Tier, lost_iterations, persisted, recovery, start_up_s
+from tools.lab.evidence import (
+    Recovery,
+    Tier,
+    launch_s,
+    lost_iterations,
+    persisted,
+    recovery,
+    start_up_s,
+)
 from tools.lab.run_log import Iteration
 
 FAULT_AT = 100.0
@@ -91,15 +99,24 @@ class TestRecovery:
 class TestLostIterations:
     def test_back_at_the_newest_is_no_loss(self) -> None:
         back = Recovery(Tier.LOCALIZED, 102.0, 40, 4, 1)
-        assert lost_iterations(back, logged((39, 99.0), (40, 99.9), (41, 102.5))) == 0
+        assert lost_iterations(back, logged((39, 99.0), (40, 99.9), (41, 102.5)), []) == 0
 
     def test_trained_again(self) -> None:
         back = Recovery(Tier.DISK, 103.0, 0, 0, 4)
-        assert lost_iterations(back, logged((39, 99.0), (40, 99.9), (1, 103.0))) == 40
+        assert lost_iterations(back, logged((39, 99.0), (40, 99.9), (1, 103.0)), []) == 40
 
     def test_logged_between_fault_and_recovery(self) -> None:
         back = Recovery(Tier.WHOLE_JOB, 103.0, 40, 4, 4)
-        assert lost_iterations(back, logged((40, 99.0), (41, 100.1), (42, 104.0))) == 1
+        assert lost_iterations(back, logged((40, 99.0), (41, 100.1), (42, 104.0)), []) == 1
+
+    def test_dense_checkpoint_newer_than_every_window(self) -> None:
+        back = Recovery(Tier.DISK, 103.0, 7, 0, 4)
+        trained = logged((7, 98.0), (8, 99.0), (8, 103.0))
+        newest = happened(WindowPersisted, 0, 97.0, start=5)
+        later = happened(WindowPersisted, 0, 104.0, start=9)
+        assert lost_iterations(back, trained, [newest, later]) == 0
+        assert lost_iterations(back, trained, []) == 1
+        assert lost_iterations(back._replace(target=4), trained, [newest]) == 4
 
 
 def test_persisted_on_all_ranks() -> None:
@@ -118,3 +135,12 @@ def test_creating_processes_counts_only_if_it_began_after_the_fault() -> None:
     ]
     assert start_up_s(started, FAULT_AT) == 8.0
     assert start_up_s(started[:2], FAULT_AT) == 0.0
+
+
+def test_a_launch_lasts_from_the_first_process_to_the_first_iteration() -> None:
+    started = [
+        happened(WorkerStarted, 0, 12.0, start_up_s=9.0),
+        happened(WorkerStarted, 1, 13.0, start_up_s=11.0),
+        happened(WorkerStarted, 1, 50.0, start_up_s=8.0),
+    ]
+    assert launch_s(started, logged((1, 20.0), (2, 21.0))) == 18.0

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices workers that hang in a job whose failures restart all of its workers.
+
+As in an epoch of `Membership` every process gives signs of life, listens for those of the next one
+and looks at its own training thread. But nobody is woken up: whoever waits for the hung worker is
+started again with it.
+"""
+
+from collections.abc import Sequence
+
+from torch.distributed import Store
+
+from moevement_ext.membership.rendezvous import present_epoch
+from moevement_ext.membership.replacing import replace_this_process
+from moevement_ext.membership.training_thread import TrainingThread
+from moevement_ext.membership.watch import EpochWatch
+
+
+class Guard:
+    """Made by the training thread when training begins, on all ranks.
+
+    Args:
+        store: the launcher's, where all ranks have met; a connection of its own.
+        rank: of this process.
+        pids: process ids by rank.
+        hang_timeout_s: seconds without a sign of life after which a rank counts as hung; its
+            launcher is asked to kill it.
+        stuck_timeout_s: seconds for which the training thread may stand still, unless it waits for
+            others, before the process ends; 0: for ever.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        pids: Sequence[int],
+        hang_timeout_s: float,
+        stuck_timeout_s: float,
+    ) -> None:
+        self._rank = rank
+        self._stuck_timeout_s = stuck_timeout_s
+        self._thread = TrainingThread()
+        epoch = present_epoch(store)
+        self._watch = EpochWatch(
+            store.clone, epoch, rank, pids, hang_timeout_s, lambda reason: None, self._look
+        )
+        self._watch.judge()
+
+    def close(self) -> None:
+        """Training is over on all ranks."""
+        self._watch.stop()
+
+    def _look(self, store: Store) -> None:
+        look = self._thread.look()
+        if not look.waits_for_others and 0 < self._stuck_timeout_s < look.still_s:
+            what = f'its training thread has stood still for {look.still_s:.0f} s'
+            replace_this_process(store, self._watch.epoch, self._rank, what, self._thread)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that are forked from one process behave as those that are started one by one."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.local_cluster.config import LaunchConfig
+from moevement_ext.local_cluster.events import Event, JobFailed, WorkerEnded, WorkerStarted
+from tests.unit.local_cluster.conftest import Job, dies
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def ended(job: Job) -> list[tuple[int, int]]:
+    return [(event.rank, event.code) for event in job.events if isinstance(event, WorkerEnded)]
+
+
+@pytest.mark.parametrize('logged', [True, False])
+def test_only_the_dead_worker_is_replaced(
+    job: Job, logged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.finish_when = lambda: len(job.started(1)) == 3
+    log_dir = tmp_path / 'logs' if logged else None
+    flags = ('1.0=kill', '1.1=exit:3', '1.2=print:third')
+    assert job.run(*flags, nodes=2, fork=True, log_dir=log_dir) == 0
+    assert sorted(ended(job)) == [(0, 0), (1, -9), (1, 0), (1, 3)]
+    if logged:
+        assert (tmp_path / 'logs' / 'rank1.log').read_text() == 'third\n'
+    else:
+        assert '[rank 1] third\n' in capsys.readouterr().out
+
+
+def test_the_program_is_imported_once_for_all_lives(job: Job, tmp_path: Path) -> None:
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.run('1.0=kill', nodes=2, fork=True) == 0
+    lives = [job.life(0), job.life(1), job.life(1, 1)]
+    [template] = {life['imported']['pid'] for life in lives}
+    assert template not in {event.pid for event in job.started()}
+    assert [life['imported']['rank'] for life in lives] == [None] * 3
+    assert [life['argv'] for life in lives] == [[str(job.program), '1.0=kill']] * 3
+
+
+def test_a_worker_sees_the_same_environment_as_one_that_is_started(job: Job) -> None:
+    assert job.run() == 0
+    spawned = job.life(0)['env']
+    (job.folder / 'finish').unlink()
+    assert job.run(fork=True) == 0
+    of_this_job = {'MASTER_PORT', 'MOEVEMENT_RUN', 'TORCHELASTIC_RUN_ID'}
+    forked = job.life(0)['env']
+    assert spawned.keys() == forked.keys()
+    assert {name for name in forked if forked[name] != spawned[name]} <= of_this_job
+
+
+def test_all_start_again_with_the_new_store(job: Job) -> None:
+    job.finish_when = lambda: len(job.started()) == 4
+    assert job.run('1.0=kill', nodes=2, fork=True, survive=False) == 0
+    first, second = job.life(0), job.life(0, 1)
+    assert first['env']['MASTER_PORT'] != second['env']['MASTER_PORT']
+
+
+def test_children_of_a_dead_worker_die_with_it(job: Job) -> None:
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.run('0.0=child', '0.0=kill', fork=True) == 0
+    assert dies(job.life(0)['child'])
+
+
+def test_the_job_fails_with_its_template(job: Job) -> None:
+    """All workers are its children, and die with it; none is started any more."""
+    workers = []
+
+    def kill_template(event: Event) -> None:
+        if isinstance(event, WorkerStarted) and event.rank == 1:
+            workers.extend(started.pid for started in job.started())
+            os.kill(psutil.Process(event.pid).ppid(), signal.SIGKILL)
+
+    job.on_event = kill_template
+    job.finish_when = lambda: False
+    assert job.run(nodes=2, fork=True) == 1
+    [failed] = [event for event in job.events if isinstance(event, JobFailed)]
+    assert 'the template of all workers is gone' in failed.reason
+    assert len(workers) == 2
+    assert all(dies(pid) for pid in workers)
+
+
+def test_a_program_that_cannot_be_imported_ends_the_job(job: Job) -> None:
+    job.program.write_text('raise SystemExit(5)')
+    assert job.run(fork=True) == 1
+
+
+def test_spares_are_of_no_use(job: Job) -> None:
+    with pytest.raises(ConfigurationError, match='--spares 1 --fork: .* leave out --spares'):
+        LaunchConfig(str(job.program), spares=1, fork=True)
