@@ -66,6 +66,10 @@ class LaunchConfig:
                 f'--spares {self.spares} --fork: a forked worker has imported the program, as a '
                 'spare has; leave out --spares.'
             )
+        if self.fork and self.share_gpu:
+            raise ConfigurationError(
+                '--fork --share-gpu: CUDA does not work in a fork; leave out --fork.'
+            )
         if not Path(self.program).is_file():
             raise ConfigurationError(f'{self.program}: no such program; give the path of a file.')
         for fault in self.faults:

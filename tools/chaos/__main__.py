@@ -138,6 +138,8 @@ def check(args: argparse.Namespace) -> None:
     _check_nodes(args)
     if args.window != RANDOM and not (args.window.isdecimal() and int(args.window) > 0):
         raise ValueError(f'--window {args.window} must be a whole number above 0, or {RANDOM}')
+    if args.fork and args.share_gpu:
+        raise ValueError('--fork --share-gpu: CUDA does not work in a fork; leave out --fork')
     default = ','.join(Kind if args.configurations else _ALWAYS)
     names = [name for name in (args.kinds or default).split(',') if name]
     if not names or not set(names) <= set(Kind):

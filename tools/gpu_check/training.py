@@ -88,6 +88,7 @@ class Trials(NamedTuple):
             self.nodes,
             1,
             max_restarts=_MAX_RESTARTS if kill else 0,
+            fork=not self.settings.gpu,
             share_gpu=self.settings.gpu,
         )
         with Job(launch) as job:

@@ -49,6 +49,7 @@ def test_flags(job: Job) -> None:
         ('--nodes 1 --workers-per-node 0 -- PROGRAM', '--workers-per-node 0 must be at least 1'),
         ('--nodes 1 --spares -1 -- PROGRAM', '--spares -1 must be at least 0'),
         ('--nodes 1 --max-restarts -1 -- PROGRAM', '--max-restarts -1 must be at least 0'),
+        ('--nodes 1 --fork --share-gpu -- PROGRAM', '--fork --share-gpu: CUDA does not work in a'),
         ('--nodes 1 -- nowhere.py', 'nowhere.py: no such program'),
         (
             '--nodes 1 --kill 8 -- PROGRAM',
