@@ -80,7 +80,7 @@ class BoundaryCommunicator(P2PCommunicator):
         self._note(Direction.DOWN, tensor_send_next)
         self._note(Direction.UP, tensor_send_prev)
         if self._received is None:
-            return super()._communicate(
+            return self._exchange(
                 tensor_send_next=tensor_send_next,
                 tensor_send_prev=tensor_send_prev,
                 recv_prev=recv_prev,
@@ -99,6 +99,22 @@ class BoundaryCommunicator(P2PCommunicator):
         requests = {name: _Done() for name, wanted in pending.items() if wanted}
         return from_previous, from_next, None if wait_on_reqs else requests
 
+    def _exchange(self, **what: Any) -> Any:
+        """Upstream's exchange, after which it waits for the current stream alone.
+
+        Upstream's own wait is for all streams of the device, hence also for the capture and the log
+        under way. The current stream waits for the exchange, and orders what follows it.
+        """
+        config = self.config
+        waits, config.batch_p2p_sync = config.batch_p2p_sync, False
+        try:
+            exchanged = super()._communicate(**what)
+        finally:
+            config.batch_p2p_sync = waits
+        if config.batch_p2p_comm and waits:
+            torch.cuda.current_stream().synchronize()
+        return exchanged
+
     def _note(self, direction: Direction, tensor: torch.Tensor | None) -> None:
         if self._log is not None and tensor is not None:
             self._log.append(self._iteration, direction, tensor)
@@ -109,7 +125,7 @@ class BoundaryCommunicator(P2PCommunicator):
         self._sequence[direction] += 1
         logged = self._received[direction].take(self._iteration, sequence)
         device = torch.device(torch.cuda.current_device())
-        return logged.to(device).requires_grad_()
+        return logged.to(device, non_blocking=True).requires_grad_()
 
 
 class StagePipeline:
