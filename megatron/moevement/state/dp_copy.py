@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from megatron.moevement.state.broadcast import broadcast_packed
 from megatron.moevement.state.operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState
 
@@ -30,7 +31,6 @@ def replicas(args: Any) -> list[int]:
     return sorted(same - {args.rank})
 
 
-@torch.no_grad()
 def copy_state(
     operators: Mapping[str, Operator],
     states: Mapping[torch.nn.Parameter, ParameterState],
@@ -38,8 +38,8 @@ def copy_state(
 ) -> None:
     """Give all replicas the state of rank `source`. Collective over the replicas."""
     group = parallel_state.get_expert_data_parallel_group()
-    for tensor in _tensors(operators, states):
-        torch.distributed.broadcast(tensor, source, group=group)
+    device = next(iter(states)).device
+    broadcast_packed(_tensors(operators, states), source, group, device)
 
 
 def _tensors(
