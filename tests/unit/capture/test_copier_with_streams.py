@@ -141,5 +141,5 @@ def test_copies_come_after_all_that_was_queued_and_the_update_after_them(
 
 def test_a_stall_is_told_when_the_device_has_measured_it(copier: Copier) -> None:
     assert capture(copier) == 0.0
-    assert capture(copier) == pytest.approx(0.001, abs=0.02)
+    assert 0.001 <= capture(copier) <= 0.02
     assert copier.bytes_per_s() == pytest.approx(PIECES * 32 / 0.006, rel=0.2)
