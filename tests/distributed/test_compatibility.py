@@ -24,11 +24,10 @@ CASES = {
         f'{BASE} --recompute-granularity selective --recompute-modules core_attn mlp moe '
         '--moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 32',
     ),
-    'distributed-recompute': (
+    'block-recompute': (
         '1:8:backward',
-        f'{BF16} {PP2} {UNTIED} --tensor-model-parallel-size 2 --num-experts 0 '
-        '--recompute-granularity full --recompute-method block --recompute-num-layers 1 '
-        '--distribute-saved-activations',
+        f'{BF16} {PP2} {UNTIED} {TP2} --recompute-granularity full --recompute-method block '
+        '--recompute-num-layers 1',
     ),
     'grouped-routing': (
         '0:9:backward',
@@ -80,7 +79,7 @@ CASES = {
         f'{BF16} {PP2} {UNTIED} --grad-reduce-in-bf16 '
         '--ddp-reduce-scatter-with-fp32-accumulation '
         '--ddp-param-name-patterns-for-fp32-local-accumulation all '
-        '--global-batch-size 7 --decrease-batch-size-if-needed',
+        '--global-batch-size 7 --eval-global-batch-size 8 --decrease-batch-size-if-needed',
     ),
     'cyclic-data': (
         '1:8:forward',
@@ -105,7 +104,7 @@ CASES = {
     'expert-tensor-parallel': (
         '1:8:forward',
         f'{BF16} {PP2} {UNTIED} {TP2} --expert-model-parallel-size 2 '
-        '--expert-tensor-parallel-size 1 --use-cpu-initialization --init-method-xavier-uniform',
+        '--expert-tensor-parallel-size 1 --use-cpu-initialization --embedding-init-method-std 0.05',
     ),
     'fp16-and-different-replicas': (
         '1:9:forward',

@@ -111,9 +111,9 @@ EXACT = (
     group('different replicas', f'{_FLAGS}[fp16-and-different-replicas]',
           'data_parallel_random_init init_method_std'),
     group('first values', f'{_FLAGS}[expert-tensor-parallel]',
-          'use_cpu_initialization init_method_xavier_uniform'),
+          'use_cpu_initialization embedding_init_method_std'),
     group('first values, otherwise', _START,
-          'perform_initialization embedding_init_method_std use_checkpoint_args '
+          'perform_initialization init_method_xavier_uniform use_checkpoint_args '
           'use_mp_args_from_checkpoint_args use_tokenizer_model_from_checkpoint_args load '
           'ckpt_step finetune no_load_optim no_load_rng load_main_params_from_ckpt'),
     # Model
@@ -164,11 +164,15 @@ EXACT = (
     group('other forms of routing', _FORWARD,
           'moe_latent_size moe_apply_probs_on_input moe_router_padding_for_quantization '
           'moe_router_padding_for_fp8 moe_enable_routing_replay'),
+    group('grouped experts',
+          'test_experts_of_a_grouped_layer_thaw_together; else by reasoning, as they need '
+          'Transformer Engine.', 'moe_grouped_gemm'),
     # Recomputation
-    group('full recomputation', f'{_WHOLE_JOB}[dropout-recompute]',
+    group('full recomputation', f'{_FLAGS}[block-recompute]',
           'recompute_granularity recompute_method recompute_num_layers'),
-    group('distributed recomputation', f'{_FLAGS}[distributed-recompute]',
-          'distribute_saved_activations'),
+    group('distributed recomputation',
+          'By reasoning, as upstream has it without experts only: full recomputation, with what it '
+          'starts from spread over the tensor-parallel ranks.', 'distribute_saved_activations'),
     group('selective recomputation', f'{_FLAGS}[selective-recompute]', 'recompute_modules'),
     group('recomputation of a MoE layer', 'By reasoning: selective recomputation of `moe`.',
           'moe_layer_recompute'),
@@ -179,7 +183,7 @@ EXACT = (
           'fused_residual_rmsnorm cross_entropy_loss_fusion cross_entropy_fusion_impl '
           'masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion '
           'apply_rope_fusion no_persist_layer_norm gradient_accumulation_fusion disable_jit_fuser '
-          'moe_grouped_gemm use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert '
+          'use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert '
           'moe_permute_fusion moe_router_fusion use_te_activation_func mla_down_proj_fusion '
           'batch_invariant_mode'),
     # Data
