@@ -41,7 +41,7 @@ class Look(NamedTuple):
     waits_for_others: bool
     """It is inside a process group, or the engine."""
     same_place_s: float
-    """As `still_s`, though it computes: a wait for the GPU may do nothing but look."""
+    """The same, computing or not: a wait for the GPU may do nothing but look."""
 
 
 class TrainingThread:

@@ -103,7 +103,7 @@ class Nccl:
         if backends:
             # All at once. An abort frees memory, for which the device must be idle; kernels of the
             # next communicator hang on it until that one is aborted, too.
-            with ThreadPoolExecutor(len(backends), 'sparse-ckpt-abort') as pool:
+            with ThreadPoolExecutor(len(backends), thread_name_prefix='sparse-ckpt-abort') as pool:
                 list(pool.map(_abort, backends))
 
     def end_group(self, backend: ProcessGroupNCCL) -> None:

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rendezvous import EpochBroken
+from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.regroup import process_groups
 from moevement_ext.regroup.process_groups import ProcessGroups
 from tests.unit.regroup import ranks
@@ -51,6 +54,26 @@ def wait_for_all(job: Job) -> tuple[bool, bool]:
 
 def may_have_returned(job: Job) -> bool:
     return job.process_groups.waits_returned
+
+
+def test_nothing_is_committed_once_waits_have_returned() -> None:
+    with cluster(2, 'nccl') as job:
+        assert job.all(commits) == [True, True]
+        job.all(ranks.unblock)
+        assert job.all(commits) == [False, False]
+        job.renew()
+        assert job.all(commits) == [True, True]
+
+
+def commits(job: Job) -> bool:
+    """Of the engine, what looks at the process groups when an update is over."""
+    recovery, membership = object.__new__(LocalizedRecovery), object.__new__(Membership)
+    recovery._membership, membership._groups = membership, job.process_groups
+    try:
+        recovery.committing()
+    except EpochBroken:
+        return False
+    return True
 
 
 @pytest.mark.parametrize('at_once', [True, False])
