@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 UpstreamArguments = argparse.Namespace
 """Upstream's parsed arguments: for what hands them back to upstream, or reads every one of them."""
@@ -69,6 +70,17 @@ class JobFacts:
 
 def facts_of(args: UpstreamArguments) -> JobFacts:
     """The facts in upstream's arguments, once it has validated them."""
-    names = {field.name for field in dataclasses.fields(JobFacts)} - {'timeout'}
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    return JobFacts(timeout=timeout, **{name: getattr(args, name) for name in names})
+    names = {field.name for field in dataclasses.fields(JobFacts)} - {'timeout'}
+    facts = JobFacts(timeout=timeout, **{name: getattr(args, name) for name in names})
+    return dataclasses.replace(facts, global_batch_size=_largest_batch(args))
+
+
+def _largest_batch(args: UpstreamArguments) -> int:
+    """Samples of the largest iteration; while they grow, upstream keeps those of the smallest."""
+    if args.step_batch_size_schedule is None:
+        return int(args.global_batch_size)
+    steps = StepBatchsizeNumMicroBatchesCalculator._parse_schedule(
+        args.step_batch_size_schedule, args.seq_length
+    )
+    return max(int(batch) for _, batch in steps)

@@ -23,7 +23,7 @@ MODEL = [
     *('--num-layers', '4'),
 ]
 # The clip is far below the gradient norm, so it acts in every step; the rate warms up and decays.
-TRAINING = """--micro-batch-size 1 --global-batch-size 8 --lr 2e-3 --min-lr 1e-4
+TRAINING = """--micro-batch-size 1 --lr 2e-3 --min-lr 1e-4
  --lr-decay-style cosine --lr-warmup-iters 3 --lr-decay-iters 40 --weight-decay 0.1
  --clip-grad 0.5 --seed 1234 --num-workers 0 --eval-interval 1000 --eval-iters 0 --log-interval 1
  --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 257""".split()
@@ -52,7 +52,8 @@ def cluster(text: list[str], tmp_path: Path) -> Iterator[Callable[..., Cluster]]
         chosen = (backend or os.environ.get(BACKEND, 'gloo')) if sparse else 'gloo'
         new = Cluster([], directory, ranks=ranks, nodes=nodes, backend=chosen)
         digest = ['--sparse-ckpt-digest', str(directory / 'digest.json')]
-        new.flags = [*MODEL, *TRAINING, *text, *flags, *digest]
+        batch = [] if '--step-batch-size-schedule' in flags else ['--global-batch-size', '8']
+        new.flags = [*MODEL, *TRAINING, *batch, *text, *flags, *digest]
         if sparse:
             new.flags += new.sparse_flags()
         if chosen == NCCL_LIKE:

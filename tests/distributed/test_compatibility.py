@@ -81,6 +81,10 @@ CASES = {
         '--ddp-param-name-patterns-for-fp32-local-accumulation all '
         '--global-batch-size 7 --eval-global-batch-size 8 --decrease-batch-size-if-needed',
     ),
+    'batches-that-grow': (
+        '1:9:forward',  # seven iterations of 4 samples, the next ones of 8, an evaluation between
+        f'{BASE} --step-batch-size-schedule 0:4,896:8 --eval-interval 4 --eval-iters 2',
+    ),
     'cyclic-data': (
         '1:8:forward',
         f'{BASE} --dataloader-type cyclic --eval-interval 4 --eval-iters 2 '

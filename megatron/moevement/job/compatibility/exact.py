@@ -192,6 +192,7 @@ EXACT = (
           'eval_micro_batch_size start_eval_at_iter'),
     group('batches', 'By reasoning: a function of the samples consumed, which are restored.',
           'micro_batch_size global_batch_size'),
+    group('batches that grow', f'{_FLAGS}[batches-that-grow]', 'step_batch_size_schedule'),
     group('batches that do not fit', f'{_FLAGS}[fp32-accumulation]',
           'decrease_batch_size_if_needed'),
     group('masks', f'{_FLAGS}[capacity-and-attention]',

@@ -70,8 +70,6 @@ WHOLE_JOB = (
     Rule('--moe-router-force-load-balancing', GIVEN,
          'leave it or evaluations (--eval-interval 0) out', _DRAWS, _EVALUATIONS),
     # Data
-    Rule('--step-batch-size-schedule', GIVEN, 'use one batch size',
-         'the log of what stages send is made for the first'),
     Rule('--dataloader-type', equal_to('external'), 'use single or cyclic',
          'an external data loader cannot be moved back'),
     Rule('--full-validation', GIVEN, 'leave it out', _LENGTHS),

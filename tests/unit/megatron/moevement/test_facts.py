@@ -31,6 +31,11 @@ def test_facts_are_those_of_the_arguments(args: Namespace) -> None:
     assert (facts.rank, facts.save, facts.save_interval) == (1, 'checkpoints', 10)
 
 
+def test_where_batches_grow_the_largest_counts(args: Namespace) -> None:
+    args.global_batch_size, args.step_batch_size_schedule = 4, '0:4, 1M:12 2M:8'
+    assert facts_of(args).global_batch_size == 12
+
+
 def test_an_argument_that_upstream_no_longer_has_is_named(args: Namespace) -> None:
     del args.exit_interval
     with pytest.raises(AttributeError, match='exit_interval'):

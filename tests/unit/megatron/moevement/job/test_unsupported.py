@@ -60,7 +60,6 @@ ARGUMENTS = {
     '--disable-gloo-process-groups': '--distributed-backend nccl',
     '--moe-input-jitter-eps': f'0.1 {EVALUATIONS}',
     '--moe-router-force-load-balancing': EVALUATIONS,
-    '--step-batch-size-schedule': '0:8 1M:16',
     '--dataloader-type': 'external',
     '--phase-transition-iterations': '5,10',
     '--non-persistent-ckpt-type': 'local',
@@ -73,7 +72,7 @@ ARGUMENTS = {
 def given(rule: Rule) -> Namespace:
     """What upstream's parser makes of the flag of a rule, on gloo where no backend is named."""
     rest = ARGUMENTS.get(rule.flag, '')
-    values = [rest] if rule.flag == '--step-batch-size-schedule' else rest.split()
+    values = rest.split()
     flags = [*values] if 'gloo' in rule.flag else [rule.flag, *values]
     if not rule.flag.startswith('--'):
         flags = []
