@@ -78,8 +78,9 @@ def facts_of(args: UpstreamArguments) -> JobFacts:
 
 def _largest_batch(args: UpstreamArguments) -> int:
     """Samples of the largest iteration; while they grow, upstream keeps those of the smallest."""
+    constant: int = args.global_batch_size
     if args.step_batch_size_schedule is None:
-        return int(args.global_batch_size)
+        return constant
     steps = StepBatchsizeNumMicroBatchesCalculator._parse_schedule(
         args.step_batch_size_schedule, args.seq_length
     )
