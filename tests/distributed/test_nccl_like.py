@@ -12,37 +12,51 @@ import pytest
 
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
-from tests.distributed.test_localized_recovery import BASE, check_localized, flags_of, victims
+from tests.distributed.test_localized_recovery import (
+    BASE,
+    UNTIED,
+    check_localized,
+    flags_of,
+    victims,
+)
 
+# No collective within a stage, nor after the norm, that would raise and hide what comes before.
+PLAIN = f'--bf16 --pipeline-model-parallel-size 4 {UNTIED}'
 DEATHS = {
-    'others wait in the norm': '2:9:reduce',
-    'others send and receive': '1:8:p2p',
-    'others gather parameters': '0:9:step',
+    'others wait in the norm': (PLAIN, '1:9:reduce'),
+    'others send and receive': (PLAIN, '1:8:p2p'),
+    'others gather parameters': (BASE, '0:9:step'),
 }
+Make = Callable[[str], Cluster]
 
 
 @pytest.fixture
-def job(cluster: Callable[..., Cluster]) -> Cluster:
-    return cluster(*flags_of(BASE), '--sparse-ckpt-window', '3', backend=NCCL_LIKE)
+def make(cluster: Callable[..., Cluster]) -> Make:
+    """Makes a job on that backend."""
+    return lambda setup: cluster(*flags_of(setup), '--sparse-ckpt-window', '3', backend=NCCL_LIKE)
 
 
 @pytest.mark.parametrize('death', DEATHS)
 def test_survivors_whose_collectives_return_with_garbage(
-    death: str, job: Cluster, reference: Callable[..., dict]
+    death: str, make: Make, reference: Callable[..., dict]
 ) -> None:
-    assert job.survive(fail_at=DEATHS[death]) == victims(DEATHS[death])
-    assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
+    setup, fail_at = DEATHS[death]
+    job = make(setup)
+    assert job.survive(fail_at=fail_at) == victims(fail_at)
+    assert differences(reference(*flags_of(setup)), read_digest(job)) == []
     check_localized(job)
 
 
-def test_death_while_communicators_are_made(job: Cluster, reference: Callable[..., dict]) -> None:
+def test_death_while_communicators_are_made(make: Make, reference: Callable[..., dict]) -> None:
+    job = make(BASE)
     assert job.survive(fail_at='1:9:forward,2:9:connect') == {1: 1, 2: 1}
     assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
     check_localized(job)
 
 
-def test_hang_without_a_death_costs_nobody(job: Cluster, reference: Callable[..., dict]) -> None:
+def test_hang_without_a_death_costs_nobody(make: Make, reference: Callable[..., dict]) -> None:
     """All wait, and give signs of life; what hangs ends when communicators are made anew."""
+    job = make(BASE)
     assert job.survive(mutation='mutations.nccl_like:rank_2_hangs_in_a_collective') == {}
     assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
     (failure,) = job.events('failure_detected', rank=0)
@@ -50,9 +64,8 @@ def test_hang_without_a_death_costs_nobody(job: Cluster, reference: Callable[...
     check_localized(job)
 
 
-def test_survivor_whose_gpu_is_lost_is_replaced(
-    job: Cluster, reference: Callable[..., dict]
-) -> None:
+def test_survivor_whose_gpu_is_lost_is_replaced(make: Make, reference: Callable[..., dict]) -> None:
+    job = make(BASE)
     mutation = 'mutations.nccl_like:gpu_of_rank_3_is_lost'
     assert job.survive(fail_at='1:8:forward', mutation=mutation) == {1: 1, 3: 1}
     assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
@@ -61,22 +74,21 @@ def test_survivor_whose_gpu_is_lost_is_replaced(
 
 
 MUTATIONS = {
-    'garbage_is_not_looked_for': '2:9:reduce',
-    'groups_of_calls_stay_open': '1:8:p2p',
-    'aborts_one_after_the_other': '1:8:p2p',
+    'garbage_is_not_looked_for': 'others wait in the norm',
+    'groups_of_calls_stay_open': 'others send and receive',
+    'aborts_one_after_the_other': 'others send and receive',
 }
 
 
 @pytest.mark.parametrize('mutation', MUTATIONS)
 def test_leaving_out_what_nccl_needs_is_noticed(
-    mutation: str, job: Cluster, reference: Callable[..., dict]
+    mutation: str, make: Make, reference: Callable[..., dict]
 ) -> None:
     """By wrong bits, or by ranks that hang or cannot get on."""
-    expected = reference(*flags_of(BASE))
+    setup, fail_at = DEATHS[MUTATIONS[mutation]]
+    expected, job = reference(*flags_of(setup)), make(setup)
     try:
-        job.survive(
-            fail_at=MUTATIONS[mutation], mutation=f'mutations.nccl_like:{mutation}', timeout_s=60
-        )
+        job.survive(fail_at=fail_at, mutation=f'mutations.nccl_like:{mutation}', timeout_s=60)
     except (TimeoutError, RuntimeError) as error:
         print('noticed:', str(error).splitlines()[0])
         return
