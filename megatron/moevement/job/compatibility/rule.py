@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an entry of the list says. Settings are upstream's parsed arguments, or what stands for
-them in a loop of one's own, which has no attributes for what such a loop does not have."""
+"""What an entry of the list says.
+
+Settings are upstream's parsed arguments, or what stands for them in a loop of one's own, which has
+no attributes for what such a loop does not have.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
