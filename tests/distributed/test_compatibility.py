@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import BASE, BF16, check_localized, victims
 
@@ -118,9 +118,10 @@ CASES = {
         '--init-method-std 0.01',
     ),
 }
+QUICK = 'grouped-routing', 'fp32-accumulation', 'batches-that-grow', 'layout-of-stages'
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', with_quick(CASES, *QUICK))
 def test_flags_that_are_recovered_locally(
     case: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 
 BF16 = '--bf16 --use-distributed-optimizer'
@@ -68,12 +68,17 @@ SETUPS = {
     ),
 }
 
+QUICK = (
+    'window-5', 'distributed-dp2-pp2-tied', 'dropout-recompute', 'virtual-pipeline-2',
+    'fp16-dynamic-scale-per-token-loss', 'dense-layers-shared-experts-etp',
+)  # fmt: skip
+
 
 def _flags(setup: str) -> list[str]:
     return f'{setup} {ITERATIONS}'.split()
 
 
-@pytest.mark.parametrize('name', SETUPS)
+@pytest.mark.parametrize('name', with_quick(SETUPS, *QUICK))
 def test_recovered_run_has_the_bits_of_a_fault_free_run(
     name: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
