@@ -59,7 +59,7 @@ CASES = {
     'tied-learned-positions': (
         '1:9:backward',
         f'{BF16} {PP2} --position-embedding-type learned_absolute --normalization LayerNorm '
-        '--fp32-residual-connection --use-mup --mup-base-hidden-size 16',
+        '--use-mup --mup-base-hidden-size 16',
     ),
     'rates-and-gradients': (
         '2:8:forward',
@@ -92,7 +92,7 @@ CASES = {
     ),
     'layout-of-stages': (
         '2:8:forward',
-        f'{BASE} --pipeline-model-parallel-layout Et|t|tt|L --use-tp-pp-dp-mapping '
+        f'{BASE} --pipeline-model-parallel-layout Et|t|tt|L '
         '--microbatch-group-size-per-virtual-pipeline-stage 4',
     ),
     'uneven-stages': (

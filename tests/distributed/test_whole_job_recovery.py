@@ -30,6 +30,12 @@ SETUPS = {
         3,
         '3:8:backward',
     ),
+    'cyclic-data-dropout': (
+        f'{BF16} {PP_EP} {UNTIED} --dataloader-type cyclic --hidden-dropout 0.1 '
+        '--eval-interval 4 --eval-iters 2',
+        3,
+        '1:8:forward',
+    ),
     'router-bias': (
         f'{BF16} {PP_EP} {UNTIED} --moe-router-enable-expert-bias '
         '--moe-router-score-function sigmoid --moe-router-bias-update-rate 1e-2',
@@ -69,7 +75,8 @@ SETUPS = {
 }
 
 QUICK = (
-    'window-5', 'distributed-dp2-pp2-tied', 'dropout-recompute', 'virtual-pipeline-2',
+    'window-5', 'distributed-dp2-pp2-tied', 'dropout-recompute', 'cyclic-data-dropout',
+    'virtual-pipeline-2',
     'fp16-dynamic-scale-per-token-loss', 'dense-layers-shared-experts-etp',
 )  # fmt: skip
 

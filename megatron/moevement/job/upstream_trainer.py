@@ -37,8 +37,8 @@ class UpstreamTrainer:
 
     def install(self) -> None:
         """Wrap upstream's functions. Called once, before `pretrain`."""
+        self._data.install()
         if self._session.job.membership is not None:
-            self._data.install()
             self._post_step.install()
         trainer = 'megatron.training.training'
         patches.wrap(f'{trainer}:setup_model_and_optimizer', self._set_up)
@@ -73,6 +73,9 @@ class UpstreamTrainer:
         if faults.armed():
             forward_step = armed_forward(forward_step)
         self._data.use(train_iterator, valid_iterator)
+        if self._session.job.restarted:  # upstream has opened loaders as at a start
+            self._data.move_training(self._args.consumed_train_samples)
+            self._data.move_validation(self._args.consumed_valid_samples)
         evaluate = post_step.evaluation(
             self._args, forward_step, model, valid_iterator, process, config, non_loss_data,
             optimizer,

@@ -8,13 +8,15 @@ for training, validation and test data in this order, once more for every virtua
 Checked against megatron-core 0.19.2.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import megatron.training.training as training
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
+from torch.utils.data import DataLoader
 
 from megatron.moevement.seams import patches
 
@@ -74,8 +76,19 @@ class UpstreamData:
         for loader, iterator in zip(self._loaders[kind], chunks, strict=True):
             if isinstance(iterator, RerunDataIterator):
                 iterator.advance()  # forget the micro-batches of the iteration that was cut off
-                iterator.iterable = iter(self._endless(loader(consumed_samples)))
+                iterator.iterable = self._opened(loader(consumed_samples), consumed_samples)
         torch.set_rng_state(state)
 
-    def _endless(self, loader: Iterable[Any]) -> Iterable[Any]:
-        return training.cyclic_iter(loader) if self._cyclic else loader
+    def _opened(self, loader: DataLoader[Any], consumed_samples: int) -> Iterator[Any]:
+        """What reads on after `consumed_samples`, and draws random numbers where upstream does.
+
+        A loader draws a seed when it is opened, which is when the first sample of an epoch is read
+        if upstream reads it again and again.
+        """
+        if not self._cyclic:
+            return iter(loader)
+        again_and_again = training.cyclic_iter(loader)
+        sampler: Any = loader.batch_sampler
+        if consumed_samples % (sampler.total_samples - sampler.last_batch_size) == 0:
+            return iter(again_and_again)
+        return itertools.chain(iter(loader), again_and_again)
