@@ -10,7 +10,7 @@ import time
 
 _PROGRAM_START = time.time()
 
-from megatron.moevement.seams import cpu_device, preflight
+from megatron.moevement.seams import cpu_device, dataset_helpers, preflight
 from moevement_ext.process import user_errors
 
 with user_errors.in_one_line():
@@ -52,9 +52,11 @@ from megatron.training.utils import (
 )
 
 from megatron.moevement.arguments import add_arguments
+from megatron.moevement.facts import UpstreamArguments
 from megatron.moevement.program import run_with_sparse_checkpointing
 from moevement_ext import faults
 
+dataset_helpers.use_compiled()
 if cpu_device.needed():
     cpu_device.patch_upstream()
 
@@ -137,7 +139,7 @@ def forward_step(
     return output, partial(loss_func, batch['loss_mask'])
 
 
-def _dataset_config(args: Any) -> GPTDatasetConfig:
+def _dataset_config(args: UpstreamArguments) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return GPTDatasetConfig(
         random_seed=args.seed,

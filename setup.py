@@ -45,7 +45,7 @@ setup(
         'megatron-core>=0.19.2,<0.20',
         'numpy',
         'msgspec',
-        'xxhash',
+        'xxhash>=4',  # older ones hold the GIL for as long as they hash
         'psutil',
     ],
     extras_require={

@@ -18,13 +18,13 @@ Checked against megatron-core 0.19.2.
 """
 
 import os
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,31 +37,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.moevement.job.joining import join
+from megatron.moevement.facts import JobFacts
+from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
-from megatron.moevement.job.trainer import Surroundings
 from megatron.moevement.job.unsupported import refuse_unsupported
-from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.state.digest import state_digest, write_digest
-from megatron.moevement.state.global_scalars import ScalarRecorder
 from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
-from moevement_ext.job.ending import finish
-
-# What upstream's trainer has flags for and another loop has not.
-_NONE_OF_THIS: dict[str, Any] = {
-    'load': None, 'save': None, 'save_interval': None, 'eval_interval': None,
-    'exit_interval': None, 'non_persistent_save_interval': None, 'moe_routing_trace_path': None,
-    'check_weight_hash_across_dp_replicas_interval': None, 'gpu_sniff_test_interval': None,
-    'start_eval_at_iter': None, 'do_train': 1, 'do_valid': 0, 'do_test': 0,
-    'consumed_train_samples': 0, 'consumed_valid_samples': 0, 'skipped_train_samples': 0,
-    'num_floating_point_operations_so_far': 0.0, 'iteration': 0, 'curr_iteration': 0,
-    'dataloader_type': 'single', 'full_validation': False, 'multiple_validation_sets': False,
-    'phase_transition_iterations': None, 'async_save': False, 'log_straggler': False,
-    'use_gloo_process_groups': False, 'use_torch_fsdp2': False, 'perform_rl_step': False,
-    'iterations_to_skip': [], 'skip_train': False, 'data_parallel_random_init': False,
-    'check_for_large_grads': False, 'rerun_mode': 'disabled',
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,6 +63,22 @@ class TrainingPlan:
     """Of collectives, and for all ranks to meet."""
     log_interval: int = 100
     """Iterations between two lines about protection on the last rank's standard output."""
+
+
+@dataclass
+class LoopCounters:
+    """What the loop counts; see `megatron.moevement.counters.Counters`."""
+
+    train_iters: int | None
+    iteration: int = 0
+    curr_iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    num_floating_point_operations_so_far: float = 0.0
+    do_train: int = 1
+    do_valid: int = 0
+    do_test: int = 0
 
 
 class ReplayableData:
@@ -132,50 +130,57 @@ def attach(
 
     Raises:
         ConfigurationError: a setting breaks a rule or is not supported; names it.
+        InstallationError: Megatron-Core is not the one this package was checked against.
     """
-    args = _arguments(model, optimizer, ddp, plan)
-    refuse_unsupported(args)
-    job = Attachment(args, sparse, plan)
-    yield job
-    job.close()
+    facts = _facts(model, optimizer, plan)
+    settings = _settings(model, optimizer, ddp, plan, facts)
+    refuse_unsupported(settings)
+    counters, data = LoopCounters(plan.train_iters), ReplayableData()
+    operations = OperationCount(lambda: 0.0)
+    with protected_job(settings, facts, counters, sparse, data, operations) as session:
+        yield Attachment(session, facts, counters, data, plan)
 
 
 class Attachment:
     """A protected job, seen from one rank; made by `attach`. Training thread only."""
 
-    def __init__(self, args: Any, sparse: SparseCheckpointConfig, plan: TrainingPlan) -> None:
-        self._args = args
+    def __init__(
+        self,
+        session: Session,
+        facts: JobFacts,
+        counters: LoopCounters,
+        data: ReplayableData,
+        plan: TrainingPlan,
+    ) -> None:
+        self._session = session
+        self._facts = facts
+        self._counters = counters
+        self._data = data
         self._plan = plan
-        self._data = ReplayableData()
         self._updates: list[bool] = []
-        membership, self._store = join(args, sparse, plan.timeout)
-        around = Surroundings(
-            ScalarRecorder(), self._data, PostStep(args), OperationCount(lambda: 0.0)
-        )
-        self._session = Session(args, sparse, membership, around)
-        self._session.begin()
 
     @property
     def iteration(self) -> int:
         """Committed iterations."""
-        return int(self._args.iteration)
+        return self._counters.iteration
 
     @property
     def consumed_samples(self) -> int:
         """Samples that the committed iterations have consumed, over all ranks."""
-        return int(self._args.consumed_train_samples)
+        return self._counters.consumed_train_samples
 
     def init_process_group(self) -> None:
         """Instead of `torch.distributed.init_process_group`; call it before anything connects.
 
         With NCCL create model-parallel groups with `create_gloo_process_groups=False`.
         """
-        place = {'rank': self._args.rank, 'world_size': self._args.world_size}
-        if self._session.job.joining:
-            torch.distributed.init_process_group('fake', store=FakeStore(), **place)
-            return
+        joining = self._session.job.joining
         torch.distributed.init_process_group(
-            self._plan.backend, store=self._store, timeout=self._plan.timeout, **place
+            'fake' if joining else self._plan.backend,
+            store=FakeStore() if joining else self._session.store,
+            timeout=None if joining else self._plan.timeout,
+            rank=self._facts.rank,
+            world_size=self._facts.world_size,
         )
 
     def set_up(
@@ -198,7 +203,8 @@ class Attachment:
 
         def load(*built: Any) -> None:
             if load_checkpoint is not None:
-                self._args.iteration, self._args.consumed_train_samples = load_checkpoint(*built)
+                counters = self._counters
+                counters.iteration, counters.consumed_train_samples = load_checkpoint(*built)
 
         def build_and_load(load_dense: bool) -> tuple[list[Any], Any, Any]:
             built = build()
@@ -208,7 +214,7 @@ class Attachment:
                 load(*built)
             return built
 
-        _configure_micro_batches(self._args)
+        _configure_micro_batches(self._facts)
         self._built = self._session.set_up(build_and_load, load)
         self._note_updates(self._built[1])
         return self._built
@@ -222,7 +228,7 @@ class Attachment:
             data: makes the training iterator of this rank (a list of them, one per model chunk, in
                 an interleaved schedule), which goes on after so many samples of all ranks.
         """
-        self._data.use(data, self._args.consumed_train_samples)
+        self._data.use(data, self._counters.consumed_train_samples)
         return self._session.train(loop)
 
     def step(self, train_step: Callable[..., Any]) -> Any:
@@ -239,20 +245,16 @@ class Attachment:
         Raises:
             ConfigurationError: optimizer or scheduler were stepped otherwise.
         """
-        args = self._args
-        result = self._session.step(partial(self._step, train_step), args.iteration)
-        args.iteration = args.curr_iteration = args.iteration + 1
-        args.consumed_train_samples += self._plan.global_batch_size
-        self._session.report(args.iteration)
+        counters = self._counters
+        result = self._session.step(partial(self._step, train_step), counters.iteration)
+        counters.iteration = counters.curr_iteration = counters.iteration + 1
+        counters.consumed_train_samples += self._plan.global_batch_size
+        self._session.report(counters.iteration)
         return result
 
     def write_digest(self, path: Path) -> None:
         """Write SHA-256 digests of the state, see `tools.compare_digests`. Collective."""
-        write_digest(str(path), self.iteration, state_digest(*self._built, self._args))
-
-    def close(self) -> None:
-        """The job is over; `attach` calls it. Collective."""
-        finish(self._session.job)
+        write_digest(str(path), self.iteration, state_digest(*self._built, self._counters))
 
     def _note_updates(self, optimizer: Any) -> None:
         step = optimizer.step
@@ -286,13 +288,8 @@ class Attachment:
         return result
 
 
-def _arguments(
-    model: TransformerConfig,
-    optimizer: OptimizerConfig,
-    ddp: DistributedDataParallelConfig,
-    plan: TrainingPlan,
-) -> SimpleNamespace:
-    """What upstream's parsed arguments would be."""
+def _facts(model: TransformerConfig, optimizer: OptimizerConfig, plan: TrainingPlan) -> JobFacts:
+    """What configurations and launcher say of the job."""
     world_size = int(os.environ.get('WORLD_SIZE', 1))
     shards = (
         model.tensor_model_parallel_size
@@ -307,26 +304,48 @@ def _arguments(
             f'micro_batch_size x data-parallel ranks, and WORLD_SIZE {world_size} one of the '
             f'{shards} ranks of a model replica.'
         )
-    return SimpleNamespace(
-        **_NONE_OF_THIS
-        | vars(ddp)
-        | vars(optimizer)
-        | vars(model)
-        | vars(plan)
-        | {
-            'rank': int(os.environ.get('RANK', 0)),
-            'world_size': world_size,
-            'data_parallel_size': data_parallel_size,
-            'distributed_backend': plan.backend,
-            'params_dtype': model.pipeline_dtype or model.params_dtype,
-        }
+    return JobFacts(
+        rank=int(os.environ.get('RANK', 0)),
+        world_size=world_size,
+        data_parallel_size=data_parallel_size,
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        pipeline_model_parallel_size=model.pipeline_model_parallel_size,
+        context_parallel_size=model.context_parallel_size,
+        sequence_parallel=model.sequence_parallel,
+        distributed_backend=plan.backend,
+        timeout=plan.timeout,
+        use_distributed_optimizer=optimizer.use_distributed_optimizer,
+        micro_batch_size=plan.micro_batch_size,
+        global_batch_size=plan.global_batch_size,
+        seq_length=plan.seq_length,
+        hidden_size=model.hidden_size,
+        params_dtype=model.pipeline_dtype or model.params_dtype,
+        fp32_residual_connection=model.fp32_residual_connection,
+        log_interval=plan.log_interval,
     )
 
 
-def _configure_micro_batches(args: Any) -> None:
+class _Settings(Namespace):
+    """All settings of the configurations; None where only upstream's trainer has a flag."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _settings(
+    model: TransformerConfig,
+    optimizer: OptimizerConfig,
+    ddp: DistributedDataParallelConfig,
+    plan: TrainingPlan,
+    facts: JobFacts,
+) -> _Settings:
+    return _Settings(**vars(ddp) | vars(optimizer) | vars(model) | vars(plan) | vars(facts))
+
+
+def _configure_micro_batches(facts: JobFacts) -> None:
     """What Megatron keeps in global variables, and its trainer sets."""
     num_microbatches_calculator.reconfigure_num_microbatches_calculator(
-        args.rank, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+        facts.rank, None, facts.global_batch_size, facts.micro_batch_size, facts.data_parallel_size
     )
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
 

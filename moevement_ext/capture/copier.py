@@ -1,45 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies slices to host memory on a thread of its own (and, with CUDA, a stream of its own)."""
 
+import queue
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
 from moevement_ext import faults
-from moevement_ext.capture.layout import Copy
+from moevement_ext.capture.layout import Piece
 from moevement_ext.faults import Phase
+from moevement_ext.memory.batches import copy_all
+from moevement_ext.memory.device import bind_thread, side_stream, with_index
+
+_PIECES_AHEAD = 2
+"""One that is copied and one to follow: the link is never idle, nor busy for long ahead."""
+
+
+class _Copied(NamedTuple):
+    """What all captures together have copied, and in which time."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 class Copier:
     """One capture at a time: started before an iteration, waited for before its update.
 
-    The training thread calls `start` and `wait`. The copies are issued by a worker thread; with
-    CUDA they run on a side stream that begins after all work queued so far, and the update is
-    ordered after them by an event, so the training thread waits only until they are *issued*.
-    Sealing (checksums, commit) runs on another thread and delays nothing.
+    The training thread calls `start` and `wait`. The copies are issued by a worker thread. With
+    CUDA they run on a side stream that begins after all work queued so far, piece by piece, so that
+    what training copies to the host (token counts, norms) is not queued behind a whole slot; the
+    update is ordered after them by an event, and the training thread waits only until the last
+    pieces are *issued*. Sealing (checksums, commit) runs on another thread and delays nothing.
 
     Args:
         device: where the state lives.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._copying = ThreadPoolExecutor(1, thread_name_prefix='sparse-ckpt-copy')
-        self._sealing = ThreadPoolExecutor(1, thread_name_prefix='sparse-ckpt-seal')
+        self._device = with_index(device)
+        bound = (self._device,)
+        self._copying = ThreadPoolExecutor(
+            1, thread_name_prefix='sparse-ckpt-copy', initializer=bind_thread, initargs=bound
+        )
+        self._sealing = ThreadPoolExecutor(
+            1, thread_name_prefix='sparse-ckpt-seal', initializer=bind_thread, initargs=bound
+        )
         self._issued: Future[None] | None = None
-        self._copied_bytes = 0
-        self._copy_s = 0.0
+        self._total = _Copied()
         self._cuda = device.type == 'cuda'
         if self._cuda:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = side_stream(self._device)
             self._copied = torch.cuda.Event()
+            self._stalls: queue.SimpleQueue[float] = queue.SimpleQueue()
 
     def start(
         self,
-        volatile: Sequence[Copy],
-        stable: Callable[[], Sequence[Copy]],
+        volatile: Sequence[Piece],
+        stable: Callable[[], Sequence[Piece]],
         seal: Callable[[], None],
         on_error: Callable[[Exception], None],
     ) -> None:
@@ -52,8 +73,8 @@ class Copier:
             seal: called on the sealing thread when all copies have arrived.
             on_error: called on a worker thread, once, if copying or sealing fails.
         """
-        for copy in volatile:
-            copy.target.copy_(copy.source, non_blocking=self._cuda)
+        for piece in volatile:
+            copy_all(piece.targets, piece.sources, non_blocking=self._cuda)
         ready = torch.cuda.current_stream(self._device).record_event() if self._cuda else None
         self._issued = self._copying.submit(self._copy, ready, stable, seal, on_error)
 
@@ -61,20 +82,22 @@ class Copier:
         """Return once the sources may be written (in stream order with CUDA).
 
         Returns:
-            Seconds this call held up the training thread.
+            Seconds by which training was held up: in this call; with CUDA, by the wait of its
+            stream in earlier ones, as far as the device has passed them.
         """
         if self._issued is None:
             return 0.0
-        began = time.perf_counter()
-        self._issued.result()
-        self._issued = None
+        issued, self._issued = self._issued, None
         if self._cuda:
-            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            return self._wait_on_stream(issued)
+        began = time.perf_counter()
+        issued.result()
         return time.perf_counter() - began
 
     def bytes_per_s(self) -> float | None:
-        """Measured rate of all copies so far, bytes/s; None before the first."""
-        return self._copied_bytes / self._copy_s if self._copied_bytes and self._copy_s else None
+        """Rate of all copies that have arrived so far, bytes/s; None before the first."""
+        nbytes, seconds = self._total
+        return nbytes / seconds if nbytes and seconds else None
 
     def drain(self) -> None:
         """Return when everything started is copied and sealed."""
@@ -87,54 +110,91 @@ class Copier:
         self._copying.shutdown()
         self._sealing.shutdown()
 
+    # On the copying thread
+
     def _copy(
         self,
         ready: torch.cuda.Event | None,
-        stable: Callable[[], Sequence[Copy]],
+        stable: Callable[[], Sequence[Piece]],
         seal: Callable[[], None],
         on_error: Callable[[Exception], None],
     ) -> None:
         try:
-            copies = stable()
+            pieces = stable()
             if ready is not None:
-                arrive = self._copy_on_stream(copies, ready)
+                arrive = self._copy_on_stream(pieces, ready)
             else:
-                arrive = self._copy_on_thread(copies)
-            self._copied_bytes += sum(copy.target.numel() * copy.target.itemsize for copy in copies)
+                arrive = self._copy_on_thread(pieces)
         except Exception as error:  # a failed capture must not fail training (invariant I6)
             on_error(error)
             return
         self._sealing.submit(self._seal, arrive, seal, on_error)
 
-    def _copy_on_thread(self, copies: Sequence[Copy]) -> Callable[[], None]:
+    def _copy_on_thread(self, pieces: Sequence[Piece]) -> Callable[[], None]:
         began = time.perf_counter()
-        for copy in copies:
-            copy.target.copy_(copy.source)
-            faults.point(Phase.CAPTURE)
-        self._copy_s += time.perf_counter() - began
+        for piece in pieces:
+            self._issue(piece)
+        self._count(pieces, time.perf_counter() - began)
         return lambda: None
 
     def _copy_on_stream(
-        self, copies: Sequence[Copy], ready: torch.cuda.Event
+        self, pieces: Sequence[Piece], ready: torch.cuda.Event
     ) -> Callable[[], None]:
         """Issue the copies; what is returned waits for them to arrive, on the sealing thread."""
-        began = torch.cuda.Event(enable_timing=True)
-        copied = torch.cuda.Event(enable_timing=True)
+        began, copied = _timing_event(), _timing_event()
+        ahead: deque[torch.cuda.Event] = deque()
         # The sources outlive the copies (parameters and optimizer state), so the allocator needs
         # no record_stream.
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             began.record()
-            for copy in copies:
-                copy.target.copy_(copy.source, non_blocking=True)
+            for piece in pieces:
+                if len(ahead) == _PIECES_AHEAD:
+                    ahead.popleft().synchronize()
+                self._issue(piece)
+                ahead.append(self._stream.record_event(torch.cuda.Event(blocking=True)))
             copied.record()
         self._copied = copied
 
         def arrive() -> None:
             copied.synchronize()
-            self._copy_s += began.elapsed_time(copied) / 1000
+            self._count(pieces, began.elapsed_time(copied) / 1000)
 
         return arrive
+
+    def _issue(self, piece: Piece) -> None:
+        copy_all(piece.targets, piece.sources, non_blocking=self._cuda)
+        faults.point(Phase.CAPTURE)
+
+    def _count(self, pieces: Sequence[Piece], seconds: float) -> None:
+        """Note what has arrived; the training thread reads bytes and seconds of the same copies."""
+        copied = sum(piece.nbytes for piece in pieces)
+        self._total = _Copied(self._total.nbytes + copied, self._total.seconds + seconds)
+
+    # On the training thread, with CUDA
+
+    def _wait_on_stream(self, issued: Future[None]) -> float:
+        """Let the update begin when both the gradients and the copies are there."""
+        stream = torch.cuda.current_stream(self._device)
+        reached, resumed = _timing_event(), _timing_event()
+        reached.record(stream)
+        issued.result()
+        stream.wait_event(self._copied)
+        resumed.record(stream)
+        self._sealing.submit(self._measure_stall, reached, resumed)
+        return self._known_stalls()
+
+    def _known_stalls(self) -> float:
+        seconds = 0.0
+        while not self._stalls.empty():
+            seconds += self._stalls.get()
+        return seconds
+
+    # On the sealing thread
+
+    def _measure_stall(self, reached: torch.cuda.Event, resumed: torch.cuda.Event) -> None:
+        resumed.synchronize()
+        self._stalls.put(reached.elapsed_time(resumed) / 1000)
 
     def _seal(
         self,
@@ -147,3 +207,8 @@ class Copier:
             seal()
         except Exception as error:
             on_error(error)
+
+
+def _timing_event() -> torch.cuda.Event:
+    """One that a thread can wait for without spinning."""
+    return torch.cuda.Event(enable_timing=True, blocking=True)

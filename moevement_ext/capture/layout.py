@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each captured tensor goes inside a slot; computed once per plan, not per iteration."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from moevement_ext.memory.batches import in_batches
 from moevement_ext.memory.dtypes import dtype_name
+from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.slot import Record, align_up
 from moevement_ext.plan.byte_planner import OperatorBytes, WindowPlan
+
+PIECE_BYTES = 32 * 2**20
+"""Copies queued at once; what else is to be copied from the device waits behind two pieces."""
+_PLACES_KEPT = 6
+"""Three files; where a slot begins in one depends on how early those before it were sealed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +66,39 @@ class Copy(NamedTuple):
     source: torch.Tensor
 
 
+class Piece(NamedTuple):
+    """Copies that are made together."""
+
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]
+    nbytes: int
+
+    @classmethod
+    def of(cls, copies: Sequence[Copy]) -> 'Piece':
+        """Put copies together."""
+        nbytes = sum(copy.source.nbytes for copy in copies)
+        return cls([copy.target for copy in copies], [copy.source for copy in copies], nbytes)
+
+
+def in_pieces(copies: Iterable[Copy], limit: int = PIECE_BYTES) -> list[Piece]:
+    """Put copies together, in their order, and cut large ones up.
+
+    Args:
+        copies: flat tensors.
+        limit: bytes of a piece at most.
+    """
+    parts = (part for copy in copies for part in _cut(copy, limit))
+    batches = in_batches(parts, lambda part: part.source.nbytes, limit)
+    return [Piece.of(batch) for batch in batches]
+
+
+def _cut(copy: Copy, limit: int) -> Iterable[Copy]:
+    if copy.source.nbytes <= limit:
+        return (copy,)
+    elements = limit // copy.source.itemsize
+    return map(Copy, copy.target.split(elements), copy.source.split(elements))
+
+
 class SlotLayout:
     """Places of all tensors of one slot.
 
@@ -89,22 +129,31 @@ class SlotLayout:
             self.records.append(_record(item, offset))
             offset += align_up(item.nbytes)
         self.payload_bytes = offset
+        # By volatile or not, then by address. Views keep their map, so that it is of no other file.
+        self._places: dict[bool, dict[int, list[Piece]]] = {True: {}, False: {}}
 
-    def copies(self, payload: torch.Tensor, volatile: bool) -> list[Copy]:
+    def copies(self, payload: Bytes, volatile: bool) -> list[Piece]:
         """Copies of the volatile, or of the other, slices into the payload of a slot.
 
+        The views are made once for each place of a payload; a few thousand of them take longer
+        than the copies to be issued. Always called by the same thread for one of the two.
+
         Args:
-            payload: uint8, shape [payload_bytes].
+            payload: uint8, shape [payload_bytes], in a mapped file.
             volatile: which of the two.
         """
-        return [
-            Copy(
-                payload[record.offset : record.offset + record.nbytes].view(item.source.dtype),
-                item.source,
-            )
-            for record, item in zip(self.records, self._slices, strict=True)
-            if item.volatile is volatile and item.nbytes
-        ]
+        places, address = self._places[volatile], payload.ctypes.data
+        if address not in places:
+            if len(places) == _PLACES_KEPT:
+                del places[next(iter(places))]
+            places[address] = in_pieces(self._views(torch.from_numpy(payload), volatile))
+        return places[address]
+
+    def _views(self, payload: torch.Tensor, volatile: bool) -> Iterator[Copy]:
+        for record, item in zip(self.records, self._slices, strict=True):
+            if item.volatile is volatile and item.nbytes:
+                place = payload[record.offset : record.offset + record.nbytes]
+                yield Copy(place.view(item.source.dtype), item.source)
 
 
 def _record(item: TensorSlice, offset: int) -> Record:

@@ -226,6 +226,11 @@ class Job:
     # The end
 
     @property
+    def restarted(self) -> bool:
+        """This life of the whole job goes on from windows of an earlier one."""
+        return self._restart is not None
+
+    @property
     def committed(self) -> int:
         """Iterations committed on this rank."""
         return self.rank.events.iteration

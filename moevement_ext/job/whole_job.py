@@ -66,6 +66,7 @@ class WholeJob:
 
     def train(self, run: Callable[[], Any]) -> Any:
         """The training loop, started where the window becomes dense."""
+        self.trainer.pipeline.log_to(None)
         result = run()
         self.protection.drain()
         return result

@@ -45,6 +45,7 @@ def parse(argv: Sequence[str]) -> LaunchConfig:
             max_restarts=args.max_restarts,
             log_dir=args.log_dir,
             faults=(*args.kill, *args.kill_node, *args.stop),
+            share_gpu=args.share_gpu,
         )
     except ConfigurationError as error:
         parser.error(str(error))
@@ -101,6 +102,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar='DIR',
         help='Append the output of each rank to DIR/rank<N>.log. Default: all on stdout, with '
         'the rank before each line.',
+    )
+    add(
+        '--share-gpu',
+        action='store_true',
+        help='All workers on the first GPU, each a host of its own to NCCL, so that they talk '
+        'through sockets: slow, for trying failures. Give the program --distributed-backend nccl '
+        '--disable-gloo-process-groups. Default: a GPU for each worker.',
     )
     _add_faults(parser)
     return parser

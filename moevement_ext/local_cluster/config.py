@@ -53,6 +53,8 @@ class LaunchConfig:
     log_dir: Path | None = None
     """One file per rank is appended to; None: all output goes to stdout, with the rank."""
     faults: tuple[StagedFault, ...] = ()
+    share_gpu: bool = False
+    """All workers use the first GPU, each as a host of its own."""
 
     def __post_init__(self) -> None:
         _at_least('--nodes', self.nodes, 1)
@@ -63,6 +65,10 @@ class LaunchConfig:
             raise ConfigurationError(
                 f'--spares {self.spares} --fork: a forked worker has imported the program, as a '
                 'spare has; leave out --spares.'
+            )
+        if self.fork and self.share_gpu:
+            raise ConfigurationError(
+                '--fork --share-gpu: CUDA does not work in a fork; leave out --fork.'
             )
         if not Path(self.program).is_file():
             raise ConfigurationError(f'{self.program}: no such program; give the path of a file.')

@@ -6,6 +6,7 @@ import os
 import torch
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.local_cluster import shared_gpu
 from moevement_ext.local_cluster.config import LaunchConfig
 
 _DEFAULTS = {
@@ -25,6 +26,8 @@ def job_environment(config: LaunchConfig, port: int) -> dict[str, str]:
     defaults = dict(_DEFAULTS)
     if not torch.cuda.is_available():
         defaults['TORCHDYNAMO_DISABLE'] = '1'
+    if config.share_gpu:
+        defaults |= shared_gpu.DEFAULTS
     return {
         **defaults,
         **os.environ,
@@ -40,7 +43,7 @@ def rank_environment(config: LaunchConfig, rank: int, restarts: int) -> dict[str
     """What differs between workers, and between the lives of a worker.
 
     `LOCAL_RANK` chooses the GPU. The emulated nodes share those of this machine, so where there are
-    GPUs it is the rank itself, not the place in the node.
+    GPUs it is the rank itself, not the place in the node; or 0, where all share the first.
 
     Args:
         config: of the job.
@@ -49,9 +52,10 @@ def rank_environment(config: LaunchConfig, rank: int, restarts: int) -> dict[str
     """
     node = config.node_of(rank)
     place = rank if torch.cuda.is_available() else rank - config.ranks_of(node).start
+    placed = shared_gpu.of_rank(rank) if config.share_gpu else {'LOCAL_RANK': str(place)}
     return {
         'RANK': str(rank),
-        'LOCAL_RANK': str(place),
+        **placed,
         'GROUP_RANK': str(node),
         'MOEVEMENT_NODE': f'node{node}',
         'TORCHELASTIC_RESTART_COUNT': str(restarts),
@@ -59,14 +63,18 @@ def rank_environment(config: LaunchConfig, rank: int, restarts: int) -> dict[str
 
 
 def check_devices(config: LaunchConfig) -> None:
-    """Each worker needs a GPU of its own, unless none is used.
+    """Each worker needs a GPU of its own, unless all share one or none is used.
 
     Raises:
-        ConfigurationError: there are GPUs, but fewer than workers.
+        ConfigurationError: there are GPUs, but fewer than workers; or there is none to share.
     """
-    if torch.cuda.is_available() and torch.cuda.device_count() < config.world_size:
+    if config.share_gpu:
+        if not torch.cuda.is_available():
+            raise ConfigurationError('--share-gpu: there is no GPU here; leave it out.')
+    elif torch.cuda.is_available() and torch.cuda.device_count() < config.world_size:
         raise ConfigurationError(
             f'--nodes {config.nodes} --workers-per-node {config.workers_per_node} needs '
             f'{config.world_size} GPUs, one for each worker; there are '
-            f'{torch.cuda.device_count()}. CUDA_VISIBLE_DEVICES= (empty) runs on the CPU.'
+            f'{torch.cuda.device_count()}. --share-gpu puts all on the first; '
+            'CUDA_VISIBLE_DEVICES= (empty) runs on the CPU.'
         )

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from typing import NoReturn
 
 import msgspec
 from torch.distributed import DistError, PrefixStore, Store
@@ -337,8 +338,7 @@ class Membership:
             self._end_hang(store, epoch, look)
             return
         if limit and still_s > limit:
-            what = f'its training thread has stood still for {still_s:.0f} s'
-            replace_this_process(store, epoch, self._rendezvous.rank, what, thread)
+            self._replace(store, f'its training thread has stood still for {still_s:.0f} s', thread)
 
     def _publish_progress(self, store: Store, epoch: int) -> bool:
         """True if this rank has committed an iteration since the last look."""
@@ -370,9 +370,10 @@ class Membership:
         try:
             self._groups.check_device()
         except RuntimeError as error:
-            epoch, rank = self._meeting.epoch, self._rendezvous.rank
-            what, thread = f'its GPU is lost: {error}', self._training_thread
-            replace_this_process(self._store, epoch, rank, what, thread)
+            self._replace(self._store, f'its GPU is lost: {error}', self._training_thread)
+
+    def _replace(self, store: Store, what: str, thread: TrainingThread) -> NoReturn:
+        replace_this_process(store, self._meeting.epoch, self._rendezvous.rank, what, thread)
 
 
 def _encode(report: Report) -> bytes:

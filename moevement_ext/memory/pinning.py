@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mapped files as tensors; with CUDA their pages are pinned once, so copies are asynchronous."""
+"""Pages of mapped files that CUDA may copy to while the host does something else."""
 
-import logging
+import mmap
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-logger = logging.getLogger(__name__)
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.budget import gib
 
 
 class MappedFile(Protocol):
@@ -21,48 +22,29 @@ class MappedFile(Protocol):
     array: npt.NDArray[np.uint8]
 
 
-_registered: 'weakref.WeakSet[MappedFile]' = weakref.WeakSet()
-
-
 def pin(file: MappedFile) -> None:
-    """Register the pages of `file` with CUDA, once; without CUDA nothing happens.
+    """Register the pages of `file` with CUDA for the life of the object.
 
-    Where they cannot be locked they are used as they are: copies then hold up training, but are
-    right, and training goes on (invariant I6).
+    Called once a file, by the training thread before iteration 1: it takes a second for some GB.
+
+    Raises:
+        HostMemoryError: the driver cannot lock so much.
     """
-    if torch.cuda.is_available() and file not in _registered:
-        _register(file)
-
-
-def payload_tensor(file: MappedFile, view: np.ndarray) -> torch.Tensor:
-    """Tensor over a part of a mapped file, which is pinned if it was not yet.
-
-    Args:
-        file: the file.
-        view: uint8, shape [bytes], a view of `file.array`.
-
-    Returns:
-        uint8 on the CPU, shape [bytes], of the same memory.
-    """
-    pin(file)
-    return torch.from_numpy(view)
-
-
-def _register(file: MappedFile) -> None:
-    pointer = file.array.ctypes.data
-    status = torch.cuda.cudart().cudaHostRegister(pointer, file.array.size, 0)
-    _registered.add(file)  # also if it failed: it is not tried, and not reported, again
-    if int(status) != 0:
+    pointer, nbytes = file.array.ctypes.data, _whole_pages(file.array.size)
+    status = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
+    if status != 0:
         _clear_error()
-        logger.warning(
-            'sparse checkpointing: %s cannot be registered as pinned memory (CUDA error %d): '
-            'copies to it hold up training. Raise the limit on locked memory: ulimit -l unlimited.',
-            file.path,
-            int(status),
+        raise HostMemoryError(
+            f'{file.path}: CUDA cannot pin {gib(nbytes)} of host memory (error {status}). Keep '
+            'less there (--sparse-ckpt-replicas, --sparse-ckpt-max-window), or raise the memory '
+            'limit of the container.'
         )
-        return
     # Another file may be mapped to the same pages once this one is gone.
     weakref.finalize(file, torch.cuda.cudart().cudaHostUnregister, pointer).atexit = False
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _clear_error() -> None:

@@ -16,7 +16,6 @@ from moevement_ext import faults
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout
 from moevement_ext.faults import Phase
-from moevement_ext.memory.pinning import payload_tensor
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
@@ -204,7 +203,7 @@ class SparseCheckpointer:
 
     def _capture(self, window: _Writing, slot: int, iteration: int, state: bytes) -> None:
         layout = self._layouts[slot]
-        payload = payload_tensor(window.file, window.file.reserve_slot(slot, layout.payload_bytes))
+        payload = window.file.reserve_slot(slot, layout.payload_bytes)
         context = SlotContext(list(layout.full), list(layout.light), state)
         header = SlotHeader(
             version=FORMAT_VERSION,

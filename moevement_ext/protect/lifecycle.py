@@ -16,7 +16,6 @@ from typing import Protocol
 from moevement_ext import faults
 from moevement_ext.events import WindowCommitted, WindowPersisted
 from moevement_ext.faults import Phase
-from moevement_ext.memory.pinning import pin
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import GENERATIONS, OwnerWindows
@@ -69,8 +68,6 @@ class WindowLife:
         self._max_wait_s = max_wait_s
         self._freed = threading.Event()
         self._stalled = False
-        for file in windows.files():  # takes a while for large files, so not during training
-            pin(file)
         self._replicator = Replicator(
             owner, peers, self.replicated, statistics.degraded, max_windows=GENERATIONS
         )

@@ -15,7 +15,7 @@ class CaptureStatistics:
 
     events: EventLog
     exposed_s: float = 0.0
-    """Seconds the training thread spent on sparse checkpointing, waits included."""
+    """Seconds by which sparse checkpointing held up training, waits included."""
     iterations: int = 0
     """Iterations that came to their update."""
     slot_bytes: int = 0

@@ -356,14 +356,14 @@ class LocalizedRecovery:
         """Wait until new processes are set up, and learn where they listen."""
         store, memory = self._membership.store, self._protection.memory
         rank = self._rank.number
-        if rank in verdict.newcomers:
+        if rank in verdict.replacements:
             encoded = msgspec.msgpack.encode(memory.addresses[rank])
             store.set(f'address/{rank}', encoded)  # type: ignore[arg-type]
         self._membership.barrier('ready')
         for other, theirs in enumerate(self._membership.reports):
             if theirs.address is not None:
                 memory.addresses[other] = theirs.address
-        for other in verdict.newcomers:
+        for other in verdict.replacements:
             found = store.get(f'address/{other}')
             memory.addresses[other] = msgspec.msgpack.decode(found, type=tuple[str, int])
         newest = verdict.target
@@ -440,7 +440,7 @@ class LocalizedRecovery:
                 scope='localized',
                 target=verdict.target,
                 stages=sorted(verdict.stages),
-                newcomers=sorted(verdict.newcomers),
+                newcomers=sorted(verdict.replacements),
                 copied=sorted(verdict.copies),
                 replayed=self._replay.replayed if replays else 0,
                 verified=verified.verified,

@@ -23,7 +23,7 @@ class Localized(msgspec.Struct, frozen=True):
     """Stages that replay; empty if nobody lost anything."""
     ranks: frozenset[int]
     """All ranks of those stages."""
-    newcomers: frozenset[int]
+    replacements: frozenset[int]
     """Ranks whose process is new."""
     window: Window | None
     """What the replay starts from; None if nothing is replayed."""
@@ -70,7 +70,7 @@ def decide_recovery(
         for rank, report in enumerate(reports)
         if not report.survivor or report.clean_at != target
     ]
-    newcomers = frozenset(r for r, report in enumerate(reports) if not report.survivor)
+    replacements = frozenset(r for r, report in enumerate(reports) if not report.survivor)
     if behind and target >= last_iteration:
         return WholeJob(f'iteration {target} was the last one')
     copies = _copies(behind, replicas, stage_of)
@@ -79,11 +79,11 @@ def decide_recovery(
     copies = {rank: replica for rank, replica in copies.items() if stage_of[rank] not in stages}
     ranks = frozenset(rank for rank, stage in enumerate(stage_of) if stage in stages)
     if not stages:
-        return Localized(target, stages, ranks, newcomers, None, copies)
+        return Localized(target, stages, ranks, replacements, None, copies)
     window = _window(reports, target, ranks, stage_of, interleaved)
     if isinstance(window, str):
         return WholeJob(window)
-    return Localized(target, stages, ranks, newcomers, window, copies)
+    return Localized(target, stages, ranks, replacements, window, copies)
 
 
 def _copies(

@@ -18,6 +18,7 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.pinning import pin
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import GENERATIONS, OwnerWindows
@@ -77,7 +78,7 @@ class HostMemory:
         config: settings.
         run_id: directory name of the run.
         share: what this rank keeps.
-        device: where the tensors of the log come from.
+        device: where the state lives, and the tensors of the log come from.
         on_degraded: called with a reason when the log cannot keep all it should.
         exchange: collective over all ranks.
 
@@ -93,8 +94,8 @@ class HostMemory:
         server: serves all of that to the peers.
 
     Raises:
-        HostMemoryError: over the budget, the tmpfs is too small, not ours or not writable, or no
-            other host could reach this one.
+        HostMemoryError: over the budget, the tmpfs is too small, not ours or not writable, CUDA
+            cannot pin so much, or no other host could reach this one.
         StoreInUseError: another live job has the same run id.
         ConfigurationError: the topology file is wrong.
     """
@@ -145,6 +146,9 @@ class HostMemory:
     ) -> None:
         rank = self.rank
         self.windows = OwnerWindows(self.store, rank, rank, own.capacity_bytes)
+        if device.type == 'cuda':
+            for file in self.windows.files():
+                pin(file)
         self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS)
         if own.log_bytes:
             path = self.store.holder_path(rank) / 'upstream-log'

@@ -4,7 +4,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,10 +23,18 @@ MODEL = [
     *('--num-layers', '4'),
 ]
 # The clip is far below the gradient norm, so it acts in every step; the rate warms up and decays.
-TRAINING = """--micro-batch-size 1 --global-batch-size 8 --lr 2e-3 --min-lr 1e-4
+TRAINING = """--micro-batch-size 1 --lr 2e-3 --min-lr 1e-4
  --lr-decay-style cosine --lr-warmup-iters 3 --lr-decay-iters 40 --weight-decay 0.1
  --clip-grad 0.5 --seed 1234 --num-workers 0 --eval-interval 1000 --eval-iters 0 --log-interval 1
  --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 257""".split()
+
+
+def with_quick(cases: Iterable[str], *quick: str) -> list[object]:
+    """Parameters: all cases, of which only some run without `--thorough`."""
+    known = list(cases)
+    assert set(quick) <= set(known)
+    thorough = pytest.mark.thorough
+    return [case if case in quick else pytest.param(case, marks=thorough) for case in known]
 
 
 @pytest.fixture(scope='session')
@@ -52,7 +60,8 @@ def cluster(text: list[str], tmp_path: Path) -> Iterator[Callable[..., Cluster]]
         chosen = (backend or os.environ.get(BACKEND, 'gloo')) if sparse else 'gloo'
         new = Cluster([], directory, ranks=ranks, nodes=nodes, backend=chosen)
         digest = ['--sparse-ckpt-digest', str(directory / 'digest.json')]
-        new.flags = [*MODEL, *TRAINING, *text, *flags, *digest]
+        batch = [] if '--step-batch-size-schedule' in flags else ['--global-batch-size', '8']
+        new.flags = [*MODEL, *TRAINING, *batch, *text, *flags, *digest]
         if sparse:
             new.flags += new.sparse_flags()
         if chosen == NCCL_LIKE:

@@ -62,6 +62,18 @@ def test_whole_job_of_an_own_loop_comes_back_from_host_memory(
     assert differences(expected, read_digest(job)) == []
 
 
+def test_death_after_the_last_iteration_of_an_own_loop_starts_the_whole_job_again(
+    own_loop: Callable[[], Cluster], expected: dict
+) -> None:
+    """The survivors have left the loop, and fail in what they do together after it."""
+    job = own_loop()
+    assert set(job.survive(fail_at='1:14:after-step')) == {0, 1, 2}
+    assert differences(expected, read_digest(job)) == []
+    for rank in (0, 2):
+        (fallback,) = job.events('next_tier', rank)
+        assert fallback['tier'] == 'the whole job'
+
+
 @pytest.mark.parametrize(
     ('mutation', 'message'),
     [

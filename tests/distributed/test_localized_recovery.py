@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from megatron.core.dist_checkpointing import load_common_state_dict
 
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 
 BF16 = '--bf16 --use-distributed-optimizer'
@@ -66,6 +66,12 @@ LAYOUTS = {
     'one-stage-ep2': (f'{BF16} --expert-model-parallel-size 2 {UNTIED}', 3, '1:8:step'),
 }  # fmt: skip
 
+QUICK_LAYOUTS = (
+    'pp2-ep2-first-stage', 'pp2-ep2-window-5', 'pp4-tied-first-stage', 'pp3-six-layers',
+    'pp2-dp2-plain-both-peers', 'pp2-tp2-sequence-parallel', 'interleaved', 'fp16-skipped-steps',
+    'overlapped-reductions', 'router-bias', 'one-stage-ep2',
+)  # fmt: skip
+
 PHASES = {
     'in p2p': '1:8:p2p',
     'in gradient reduction': '2:9:reduce',
@@ -93,6 +99,10 @@ MORE_FAILURES = {
     'two adjacent stages at once': '1:9:forward,2:9:forward',
     'two separate stages at once': '0:9:forward,2:9:forward',
 }
+QUICK_FAILURES = (
+    'during detection', 'during regrouping', 'when a stage has caught up and is connected',
+    'replacement dies converting', 'same rank right after recovery', 'two adjacent stages at once',
+)  # fmt: skip
 
 
 def flags_of(setup: str) -> list[str]:
@@ -121,7 +131,7 @@ def check_localized(job: Cluster) -> None:
     assert not job.memory.exists(), 'host memory is given back at a clean exit'
 
 
-@pytest.mark.parametrize('name', LAYOUTS)
+@pytest.mark.parametrize('name', with_quick(LAYOUTS, *QUICK_LAYOUTS))
 def test_lost_stage_comes_back_with_the_bits_of_a_fault_free_run(
     name: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -145,7 +155,7 @@ def test_death_in_any_phase_of_an_iteration(
     check_localized(job)
 
 
-@pytest.mark.parametrize('trouble', MORE_FAILURES)
+@pytest.mark.parametrize('trouble', with_quick(MORE_FAILURES, *QUICK_FAILURES))
 def test_more_failures(
     trouble: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 
 BF16 = '--bf16 --use-distributed-optimizer'
@@ -29,6 +29,12 @@ SETUPS = {
         '--recompute-granularity full --recompute-method uniform --recompute-num-layers 1',
         3,
         '3:8:backward',
+    ),
+    'cyclic-data-dropout': (
+        f'{BF16} {PP_EP} {UNTIED} --dataloader-type cyclic --hidden-dropout 0.1 '
+        '--eval-interval 4 --eval-iters 2',
+        3,
+        '1:8:forward',
     ),
     'router-bias': (
         f'{BF16} {PP_EP} {UNTIED} --moe-router-enable-expert-bias '
@@ -68,12 +74,18 @@ SETUPS = {
     ),
 }
 
+QUICK = (
+    'window-5', 'distributed-dp2-pp2-tied', 'dropout-recompute', 'cyclic-data-dropout',
+    'virtual-pipeline-2',
+    'fp16-dynamic-scale-per-token-loss', 'dense-layers-shared-experts-etp',
+)  # fmt: skip
+
 
 def _flags(setup: str) -> list[str]:
     return f'{setup} {ITERATIONS}'.split()
 
 
-@pytest.mark.parametrize('name', SETUPS)
+@pytest.mark.parametrize('name', with_quick(SETUPS, *QUICK))
 def test_recovered_run_has_the_bits_of_a_fault_free_run(
     name: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -2,7 +2,9 @@
 """Capture from a GPU: a side stream, pinned windows, and the order of copies and updates."""
 
 import queue
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,10 +12,12 @@ import pytest
 import torch
 
 from moevement_ext.capture.copier import Copier
-from moevement_ext.capture.layout import Copy, OperatorSlices, TensorSlice
+from moevement_ext.capture.layout import PIECE_BYTES, Copy, OperatorSlices, TensorSlice, in_pieces
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import EventLog
+from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.pinning import payload_tensor
+from moevement_ext.memory.pinning import pin
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -55,16 +59,17 @@ class Rig:
         self.device = device
         self.errors: queue.Queue[Exception] = queue.Queue()
         self.copier = Copier(device)
-        self.file = WindowFile.create(folder / 'test.window', 2**20 + 8 * 4 * ELEMENTS)
+        self.file = WindowFile.create(folder / 'test.window', 2**20 + 16 * 4 * ELEMENTS)
+        pin(self.file)
         self.file.begin(named(0))
         self._slots = 0
 
-    def copy(self, value: float) -> Copy:
+    def copy(self, value: float, elements: int = ELEMENTS) -> Copy:
         """From the device into a slot of the file."""
-        view = self.file.reserve_slot(self._slots, 4 * ELEMENTS)
+        view = self.file.reserve_slot(self._slots, 4 * elements)
         self._slots += 1
-        target = payload_tensor(self.file, view).view(torch.float32)
-        return Copy(target, torch.full((ELEMENTS,), value, device=self.device))
+        target = torch.from_numpy(view).view(torch.float32)
+        return Copy(target, torch.full((elements,), value, device=self.device))
 
     def start(
         self,
@@ -73,7 +78,10 @@ class Rig:
         seal: Callable[[], object] = lambda: None,
     ) -> None:
         """Begin one capture."""
-        self.copier.start(volatile, lambda: stable, lambda: _ignore(seal()), self.errors.put)
+        pieces = in_pieces(stable)
+        self.copier.start(
+            in_pieces(volatile), lambda: pieces, lambda: _ignore(seal()), self.errors.put
+        )
 
     def occupy_side_stream(self) -> None:
         """Nothing queued on the copier's stream from now on is done soon."""
@@ -99,10 +107,11 @@ def rig(shm: Path, device: torch.device) -> Iterator[Rig]:
 
 
 def test_an_update_queued_right_after_wait_does_not_reach_the_copies(rig: Rig) -> None:
-    copies = [rig.copy(value) for value in range(4)]
+    copies = [rig.copy(value) for value in range(4)]  # two pieces, issued at once
     rig.occupy_side_stream()
     rig.start(copies)
     rig.copier.wait()
+    assert not rig.copier._stream.query(), 'the copies have not even begun'
     for copy in copies:
         copy.source.fill_(-1)  # as the optimizer does
     torch.cuda.synchronize()
@@ -185,21 +194,145 @@ def test_a_late_seal_does_not_wait_for_a_later_capture(rig: Rig) -> None:
     rig.check()
 
 
-def test_window_files_are_pinned_once(shm: Path, device: torch.device) -> None:
+def test_window_files_are_pinned(shm: Path, device: torch.device) -> None:
     file = WindowFile.create(shm / 'test.window', 2**21)
     assert not torch.from_numpy(file.array).is_pinned()
-    # CUDA refuses to register the same pages twice, so a second registration would raise.
-    assert payload_tensor(file, file.array).is_pinned()
-    assert payload_tensor(file, file.array[2**20 :]).is_pinned()
-    other = WindowFile.create(shm / 'other.window', 2**21)
-    assert payload_tensor(other, other.array).is_pinned()
+    pin(file)
+    assert torch.from_numpy(file.array).is_pinned()
+    assert torch.from_numpy(file.array[2**20 :]).is_pinned()
+    other = WindowFile.create(shm / 'other.window', 2**21 + 64)
+    pin(other)
+    assert torch.from_numpy(other.array).is_pinned()
 
 
 def test_files_that_take_the_place_of_others_are_pinned(shm: Path, device: torch.device) -> None:
     for number in range(4):  # each is likely mapped where the one before was
         file = WindowFile.create(shm / f'{number}.window', 2**21)
-        assert payload_tensor(file, file.array).is_pinned()
+        pin(file)
+        assert torch.from_numpy(file.array).is_pinned()
         del file
+
+
+def test_a_failed_registration_is_refused_and_leaves_no_error(
+    shm: Path, device: torch.device
+) -> None:
+    file = WindowFile.create(shm / 'test.window', 2**21)
+    pin(file)
+    with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
+        pin(file)  # the same pages twice
+    torch.ones(1, device=device).add_(1)  # would raise the error that was left
+    torch.cuda.synchronize(device)
+
+
+def test_batches_arrive_whatever_is_in_them(shm: Path, device: torch.device) -> None:
+    """Of several types, from device and host, to pinned memory, without waiting."""
+    sources = [
+        torch.randn(1001, device=device),
+        torch.randn(77, device=device).to(torch.bfloat16),
+        torch.tensor([3.0]),  # a step count of torch's Adam
+        torch.randint(0, 9, (5,), device=device),
+    ]
+    targets = [torch.zeros_like(source, device='cpu').pin_memory() for source in sources]
+    copy_all(targets, sources, non_blocking=True)
+    torch.cuda.synchronize(device)
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source.cpu())
+
+
+def test_copies_run_beside_training_in_a_pool_of_streams_of_their_own(rig: Rig) -> None:
+    ours = rig.copier._stream
+    others = {torch.cuda.Stream(rig.device).cuda_stream for _ in range(64)}
+    assert ours.priority == -1
+    assert ours.cuda_stream not in others
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason='needs two CUDA devices')
+def test_threads_of_the_copier_are_on_the_device_of_the_rank(shm: Path) -> None:
+    second = torch.device('cuda', 1)
+    with torch.cuda.device(second):
+        copier = Copier(torch.device('cuda'))
+        for pool in (copier._copying, copier._sealing):
+            assert pool.submit(torch.cuda.current_device).result(DEADLINE_S) == second.index
+        copier.stop()
+
+
+def test_no_more_than_two_pieces_are_queued_at_once(rig: Rig) -> None:
+    """The others would hold up what training copies to the host itself."""
+    pieces = [rig.copy(value, PIECE_BYTES // 4) for value in range(4)]
+    rig.occupy_side_stream()
+    rig.start(pieces)
+    assert rig.copier._issued is not None
+    time.sleep(0.1)  # the stream is occupied for longer
+    assert not rig.copier._stream.query(), 'the stream was not occupied for long enough'
+    assert not rig.copier._issued.done(), 'all pieces are queued'
+    rig.copier.wait()
+    torch.cuda.synchronize()
+    for value, copy in enumerate(pieces):
+        assert (copy.target == value).all()
+    rig.check()
+
+
+def test_small_copies_are_not_held_up_by_a_slot(rig: Rig) -> None:
+    """As a dispatcher without drops copies its token counts, many times an iteration."""
+    counts, stream = torch.ones(64, device=rig.device), torch.cuda.Stream(rig.device)
+
+    def small_copy() -> float:
+        began = time.perf_counter()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            counts.to('cpu', non_blocking=True)
+            arrived = stream.record_event()
+        arrived.synchronize()
+        return time.perf_counter() - began
+
+    for _ in range(50):
+        small_copy()
+    copies = [rig.copy(value, PIECE_BYTES // 4) for value in range(8)]
+    arrived = threading.Event()
+    rig.start(copies, seal=arrived.set)
+    seconds = [small_copy()]
+    while not arrived.is_set():
+        seconds.append(small_copy())
+    rig.copier.wait()
+    rig.check()
+    rate = rig.copier.bytes_per_s()
+    assert rate is not None
+    whole = 8 * PIECE_BYTES / rate
+    assert statistics.median(seconds) < whole / 2, 'a small copy waits for about the whole slot'
+
+
+def test_the_stall_of_training_is_measured_by_the_device(rig: Rig) -> None:
+    copies = [rig.copy(value) for value in range(3)]
+    rig.occupy_side_stream()
+    began = time.perf_counter()
+    rig.start(copies[:1])
+    assert rig.copier.wait() == 0.0, 'the first stall is not known yet'
+    torch.cuda.synchronize()
+    longest = time.perf_counter() - began
+    rig.copier.drain()
+    rig.start(copies[1:2])
+    torch.cuda._sleep(BUSY_CYCLES)  # forward and backward: this capture is hidden
+    assert 0.05 < rig.copier.wait() <= longest
+    torch.cuda.synchronize()
+    rig.copier.drain()
+    rig.start(copies[2:])
+    assert rig.copier.wait() < 0.01, 'a hidden capture holds up nothing'
+    rig.check()
+
+
+def test_the_rate_is_of_what_has_arrived(rig: Rig) -> None:
+    copies = [rig.copy(value) for value in range(2)]
+    rig.start(copies[:1])
+    rig.copier.wait()
+    rig.check()
+    rate = rig.copier.bytes_per_s()
+    rig.occupy_side_stream()
+    rig.start(copies[1:])
+    rig.copier.wait()
+    assert not rig.copier._stream.query()
+    assert rig.copier.bytes_per_s() == rate, 'bytes count before they have arrived'
+    rig.check()
+    assert rig.copier.bytes_per_s() != rate
 
 
 class Training:
@@ -213,6 +346,8 @@ class Training:
         self.reported: queue.Queue[WindowName] = queue.Queue()
         store = NodeStore(folder, 'run', 'node')
         self.windows = OwnerWindows(store, 0, 0, 2**20 + 12 * 4 * ELEMENTS)
+        for file in self.windows.files():
+            pin(file)
         statistics = CaptureStatistics(EventLog(None, 0))
         self.life = WindowLife(
             0, self.windows, {}, lambda persisted: self, None, statistics, DEADLINE_S

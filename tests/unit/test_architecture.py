@@ -30,7 +30,14 @@ ENGINE_FLOORS = (
 )
 """Folders and loose modules of the engine: each imports from floors before its own."""
 
-ADAPTER_FLOORS = ({'seams'}, {'state'}, {'job'}, {'arguments'}, {'attachment', 'program'})
+ADAPTER_FLOORS = (
+    {'facts', 'counters'},
+    {'seams'},
+    {'state'},
+    {'job'},
+    {'arguments'},
+    {'attachment', 'program'},
+)
 """As `ENGINE_FLOORS`."""
 
 STILL_TO_MEND: set[tuple[str, str]] = set()
@@ -113,6 +120,93 @@ def test_every_room_has_its_floor(package: str, floors: tuple[set[str], ...]) ->
     folders = {path.parent.name for path in (ROOT / package).glob('*/__init__.py')}
     modules = {path.stem for path in (ROOT / package).glob('*.py')} - {'__init__'}
     assert sorted(folders | modules) == sorted(room for rooms in floors for room in rooms)
+
+
+# ---- patches of upstream
+
+PLACES_OF_PATCHES = {
+    ('seams/patches.py', 'setattr'): 'the place for all parts of upstream',
+    ('seams/cpu_device.py', 'setattr'): 'public names of torch that ask for a GPU',
+    ('seams/cpu_device.py', 'torch'): 'the same',
+}
+"""Where the adapter may change an imported module or class, and why."""
+
+
+def imported_names(tree: ast.Module) -> dict[str, str]:
+    """Package by name that an import of the installed packages binds, or an alias of one."""
+    bound = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound[alias.asname or alias.name.split('.')[0]] = alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            bound |= {alias.asname or alias.name: node.module for alias in node.names}
+    foreign = {
+        name: dotted.split('.')[0]
+        for name, dotted in bound.items()
+        if dotted.startswith(('torch', 'megatron.core', 'megatron.training'))
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            package = foreign.get(root_of(node.value))
+            names = [target for target in targets(node) if isinstance(target, ast.Name)]
+            foreign |= {name.id: package for name in names if package}
+    return foreign
+
+
+def root_of(node: ast.expr) -> str:
+    """`a` of `a.b.c`; empty for what is no plain chain of attributes."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ''
+
+
+def targets(node: ast.AST) -> Iterator[ast.expr]:
+    """What a statement assigns to or deletes."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        for target in node.targets:
+            yield from target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For):
+        yield node.target
+
+
+def patched(tree: ast.Module) -> Iterator[str]:
+    """Packages whose modules or classes a source changes; 'setattr' where that is not known."""
+    foreign = imported_names(tree)
+    for node in ast.walk(tree):
+        for target in targets(node):
+            if isinstance(target, ast.Attribute) and root_of(target) in foreign:
+                yield foreign[root_of(target)]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ('setattr', 'delattr'):
+            yield 'setattr'
+
+
+def test_upstream_is_patched_in_one_place_only() -> None:
+    adapter = ROOT / 'megatron' / 'moevement'
+    found = {
+        (str(file.relative_to(adapter)), what)
+        for file, tree in sources('megatron/moevement').items()
+        for what in patched(tree)
+    }
+    assert found == set(PLACES_OF_PATCHES)
+
+
+@pytest.mark.parametrize(
+    ('source', 'packages'),
+    [
+        ('import megatron.training.training as training\ntraining.train = f', {'megatron'}),
+        ('from megatron.core import mpu\nmpu.a.b = f', {'megatron'}),
+        ('def f():\n    from megatron.core.x import Class\n    Class.step = f', {'megatron'}),
+        ('import torch\ntorch.distributed.new_group = f', {'torch'}),
+        ('import torch\ncuda: Any = torch.cuda\ncuda.Stream = cuda.Event = f', {'torch'}),
+        ('import torch\na, torch.b = 1, 2\ndel torch.c', {'torch'}),
+        ('setattr(owner, name, f)', {'setattr'}),
+        ('from megatron.core import get\nget().iteration = 1\nself.a = get', set()),
+        ('from megatron.moevement.seams import upstream\nupstream.a = 1', set()),
+    ],
+)
+def test_every_way_to_patch_is_seen(source: str, packages: set[str]) -> None:
+    assert set(patched(ast.parse(source))) == packages
 
 
 # ---- constructors

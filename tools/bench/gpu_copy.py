@@ -8,7 +8,8 @@ weights. It is captured as in training: a window file in a tmpfs, registered as 
 side stream while bf16 matrix products run; checksums on another thread. Compared are
 
   - the bandwidth with one large copy into a pinned buffer of torch, the limit of the machine,
-  - the time of an iteration with the same iteration without capture.
+  - the time of an iteration with the same iteration without capture,
+  - how long small copies to the host, and launches from Python, take beside a capture and alone.
 
 Exit status: 0 done, 1 what was captured is not the state, 2 there is no CUDA device.
 """
@@ -18,10 +19,10 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -30,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_ext.capture.copier import Copier
-from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice, operator_bytes
+from moevement_ext.capture.layout import OperatorSlices, SlotLayout, operator_bytes
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.memory.pinning import payload_tensor
+from moevement_ext.memory.pinning import pin
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import window_capacity
@@ -44,33 +45,14 @@ from moevement_ext.plan.byte_planner import (
     hideable_budget,
     plan_stages,
 )
+from tools.bench.gpu_contention import Beside, Latency, SmallWork, alone, latencies
+from tools.bench.gpu_stage import Compute, Settings, State, synchronize, timed
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread, write_json
 from tools.lab.hardware import Hardware
 
 GIB = 1 << 30
-_FULL_PARTS = ('master', 'exp_avg', 'exp_avg_sq')
-_BYTES_PER_ELEMENT = 14  # three of float32, one of bfloat16
 _NAME = 'bench'
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is measured."""
-
-    state_bytes: int
-    """Size of the training state, about."""
-    hidden: int
-    """Matrices of an expert are (ffn, hidden)."""
-    ffn: int
-    matmul: int
-    """Compute is products of square matrices of this size."""
-    iteration_s: float
-    """Compute time of an iteration, about."""
-    repeats: int
-    """Windows with capture, and as many iterations without."""
-    copies: int = 10
-    """Large copies by which the limit is measured."""
 
 
 class CopyReport(msgspec.Struct, frozen=True):
@@ -99,67 +81,15 @@ class CopyReport(msgspec.Struct, frozen=True):
     """Difference of the medians."""
     exposed_ratio: float
     """Median with capture over median without."""
+    stall_ms: Spread
+    """The stream of training waited so long for a capture; by events of the device."""
+    small_copy: Beside
+    """Token counts to the host, alone and beside a capture."""
+    launch: Beside
+    """A small kernel from Python, alone and beside a capture."""
     seal_gb_per_s: float
     """Checksums, on the thread that seals; slower than a slot per iteration they would pile up."""
     identical: bool
-
-
-class State:
-    """The training state of experts on one device, and what is captured of each.
-
-    Args:
-        device: where it lives.
-        settings: sizes; at least two experts are made.
-    """
-
-    def __init__(self, device: torch.device, settings: Settings) -> None:
-        shape = (settings.ffn, settings.hidden)
-        per_expert = 3 * shape[0] * shape[1] * _BYTES_PER_ELEMENT  # gate, up and down projection
-        self.tensors: list[torch.Tensor] = []
-        self.operators: dict[str, OperatorSlices] = {}
-        for index in range(max(2, settings.state_bytes // per_expert)):
-            name = f'expert.{index}'
-            self.operators[name] = self._expert(name, shape, device)
-
-    def _expert(self, name: str, shape: tuple[int, int], device: torch.device) -> OperatorSlices:
-        def part(matrix: str, kind: str, dtype: torch.dtype) -> TensorSlice:
-            flat = torch.full((shape[0] * shape[1],), 1.0, dtype=dtype, device=device)
-            self.tensors.append(flat)
-            return TensorSlice(name, f'{name}.{matrix}', kind, 0, flat.numel(), flat)
-
-        matrices = ('gate', 'up', 'down')
-        full = [part(matrix, kind, torch.float32) for matrix in matrices for kind in _FULL_PARTS]
-        light = [part(matrix, 'weight', torch.bfloat16) for matrix in matrices]
-        return OperatorSlices(tuple(full), tuple(light))
-
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors)
-
-    def set(self, value: int) -> None:
-        """Overwrite everything, as an update does; small integers are exact in bfloat16."""
-        torch._foreach_zero_(self.tensors)
-        torch._foreach_add_(self.tensors, float(value))
-
-
-class Compute:
-    """Matrix products that take about a given time."""
-
-    def __init__(self, device: torch.device, settings: Settings) -> None:
-        size = settings.matmul
-        self._a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-        self._b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-        self._product = torch.empty_like(self._a)
-        self._count = 1
-        self()
-        seconds = statistics.median(timed(device, self) for _ in range(5))
-        self._count = max(1, round(settings.iteration_s / seconds))
-
-    def __call__(self) -> None:
-        """Queue one iteration."""
-        for _ in range(self._count):
-            torch.mm(self._a, self._b, out=self._product)
 
 
 class Window:
@@ -174,6 +104,7 @@ class Window:
     def __init__(self, path: Path, operators: dict[str, OperatorSlices], plan: WindowPlan) -> None:
         self.seal_s = 0.0
         self.errors: list[Exception] = []
+        self.arrived = threading.Event()
         self._layouts = [SlotLayout(plan, slot, operators) for slot in range(plan.window)]
         frames = [frame_bytes_bound(self._header(slot)) for slot in range(plan.window)]
         sizes = [layout.payload_bytes for layout in self._layouts]
@@ -185,9 +116,10 @@ class Window:
         return [layout.payload_bytes for layout in self._layouts]
 
     def pin(self) -> float:
-        """Register the pages; returns seconds."""
+        """Register the pages, where there is a GPU; returns seconds."""
         began = time.perf_counter()
-        payload_tensor(self.file, self.file.array)
+        if torch.cuda.is_available():
+            pin(self.file)
         return time.perf_counter() - began
 
     def begin(self) -> None:
@@ -197,12 +129,13 @@ class Window:
     def capture(self, slot: int, copier: Copier) -> None:
         """Begin to capture one slot."""
         layout, header = self._layouts[slot], self._header(slot)
-        payload = payload_tensor(self.file, self.file.reserve_slot(slot, layout.payload_bytes))
+        payload = self.file.reserve_slot(slot, layout.payload_bytes)
+        self.arrived.clear()
         copier.start(
             layout.copies(payload, volatile=True),
             lambda: layout.copies(payload, volatile=False),
             lambda: self._seal(header),
-            self.errors.append,
+            self._failed,
         )
 
     def contents_are(self, values: Sequence[int]) -> bool:
@@ -213,7 +146,12 @@ class Window:
             for header, value in zip(headers, values, strict=True)
         )
 
+    def _failed(self, error: Exception) -> None:
+        self.errors.append(error)
+        self.arrived.set()
+
     def _seal(self, header: SlotHeader) -> None:
+        self.arrived.set()
         began = time.perf_counter()
         self.file.seal_slot(header)
         self.seal_s += time.perf_counter() - began
@@ -239,20 +177,6 @@ def _record(payload: torch.Tensor, offset: int, nbytes: int, dtype: str) -> torc
 
 
 # ---- measuring
-
-
-def timed(device: torch.device, work: Callable[[], None]) -> float:
-    """Seconds from an idle device until `work` and all it queued is done."""
-    _synchronize(device)
-    began = time.perf_counter()
-    work()
-    _synchronize(device)
-    return time.perf_counter() - began
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
 
 
 def copy_limit(device: torch.device, nbytes: int, copies: int) -> Spread:
@@ -289,8 +213,16 @@ def measure(device: torch.device, settings: Settings, directory: Path) -> CopyRe
     _fill_idle(window, plan.window, device)  # warm-up
     idle_rate = _fill_idle(window, plan.window, device) / 1e9
     window.seal_s = 0.0
-    seconds, rate = _fill_busy(window, plan.window, settings.repeats, state, compute, device)
-    busy_rate = rate / 1e9
+    seconds, stalls, rate = _fill_busy(
+        window, plan.window, settings.repeats, state, compute, device
+    )
+    busy_rate, seal_s = rate / 1e9, window.seal_s
+    identical = window.contents_are(range(plan.window))
+    small = SmallWork(device)
+    small_copy, launch = (
+        _beside(window, plan.window, work, settings.small_calls, device)
+        for work in (small.copy, small.launch)
+    )
     without, with_it = statistics.median(plain), statistics.median(seconds)
     return CopyReport(
         hardware=Hardware.here(gpu=device.type == 'cuda'),
@@ -308,8 +240,11 @@ def measure(device: torch.device, settings: Settings, directory: Path) -> CopyRe
         captured_iteration_ms=Spread.of([1000 * value for value in seconds]),
         exposed_ms=1000 * (with_it - without),
         exposed_ratio=with_it / without,
-        seal_gb_per_s=settings.repeats * sum(window.slot_bytes) / window.seal_s / 1e9,
-        identical=window.contents_are(range(plan.window)),
+        stall_ms=Spread.of([1000 * value for value in stalls]),
+        small_copy=small_copy,
+        launch=launch,
+        seal_gb_per_s=settings.repeats * sum(window.slot_bytes) / seal_s / 1e9,
+        identical=identical,
     )
 
 
@@ -337,13 +272,14 @@ def _measured(copier: Copier) -> float:
 
 def _fill_busy(
     window: Window, slots: int, repeats: int, state: State, compute: Compute, device: torch.device
-) -> tuple[list[float], float]:
-    """Windows with compute; returns the seconds of each iteration, and bytes per second.
+) -> tuple[list[float], list[float], float]:
+    """Windows with compute; returns seconds of each iteration and of its stall, and bytes/s.
 
     The state at a slot is the index of the slot. Not timed are the update, which is the same
-    without capture, and checksums that outlast the iteration.
+    without capture, and checksums that outlast the iteration. Stalls are of all iterations but the
+    last: with CUDA each is known in the next.
     """
-    seconds = []
+    seconds, stalls = [], []
     with _copier(device, window) as copier:
         for slot in range(repeats * slots):
             state.set(slot % slots)
@@ -353,12 +289,29 @@ def _fill_busy(
             def iteration(slot: int = slot % slots) -> None:
                 window.capture(slot, copier)
                 compute()
-                copier.wait()
+                stalls.append(copier.wait())
 
             seconds.append(timed(device, iteration))
             state.set(-1)  # in stream order after the copies: what `wait` is for
             copier.drain()
-        return seconds, _measured(copier)
+        return seconds, stalls[1:] or stalls, _measured(copier)
+
+
+def _beside(
+    window: Window, slots: int, work: Callable[[], None], calls: int, device: torch.device
+) -> Beside:
+    """One window, while whose copies are under way `work` is called again and again."""
+    by_itself = alone(work, calls)
+    synchronize(device)
+    beside: list[float] = []
+    with _copier(device, window) as copier:
+        window.begin()
+        for slot in range(slots):
+            window.capture(slot, copier)
+            beside += latencies(work, lambda: not window.arrived.is_set())
+            copier.drain()
+            synchronize(device)
+    return Beside(Latency.of(by_itself), Latency.of(beside))
 
 
 @contextmanager
@@ -393,6 +346,11 @@ def print_report(report: CopyReport, console: Console) -> None:
             f'{report.exposed_ratio:.3f}',
         ),
         ('exposed per iteration (ms)', f'{report.exposed_ms:.2f}', ''),
+        ('stall of the stream (ms)', report.stall_ms.text(2), ''),
+        ('small copy alone, p99 and median (us)', report.small_copy.alone.text(), '1'),
+        ('  beside a capture', report.small_copy.beside.text(), f'{report.small_copy.ratio:.1f}'),
+        ('launch alone, p99 and median (us)', report.launch.alone.text(), '1'),
+        ('  beside a capture', report.launch.beside.text(), f'{report.launch.ratio:.1f}'),
     )
     for row in rows:
         table.add_row(*row)

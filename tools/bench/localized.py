@@ -67,7 +67,7 @@ from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
 from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
-from tools.lab.launch import Launch
+from tools.lab.launch import Launch, add_share_gpu
 from tools.lab.models import dense_flags, prepare_text
 from tools.lab.run_log import parse_log
 
@@ -85,6 +85,7 @@ class Bench(NamedTuple):
     output: Path
     window: int
     iterations: int
+    share_gpu: bool = False
 
     def cost(self, variant: str, number: int) -> Cost:
         """Run one way to protect a job to its end.
@@ -101,7 +102,7 @@ class Bench(NamedTuple):
             elif variant != PLAIN:
                 recovery = LOCALIZED if variant == LOGS else WHOLE_JOB
                 flags += self._sparse_flags(memory, folder, recovery)
-            with Job(Launch(folder, flags, STAGES, 1)) as job:
+            with self._job(folder, flags) as job:
                 clock: list[tuple[float, float]] = []
                 host_bytes = ring_bytes = 0
                 for log in job.follow('the end'):
@@ -131,7 +132,7 @@ class Bench(NamedTuple):
         folder = self.output / 'undisturbed'
         digest = folder / 'digest.json'
         flags = self._training_flags(iterations, digest)
-        with Job(Launch(folder, flags, STAGES, 1)) as job:
+        with self._job(folder, flags) as job:
             job.finish()
         return read_digest(digest)
 
@@ -147,7 +148,7 @@ class Bench(NamedTuple):
             flags = self._training_flags(kill_at + _ITERATIONS_AFTER, digest)
             flags += self._sparse_flags(memory, folder, LOCALIZED)
             spares = 1 if method == SPARE else 0
-            with Job(Launch(folder, flags, STAGES, 1, _MAX_RESTARTS, spares)) as job:
+            with self._job(folder, flags, _MAX_RESTARTS, spares) as job:
                 killed_at = kill_after(job, kill_at)
                 log, events = job.finish(), job.events()
                 died_at = min(job.ended_at.values())  # the others ended later, and well
@@ -173,11 +174,11 @@ class Bench(NamedTuple):
                 flags += dense_flags(Path(checkpoints), interval, asynchronous=False)
             else:
                 flags += self._sparse_flags(memory, folder, WHOLE_JOB)
-            with Job(Launch(folder / 'killed', flags, STAGES, 1)) as job:
+            with self._job(folder / 'killed', flags) as job:
                 killed_at = kill_after(job, kill_at)
                 job.wait()
                 text = job.text()
-            with Job(Launch(folder / 'recovered', flags, STAGES, 1)) as job:
+            with self._job(folder / 'recovered', flags) as job:
                 job.finish()
                 text += job.text()
         log = parse_log(text)
@@ -196,6 +197,12 @@ class Bench(NamedTuple):
             replay_s=0.0,
             different=different,
         )
+
+    def _job(
+        self, folder: Path, flags: Sequence[str], max_restarts: int = 0, spares: int = 0
+    ) -> Job:
+        share = self.share_gpu
+        return Job(Launch(folder, flags, STAGES, 1, max_restarts, spares, share_gpu=share))
 
     def _training_flags(self, iterations: int, digest: Path) -> list[str]:
         """Those of the other benchmarks, with another layout: the last of a flag counts."""
@@ -243,6 +250,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--longest-interval', type=int, default=20, help='of torch_dist (default: 20)')
     add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
     add('--json', type=Path, metavar='FILE', help='write everything here')
+    add_share_gpu(parser)
     args = parser.parse_args(argv)
     for flag, value, least in (
         ('--rounds', args.rounds, 1),
@@ -261,12 +269,12 @@ def measure(args: argparse.Namespace, console: Console) -> LocalizedReport:
     Raises:
         LabError: a run failed.
     """
-    hardware = Hardware.here(gpu=False)
+    hardware = Hardware.here(gpu=args.share_gpu)
     output = args.output.resolve() / 'localized'
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     data = prepare_text(args.output.resolve() / 'data')
-    bench = Bench(data, output, args.window, args.iterations)
+    bench = Bench(data, output, args.window, args.iterations, args.share_gpu)
     costs: list[dict[str, Cost]] = []
     for number in range(1, args.rounds + 1):
         costs.append({})

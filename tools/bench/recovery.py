@@ -38,7 +38,7 @@ from tools.lab.evidence import read_events
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
-from tools.lab.launch import Launch, Launcher
+from tools.lab.launch import Launch, Launcher, add_share_gpu
 from tools.lab.models import dense_flags, prepare_text
 from tools.lab.run_log import parse_log
 
@@ -88,6 +88,7 @@ class Bench(NamedTuple):
     kill_after: int
     dense_interval: int
     window: str
+    share_gpu: bool = False
 
     def undisturbed(self) -> StateDigest:
         """Final state of plain Megatron when nothing happens to it.
@@ -138,7 +139,8 @@ class Bench(NamedTuple):
         return model.training_flags(self.data, self.ranks, iterations, digest)
 
     def _job(self, folder: Path, flags: Sequence[str]) -> Job:
-        return Job(Launch(folder, flags, NODES, self.ranks // NODES), Launcher.TORCHRUN)
+        launch = Launch(folder, flags, NODES, self.ranks // NODES, share_gpu=self.share_gpu)
+        return Job(launch, Launcher.TORCHRUN)
 
 
 def kill_after(job: Job, iteration: int) -> float:
@@ -227,6 +229,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--window', default='auto', help='of sparse checkpointing (default: auto)')
     parser.add_argument('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
     parser.add_argument('--json', type=Path, metavar='FILE', help='write everything here')
+    add_share_gpu(parser)
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f'--rounds {args.rounds}: must be at least 1')
@@ -250,12 +253,20 @@ def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
     Raises:
         LabError: a run failed.
     """
-    hardware = Hardware.here(gpu=False)
+    hardware = Hardware.here(gpu=args.share_gpu)
     output = args.output.resolve() / 'recovery'
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     data = prepare_text(args.output.resolve() / 'data')
-    bench = Bench(data, output, args.ranks, args.kill_after, args.dense_interval, args.window)
+    bench = Bench(
+        data,
+        output,
+        args.ranks,
+        args.kill_after,
+        args.dense_interval,
+        args.window,
+        args.share_gpu,
+    )
     reference = bench.undisturbed()
     rounds: list[dict[str, Restart]] = []
     for number in range(1, args.rounds + 1):

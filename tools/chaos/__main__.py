@@ -55,7 +55,7 @@ from tools.chaos.results import NAME, Begun, ResultError, Results
 from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.digests import DigestFileError
 from tools.lab.errors import LabError
-from tools.lab.launch import Launcher
+from tools.lab.launch import Launcher, add_share_gpu
 from tools.lab.models import prepare_text
 
 RANDOM = 'random'
@@ -94,6 +94,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--max-stall', type=float, metavar='SECONDS', help='fail if a recovery takes longer, '
         'without the time to declare a worker hung and to start processes')  # fmt: skip
     add('--output', type=Path, default=Path('runs/chaos'), help='folder for data and logs')
+    add_share_gpu(parser)
     add('--resume', type=Path, metavar='DIR', help='go on with the campaign in this folder')
     args = parser.parse_args(argv)
     try:
@@ -137,6 +138,8 @@ def check(args: argparse.Namespace) -> None:
     _check_nodes(args)
     if args.window != RANDOM and not (args.window.isdecimal() and int(args.window) > 0):
         raise ValueError(f'--window {args.window} must be a whole number above 0, or {RANDOM}')
+    if args.fork and args.share_gpu:
+        raise ValueError('--fork --share-gpu: CUDA does not work in a fork; leave out --fork')
     default = ','.join(Kind if args.configurations else _ALWAYS)
     names = [name for name in (args.kinds or default).split(',') if name]
     if not names or not set(names) <= set(Kind):
@@ -182,13 +185,16 @@ def given(args: argparse.Namespace, job: int) -> Configuration:
         nodes=args.nodes,
         spares=args.spares,
         launcher=Launcher(args.launcher),
+        share_gpu=args.share_gpu,
+        fork=args.fork,
     )
 
 
 def _campaign(args: argparse.Namespace, results: Results, console: Console) -> Campaign:
     def drawn(job: int, configuration: int, attempt: int) -> Configuration:
         if args.configurations:
-            return draw_configuration(args.seed, configuration, attempt)
+            random = draw_configuration(args.seed, configuration, attempt)
+            return random._replace(share_gpu=args.share_gpu, fork=args.fork)
         return given(args, job)
 
     coverage = Coverage(args.cover)
@@ -203,7 +209,6 @@ def _campaign(args: argparse.Namespace, results: Results, console: Console) -> C
         draw=drawn,
         kinds=args.kinds,
         aimed=args.aimed if args.cover else 0.0,
-        fork=args.fork,
         patient=bool(args.configurations),
         results=results,
         coverage=coverage,

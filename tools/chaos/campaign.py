@@ -19,7 +19,6 @@ from tools.chaos.target import TargetJob
 from tools.lab.digests import StateDigest, difference_table, differences, read_digest
 from tools.lab.errors import LabError
 from tools.lab.job import Job, memory_directory
-from tools.lab.launch import Launch, Launcher
 
 _ITERATIONS_PER_FAULT = 2 * FEWEST_ITERATIONS
 _MOST_REFUSALS = 5
@@ -42,7 +41,6 @@ class Campaign:
         draw: a configuration, by the number of the job, of the configuration and of the attempt.
         kinds: faults to draw from.
         aimed: share of the faults that a second one is aimed after.
-        fork: workers from one process that has imported the program, not from spares.
         patient: go on with the next job when one failed.
         results: so far.
         coverage: so far.
@@ -58,7 +56,6 @@ class Campaign:
     draw: Callable[[int, int, int], Configuration]
     kinds: Sequence[Kind]
     aimed: float
-    fork: bool
     patient: bool
     results: Results
     coverage: Coverage
@@ -141,19 +138,8 @@ class Campaign:
     def _made(self, configuration: Configuration, folder: Path, memory: Path) -> TargetJob:
         flags = configuration.training_flags(self.data, self._iterations(configuration), folder)
         flags += configuration.sparse_flags(memory, folder / 'events')
-        launch = Launch(
-            folder,
-            flags,
-            configuration.nodes,
-            configuration.workers_per_node,
-            _MAX_RESTARTS,
-            0 if self._forks(configuration) else configuration.spares,
-            self._forks(configuration),
-        )
+        launch = configuration.launch(folder, flags, _MAX_RESTARTS, configuration.spares)
         return TargetJob(launch, configuration.launcher, memory / RUN_ID)
-
-    def _forks(self, configuration: Configuration) -> bool:
-        return self.fork and configuration.launcher is Launcher.LOCAL
 
     def _compare(self, reference: StateDigest, digest: StateDigest, number: int) -> bool:
         different = differences(reference, digest)
@@ -189,8 +175,7 @@ class Campaign:
             folder = self._anew(name)
             iterations = self._iterations(configuration)
             flags = configuration.training_flags(self.data, iterations, folder)
-            nodes = configuration.nodes, configuration.workers_per_node
-            with Job(Launch(folder, flags, *nodes, fork=self.fork)) as job:
+            with Job(configuration.launch(folder, flags)) as job:
                 job.finish()
         return read_digest(digest)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.chaos.drawing import Kind
-from tools.chaos.model import COMMON_FLAGS, RUN_ID, SAMPLES, Layout, parse_layout
+from tools.chaos.model import COMMON_FLAGS, RUN_ID, SAMPLES, SEQUENCE, Layout, parse_layout
 from tools.lab import models
-from tools.lab.launch import Launcher
+from tools.lab.launch import Launch, Launcher
 
 AUTO = 'auto'
 LONGEST_WINDOW = 6
@@ -22,6 +22,7 @@ _OF_BLOCK = 4
 """So many of each ten configurations have a feature."""
 _RAMP_FROM = SAMPLES // 2
 _RAMP_SAMPLES = 5 * SAMPLES
+_RAMP_TOKENS = _RAMP_SAMPLES * SEQUENCE
 
 
 class Feature(enum.StrEnum):
@@ -69,13 +70,14 @@ _ON = {
     '--recompute-num-layers 1',
     Feature.LOADER_WORKERS: '--num-workers 2',
     Feature.TENSORBOARD: '--tensorboard-dir {run}/tensorboard --tensorboard-log-interval 1',
-    Feature.RAMP_UP: f'--rampup-batch-size {_RAMP_FROM} {SAMPLES - _RAMP_FROM} {_RAMP_SAMPLES}',
+    Feature.RAMP_UP: f'--step-batch-size-schedule 0:{_RAMP_FROM},{_RAMP_TOKENS}:{SAMPLES}',
     Feature.TIED: '',
 }
 _OFF = {
     Feature.EVALUATION: '--eval-interval 1000000 --eval-iters 0',
     Feature.DROPOUT: '--hidden-dropout 0 --attention-dropout 0',
     Feature.LOADER_WORKERS: '--num-workers 0',
+    Feature.RAMP_UP: f'--global-batch-size {SAMPLES}',
     Feature.TIED: '--untie-embeddings-and-output-weights',
 }
 _RESTLESS = '--sparse-ckpt-reorder-change 0 --sparse-ckpt-reorder-fraction 0.01'
@@ -99,6 +101,10 @@ class Configuration(NamedTuple):
     replicas: int = 1
     spares: int = 1
     launcher: Launcher = Launcher.LOCAL
+    share_gpu: bool = False
+    fork: bool = False
+    """Workers of the local launcher are forked from one process, instead of hot spares."""
+    """All ranks on the first GPU, rather than on the CPU."""
 
     def __str__(self) -> str:
         features = ', '.join(self.features) or 'no features'
@@ -116,6 +122,22 @@ class Configuration(NamedTuple):
     def longest_window(self) -> int:
         """Iterations that a window can have."""
         return self.window if isinstance(self.window, int) else LONGEST_WINDOW
+
+    def launch(
+        self, folder: Path, flags: list[str], max_restarts: int = 0, spares: int = 0
+    ) -> Launch:
+        """A job of this configuration."""
+        fork = self.fork and self.launcher is Launcher.LOCAL
+        return Launch(
+            folder,
+            flags,
+            self.nodes,
+            self.workers_per_node,
+            max_restarts,
+            0 if fork else spares,
+            fork,
+            share_gpu=self.share_gpu,
+        )
 
     def kinds(self) -> list[Kind]:
         """Faults that such a job can have."""

@@ -14,7 +14,9 @@ SAMPLES = 8
 _LAYERS = 4
 _SIZES = ('pp', 'vp', 'tp', 'ep', 'dp')
 _LAYOUT = re.compile(rf'(?:{"|".join(_SIZES)})\d+(?:-(?:{"|".join(_SIZES)})\d+)*')
-_MODEL = models.ToyModel(hidden=32, heads=2, sequence=32, experts=4)
+SEQUENCE = 32
+"""Tokens of a sample."""
+_MODEL = models.ToyModel(hidden=32, heads=2, sequence=SEQUENCE, experts=4)
 # The clip is far below the gradient norm, so it acts in every step; the rate warms up and decays.
 _TRAINING = '--micro-batch-size 1 --lr 2e-3 --min-lr 1e-4 --clip-grad 0.5'.split()
 COMMON_FLAGS = [*_MODEL.flags(), *models.TRAINING, *_TRAINING, *models.TEXT]
@@ -41,7 +43,7 @@ class Layout(NamedTuple):
         """Flags of Megatron."""
         chunks = self.pp * self.vp
         layers = math.ceil(_LAYERS / chunks) * chunks
-        flags = ['--num-layers', str(layers), '--global-batch-size', str(SAMPLES)]
+        flags = ['--num-layers', str(layers)]
         flags += ['--pipeline-model-parallel-size', str(self.pp)]
         flags += ['--expert-model-parallel-size', str(self.ep)]
         if self.tp > 1:

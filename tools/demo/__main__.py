@@ -3,10 +3,10 @@
 
     scripts/demo.sh
 
-The job: an 8-expert GPT on 2 emulated nodes of 2 workers each, one pipeline stage a node, on the
-CPU, on real text. In the second run the workers of the first node are killed and its memory is
-deleted. New workers replay this stage alone; those of the other node live on and keep their state.
-Exit status 0 only if so it was and the final state of both runs is equal, bit for bit.
+The job: an 8-expert GPT on 2 emulated nodes of 2 workers each, one pipeline stage a node, on real
+text, on the CPU or on one GPU. In the second run the workers of the first node are killed and its
+memory is deleted. New workers replay this stage alone; those of the other node live on and keep
+their state. Exit status 0 only if so it was and the final state of both runs is equal, bit for bit.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from rich.console import Console
 from tools.demo.story import Plan, run_demo
 from tools.lab.benchmark import exit_on_sigterm
 from tools.lab.errors import LabError
+from tools.lab.launch import add_share_gpu
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         '--output', type=Path, default=Path('runs/demo'), help='folder for data, logs and the plot'
     )
+    add_share_gpu(parser)
     return parser
 
 
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     console = Console()
     try:
-        plan = Plan(args.output, args.iterations, args.kill_after, args.window)
+        plan = Plan(args.output, args.iterations, args.kill_after, args.window, args.share_gpu)
         result = run_demo(plan, console)
     except LabError as error:
         if error.tail:

@@ -54,6 +54,19 @@ class Plan(NamedTuple):
     """Iteration after which the second run loses a node."""
     window: int
     """Iterations per window."""
+    share_gpu: bool = False
+    """All ranks on the first GPU, rather than on the CPU."""
+
+    def launch(self, folder: str, flags: list[str], max_restarts: int = 0) -> Launch:
+        """One of the runs; logs go to a folder of that name in `output`."""
+        return Launch(
+            self.output / folder,
+            flags,
+            NODES,
+            WORKERS_PER_NODE,
+            max_restarts,
+            share_gpu=self.share_gpu,
+        )
 
 
 class NodeLoss:
@@ -149,8 +162,7 @@ def _prepare_data(folder: Path, console: Console) -> Path:
 def _fault_free_run(plan: Plan, data: Path, console: Console) -> RunLog:
     console.print('[bold]2. Fault-free run:[/] plain Megatron, without --sparse-ckpt')
     flags = training_flags(data, plan.iterations, plan.output / 'fault-free.json')
-    launch = Launch(plan.output / 'fault-free', flags, NODES, WORKERS_PER_NODE)
-    with Job(launch, Launcher.TORCHRUN) as job:
+    with Job(plan.launch('fault-free', flags), Launcher.TORCHRUN) as job:
         _follow(job, plan.iterations, console, lambda job, log: 'training')
         return read_log(job.log)
 
@@ -168,8 +180,7 @@ def _disturbed_run(
         *sparse_flags(memory, RUN_ID, plan.window, events),
     ]
     loss = NodeLoss(plan.kill_after, events, memory, console)
-    launch = Launch(plan.output / 'recovered', flags, NODES, WORKERS_PER_NODE, _MAX_RESTARTS)
-    with Job(launch, Launcher.TORCHRUN) as job:
+    with Job(plan.launch('recovered', flags, _MAX_RESTARTS), Launcher.TORCHRUN) as job:
         _follow(job, plan.iterations, console, loss)
         log = read_log(job.log)
     if loss.killed_at is None:

@@ -212,13 +212,18 @@ class Job:
 
 
 @contextlib.contextmanager
-def memory_directory(prefix: str = 'moevement-bench-') -> Iterator[Path]:
+def memory_directory(
+    prefix: str = 'moevement-bench-', shm: Path = Path('/dev/shm')
+) -> Iterator[Path]:
     """A directory in a tmpfs that is gone afterwards.
+
+    Args:
+        prefix: of its name.
+        shm: where the tmpfs is mounted, or a directory in it.
 
     Raises:
         LabError: there is none.
     """
-    shm = Path('/dev/shm')
     if not shm.is_dir():
         raise LabError(f'{shm} is missing; windows are kept in this tmpfs of Linux')
     with tempfile.TemporaryDirectory(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job as it is launched, whatever launches it, and the processes that it consists of."""
 
+import argparse
 import contextlib
 import enum
 import os
@@ -21,12 +22,15 @@ ENVIRONMENT = {
     # One thread a process keeps the order of summation, hence the bits, the same everywhere.
     'OMP_NUM_THREADS': '1',
     'CUDA_DEVICE_MAX_CONNECTIONS': '1',
-    'CUDA_VISIBLE_DEVICES': '',  # the same with and without a GPU
     'GLOO_SOCKET_IFNAME': 'lo',
     'TORCHDYNAMO_DISABLE': '1',
     'PYTHONUNBUFFERED': '1',
     'PYTHONWARNINGS': 'ignore',
 }
+_NO_GPU = {'CUDA_VISIBLE_DEVICES': ''}
+"""The same on a machine with and without a GPU."""
+_ON_GPU = '--distributed-backend nccl --disable-gloo-process-groups --deterministic-mode'.split()
+"""Flags of the program; the last of a flag counts."""
 
 
 class Launcher(enum.StrEnum):
@@ -55,6 +59,8 @@ class Launch(NamedTuple):
     """All workers are forked from one process that has imported the program; not under torchrun."""
     variables: Mapping[str, str] = {}
     """Environment of the workers besides `ENVIRONMENT`."""
+    share_gpu: bool = False
+    """All ranks on the first GPU, over NCCL, rather than on the CPU, over gloo."""
 
     @property
     def world_size(self) -> int:
@@ -64,7 +70,21 @@ class Launch(NamedTuple):
     def environment(self) -> dict[str, str]:
         """All of it; a fault that is armed in this process is none of the job."""
         inherited = {name: os.environ[name] for name in os.environ if name != 'MOEVEMENT_FAIL_AT'}
-        return {**inherited, **ENVIRONMENT, **self.variables}
+        device = {} if self.share_gpu else _NO_GPU
+        return {**inherited, **ENVIRONMENT, **device, **self.variables}
+
+    def program(self) -> list[str]:
+        """The program with all its flags."""
+        return [str(PROGRAM), *self.flags, *(_ON_GPU if self.share_gpu else ())]
+
+
+def add_share_gpu(parser: argparse.ArgumentParser) -> None:
+    """Give a tool that launches jobs the flag that puts them on a GPU."""
+    parser.add_argument(
+        '--share-gpu',
+        action='store_true',
+        help='all ranks on the first GPU, over NCCL (default: on the CPU, over gloo)',
+    )
 
 
 class Death(NamedTuple):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.lab.launch import GRACE_S, PROGRAM, ROOT, Death, Launch, kill_groups
+from tools.lab.launch import GRACE_S, ROOT, Death, Launch, kill_groups
 
 _TAIL_LINES = 12
 _STARTED = re.compile(r'rank (\d+): (?:started|a hot spare takes over), pid (\d+), restart (\d+)')
@@ -32,8 +32,8 @@ class LocalCluster:
         self._command += ['--spares', str(launch.spares)]
         self._command += ['--fork'] if launch.fork else []
         self._command += ['--max-restarts', str(launch.max_restarts)]
-        self._command += ['--log-dir', str(launch.folder / 'logs'), '--', str(PROGRAM)]
-        self._command += launch.flags
+        self._command += ['--share-gpu'] if launch.share_gpu else []
+        self._command += ['--log-dir', str(launch.folder / 'logs'), '--', *launch.program()]
         self._pids: dict[int, int] = {}
         self.deaths: list[Death] = []
         self.given_up = ''

@@ -13,7 +13,6 @@ import psutil
 
 from tools.lab.launch import (
     GRACE_S,
-    PROGRAM,
     ROOT,
     Death,
     Launch,
@@ -23,6 +22,8 @@ from tools.lab.launch import (
     node_name,
 )
 
+_SHARING = ('-m', 'moevement_ext.local_cluster.shared_gpu')
+"""Becomes the program, on the first GPU."""
 _TAIL_LINES = 30
 _FAILED = re.compile(r'failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)')
 _TRACEBACK = re.compile(r'^\[rank(\d+)\]: ?(Traceback|\w*Error|.*error: )', re.MULTILINE)
@@ -62,8 +63,8 @@ class Agents:
             '--log-dir', str(launch.folder / 'workers'),
             '--tee', '3',
             '--log-line-prefix-template', '[rank${rank}]: ',
-            str(PROGRAM),
-            *launch.flags,
+            *(_SHARING if launch.share_gpu else ()),
+            *launch.program(),
         ]  # fmt: skip
         environment = {**launch.environment(), 'MOEVEMENT_NODE': node_name(node)}
         with self._log(node).open('ab') as log:

@@ -8,7 +8,7 @@ started elsewhere. All ranks do so together, after a barrier of upstream's own.
 Checked against megatron-core 0.19.2.
 """
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from megatron.core.rerun_state_machine import (
@@ -16,6 +16,7 @@ from megatron.core.rerun_state_machine import (
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
 )
 
+from megatron.moevement.facts import JobFacts
 from megatron.moevement.job import log_line
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import upstream
@@ -25,7 +26,7 @@ from moevement_ext.process.leaving import leave
 _RERUN = (EXIT_CODE_RESUME_TO_DISAMBIGUATE, EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
 
 
-def exit_as_planned(args: Any, session: Session, ending: SystemExit) -> NoReturn:
+def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> NoReturn:
     """Upstream ends all processes: give the host memory back if a dense checkpoint has it all.
 
     Collective.
@@ -36,19 +37,19 @@ def exit_as_planned(args: Any, session: Session, ending: SystemExit) -> NoReturn
     code = ending.code or 0
     if code not in (0, *_RERUN) or not torch.distributed.is_initialized():
         raise ending
-    remove = _saved(args, session.job.committed) and code == 0
-    announce(args.rank, int(code))
-    if session.job.kept_in is not None and args.rank == args.world_size - 1:
-        directory = args.save if remove else session.job.kept_in.parent
+    remove = _saved(facts, session.job.committed) and code == 0
+    announce(facts.rank, int(code))
+    if session.job.kept_in is not None and facts.rank == facts.world_size - 1:
+        directory = facts.save if remove else session.job.kept_in.parent
         print(log_line.exit_line(session.job.committed, remove, directory), flush=True)
     session.job.close(remove)
     leave(int(code))
 
 
-def _saved(args: Any, iteration: int) -> bool:
+def _saved(facts: JobFacts, iteration: int) -> bool:
     """True on all ranks if one of them sees a dense checkpoint of `iteration`. Collective."""
-    saved = torch.tensor([upstream.saved_iteration(args) == iteration], dtype=torch.int32)
-    device = 'cpu' if args.distributed_backend == 'gloo' else 'cuda'
+    saved = torch.tensor([upstream.saved_iteration(facts.save) == iteration], dtype=torch.int32)
+    device = 'cpu' if facts.distributed_backend == 'gloo' else 'cuda'
     saved = saved.to(device)
     torch.distributed.all_reduce(saved, op=torch.distributed.ReduceOp.MAX)
     return bool(saved.item())

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import xxhash
 
+from megatron.moevement.facts import UpstreamArguments
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.window.name import RankIdentity
 
@@ -109,11 +110,12 @@ LAYOUT = frozenset((
 ))  # fmt: skip
 
 
-def run_identity(args: Any, run_id: str) -> str:
+def run_identity(args: UpstreamArguments, run_id: str) -> str:
     """Digest of the run id and of everything that may decide which bits training computes.
 
     Args:
-        args: upstream's parsed arguments, or what stands for them; read before training begins.
+        args: all settings of the job; read before training begins.
+        run_id: as given, or empty to digest the settings alone.
     """
     settings = {name: value for name, value in vars(args).items() if counts(name)}
     return _digest({'run id': run_id, **settings})
@@ -124,18 +126,18 @@ def counts(name: str) -> bool:
     return name not in INDIFFERENT | LAYOUT and not name.startswith('sparse_ckpt')
 
 
-def topology_identity(args: Any) -> str:
+def topology_identity(args: UpstreamArguments) -> str:
     """Digest of the parallel layout."""
     return _digest({name: getattr(args, name, None) for name in LAYOUT})
 
 
-def rank_identity(args: Any, config: SparseCheckpointConfig) -> RankIdentity:
+def rank_identity(args: UpstreamArguments, config: SparseCheckpointConfig) -> RankIdentity:
     """What every slot of this rank is stamped with."""
     run = run_identity(args, run_name(args, config))
     return RankIdentity(run, topology_identity(args), args.rank)
 
 
-def run_name(args: Any, config: SparseCheckpointConfig) -> str:
+def run_name(args: UpstreamArguments, config: SparseCheckpointConfig) -> str:
     """Directory name of the run: as given, else Slurm's job id, else a digest of the settings."""
     if config.run_id is not None:
         return config.run_id

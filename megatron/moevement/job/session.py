@@ -9,18 +9,17 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from megatron.moevement.job import identity, log_line
+from torch.distributed import Store
+
+from megatron.moevement.counters import Counters
+from megatron.moevement.facts import JobFacts, UpstreamArguments
+from megatron.moevement.job import log_line
 from megatron.moevement.job.trainer import MegatronTrainer, Surroundings
 from megatron.moevement.seams import upstream
 from megatron.moevement.state import parameter_groups
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext import faults
-from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.events import EventLog
 from moevement_ext.job.job import Job
-from moevement_ext.membership.exchange import Exchange
-from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.rank import Rank
 
 Built = tuple[Any, Any, Any]
 """Model chunks, optimizer and scheduler."""
@@ -30,40 +29,38 @@ class Session:
     """A protected Megatron job in this process; the training thread calls the methods.
 
     Args:
-        args: upstream's parsed arguments, or what stands for them.
-        config: the `--sparse-ckpt-*` flags.
-        membership: this process among the others; None where a failure restarts the whole job.
-        around: what stands around the loop.
+        job: the engine's.
+        store: to initialise `torch.distributed` with; None for torch's own.
+        facts: of the job.
+        counters: of the loop.
+        around: what wraps the loop.
     """
 
     def __init__(
         self,
-        args: Any,
-        config: SparseCheckpointConfig,
-        membership: Membership | None,
+        job: Job,
+        store: Store | None,
+        facts: JobFacts,
+        counters: Counters,
         around: Surroundings,
     ) -> None:
-        self._args = args
-        self._around = around
+        self.job = job
+        self.store = store
+        self.around = around
+        self._facts = facts
+        self._counters = counters
         self._alone = ExitStack()
-        joining = membership is not None and membership.joining
-        rank = Rank(
-            identity=identity.rank_identity(args, config),
-            world_size=args.world_size,
-            run_id=identity.run_name(args, config),
-            backend=args.distributed_backend,
-            config=config,
-            events=EventLog(config.events, args.rank),
-            exchange=Exchange(membership.archive if membership else None, joining),
-        )
-        self.job = Job(rank, membership)
 
-    def begin(self) -> None:
-        """Called once, before `torch.distributed` is initialised."""
-        self._around.recorder.install()
-        faults.arm(self._args.rank)
+    def begin(self, args: UpstreamArguments) -> None:
+        """Called once, before `torch.distributed` is initialised.
+
+        Args:
+            args: all settings of the job; upstream reads there that a process connects to nobody.
+        """
+        self.around.recorder.install()
+        faults.arm(self._facts.rank)
         if self.job.joining:
-            self._alone.enter_context(upstream.without_connections(self._args))
+            self._alone.enter_context(upstream.without_connections(args))
 
     def set_up(
         self, build: Callable[[bool], Built], load_dense: Callable[[Any, Any, Any], None]
@@ -80,7 +77,9 @@ class Session:
             with parameter_groups.of_all_ranks(self.job.rank.exchange):
                 self._training = TrainingState(*build(with_dense))
             localized = self.job.membership is not None
-            self._trainer = MegatronTrainer(self._args, self._training, self._around, localized)
+            self._trainer = MegatronTrainer(
+                self._facts, self._counters, self._training, self.around, localized
+            )
             return self._trainer
 
         def load() -> None:
@@ -88,8 +87,8 @@ class Session:
             self._training.renew()
 
         joining = self.job.joining  # what is to be loaded was settled long ago
-        dense_iteration = -1 if joining else upstream.dense_checkpoint_iteration(self._args)
-        self.job.set_up(build_trainer, load, dense_iteration, self._args.train_iters)
+        dense_iteration = -1 if joining else upstream.dense_checkpoint_iteration(self._facts)
+        self.job.set_up(build_trainer, load, dense_iteration, self._counters.train_iters)
         return self._built()
 
     def train(self, run: Callable[[], Any]) -> Any:
@@ -113,7 +112,7 @@ class Session:
 
     def report(self, iteration: int) -> None:
         """Say in the log how protection goes, if iteration `iteration` ends a log interval."""
-        if self.job.protection is not None and iteration % self._args.log_interval == 0:
+        if self.job.protection is not None and iteration % self._facts.log_interval == 0:
             log_line.log_interval(iteration, self.job.protection.checkpointer)
 
     def _built(self) -> Built:

@@ -16,6 +16,8 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.utils import get_model_config
 
+from megatron.moevement.counters import Counters
+from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import upstream
 from megatron.moevement.seams.data_position import DataPosition
 from megatron.moevement.seams.p2p import StagePipeline
@@ -53,7 +55,7 @@ def decode_handover(encoded: bytes) -> MegatronHandover:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What stands around a loop of either kind; made before the model is."""
+    """What wraps a loop of either kind; made before the model is."""
 
     recorder: ScalarRecorder
     """Of the scalars that all ranks reduce together."""
@@ -69,18 +71,25 @@ class MegatronTrainer:
     """Model, optimizer, data and pipeline of this rank. Training thread only.
 
     Args:
-        args: upstream's parsed arguments, or what stands for them.
+        facts: of the job.
+        counters: of the loop.
         training: the training state.
-        around: what stands around the loop.
+        around: what wraps the loop.
         localized: the loop is entered again after failures of other ranks.
     """
 
     def __init__(
-        self, args: Any, training: TrainingState, around: Surroundings, localized: bool
+        self,
+        facts: JobFacts,
+        counters: Counters,
+        training: TrainingState,
+        around: Surroundings,
+        localized: bool,
     ) -> None:
-        self._args = args
+        self._facts = facts
+        self._counters = counters
         self.operators = training
-        self.pipeline = StagePipeline(args, training.model)
+        self.pipeline = StagePipeline(facts, training.model)
         self.tokens = TokenCounter(training.model, training.device)
         self._recorder = around.recorder
         self._data = around.data
@@ -97,19 +106,20 @@ class MegatronTrainer:
             stage=parallel_state.get_pipeline_model_parallel_rank(),
             members=torch.distributed.get_process_group_ranks(group),
             group=group,
-            replicas=replicas(self._args),
+            replicas=replicas(self._facts),
             interleaved=len(self.operators.model) > 1,
         )
 
     @property
     def iteration(self) -> int:
         """Committed iterations."""
-        return int(self._args.iteration)
+        return self._counters.iteration
 
     @property
     def last_iteration(self) -> int:
         """`--train-iters`, which upstream works out from `--train-samples` before it trains."""
-        return int(self._args.train_iters)
+        assert self._counters.train_iters is not None
+        return self._counters.train_iters
 
     def use(self, train_step: Callable[..., Any]) -> None:
         """Have iterations run by this from now on, called as `train_step(iteration=, **schedule)`.
@@ -122,15 +132,15 @@ class MegatronTrainer:
     def start(self) -> None:
         """Training begins where upstream's counters are."""
         self._operations.base = CountedOperations(
-            self._args.consumed_train_samples,
-            float(self._args.num_floating_point_operations_so_far),
+            self._counters.consumed_train_samples,
+            float(self._counters.num_floating_point_operations_so_far),
         )
 
     # An iteration
 
     def state(self) -> bytes:
         """The small state now."""
-        state = self._state(self._args.iteration, self._recorder.peek())
+        state = self._state(self._counters.iteration, self._recorder.peek())
         return iteration_state.encode(state)
 
     def state_bytes(self) -> int:
@@ -157,7 +167,7 @@ class MegatronTrainer:
         what to log are through; a failure in those must not undo the iteration.
         """
         num_microbatches = get_num_microbatches()
-        samples = self._args.data_parallel_size * self._args.micro_batch_size * num_microbatches
+        samples = self._facts.data_parallel_size * self._facts.micro_batch_size * num_microbatches
         state = self._state(iteration, self._recorder.peek())
         state.consumed_train_samples += samples
         state.floating_point_operations = self._operations.at(state.consumed_train_samples)
@@ -179,8 +189,8 @@ class MegatronTrainer:
     def _state(self, iteration: int, scalars: GlobalScalars) -> IterationState:
         training = self.operators
         return iteration_state.capture(
-            self._args, iteration, training.optimizer, training.scheduler, scalars,
-            self._operations.at(self._args.consumed_train_samples),
+            self._counters, iteration, training.optimizer, training.scheduler, scalars,
+            self._operations.at(self._counters.consumed_train_samples),
         )  # fmt: skip
 
     # A replay
@@ -197,15 +207,15 @@ class MegatronTrainer:
     def restore(self, state: bytes) -> None:
         """Put the process where the iteration after `state` starts."""
         decoded = iteration_state.decode(state)
-        self.operators.restore(decoded, self._args)
+        self.operators.restore(decoded, self._counters)
         self._recorder.put_back(decoded.scalars)
 
     def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
         """Iteration and samples of upstream's arguments."""
-        iteration_state.restore_counters(iteration_state.decode(state), self._args)
+        iteration_state.restore_counters(iteration_state.decode(state), self._counters)
         if validation is not None:
             last = iteration_state.decode(validation)
-            self._args.consumed_valid_samples = last.consumed_valid_samples
+            self._counters.consumed_valid_samples = last.consumed_valid_samples
 
     def move_data(self, state: bytes) -> None:
         """Training data go on from where `state` was."""
@@ -223,7 +233,7 @@ class MegatronTrainer:
 
     def count_on(self, entry: LedgerEntry) -> None:
         """The iteration of `entry` is done."""
-        iteration_state.move_to(entry.iteration, entry.consumed_samples, self._args)
+        iteration_state.move_to(entry.iteration, entry.consumed_samples, self._counters)
 
     # After a failure
 
@@ -236,13 +246,13 @@ class MegatronTrainer:
         self, target: int, kept: bytes | None, entry: LedgerEntry | None, others: Sequence[bytes]
     ) -> None:
         """Have upstream's loop begin at `target`."""
-        args = self._args
-        samples = args.consumed_train_samples if entry is None else entry.consumed_samples
+        counters = self._counters
+        samples = counters.consumed_train_samples if entry is None else entry.consumed_samples
         if kept is not None:
             samples = iteration_state.decode(kept).consumed_train_samples
-        iteration_state.move_to(target, samples, args)
+        iteration_state.move_to(target, samples, counters)
         self._operations.base = decode_handover(others[0]).operations
-        args.num_floating_point_operations_so_far = self._operations.at(samples)
+        counters.num_floating_point_operations_so_far = self._operations.at(samples)
         upstream.fill_first_step_caches(self.operators.optimizer)
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
@@ -254,11 +264,11 @@ class MegatronTrainer:
 
     def hand_over(self) -> bytes:
         """See `MegatronHandover`."""
-        args = self._args
+        counters = self._counters
         return msgspec.msgpack.encode(
             MegatronHandover(
                 self._post_step.progress(),
-                (args.do_train, args.do_valid, args.do_test),
+                (counters.do_train, counters.do_valid, counters.do_test),
                 self._operations.base,
             )
         )
@@ -267,9 +277,10 @@ class MegatronTrainer:
         self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
     ) -> bool:
         """Evaluation and dense checkpoint after `target`, where any rank has not done them."""
-        args = self._args
+        counters = self._counters
         self.operators.gather_parameters()
-        args.num_floating_point_operations_so_far = self._operations.at(args.consumed_train_samples)
+        operations = self._operations.at(counters.consumed_train_samples)
+        counters.num_floating_point_operations_so_far = operations
         progress = [decode_handover(item).progress for item in others]
         grows = entry is not None and get_num_microbatches() > entry.num_microbatches
         self._post_step.catch_up(target, progress, self._data, grows)

@@ -10,49 +10,41 @@ from typing import Any
 
 import megatron.training.training as training
 
+from megatron.moevement.facts import UpstreamArguments
 from megatron.moevement.job.session import Session
-from megatron.moevement.seams import post_step, upstream
+from megatron.moevement.seams import patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.seams.faults import armed_forward
-from megatron.moevement.seams.post_step import PostStep
 from moevement_ext import faults
 from moevement_ext.job.localized import LOOP_ENDS
 
 
 class UpstreamTrainer:
-    """Stands around the functions that upstream's `pretrain` calls. Training thread only.
+    """Wraps the functions that upstream's `pretrain` calls. Training thread only.
 
     Args:
         args: upstream's parsed arguments.
         session: of this process.
         data: where the data of this rank go on.
-        post_step: does evaluations and dense checkpoints again.
     """
 
-    def __init__(self, args: Any, session: Session, data: UpstreamData, post: PostStep) -> None:
+    def __init__(self, args: UpstreamArguments, session: Session, data: UpstreamData) -> None:
         self._args = args
         self._session = session
         self._data = data
-        self._post_step = post
+        self._post_step = session.around.post_step
         self._logged_losses: dict[str, Any] = {}
 
-    def install(self, localized: bool) -> None:
-        """Take the place of upstream's functions. Called once, before `pretrain`.
-
-        Args:
-            localized: survivors of a failure enter upstream's loop again.
-
-        Raises:
-            InstallationError: upstream is not the one this package was checked against.
-        """
-        upstream.check()
-        if localized:
-            self._data.install()
+    def install(self) -> None:
+        """Wrap upstream's functions. Called once, before `pretrain`."""
+        self._data.install()
+        if self._session.job.membership is not None:
             self._post_step.install()
-        upstream.wrap('setup_model_and_optimizer', self._set_up)
-        upstream.wrap('train', self._train)
-        upstream.wrap('train_step', self._train_step)
-        upstream.wrap('training_log', self._training_log)
+        trainer = 'megatron.training.training'
+        patches.wrap(f'{trainer}:setup_model_and_optimizer', self._set_up)
+        patches.wrap(f'{trainer}:train', self._train)
+        patches.wrap(f'{trainer}:train_step', self._train_step)
+        patches.wrap(f'{trainer}:training_log', self._training_log)
 
     def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Build model and optimizer, and load the dense checkpoint where that is the best tier."""
@@ -81,6 +73,9 @@ class UpstreamTrainer:
         if faults.armed():
             forward_step = armed_forward(forward_step)
         self._data.use(train_iterator, valid_iterator)
+        if self._session.job.restarted:  # upstream has opened loaders as at a start
+            self._data.move_training(self._args.consumed_train_samples)
+            self._data.move_validation(self._args.consumed_valid_samples)
         evaluate = post_step.evaluation(
             self._args, forward_step, model, valid_iterator, process, config, non_loss_data,
             optimizer,

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from megatron.moevement.seams import patches
+
 CPU = torch.device('cpu')
 
 # Factories that take `device=`; everything Megatron allocates goes through one of these.
@@ -23,6 +25,8 @@ _FACTORIES = (
     'linspace', 'ones', 'ones_like', 'rand', 'rand_like', 'randint', 'randn', 'randn_like',
     'randperm', 'tensor', 'zeros', 'zeros_like',
 )  # fmt: skip
+
+_DISTRIBUTED_OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer'
 
 
 def needed() -> bool:
@@ -42,24 +46,17 @@ def install() -> None:
 @functools.cache
 def patch_upstream() -> None:
     """Mend upstream's GPU-only assumptions. To be called after megatron imports."""
-    import megatron.core.datasets.utils as dataset_utils
-    import megatron.core.tensor_parallel.random as rng
-    import megatron.core.transformer.moe.token_dispatcher as dispatcher
-    import megatron.training.training as training
-
-    training.initialize_megatron = functools.partial(
-        training.initialize_megatron, allow_no_cuda=True
-    )
-    # The wheel ships its helpers compiled; the compile step wants sources and a Makefile.
-    dataset_utils.compile_helpers = _nothing()
-    dispatcher.maybe_move_tensor_to_cpu = _keep_on_cpu
-    rng._get_cuda_rng_state = _get_rng_state
-    rng._set_cuda_rng_state = _set_rng_state
-    training.build_train_valid_test_data_iterators = _keeping_rng(
-        training.build_train_valid_test_data_iterators
-    )
-    _mend_norm_with_sequence_parallel()
-    _mend_adam_state_of_distributed_optimizer()
+    for part, wrapper in {
+        'megatron.training.training:initialize_megatron': _allowing_no_cuda,
+        'megatron.training.training:build_train_valid_test_data_iterators': _keeping_rng,
+        'megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu': _keep_on_cpu,
+        'megatron.core.tensor_parallel.random:_get_cuda_rng_state': _instead(_get_rng_state),
+        'megatron.core.tensor_parallel.random:_set_cuda_rng_state': _instead(_set_rng_state),
+        'megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__': _marked_norm,
+        f'{_DISTRIBUTED_OPTIMIZER}.sharded_state_dict': _describe_allocated,
+        f'{_DISTRIBUTED_OPTIMIZER}.load_state_dict': _load_with_own_steps,
+    }.items():
+        patches.wrap(part, wrapper)
 
 
 def _nothing() -> Callable[..., None]:
@@ -71,7 +68,15 @@ def _returns(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def _keep_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _instead(function: Callable[..., Any]) -> patches.Wrapper:
+    return lambda original, *args, **kwargs: function(*args, **kwargs)
+
+
+def _allowing_no_cuda(initialize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return initialize(*args, **{'allow_no_cuda': True} | kwargs)
+
+
+def _keep_on_cpu(_: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -204,61 +209,49 @@ def _redirect_streams() -> None:
     cuda.is_current_stream_capturing = lambda: False
 
 
-def _keeping_rng(build: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping_rng(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A data loader draws its seed from the CPU's generator, which here is the model's as well."""
-
-    def keeping(*args: Any, **kwargs: Any) -> Any:
-        state = torch.get_rng_state()
-        try:
-            return build(*args, **kwargs)
-        finally:
-            torch.set_rng_state(state)
-
-    return keeping
+    state = torch.get_rng_state()
+    try:
+        return build(*args, **kwargs)
+    finally:
+        torch.set_rng_state(state)
 
 
-def _mend_norm_with_sequence_parallel() -> None:
+def _marked_norm(
+    build: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Upstream's torch norm refuses sequence parallelism; mark its weights instead."""
-    import megatron.core.transformer.torch_norm as torch_norm
-
-    build = torch_norm.WrappedTorchNorm.__new__
-
-    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        parallel, config.sequence_parallel = config.sequence_parallel, False
-        try:
-            norm = build(cls, config, *args, **kwargs)
-        finally:
-            config.sequence_parallel = parallel
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = parallel
-        return norm
-
-    torch_norm.WrappedTorchNorm.__new__ = marked
+    parallel, config.sequence_parallel = config.sequence_parallel, False
+    try:
+        norm = build(cls, config, *args, **kwargs)
+    finally:
+        config.sequence_parallel = parallel
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = parallel
+    return norm
 
 
-def _mend_adam_state_of_distributed_optimizer() -> None:
-    """Torch's Adam keeps a step per parameter; upstream forgets it or shares one tensor."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+# Torch's Adam keeps a step per parameter; upstream's distributed optimizer forgets it in a dense
+# checkpoint, or shares one tensor.
 
-    describe = DistributedOptimizer.sharded_state_dict
-    load = DistributedOptimizer.load_state_dict
 
-    def describe_allocated(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.optimizer, torch.optim.Adam):
-            for group in self.optimizer.param_groups:
-                for parameter in group['params']:
-                    _ensure_adam_state(self.optimizer.state[parameter], parameter)
-        return describe(self, *args, **kwargs)
+def _describe_allocated(
+    describe: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if isinstance(optimizer.optimizer, torch.optim.Adam):
+        for group in optimizer.optimizer.param_groups:
+            for parameter in group['params']:
+                _ensure_adam_state(optimizer.optimizer.state[parameter], parameter)
+    return describe(optimizer, *args, **kwargs)
 
-    def load_with_own_steps(self: Any, state_dict: Any) -> None:
-        load(self, state_dict)
-        if isinstance(self.optimizer, torch.optim.Adam):
-            step = float(state_dict['optimizer']['param_groups'][0]['step'])
-            for state in self.optimizer.state.values():
-                state['step'] = torch.tensor(step)
 
-    DistributedOptimizer.sharded_state_dict = describe_allocated
-    DistributedOptimizer.load_state_dict = load_with_own_steps
+def _load_with_own_steps(load: Callable[..., Any], optimizer: Any, state_dict: Any) -> None:
+    load(optimizer, state_dict)
+    if isinstance(optimizer.optimizer, torch.optim.Adam):
+        step = float(state_dict['optimizer']['param_groups'][0]['step'])
+        for state in optimizer.optimizer.state.values():
+            state['step'] = torch.tensor(step)
 
 
 def _ensure_adam_state(state: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves data iterators to any position, back or forth.
 
-For upstream's trainer `UpstreamData` stands around `build_pretraining_data_loader`, to know the
-datasets: a loader made again with other consumed samples continues exactly there. Upstream calls it
+For upstream's trainer `UpstreamData` wraps `build_pretraining_data_loader`, to know the datasets:
+a loader made again with other consumed samples continues exactly there. Upstream calls it
 for training, validation and test data in this order, once more for every virtual pipeline chunk.
 
 Checked against megatron-core 0.19.2.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import megatron.training.training as training
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
+from torch.utils.data import DataLoader
+
+from megatron.moevement.seams import patches
 
 _KINDS = ('training', 'validation', 'test')
 
@@ -29,17 +34,21 @@ class DataPosition(Protocol):
 
 
 class UpstreamData:
-    """Knows the datasets behind the iterators of upstream's trainer."""
+    """Knows the datasets behind the iterators of upstream's trainer.
 
-    def __init__(self) -> None:
+    Args:
+        cyclic: upstream reads its loaders again and again (`--dataloader-type cyclic`).
+    """
+
+    def __init__(self, cyclic: bool) -> None:
+        self._cyclic = cyclic
         self._iterators: dict[str, Any] = {}
-        self._datasets: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
+        self._loaders: dict[str, list[Callable[[int], Any]]] = {kind: [] for kind in _KINDS}
         self._calls = 0
-        self._build = training.build_pretraining_data_loader
 
     def install(self) -> None:
-        """Take the place of upstream's function, for the life of the process."""
-        training.build_pretraining_data_loader = self._noting
+        """Wrap upstream's function, for the life of the process."""
+        patches.wrap('megatron.training.training:build_pretraining_data_loader', self._noting)
 
     def use(self, training_iterators: Any, validation_iterators: Any) -> None:
         """These are what upstream's loop reads from; one each, or one per model chunk."""
@@ -53,24 +62,33 @@ class UpstreamData:
         """Have the validation iterators go on after `consumed_samples`."""
         self._move('validation', consumed_samples)
 
-    def _noting(self, dataset: Any, consumed_samples: int) -> Any:
+    def _noting(self, build: Callable[..., Any], dataset: Any, consumed_samples: int) -> Any:
         kind = _KINDS[self._calls % len(_KINDS)]
         self._calls += 1
-        self._datasets[kind].append(dataset)
-        return self._build(dataset, consumed_samples)
+        self._loaders[kind].append(partial(build, dataset))
+        return build(dataset, consumed_samples)
 
     def _move(self, kind: str, consumed_samples: int) -> None:
         """Make loaders anew; they draw seeds from the generator, which must not notice."""
         iterators = self._iterators[kind]
         chunks = iterators if isinstance(iterators, Sequence) else [iterators]
         state = torch.get_rng_state()
-        for dataset, iterator in zip(self._datasets[kind], chunks, strict=True):
+        for loader, iterator in zip(self._loaders[kind], chunks, strict=True):
             if isinstance(iterator, RerunDataIterator):
                 iterator.advance()  # forget the micro-batches of the iteration that was cut off
-                iterator.iterable = iter(self._endless(self._build(dataset, consumed_samples)))
+                iterator.iterable = self._opened(loader(consumed_samples), consumed_samples)
         torch.set_rng_state(state)
 
-    @staticmethod
-    def _endless(loader: Any) -> Any:
-        cyclic: Callable[[Any], Any] = training.cyclic_iter
-        return cyclic(loader) if training.get_args().dataloader_type == 'cyclic' else loader
+    def _opened(self, loader: DataLoader[Any], consumed_samples: int) -> Iterator[Any]:
+        """What reads on after `consumed_samples`, and draws random numbers where upstream does.
+
+        A loader draws a seed when it is opened, which is when the first sample of an epoch is read
+        if upstream reads it again and again.
+        """
+        if not self._cyclic:
+            return iter(loader)
+        again_and_again = training.cyclic_iter(loader)
+        sampler: Any = loader.batch_sampler
+        if consumed_samples % (sampler.total_samples - sampler.last_batch_size) == 0:
+            return iter(again_and_again)
+        return itertools.chain(iter(loader), again_and_again)

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
+from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import upstream
 from moevement_ext import faults
 from moevement_ext.faults import Phase
@@ -80,7 +81,7 @@ class BoundaryCommunicator(P2PCommunicator):
         self._note(Direction.DOWN, tensor_send_next)
         self._note(Direction.UP, tensor_send_prev)
         if self._received is None:
-            return super()._communicate(
+            return self._exchange(
                 tensor_send_next=tensor_send_next,
                 tensor_send_prev=tensor_send_prev,
                 recv_prev=recv_prev,
@@ -99,6 +100,22 @@ class BoundaryCommunicator(P2PCommunicator):
         requests = {name: _Done() for name, wanted in pending.items() if wanted}
         return from_previous, from_next, None if wait_on_reqs else requests
 
+    def _exchange(self, **what: Any) -> Any:
+        """Upstream's exchange, after which it waits for the current stream alone.
+
+        Upstream's own wait is for all streams of the device, hence also for the capture and the log
+        under way. The current stream waits for the exchange, and orders what follows it.
+        """
+        config = self.config
+        waits, config.batch_p2p_sync = config.batch_p2p_sync, False
+        try:
+            exchanged = super()._communicate(**what)
+        finally:
+            config.batch_p2p_sync = waits
+        if config.batch_p2p_comm and waits:
+            torch.cuda.current_stream().synchronize()
+        return exchanged
+
     def _note(self, direction: Direction, tensor: torch.Tensor | None) -> None:
         if self._log is not None and tensor is not None:
             self._log.append(self._iteration, direction, tensor)
@@ -109,24 +126,24 @@ class BoundaryCommunicator(P2PCommunicator):
         self._sequence[direction] += 1
         logged = self._received[direction].take(self._iteration, sequence)
         device = torch.device(torch.cuda.current_device())
-        return logged.to(device).requires_grad_()
+        return logged.to(device, non_blocking=True).requires_grad_()
 
 
 class StagePipeline:
     """What passes between this rank's stage and its neighbours. Training thread only.
 
     Args:
-        args: upstream's arguments.
+        facts: of the job.
         model: model chunks of this rank.
     """
 
-    def __init__(self, args: Any, model: Sequence[Any]) -> None:
+    def __init__(self, facts: JobFacts, model: Sequence[Any]) -> None:
         self._model = model
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._communicator: BoundaryCommunicator | None = None
         self._groups: Any = None
-        self.logged_bytes = logged_bytes_per_iteration(args, len(model))
+        self.logged_bytes = logged_bytes_per_iteration(facts, len(model))
 
     @property
     def neighbours(self) -> dict[Direction, int | None]:
@@ -179,25 +196,22 @@ def receives_per_iteration(
     }
 
 
-def logged_bytes_per_iteration(args: Any, chunks: int) -> int:
+def logged_bytes_per_iteration(facts: JobFacts, chunks: int) -> int:
     """Upper bound of the log of one iteration of this rank, in bytes.
 
     Args:
-        args: upstream's arguments.
+        facts: of the job.
         chunks: model chunks of this rank.
     """
-    stages = args.pipeline_model_parallel_size
+    stages = facts.pipeline_model_parallel_size
     if stages == 1:
         return 0
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    micro_batches = facts.global_batch_size // (facts.micro_batch_size * facts.data_parallel_size)
     received = receives_per_iteration(stage, stages, chunks, micro_batches)
-    shards = args.context_parallel_size
-    if args.sequence_parallel:
-        shards *= args.tensor_model_parallel_size
-    elements = args.seq_length // shards * args.micro_batch_size * args.hidden_size
-    item = torch.empty(
-        (), dtype=torch.float32 if args.fp32_residual_connection else args.params_dtype
-    )
+    shards = facts.context_parallel_size
+    if facts.sequence_parallel:
+        shards *= facts.tensor_model_parallel_size
+    elements = facts.seq_length // shards * facts.micro_batch_size * facts.hidden_size
     # What a stage sends down it receives up, and the other way round.
-    return sum(received.values()) * region_bytes(elements * item.element_size())
+    return sum(received.values()) * region_bytes(elements * facts.boundary_dtype.itemsize)

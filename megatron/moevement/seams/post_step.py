@@ -4,7 +4,7 @@
 A failure may strike when some ranks have finished these and others have not. All ranks then go on
 from the entry of the next iteration, where they do together what any of them had left undone.
 
-Stands around `evaluate_and_print_results` and `save_checkpoint_and_time`.
+Wraps `evaluate_and_print_results` and `save_checkpoint_and_time`.
 Checked against megatron-core 0.19.2.
 """
 
@@ -15,7 +15,9 @@ import megatron.training.training as training
 import msgspec
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-from megatron.moevement.seams import upstream
+from megatron.moevement.counters import Counters
+from megatron.moevement.facts import JobFacts, UpstreamArguments
+from megatron.moevement.seams import patches
 from megatron.moevement.seams.data_position import DataPosition
 from moevement_ext import faults
 from moevement_ext.faults import Phase
@@ -37,22 +39,24 @@ class PostStep:
     """Follows evaluation and dense checkpoint of the newest iteration. Training thread only.
 
     Args:
-        args: upstream's arguments.
+        facts: of the job.
+        counters: of the loop.
     """
 
-    def __init__(self, args: Any) -> None:
-        self._args = args
+    def __init__(self, facts: JobFacts, counters: Counters) -> None:
+        self._facts = facts
+        self._counters = counters
         self._evaluate: Callable[[int], None] | None = None
         self._save: Callable[[int, bool], None] | None = None
         self._forget: Callable[[], None] = lambda: None
-        self._valid_before: int = args.consumed_valid_samples
+        self._valid_before = counters.consumed_valid_samples
         self._evaluated = True
         self._saved = True
 
     def install(self) -> None:
-        """Stand around upstream's functions."""
-        upstream.wrap('evaluate_and_print_results', self._evaluating)
-        upstream.wrap('save_checkpoint_and_time', self._saving)
+        """Wrap upstream's functions."""
+        patches.wrap('megatron.training.training:evaluate_and_print_results', self._evaluating)
+        patches.wrap('megatron.training.training:save_checkpoint_and_time', self._saving)
 
     def set_actions(
         self,
@@ -77,22 +81,22 @@ class PostStep:
 
     def begin(self, iteration: int) -> None:
         """Iteration `iteration` is committed; what is due after it is not done."""
-        args = self._args
-        self._valid_before = args.consumed_valid_samples
+        facts = self._facts
+        self._valid_before = self._counters.consumed_valid_samples
         self._evaluated = not (
-            _due(args.eval_interval, iteration)
-            and args.do_valid
-            and (args.start_eval_at_iter is None or iteration >= args.start_eval_at_iter)
+            _due(facts.eval_interval, iteration)
+            and self._counters.do_valid
+            and (facts.start_eval_at_iter is None or iteration >= facts.start_eval_at_iter)
         )
-        self._saved = not args.save or not (
-            _due(args.save_interval, iteration)
-            or _due(args.non_persistent_save_interval, iteration)
+        self._saved = not facts.save or not (
+            _due(facts.save_interval, iteration)
+            or _due(facts.non_persistent_save_interval, iteration)
             or self.exits(iteration)
         )
 
     def exits(self, iteration: int) -> bool:
         """True if upstream's loop is to end after `iteration`, before it trained all iterations."""
-        return _due(self._args.exit_interval, iteration)
+        return _due(self._facts.exit_interval, iteration)
 
     def catch_up(
         self,
@@ -104,19 +108,22 @@ class PostStep:
         """Do what not all survivors had done after `iteration`. Collective.
 
         Args:
+            iteration: number of committed iterations.
+            survivors: how far each of them had come.
+            data: where validation goes on.
             grows: the next iteration has more micro-batches; upstream saves before it.
         """
         self._evaluated = all(survivor.evaluated for survivor in survivors)
         self._saved = all(survivor.saved for survivor in survivors) and not (
-            grows and self._args.save
+            grows and self._facts.save
         )
         self._valid_before = max(survivor.valid_before for survivor in survivors)
-        self._args.consumed_valid_samples = (
+        self._counters.consumed_valid_samples = (
             max(survivor.valid_now for survivor in survivors)
             if self._evaluated
             else self._valid_before
         )
-        data.move_validation(self._args.consumed_valid_samples)
+        data.move_validation(self._counters.consumed_valid_samples)
         if not self._evaluated and self._evaluate is not None:
             self._evaluate(iteration)
         if not self._saved and self._save is not None:
@@ -125,15 +132,18 @@ class PostStep:
 
     def _not_kept(self, iteration: int) -> bool:
         """Upstream's choice when a checkpoint is due: only the newest of these stays."""
-        args = self._args
-        return not _due(args.save_interval, iteration) and _due(
-            args.non_persistent_save_interval, iteration
+        facts = self._facts
+        return not _due(facts.save_interval, iteration) and _due(
+            facts.non_persistent_save_interval, iteration
         )
 
     def progress(self) -> PostStepProgress:
         """What others need to know after a failure."""
         return PostStepProgress(
-            self._valid_before, self._args.consumed_valid_samples, self._evaluated, self._saved
+            self._valid_before,
+            self._counters.consumed_valid_samples,
+            self._evaluated,
+            self._saved,
         )
 
     def _evaluating(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -152,12 +162,12 @@ class PostStep:
 
 
 def _due(interval: int | None, iteration: int) -> bool:
-    return bool(interval) and iteration % interval == 0  # type: ignore[operator]
+    return iteration % interval == 0 if interval else False
 
 
 def evaluation(
-    args: Any, forward_step: Any, model: Any, valid_iterator: Any, process: Any, config: Any,
-    non_loss_data: Any, optimizer: Any,
+    args: UpstreamArguments, forward_step: Any, model: Any, valid_iterator: Any, process: Any,
+    config: Any, non_loss_data: Any, optimizer: Any,
 ) -> Callable[[int], None]:  # fmt: skip
     """Upstream's evaluation after an iteration, as its loop calls it."""
 
@@ -178,13 +188,14 @@ def evaluation(
 
 
 def dense_checkpoint(
-    args: Any, model: Any, optimizer: Any, scheduler: Any, context: Any, train_iterator: Any
-) -> Callable[[int, bool], None]:
+    counters: Counters, model: Any, optimizer: Any, scheduler: Any, context: Any,
+    train_iterator: Any,
+) -> Callable[[int, bool], None]:  # fmt: skip
     """Upstream's dense checkpoint after an iteration, as its loop calls it."""
 
     def save(iteration: int, not_kept: bool) -> None:
         training.save_checkpoint_and_time(
-            iteration, model, optimizer, scheduler, args.num_floating_point_operations_so_far,
+            iteration, model, optimizer, scheduler, counters.num_floating_point_operations_so_far,
             context, non_persistent_ckpt=not_kept, train_data_iterator=train_iterator,
         )  # fmt: skip
 

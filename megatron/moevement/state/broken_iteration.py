@@ -19,6 +19,7 @@ from megatron.training import global_vars
 
 from megatron.moevement.state.operators import Operator
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.memory.batches import copy_all
 
 
 class BrokenIteration:
@@ -36,26 +37,23 @@ class BrokenIteration:
         _check()
         self._model = model
         self._buffers = [
-            (buffer, torch.empty_like(buffer))
-            for operator in operators.values()
-            for buffer in operator.buffers.values()
+            buffer for operator in operators.values() for buffer in operator.buffers.values()
         ]
+        self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
         self._metrics: dict[str, torch.Tensor] = {}
         self._rerun_mode = get_rerun_state_machine().get_mode()
 
     def begin(self) -> None:
         """An iteration begins; a few small copies, allocated once."""
-        for buffer, kept in self._buffers:
-            kept.copy_(buffer)
-        for name, entry in get_moe_metrics_tracker().metrics.items():
-            if name not in self._metrics:
-                self._metrics[name] = torch.empty_like(entry.values)
-            self._metrics[name].copy_(entry.values)
+        metrics = {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+        for name in metrics.keys() - self._metrics.keys():
+            self._metrics[name] = torch.empty_like(metrics[name])
+        copy_all(self._kept, self._buffers)
+        copy_all([self._metrics[name] for name in metrics], list(metrics.values()))
 
     def put_back(self) -> None:
         """Undo what the iteration that began last has accumulated so far."""
-        for buffer, kept in self._buffers:
-            buffer.copy_(kept)
+        copy_all(self._buffers, self._kept)
         for name, entry in get_moe_metrics_tracker().metrics.items():
             if name in self._metrics:
                 entry.values.copy_(self._metrics[name])
@@ -63,8 +61,10 @@ class BrokenIteration:
                 entry.values.zero_()
 
     def reset_loop_state(self) -> None:
-        """Make upstream's loop enterable again, wherever it was left: in a step, an evaluation, a
-        checkpoint."""
+        """Make upstream's loop enterable again, wherever it was left.
+
+        That may be in a step, an evaluation or a checkpoint.
+        """
         machine = get_rerun_state_machine()
         machine.state = RerunState.NOT_RUNNING_YET
         machine.mode = self._rerun_mode

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+from megatron.moevement.counters import Counters
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.operators import operator_inventory
 from megatron.moevement.state.optimizer_state import (
@@ -18,7 +19,9 @@ from megatron.moevement.state.optimizer_state import (
 )
 
 
-def state_digest(model: Sequence[Any], optimizer: Any, scheduler: Any, args: Any) -> dict[str, str]:
+def state_digest(
+    model: Sequence[Any], optimizer: Any, scheduler: Any, counters: Counters
+) -> dict[str, str]:
     """Digest of every tensor and of the small state of this rank, by name."""
     entries = dict(_tensors(model, optimizer))
     rng = iteration_state.capture_rng()
@@ -30,7 +33,7 @@ def state_digest(model: Sequence[Any], optimizer: Any, scheduler: Any, args: Any
         **{f'rng/{name}': _sha(state) for name, state in rng.tracker.items()},
         'scheduler/num_steps': _sha(repr(scheduler.num_steps).encode()),
         'loss_scale': _sha_tensor(optimizer.get_loss_scale()),
-        'consumed_train_samples': _sha(repr(args.consumed_train_samples).encode()),
+        'consumed_train_samples': _sha(repr(counters.consumed_train_samples).encode()),
     }
     # A `step` of the groups is then only what a dense checkpoint left there.
     per_parameter = all(counts_steps_per_parameter(one.optimizer) for one in chained(optimizer))

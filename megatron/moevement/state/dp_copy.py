@@ -9,28 +9,28 @@ Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
+from megatron.moevement.facts import JobFacts
+from megatron.moevement.state.broadcast import broadcast_packed
 from megatron.moevement.state.operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState
 
 
-def replicas(args: Any) -> list[int]:
+def replicas(facts: JobFacts) -> list[int]:
     """Global ranks that hold what this rank holds, itself left out; none where state is sharded."""
-    if args.use_distributed_optimizer or args.data_parallel_random_init:
+    if facts.use_distributed_optimizer or facts.data_parallel_random_init:
         return []
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     expert = parallel_state.get_expert_data_parallel_group()
     same = set(_ranks(dense)) & set(_ranks(expert))
     if same != set(_ranks(expert)):
         return []
-    return sorted(same - {args.rank})
+    return sorted(same - {facts.rank})
 
 
-@torch.no_grad()
 def copy_state(
     operators: Mapping[str, Operator],
     states: Mapping[torch.nn.Parameter, ParameterState],
@@ -38,8 +38,8 @@ def copy_state(
 ) -> None:
     """Give all replicas the state of rank `source`. Collective over the replicas."""
     group = parallel_state.get_expert_data_parallel_group()
-    for tensor in _tensors(operators, states):
-        torch.distributed.broadcast(tensor, source, group=group)
+    device = next(iter(states)).device
+    broadcast_packed(_tensors(operators, states), source, group, device)
 
 
 def _tensors(

@@ -8,17 +8,23 @@ parameters get no `.grad`, so Adam leaves them alone.
 Checked against megatron-core 0.19.2.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.transformer.moe import moe_utils, router
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_model_config
 
+from megatron.moevement.seams import patches
 from megatron.moevement.state.operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, chained
+
+_GATING = 'megatron.core.transformer.moe.router:router_gating_linear'
+# Transformer Engine's grouped linear layers, one parameter an expert.
+_OF_A_GROUP = re.compile(r'\.(?:weight|bias)\d+$')
 
 
 class FrozenOperators:
@@ -39,6 +45,7 @@ class FrozenOperators:
         optimizer: Any,
     ) -> None:
         self._operators = operators
+        self._computed_together = list(_computed_together(operators))
         self._states = states
         self._model = model
         self._optimizer = optimizer
@@ -50,7 +57,7 @@ class FrozenOperators:
         with ExitStack() as stack:
             stack.enter_context(_reduced_after_backward(self._model))
             stack.enter_context(_gradient_through_embedding(self._model))
-            stack.enter_context(_gating_without_weight_gradient())
+            stack.enter_context(patches.wrapped(_GATING, _without_weight_gradient))
             for inner in chained(self._optimizer):
                 stack.enter_context(self._without_frozen_gradients(inner))
             try:
@@ -61,9 +68,9 @@ class FrozenOperators:
     def freeze(self, names: Collection[str]) -> None:
         """Freeze exactly these operators; thaw all others."""
         self.names = frozenset(names)
-        for name, operator in self._operators.items():
-            for parameter in operator.parameters.values():
-                parameter.requires_grad_(name not in self.names)
+        for owners, parameters in self._computed_together:
+            for parameter in parameters:
+                parameter.requires_grad_(not owners <= self.names)
 
     @contextmanager
     def _without_frozen_gradients(self, inner: Any) -> Iterator[None]:
@@ -82,6 +89,23 @@ class FrozenOperators:
             yield
         finally:
             del inner.prepare_grads
+
+
+def _computed_together(
+    operators: Mapping[str, Operator],
+) -> Iterator[tuple[frozenset[str], list[torch.nn.Parameter]]]:
+    """Operators, and those of their parameters whose gradients are computed by one call.
+
+    A grouped linear layer asks its first expert's weight whether any gradient is wanted, so it
+    thaws as a whole; experts that are frozen all the same are left out of the update.
+    """
+    together: dict[str, tuple[set[str], list[torch.nn.Parameter]]] = {}
+    for operator in operators.values():
+        for name, parameter in operator.parameters.items():
+            owners, parameters = together.setdefault(_OF_A_GROUP.sub('', name), (set(), []))
+            owners.add(operator.name)
+            parameters.append(parameter)
+    return ((frozenset(owners), parameters) for owners, parameters in together.values())
 
 
 @contextmanager
@@ -142,17 +166,9 @@ class FrozenGating(moe_utils.RouterGatingLinearFunction):
         return gradient.to(ctx.input_dtype).view(tokens.shape), None, None, None
 
 
-@contextmanager
-def _gating_without_weight_gradient() -> Iterator[None]:
-    active_gating = router.router_gating_linear
-
-    def gating(tokens: Any, weight: torch.Tensor, bias: Any, dtype: torch.dtype) -> torch.Tensor:
-        apply = active_gating if weight.requires_grad else FrozenGating.apply
-        logits: torch.Tensor = apply(tokens, weight, bias, dtype)
-        return logits
-
-    router.router_gating_linear = gating
-    try:
-        yield
-    finally:
-        router.router_gating_linear = active_gating
+def _without_weight_gradient(
+    active: Callable[..., Any], tokens: Any, weight: torch.Tensor, bias: Any, dtype: torch.dtype
+) -> torch.Tensor:
+    apply = active if weight.requires_grad else FrozenGating.apply
+    logits: torch.Tensor = apply(tokens, weight, bias, dtype)
+    return logits

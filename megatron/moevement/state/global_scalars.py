@@ -10,21 +10,21 @@ The norm is a float, or with Transformer Engine 2.14 and later a tensor, which n
 until the step is done; upstream clips with other bits by the one than by the other, so that a
 replay gives it what it has.
 
-Replaces, in `megatron.core.optimizer.optimizer`: `get_grad_norm_fp32` and
-`MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan`; stands around the model
-configuration's `finalize_model_grads_func`.
+Wraps, in `megatron.core.optimizer.optimizer`: `get_grad_norm_fp32` and
+`MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan`; and the model configuration's
+`finalize_model_grads_func`.
 Checked against megatron-core 0.19.2.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import megatron.core.optimizer.optimizer as upstream
 import msgspec
 import torch
 from megatron.core.optimizer import clip_grads
 
+from megatron.moevement.seams import patches
 from moevement_ext import faults
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.faults import Phase
@@ -40,39 +40,38 @@ class GlobalScalars(msgspec.Struct):
 
 
 class ScalarRecorder:
-    """Stands between upstream's optimizers and their reductions. Used by the training thread."""
+    """Wraps the reductions of upstream's optimizers. Used by the training thread."""
 
     def __init__(self) -> None:
-        self._grad_norm = upstream.get_grad_norm_fp32
-        self._check_overflow = (
-            upstream.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
-        )
         self._recorded = GlobalScalars()
         self._grad_norms: list[float | torch.Tensor] = []
         self._num_tokens: torch.Tensor | None = None
         self._replayed: GlobalScalars | None = None
 
     def install(self) -> None:
-        """Take the place of the two functions, for the life of the process."""
-        recorder = self
+        """Wrap the two functions, for the life of the process."""
+        optimizer = 'megatron.core.optimizer.optimizer'
+        overflow = 'MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan'
+        patches.wrap(f'{optimizer}:get_grad_norm_fp32', self._grad_norm)
+        patches.wrap(f'{optimizer}:{overflow}', self._overflow)
 
-        def grad_norm(*args: Any, **kwargs: Any) -> float | torch.Tensor:
-            if recorder._replayed is not None:
-                norm = _as_computed(_next(recorder._replayed.grad_norms, 'gradient norm'))
-            else:
-                norm = recorder._grad_norm(*args, **kwargs)
-            recorder._grad_norms.append(norm)
-            return norm
+    def _grad_norm(
+        self, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> float | torch.Tensor:
+        norm: float | torch.Tensor
+        if self._replayed is not None:
+            norm = _as_computed(_next(self._replayed.grad_norms, 'gradient norm'))
+        else:
+            norm = original(*args, **kwargs)
+        self._grad_norms.append(norm)
+        return norm
 
-        def check_overflow(self: Any) -> bool:
-            overflow: bool = recorder._check_overflow(self)
-            if recorder._replayed is not None:
-                overflow = _next(recorder._replayed.overflows, 'overflow flag')
-            recorder._recorded.overflows.append(overflow)
-            return overflow
-
-        upstream.get_grad_norm_fp32 = grad_norm
-        upstream.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = check_overflow
+    def _overflow(self, original: Callable[[Any], bool], optimizer: Any) -> bool:
+        overflow = original(optimizer)
+        if self._replayed is not None:
+            overflow = _next(self._replayed.overflows, 'overflow flag')
+        self._recorded.overflows.append(overflow)
+        return overflow
 
     def wrap_reduction(self, config: Any) -> None:
         """Record and replay what `config.finalize_model_grads_func` divides by; once is enough."""

@@ -18,6 +18,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron.moevement.counters import Counters
 from megatron.moevement.state.global_scalars import GlobalScalars
 from megatron.moevement.state.optimizer_state import chained, counts_steps_per_parameter
 
@@ -69,7 +70,7 @@ def decode(encoded: bytes) -> IterationState:
 
 
 def capture(
-    args: Any,
+    counters: Counters,
     iteration: int,
     optimizer: Any,
     scheduler: Any,
@@ -79,9 +80,9 @@ def capture(
     """The state after `iteration` committed iterations. Called by the training thread."""
     return IterationState(
         iteration=iteration,
-        consumed_train_samples=args.consumed_train_samples,
-        consumed_valid_samples=args.consumed_valid_samples,
-        skipped_train_samples=args.skipped_train_samples,
+        consumed_train_samples=counters.consumed_train_samples,
+        consumed_valid_samples=counters.consumed_valid_samples,
+        skipped_train_samples=counters.skipped_train_samples,
         floating_point_operations=floating_point_operations,
         scheduler_steps=scheduler.num_steps,
         scalars=scalars,
@@ -91,9 +92,9 @@ def capture(
     )
 
 
-def restore(state: IterationState, args: Any, optimizer: Any, scheduler: Any) -> None:
+def restore(state: IterationState, counters: Counters, optimizer: Any, scheduler: Any) -> None:
     """Put the process where iteration `state.iteration + 1` starts. Training thread."""
-    restore_counters(state, args)
+    restore_counters(state, counters)
     scheduler.num_steps = state.scheduler_steps
     scheduler.step(increment=0)  # recomputes learning rate and weight decay of every group
     for scaler, saved in zip(_scalers(optimizer), state.scalers, strict=True):
@@ -104,21 +105,21 @@ def restore(state: IterationState, args: Any, optimizer: Any, scheduler: Any) ->
     restore_rng(state.rng)
 
 
-def restore_counters(state: IterationState, args: Any) -> None:
+def restore_counters(state: IterationState, counters: Counters) -> None:
     """Iteration number, data position and what depends on them."""
-    args.iteration = args.curr_iteration = state.iteration
-    args.consumed_train_samples = state.consumed_train_samples
-    args.consumed_valid_samples = state.consumed_valid_samples
-    args.skipped_train_samples = state.skipped_train_samples
-    args.num_floating_point_operations_so_far = state.floating_point_operations
+    counters.iteration = counters.curr_iteration = state.iteration
+    counters.consumed_train_samples = state.consumed_train_samples
+    counters.consumed_valid_samples = state.consumed_valid_samples
+    counters.skipped_train_samples = state.skipped_train_samples
+    counters.num_floating_point_operations_so_far = state.floating_point_operations
     update_num_microbatches(state.consumed_train_samples, consistency_check=False)
     get_rerun_state_machine().current_iteration = state.iteration
 
 
-def move_to(iteration: int, consumed_train_samples: int, args: Any) -> None:
+def move_to(iteration: int, consumed_train_samples: int, counters: Counters) -> None:
     """Count on: `iteration` iterations are committed, which consumed so many samples."""
-    args.iteration = args.curr_iteration = iteration
-    args.consumed_train_samples = consumed_train_samples
+    counters.iteration = counters.curr_iteration = iteration
+    counters.consumed_train_samples = consumed_train_samples
     update_num_microbatches(consumed_train_samples, consistency_check=False)
     get_rerun_state_machine().current_iteration = iteration
 

@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
 )
 
+from megatron.moevement.state.broadcast import broadcast_packed
 from moevement_ext.errors import SparseCheckpointError
 
 
@@ -124,8 +125,10 @@ def _allocate(optimizer: Any) -> None:
 
 
 def _allocate_low_precision(inner: Any) -> None:
-    """As the step of TE's FusedAdam does; upstream's `init_state_fn` leaves out an argument that
-    has had no default since TE 2.1."""
+    """Create it as the step of TE's FusedAdam does.
+
+    Upstream's `init_state_fn` leaves out an argument that has had no default since TE 2.1.
+    """
     for parameter in _all_params(inner):
         if not inner.state[parameter]:
             remainders = inner.store_param_remainders and parameter.dtype == torch.bfloat16
@@ -255,26 +258,12 @@ def _gather_replicated(states: Sequence[ParameterState]) -> None:
         group = members[0].group if members else None
         if group is not None:
             for source in range(group.size()):
-                _broadcast_share(members, group, source)
+                captured = (part for s in members for part in _share_of(s, source, group.size()))
+                rank = torch.distributed.get_global_rank(group, source)
+                broadcast_packed(captured, rank, group, members[0].parameter.device)
 
 
-def _broadcast_share(
-    states: Sequence[ParameterState], group: torch.distributed.ProcessGroup, source: int
-) -> None:
-    """One broadcast with everything that rank `source` of the group captured."""
-    pieces = [piece for state in states for piece in _pieces(state, source, group.size())]
-    packed = torch.cat([piece.contiguous().view(torch.uint8) for piece in pieces])
-    torch.distributed.broadcast(
-        packed, torch.distributed.get_global_rank(group, source), group=group
-    )
-    offset = 0
-    for piece in pieces:
-        size = piece.numel() * piece.element_size()
-        piece.copy_(packed[offset : offset + size].view(piece.dtype))
-        offset += size
-
-
-def _pieces(state: ParameterState, rank: int, size: int) -> Iterator[torch.Tensor]:
+def _share_of(state: ParameterState, rank: int, size: int) -> Iterator[torch.Tensor]:
     start, end = share(state.parameter.numel(), rank, size)
     tensors = [state.main, state.parameter]
     tensors += [state.inner.state[state.main][key] for key in state.moments()]

@@ -5,20 +5,19 @@ Upstream gathers the keys of the groups of all ranks, so that a rank has groups 
 only others hold, and optimizers for them, empty ones: the steps of all ranks reduce the same. A
 process that joins gathers nothing.
 
-Replaces, in `megatron.core.optimizer`: `_get_param_groups`; within it,
+Wraps `_get_param_groups` of `megatron.core.optimizer`, and within it replaces
 `torch.distributed.all_gather_object`.
 Checked against megatron-core 0.19.2.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-import megatron.core.optimizer as upstream
 import msgspec
-import torch
 
+from megatron.moevement.seams import patches
 from moevement_ext.membership.exchange import Exchange
 
 _Key = tuple[tuple[tuple[str, bool | int | float | str | None], ...] | None, bool]
@@ -28,27 +27,17 @@ _Key = tuple[tuple[tuple[str, bool | int | float | str | None], ...] | None, boo
 @contextmanager
 def of_all_ranks(exchange: Exchange) -> Iterator[None]:
     """Within the context, optimizers are built with the groups of all ranks of the job."""
-    build, numbers = upstream._get_param_groups, count()
+    numbers = count()
 
-    def build_aligned(*args: Any, **kwargs: Any) -> Any:
+    def build_aligned(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = f'parameter-groups/{next(numbers)}'
 
-        def gather(found: list[Any], own: list[_Key], group: Any = None) -> None:
+        def gather(_: Any, found: list[Any], own: list[_Key], group: Any = None) -> None:
             encoded = exchange(name, msgspec.msgpack.encode(own))
             found[:] = [msgspec.msgpack.decode(keys, type=list[_Key]) for keys in encoded]
 
-        with _replaced(torch.distributed, 'all_gather_object', gather):
+        with patches.wrapped('torch.distributed:all_gather_object', gather):
             return build(*args, **kwargs)
 
-    with _replaced(upstream, '_get_param_groups', build_aligned):
+    with patches.wrapped('megatron.core.optimizer:_get_param_groups', build_aligned):
         yield
-
-
-@contextmanager
-def _replaced(module: Any, name: str, by: Any) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, by)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron.moevement.counters import Counters
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.dp_copy import copy_state
 from megatron.moevement.state.frozen import FrozenOperators
@@ -91,7 +92,7 @@ class TrainingState:
         writing: Callable[[], None],
         written: Callable[[bool], None],
     ) -> None:
-        """Stand around the optimizer step.
+        """Wrap the optimizer step.
 
         Args:
             wait: called before each step, the first thing that writes what is captured.
@@ -112,9 +113,9 @@ class TrainingState:
         for inner in chained(self.optimizer):
             self._announce_writing(inner, writing)
 
-    def restore(self, state: IterationState, args: Any) -> None:
+    def restore(self, state: IterationState, counters: Counters) -> None:
         """Put the small state where the iteration after `state` starts."""
-        iteration_state.restore(state, args, self.optimizer, self.scheduler)
+        iteration_state.restore(state, counters, self.optimizer, self.scheduler)
 
     def gather_parameters(self) -> None:
         """Gather parameters from their shards: a failure may have cut this off. Collective.

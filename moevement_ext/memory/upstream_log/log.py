@@ -26,6 +26,7 @@ import torch
 import xxhash
 
 from moevement_ext.memory.budget import gib
+from moevement_ext.memory.device import bind_thread, side_stream, with_index
 from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.pinning import pin
@@ -38,14 +39,16 @@ logger = logging.getLogger(__name__)
 class _Record:
     """Where one tensor lies in the ring; `logged` is None until all of it has arrived."""
 
-    def __init__(self, key: LogKey, offset: int, nbytes: int) -> None:
+    def __init__(self, key: LogKey, offset: int, source: torch.Tensor) -> None:
         self.key = key
-        self.span = slice(offset, offset + nbytes)
+        self.span = slice(offset, offset + source.nbytes)
+        self.dtype = source.dtype
+        self.shape = tuple(source.shape)
         self.logged: LoggedTensor | None = None
 
 
 class _Job(NamedTuple):
-    """A record to complete. `source` lives until then, and not longer."""
+    """A record to complete. `source` lives until its bytes have arrived, and not longer."""
 
     record: _Record
     source: torch.Tensor
@@ -72,7 +75,8 @@ class UpstreamLog:
         array: uint8 view over the whole map.
 
     Raises:
-        HostMemoryError: no space for the file, or the file there is not this user's own.
+        HostMemoryError: no space for the file, the file there is not this user's own, or CUDA
+            cannot pin it.
     """
 
     def __init__(
@@ -87,12 +91,13 @@ class UpstreamLog:
         if capacity_bytes < 1:
             raise ValueError(f'an upstream log of {capacity_bytes} bytes keeps nothing')
         self.array = np.frombuffer(map_anew(path, capacity_bytes), np.uint8)
-        self._device = device
+        self._device = with_index(device)
         self._cuda = device.type == 'cuda'
         self._bytes = torch.from_numpy(self.array)
         if self._cuda:
             pin(self)
-            self._stream = torch.cuda.Stream(device)
+            self._stream = side_stream(self._device)
+            self._computed = torch.cuda.Event()
         self._max_wait_s = max_wait_s
         self._on_degraded = on_degraded
         self._ring = Ring(capacity_bytes)
@@ -121,9 +126,8 @@ class UpstreamLog:
             ValueError: an iteration older than the last one, without a `rewind` in between.
         """
         source = tensor.detach()  # shares the storage, but not a later change of `.data`
-        nbytes = source.numel() * source.element_size()
-        self._await_room(iteration, nbytes)
-        record = self._reserve(iteration, direction, nbytes)
+        self._await_room(iteration, source.nbytes)
+        record = self._reserve(iteration, direction, source)
         if record is None:
             return
         try:
@@ -235,12 +239,14 @@ class UpstreamLog:
     def _oldest_iteration(self, default: int) -> int:
         return next(iter(self._records)).iteration if self._records else default
 
-    def _reserve(self, iteration: int, direction: Direction, nbytes: int) -> _Record | None:
+    def _reserve(
+        self, iteration: int, direction: Direction, source: torch.Tensor
+    ) -> _Record | None:
         """Enter the next record; None: its iteration is given up."""
         with self._changed:
             key = self._next_key(iteration, direction)
             first = self._first
-            record = self._place(key, nbytes)
+            record = self._place(key, source)
             forgotten = self._first != first
             said = self._forgetting  # once, until something is dropped as it should be
             self._forgetting = said or forgotten
@@ -263,12 +269,12 @@ class UpstreamLog:
         self._counts[direction] += 1
         return key
 
-    def _place(self, key: LogKey, nbytes: int) -> _Record | None:
+    def _place(self, key: LogKey, source: torch.Tensor) -> _Record | None:
         """Find room, if need be by forgetting the oldest whole iterations."""
         while self._keeps(key.iteration):
-            offset = self._ring.allocate(nbytes)
+            offset = self._ring.allocate(source.nbytes)
             if offset is not None:
-                record = self._records[key] = _Record(key, offset, nbytes)
+                record = self._records[key] = _Record(key, offset, source)
                 return record
             self._drop_oldest(self._oldest_iteration(key.iteration))
         return None
@@ -284,7 +290,8 @@ class UpstreamLog:
         # The worker keeps the source until the event is done, so its memory cannot be given to
         # another tensor before: the allocator needs no record_stream.
         copied = torch.cuda.Event(blocking=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._computed.record(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(self._computed)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             copied.record()
@@ -293,33 +300,35 @@ class UpstreamLog:
     # On the worker thread
 
     def _work(self) -> None:
-        while self._complete_next():
-            pass
-
-    def _complete_next(self) -> bool:
-        """Take one step, in a frame of its own so that no variable outlives it with a tensor."""
-        job = self._jobs.get()
-        try:
-            if job is None:
-                return False
-            self._complete(job)
-            return True
-        finally:
-            del job
+        bind_thread(self._device)
+        while (record := self._next_arrived()) is not None:
+            self._complete(record)
             self._jobs.task_done()
+        self._jobs.task_done()
 
-    def _complete(self, job: _Job) -> None:
-        record = job.record
+    def _next_arrived(self) -> _Record | None:
+        """The next record, when its bytes are there; None at the end.
+
+        With the frame goes the tensor: on a GPU, checksums may be far behind what is sent.
+        """
+        job = self._jobs.get()
+        if job is None:
+            return None
         try:
             job.arrive()
-            data = self.array[record.span]
-            checksum = xxhash.xxh3_64_intdigest(memoryview(data))
         except Exception as error:  # logging must not fail training (invariant I6)
-            self._give_up(record, error)
-            return
-        dtype = dtype_name(job.source.dtype)
+            self._give_up(job.record, error)
+        return job.record
+
+    def _complete(self, record: _Record) -> None:
         with self._changed:
-            record.logged = LoggedTensor(dtype, tuple(job.source.shape), data.size, checksum)
+            if self._records.get(record.key) is not record:
+                return  # it has failed, or was dropped meanwhile
+        data = self.array[record.span]
+        checksum = xxhash.xxh3_64_intdigest(memoryview(data))
+        logged = LoggedTensor(dtype_name(record.dtype), record.shape, data.size, checksum)
+        with self._changed:
+            record.logged = logged
             self._changed.notify_all()
 
     # On any thread

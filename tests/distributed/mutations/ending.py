@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
 from megatron.training import get_args, training
 
-from megatron.moevement.seams import upstream
+from megatron.moevement.seams import patches
 
 
 def an_hour_passes_in_iteration_6() -> None:
@@ -37,7 +37,7 @@ def _in_iteration_6(act: Callable[[], None]) -> None:
             act()
         return original(*args, iteration=iteration, **kwargs)
 
-    upstream.wrap('train_step', train_step)
+    patches.wrap('megatron.training.training:train_step', train_step)
 
 
 def large_gradients_in_iteration_8() -> None:

@@ -54,7 +54,7 @@ class Products(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Stand around the backward functions of all linears."""
+        """Wrap the backward functions of all linears."""
         originals = [function.backward for function in _LINEAR]
         for function, original in zip(_LINEAR, originals, strict=True):
             function.backward = staticmethod(self._noting(original))

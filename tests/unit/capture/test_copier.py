@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -9,20 +10,20 @@ import pytest
 import torch
 
 from moevement_ext.capture.copier import Copier
-from moevement_ext.capture.layout import Copy
+from moevement_ext.capture.layout import Copy, Piece, in_pieces
 
 DEADLINE_S = 30.0
 """How long a test waits for something that comes at once."""
 
 
-class Gated(list[Copy]):
+class Gated(list[Piece]):
     """Copies that wait, on the copying thread, until the gate is opened."""
 
     def __init__(self, *copies: Copy) -> None:
-        super().__init__(copies)
+        super().__init__(in_pieces(copies))
         self.gate = threading.Event()
 
-    def __iter__(self) -> Iterator[Copy]:
+    def __iter__(self) -> Iterator[Piece]:
         assert self.gate.wait(DEADLINE_S)
         return super().__iter__()
 
@@ -34,7 +35,8 @@ class Rig:
         self.copier = Copier(torch.device('cpu'))
 
     def capture(self, *copies: Copy, name: str = '') -> None:
-        self.copier.start([], lambda: copies, lambda: self.sealed.put(name), self.errors.put)
+        pieces = in_pieces(copies)
+        self.copier.start([], lambda: pieces, lambda: self.sealed.put(name), self.errors.put)
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def test_wait_returns_only_after_the_copies(rig: Rig) -> None:
 
 def test_volatile_slices_are_copied_before_start_returns(rig: Rig) -> None:
     volatile, stable = copy_of(3), Gated(copy_of(4))
-    rig.copier.start([volatile], lambda: stable, lambda: None, rig.errors.put)
+    rig.copier.start(in_pieces([volatile]), lambda: stable, lambda: None, rig.errors.put)
     volatile.source.fill_(-1)  # as forward does, while the other copies are still to come
     assert (volatile.target == 3).all()
     stable.gate.set()
@@ -79,7 +81,7 @@ def test_sealing_comes_after_the_copies_and_delays_no_wait(rig: Rig) -> None:
         assert gate.wait(DEADLINE_S)
         seen.append(copy.target.clone())
 
-    rig.copier.start([], lambda: [copy], seal, rig.errors.put)
+    rig.copier.start([], lambda: in_pieces([copy]), seal, rig.errors.put)
     rig.copier.wait()
     assert not seen
     gate.set()
@@ -104,11 +106,25 @@ def test_failed_copy_is_reported_not_sealed_and_training_goes_on(rig: Rig) -> No
     assert rig.errors.empty()
 
 
+def test_the_rate_is_of_bytes_that_have_arrived_and_their_time(rig: Rig) -> None:
+    assert rig.copier.bytes_per_s() is None
+    copies = [copy_of(value, count=2**20) for value in range(3)]
+    began = time.perf_counter()
+    rig.capture(*copies)
+    rig.copier.wait()
+    rate = rig.copier.bytes_per_s()
+    assert rate is not None
+    assert rate > 3 * 2**22 / (time.perf_counter() - began)
+    rig.capture(copies[0], Copy(torch.zeros(3), torch.zeros(4)))
+    rig.copier.wait()
+    assert rig.copier.bytes_per_s() == rate, 'what has failed is not counted'
+
+
 def test_failed_seal_is_reported_and_the_next_one_comes(rig: Rig) -> None:
     def fail() -> None:
         raise OSError('tmpfs is gone')
 
-    rig.copier.start([], lambda: [copy_of(1)], fail, rig.errors.put)
+    rig.copier.start([], lambda: in_pieces([copy_of(1)]), fail, rig.errors.put)
     rig.copier.wait()
     rig.capture(copy_of(1), name='next')
     rig.copier.drain()

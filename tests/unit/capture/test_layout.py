@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice, operator_bytes
+from moevement_ext.capture.layout import (
+    Copy,
+    OperatorSlices,
+    SlotLayout,
+    TensorSlice,
+    in_pieces,
+    operator_bytes,
+)
+from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.window.slot import ALIGNMENT
 from moevement_ext.plan.byte_planner import WindowPlan, balanced
 
@@ -88,16 +97,53 @@ def test_copies_put_every_tensor_where_its_record_says() -> None:
         tensor_slice('a', 'buffer', 3, torch.int64, volatile=True, value=9),
     )
     layout = SlotLayout(WindowPlan((('a',),)), 0, {'a': OperatorSlices(slices, ())})
-    payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
+    payload = np.zeros(layout.payload_bytes, np.uint8)
     volatile = layout.copies(payload, volatile=True)
     stable = layout.copies(payload, volatile=False)
-    assert [copy.source for copy in volatile] == [slices[2].source]
-    assert [copy.source for copy in stable] == [slices[0].source]
-    for copy in (*volatile, *stable):
-        copy.target.copy_(copy.source)
+    assert [piece.sources for piece in volatile] == [[slices[2].source]]
+    assert [piece.sources for piece in stable] == [[slices[0].source]]
+    for piece in (*volatile, *stable):
+        copy_all(piece.targets, piece.sources)
     for record, item in zip(layout.records, slices, strict=True):
-        stored = payload[record.offset : record.offset + record.nbytes]
+        stored = torch.from_numpy(payload)[record.offset : record.offset + record.nbytes]
         assert torch.equal(stored.view(item.source.dtype), item.source)
+
+
+def test_views_are_made_once_for_each_place_and_not_kept_without_end() -> None:
+    layout = SlotLayout(PLAN, 0, OPERATORS)
+    size = layout.payload_bytes
+    file = np.zeros(64 * size, np.uint8)
+    places = [file[index * size : (index + 1) * size] for index in range(64)]
+    first = layout.copies(places[0], volatile=False)
+    assert layout.copies(file[:size], volatile=False) is first
+    for place in places:
+        (piece,) = layout.copies(place, volatile=False)
+        assert piece.targets[0].data_ptr() == place.ctypes.data
+    assert len(layout._places[False]) < 10
+    assert layout.copies(places[0], volatile=False) is not first
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 60), max_size=8),
+    dtype=st.sampled_from(DTYPES),
+    limit=st.integers(8, 200),
+)
+def test_pieces_are_all_of_the_copies_in_their_order(
+    sizes: list[int], dtype: torch.dtype, limit: int
+) -> None:
+    sources = [torch.arange(1, size + 1).to(dtype) for size in sizes]
+    targets = [torch.zeros_like(source) for source in sources]
+    pieces = in_pieces(map(Copy, targets, sources), limit)
+    for piece in pieces:
+        assert 0 < piece.nbytes == sum(source.nbytes for source in piece.sources) <= limit
+        copy_all(piece.targets, piece.sources)
+    assert all(torch.equal(*pair) for pair in zip(targets, sources, strict=True))
+    starts = [source.data_ptr() for piece in pieces for source in piece.sources]
+    wholes = [source.data_ptr() for source in sources]
+    assert [start for start in starts if start in wholes] == wholes
+    neighbours = zip(pieces, pieces[1:], strict=False)
+    assert all(one.nbytes + two.sources[0].nbytes > limit for one, two in neighbours)
 
 
 @pytest.mark.parametrize('window', [1, 2, 3, 4])

@@ -21,12 +21,14 @@ SCRIPT = Path(__file__).resolve().parents[3] / 'scripts' / 'local_cluster.py'
 
 def test_flags(job: Job) -> None:
     program = str(job.program)
-    own = '--nodes 2 --workers-per-node 3 --spares 1 --max-restarts 4 --log-dir logs'
+    own = '--nodes 2 --workers-per-node 3 --spares 1 --max-restarts 4 --log-dir logs --share-gpu'
     struck = '--kill 0@1 5@2 --kill 1@9 --kill-node 1@3 --stop 2@4'
     config = parse([*own.split(), *struck.split(), '--', program, '--nodes', '--', 'x'])
     assert (config.program, config.flags) == (program, ('--nodes', '--', 'x'))
     assert (config.nodes, config.workers_per_node, config.world_size) == (2, 3, 6)
     assert (config.spares, config.max_restarts, config.log_dir) == (1, 4, Path('logs'))
+    assert config.share_gpu
+    assert not parse(['--nodes', '1', '--', program]).share_gpu
     assert config.faults == (
         StagedFault(Action.KILL, 0, 1),
         StagedFault(Action.KILL, 5, 2),
@@ -47,6 +49,7 @@ def test_flags(job: Job) -> None:
         ('--nodes 1 --workers-per-node 0 -- PROGRAM', '--workers-per-node 0 must be at least 1'),
         ('--nodes 1 --spares -1 -- PROGRAM', '--spares -1 must be at least 0'),
         ('--nodes 1 --max-restarts -1 -- PROGRAM', '--max-restarts -1 must be at least 0'),
+        ('--nodes 1 --fork --share-gpu -- PROGRAM', '--fork --share-gpu: CUDA does not work in a'),
         ('--nodes 1 -- nowhere.py', 'nowhere.py: no such program'),
         (
             '--nodes 1 --kill 8 -- PROGRAM',

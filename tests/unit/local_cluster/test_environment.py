@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.local_cluster.config import LaunchConfig
-from moevement_ext.local_cluster.environment import check_devices, rank_environment
+from moevement_ext.local_cluster.environment import (
+    check_devices,
+    job_environment,
+    rank_environment,
+)
+from moevement_ext.local_cluster.shared_gpu import DEFAULTS
 from tests.unit.local_cluster.conftest import Job
 
 pytestmark = pytest.mark.timeout(60)
@@ -47,3 +58,42 @@ def test_each_worker_has_a_gpu_of_its_own(job: Job, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 3)
     with pytest.raises(ConfigurationError, match='needs 4 GPUs, one for each worker; there are 3'):
         check_devices(config)
+
+
+def test_workers_share_the_first_gpu_as_hosts_of_their_own(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
+    for name in DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('NCCL_MAX_CTAS', '8')  # the user's own
+    monkeypatch.setenv('NCCL_HOSTID', 'the-same-for-all')
+    config = LaunchConfig(str(job.program), nodes=2, workers_per_node=2, share_gpu=True)
+    check_devices(config)
+    everybody = job_environment(config, 1)
+    assert {name: everybody[name] for name in DEFAULTS} == {**DEFAULTS, 'NCCL_MAX_CTAS': '8'}
+    ranks = [{**everybody, **rank_environment(config, rank, 0)} for rank in range(4)]
+    assert {rank['LOCAL_RANK'] for rank in ranks} == {'0'}
+    assert len({rank['NCCL_HOSTID'] for rank in ranks}) == 4
+    apart = LaunchConfig(str(job.program), nodes=1)
+    assert not DEFAULTS.keys() & {*job_environment(apart, 1)} - {'NCCL_MAX_CTAS'}
+    assert 'NCCL_HOSTID' not in rank_environment(apart, 0, 0)
+
+
+def test_there_must_be_a_gpu_to_share(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    with pytest.raises(ConfigurationError, match='--share-gpu: there is no GPU here'):
+        check_devices(LaunchConfig(str(job.program), share_gpu=True))
+
+
+def test_a_worker_of_another_launcher_can_share_too(tmp_path: Path) -> None:
+    program = tmp_path / 'program.py'
+    program.write_text('import json, os, sys; print(json.dumps([sys.argv, dict(os.environ)]))')
+    given = {**os.environ, 'RANK': '3', 'LOCAL_RANK': '1', 'NCCL_MAX_CTAS': '8'}
+    command = [sys.executable, '-m', 'moevement_ext.local_cluster.shared_gpu', str(program), '-x']
+    printed = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
+    argv, seen = json.loads(printed)
+    assert argv == [str(program), '-x']
+    assert (seen['LOCAL_RANK'], seen['NCCL_HOSTID'], seen['NCCL_MAX_CTAS']) == ('0', 'rank3', '8')
+    assert seen['NCCL_SOCKET_IFNAME'] == 'lo'

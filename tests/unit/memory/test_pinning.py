@@ -1,62 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
-import logging
+import mmap
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moevement_ext.memory.pinning import payload_tensor, pin
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.pinning import pin
 from moevement_ext.memory.window.file import WindowFile
 from tests.unit.memory.samples import capacity
 
 
 class Runtime:
-    """CUDA's runtime on a machine without a GPU: says how many pages it was given to lock."""
+    """CUDA's runtime on a machine without a GPU; like CUDA's, it keeps the last error."""
 
     def __init__(self, status: int) -> None:
         self.status = status
-        self.registered: list[int] = []
+        self.last_error = 0
+        self.registered: list[tuple[int, int]] = []
         self.unregistered: list[int] = []
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
-        self.registered.append(pointer)
+        self.registered.append((pointer, size))
+        self.last_error = self.status
         return self.status
 
     def cudaHostUnregister(self, pointer: int) -> None:
         self.unregistered.append(pointer)
 
+    def launch(self, *args: object, **kwargs: object) -> None:
+        """Of a kernel: raises what is the last error, and forgets it."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f'CUDA error {error}')
+
 
 def use(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = SimpleNamespace(is_available=lambda: True, cudart=lambda: runtime)
-    monkeypatch.setattr(torch, 'cuda', cuda)
-    monkeypatch.setattr(torch, 'zeros', lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch, 'cuda', SimpleNamespace(cudart=lambda: runtime))
+    monkeypatch.setattr(torch, 'zeros', runtime.launch)
 
 
-@pytest.mark.parametrize('status', [0, 2])
-def test_pages_are_registered_once_and_given_back_if_they_were_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+def test_whole_pages_are_registered_and_given_back_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = Runtime(status)
+    runtime = Runtime(0)
     use(runtime, monkeypatch)
-    file = WindowFile.create(tmp_path / 'w', capacity())
+    file = WindowFile.create(tmp_path / 'w', capacity() + 64)
     pin(file)
-    payload_tensor(file, file.array)
-    assert len(runtime.registered) == 1
+    ((pointer, size),) = runtime.registered
+    assert pointer == file.array.ctypes.data
+    assert size % mmap.PAGESIZE == 0 <= size - file.array.size < mmap.PAGESIZE
+    assert not runtime.unregistered
     del file
     gc.collect()
-    assert len(runtime.unregistered) == (status == 0)
+    assert runtime.unregistered == [pointer]
 
 
-def test_pages_that_cannot_be_locked_are_used_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_pages_that_cannot_be_locked_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(Runtime(2), monkeypatch)
+    runtime = Runtime(2)
+    use(runtime, monkeypatch)
     file = WindowFile.create(tmp_path / 'w', capacity())
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            assert payload_tensor(file, file.array).numel() == capacity()
-    assert len(caplog.records) == 1
-    assert 'cannot be registered as pinned memory (CUDA error 2)' in caplog.text
-    assert 'ulimit -l' in caplog.text
+    with pytest.raises(HostMemoryError, match=r'w: CUDA cannot pin .* \(error 2\)\. Keep less'):
+        pin(file)
+    runtime.launch()  # training goes on: its next kernel does not raise what was not its fault
+    del file
+    gc.collect()
+    assert not runtime.unregistered

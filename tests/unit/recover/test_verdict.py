@@ -89,7 +89,7 @@ def reports_of(
     draw: st.DrawFn, newest: int, windows: Sequence[Window], inventory: list[HeldWindow]
 ) -> Report:
     if draw(st.integers(0, 3)) == 0:
-        return newcomer(inventory, committed=draw(st.integers(NOWHERE, newest + 3)))
+        return replacement(inventory, committed=draw(st.integers(NOWHERE, newest + 3)))
     committed = max(newest - draw(st.sampled_from([0, 0, 0, 1])), 0)
     refused = draw(st.sets(st.sampled_from(windows), max_size=1)) if windows else set()
     return survivor(
@@ -121,7 +121,7 @@ def survivor(
     )
 
 
-def newcomer(windows: Sequence[HeldWindow] = (), committed: int = NOWHERE) -> Report:
+def replacement(windows: Sequence[HeldWindow] = (), committed: int = NOWHERE) -> Report:
     return Report(survivor=False, node='node', pid=2, windows=list(windows), committed=committed)
 
 
@@ -158,8 +158,8 @@ def test_exactly_the_stages_that_lost_something_replay_whole(job: Job) -> None:
     ends = {0, max(job.stage_of)}
     assert verdict.stages == (lost | ends if job.tied and lost & ends else lost)
     assert verdict.ranks == {r for r, stage in enumerate(job.stage_of) if stage in verdict.stages}
-    assert verdict.newcomers == set(range(len(job.reports))) - set(job.survivors)
-    assert verdict.newcomers <= verdict.ranks
+    assert verdict.replacements == set(range(len(job.reports))) - set(job.survivors)
+    assert verdict.replacements <= verdict.ranks
 
 
 @given(committed=ITERATIONS, stages=st.integers(1, 4), tied=st.booleans())
@@ -177,7 +177,7 @@ def test_nobody_replays_when_nobody_lost_anything(committed: int, stages: int, t
 def test_tied_ends_replay_together(lost: int, tied: bool, stages: set[int]) -> None:
     windows = everywhere(4, Window(WindowName(2, 'plan'), 3))
     reports = [survivor(9, windows=windows) for _ in range(4)]
-    reports[lost] = newcomer()
+    reports[lost] = replacement()
     assert localized(Job(reports, [*range(4)], tied).verdict()).stages == stages
 
 
@@ -186,7 +186,7 @@ def test_a_rank_that_missed_the_last_update_replays_with_its_stage() -> None:
     reports = [survivor(9, windows=windows), survivor(9), survivor(8), survivor(9)]
     verdict = localized(Job(reports, [0, 0, 1, 1]).verdict())
     assert (verdict.target, verdict.stages, verdict.ranks) == (9, {1}, {2, 3})
-    assert verdict.newcomers == set()
+    assert verdict.replacements == set()
 
 
 def test_a_torn_update_is_not_clean() -> None:
@@ -201,7 +201,7 @@ def test_what_a_lost_process_had_committed_does_not_count() -> None:
     """Its successor reads it in the ledger; no survivor has that iteration."""
     reports = [
         survivor(9, windows=everywhere(2, Window(WindowName(2, 'plan'), 3))),
-        newcomer(committed=10),
+        replacement(committed=10),
     ]
     verdict = localized(Job(reports, [0, 1]).verdict())
     assert (verdict.target, verdict.stages) == (9, {1})
@@ -228,7 +228,7 @@ def test_a_window_is_whole_everywhere_dense_in_time_and_in_the_logs_around(job: 
 
 
 @given(job=jobs())
-@example(job=Job([survivor(3), newcomer(everywhere(2, Window(WindowName(3, 'a'), 1)))], [0, 1]))
+@example(job=Job([survivor(3), replacement(everywhere(2, Window(WindowName(3, 'a'), 1)))], [0, 1]))
 def test_the_newest_such_window_is_taken_and_otherwise_the_whole_job(job: Job) -> None:
     verdict = job.verdict()
     if not job.survivors:
@@ -282,7 +282,7 @@ def one_lost(
     """Of five stages one is lost; the others log from `first_logged` on."""
     held = everywhere(5, *windows)
     reports = [survivor(9, first_logged=first, windows=held) for first in first_logged]
-    reports[lost] = newcomer()
+    reports[lost] = replacement()
     return Job(reports, [*range(5)], interleaved=interleaved).verdict()
 
 
@@ -326,7 +326,7 @@ def test_a_window_of_one_iteration_at_the_target_needs_no_log() -> None:
 
 def test_neighbours_that_replay_themselves_need_no_log() -> None:
     held = everywhere(3, NEW)
-    reports = [survivor(9, windows=held), newcomer(), survivor(9, NOWHERE, first_logged=NOWHERE)]
+    reports = [survivor(9, windows=held), replacement(), survivor(9, NOWHERE, first_logged=NOWHERE)]
     verdict = localized(Job(reports, [0, 1, 2]).verdict())
     assert (verdict.stages, verdict.window) == ({1, 2}, NEW)
 
@@ -341,7 +341,7 @@ def test_a_refused_window_is_given_up_by_all() -> None:
 
 def test_a_window_that_one_rank_that_keeps_its_state_lacks_is_not_taken() -> None:
     held = [*everywhere(2, OLD), HeldWindow(NEW, 1)]
-    reports = [survivor(9, windows=held), newcomer()]
+    reports = [survivor(9, windows=held), replacement()]
     assert localized(Job(reports, [0, 1]).verdict()).window == OLD
 
 
@@ -372,14 +372,14 @@ def test_a_rank_copies_from_a_replica_or_its_stage_replays(job: Job) -> None:
 
 
 def test_where_a_replica_is_left_no_window_is_needed() -> None:
-    reports = [survivor(9), newcomer(), survivor(9), survivor(9, NOWHERE)]
+    reports = [survivor(9), replacement(), survivor(9), survivor(9, NOWHERE)]
     verdict = localized(decide_with_replicas(Job(reports, [0, 0, 1, 1])))
     assert (verdict.stages, verdict.window, verdict.copies) == (set(), None, {1: 0, 3: 2})
 
 
 def test_a_stage_replays_whole_if_one_of_its_ranks_has_no_replica_left() -> None:
     held = everywhere(4, NEW)
-    reports = [survivor(9, windows=held), newcomer(), newcomer(), survivor(9)]
+    reports = [survivor(9, windows=held), replacement(), replacement(), survivor(9)]
     replicas = [[0, 1], [0, 1], [2], [3]]
     verdict = localized(decide_recovery(reports, [0, 0, 0, 1], False, LAST, replicas))
     assert (verdict.stages, verdict.copies) == ({0}, {})
@@ -389,12 +389,12 @@ def test_a_stage_replays_whole_if_one_of_its_ranks_has_no_replica_left() -> None
 
 
 def test_nobody_survived() -> None:
-    reports = [newcomer(everywhere(2, NEW), committed=9)] * 2
+    reports = [replacement(everywhere(2, NEW), committed=9)] * 2
     assert Job(reports, [0, 1]).verdict() == WholeJob('no worker survived')
 
 
 def test_nobody_comes_back_after_the_last_iteration() -> None:
-    reports = [survivor(9, windows=everywhere(2, NEW)), newcomer()]
+    reports = [survivor(9, windows=everywhere(2, NEW)), replacement()]
     assert localized(Job(reports, [0, 1]).verdict(10)).target == 9
     assert Job(reports, [0, 1]).verdict(9) == WholeJob('iteration 9 was the last one')
 
@@ -408,11 +408,11 @@ def test_reports_travel_as_they_are() -> None:
         True, 'node', 7, everywhere(2, NEW), 1, 9, 9, 3, [OLD], ('::1', 80), [entry], b'\xff'
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=Report) == report
-    silent = newcomer()
+    silent = replacement()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(silent), type=Report) == silent
 
 
 def test_a_new_process_is_never_clean_also_before_the_first_commit() -> None:
-    reports = [survivor(NOWHERE, clean_at=NOWHERE), newcomer()]
+    reports = [survivor(NOWHERE, clean_at=NOWHERE), replacement()]
     verdict = decide_recovery(reports, [0, 1], False, 100)
     assert isinstance(verdict, WholeJob)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice
-from moevement_ext.memory.pinning import payload_tensor
+from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
 from moevement_ext.plan.byte_planner import WindowPlan
@@ -43,9 +43,9 @@ def captured(path: Path, state: dict[str, torch.Tensor], slot: int) -> SlotHeade
     layout = SlotLayout(plan, slot, slices_of(state))
     file = WindowFile.create(path / f'{slot}.window', 1 << 18)
     file.begin(named(6))
-    payload = payload_tensor(file, file.reserve_slot(slot, layout.payload_bytes))
-    for copy in layout.copies(payload, volatile=False):
-        copy.target.copy_(copy.source)
+    payload = file.reserve_slot(slot, layout.payload_bytes)
+    for piece in layout.copies(payload, volatile=False):
+        copy_all(piece.targets, piece.sources)
     header = SlotHeader(
         version=FORMAT_VERSION, run='run', topology='topology', owner=0, start=6, window=2,
         slot=slot, iteration=6 + slot, plan=PLAN, payload_bytes=layout.payload_bytes,

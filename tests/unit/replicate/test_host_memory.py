@@ -13,6 +13,7 @@ from moevement_ext.memory.upstream_log.record import Direction, LogKey
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, Window
 from moevement_ext.recover.inventory import held_windows
+from moevement_ext.replicate import host_memory
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import failure_domains
 from moevement_ext.replicate.host_memory import HostMemory, Member, Share
@@ -285,3 +286,47 @@ def test_what_cannot_be_used_costs_protection_and_not_training(
     assert [path for path in (shm / 'memory').rglob('*') if path.is_file()] == []
     assert (shm / 'file').read_text() == 'not a directory'
     assert [*shared.iterdir()] == []
+
+
+def pin_with(monkeypatch: pytest.MonkeyPatch, failing: str) -> list[str]:
+    """Names of the files that are pinned, until one whose name begins with `failing`."""
+    pinned: list[str] = []
+
+    def pin(file: WindowFile) -> None:
+        if file.path.name.startswith(failing):
+            raise HostMemoryError(f'{file.path.name}: CUDA cannot pin it')
+        pinned.append(file.path.name)
+
+    monkeypatch.setattr(host_memory, 'pin', pin)
+    return pinned
+
+
+def reserve(shm: Path, device: torch.device) -> HostMemory:
+    """Host memory of a rank alone."""
+    member = msgspec.msgpack.encode(Member(NODES[0], capacity(), 0, 'host', SECRET))
+    config = SparseCheckpointConfig(dir=str(shm), replicas=0, max_wait=0)
+    share = Share(0, capacity(), 0)
+    return HostMemory(config, 'run1', share, device, print, lambda own: [member])
+
+
+@pytest.mark.parametrize('device', ['cpu', 'cuda'])
+def test_own_windows_are_pinned_for_a_gpu_when_they_are_reserved(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
+    pinned = pin_with(monkeypatch, failing='none')
+    memory = reserve(shm, torch.device(device))
+    assert pinned == [file.path.name for file in memory.windows.files() if device == 'cuda']
+    memory.close(remove=True)
+
+
+def test_memory_that_cannot_be_pinned_is_not_reserved(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others learn of it when all agree on what is reserved."""
+    monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
+    pinned = pin_with(monkeypatch, failing='free-1')
+    with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
+        reserve(shm, torch.device('cuda'))
+    assert len(pinned) == 1
+    assert not list(shm.rglob('*.window')), 'its space is given back'

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory and log are those that the training reserves."""
 
-from types import SimpleNamespace
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 
+from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import p2p
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.window.format import PREAMBLE_BYTES
@@ -43,16 +44,18 @@ def test_settings_default_to_those_of_the_training():
 def test_log_is_that_of_the_training(monkeypatch, stage, chunks, sequence_parallel):
     layout = Layout(32, pipeline=4, tensor=2, chunks=chunks, sequence_parallel=sequence_parallel)
     batch = Batch(sequence_length=48, micro_batch_size=3, global_batch_size=24)
-    args = SimpleNamespace(
-        pipeline_model_parallel_size=4, tensor_model_parallel_size=2, context_parallel_size=1,
-        global_batch_size=24, micro_batch_size=3, data_parallel_size=layout.data, seq_length=48,
-        hidden_size=64, sequence_parallel=sequence_parallel, fp32_residual_connection=False,
-        params_dtype=torch.bfloat16,
+    facts = JobFacts(
+        rank=0, world_size=32, data_parallel_size=layout.data, tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4, context_parallel_size=1,
+        sequence_parallel=sequence_parallel, distributed_backend='gloo', timeout=timedelta(),
+        use_distributed_optimizer=True, micro_batch_size=3, global_batch_size=24, seq_length=48,
+        hidden_size=64, params_dtype=torch.bfloat16, fp32_residual_connection=False,
+        log_interval=1,
     )  # fmt: skip
     monkeypatch.setattr(
         p2p.parallel_state, 'get_pipeline_model_parallel_rank', lambda: stage, raising=True
     )
-    expected = p2p.logged_bytes_per_iteration(args, chunks)
+    expected = p2p.logged_bytes_per_iteration(facts, chunks)
     found = memory.logged_bytes_per_iteration(MODEL, layout, batch, Precision(), stage)
     assert found == expected > 0
 

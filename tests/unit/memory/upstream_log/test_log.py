@@ -5,7 +5,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -20,42 +19,18 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction, LogGap, LoggedTensor, LogKey
 from tests.unit.memory.samples import tmpfs_directory
-
-CPU = torch.device('cpu')
-DEADLINE_S = 20.0
-"""How long a test waits for something that comes at once."""
-REGION = 64
-DOWN, UP = Direction.DOWN, Direction.UP
-
-
-class Reports:
-    """Receives the reasons of a log; holds up the thread that reports while ``gate`` is unset."""
-
-    def __init__(self) -> None:
-        self.queue: queue.Queue[str] = queue.Queue()
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def __call__(self, reason: str) -> None:
-        self.queue.put(reason)
-        assert self.gate.wait(DEADLINE_S)
-
-    def next(self) -> str:
-        return self.queue.get(timeout=DEADLINE_S)
-
-    def count(self) -> int:
-        return self.queue.qsize()
-
-
-@contextmanager
-def opened(
-    path: Path, reports: Reports, regions: int = 64, max_wait_s: float = 0.0
-) -> Iterator[UpstreamLog]:
-    log = UpstreamLog(path, regions * REGION, CPU, max_wait_s, reports)
-    try:
-        yield log
-    finally:
-        log.close()
+from tests.unit.memory.upstream_log.logs import (
+    CPU,
+    DEADLINE_S,
+    DOWN,
+    REGION,
+    UP,
+    Reports,
+    held_worker,
+    opened,
+    region,
+    value,
+)
 
 
 @pytest.fixture
@@ -73,33 +48,6 @@ def reports() -> Reports:
 def log(shm: Path, reports: Reports) -> Iterator[UpstreamLog]:
     with opened(shm / 'log', reports) as log:
         yield log
-
-
-@contextmanager
-def held_worker(log: UpstreamLog, reports: Reports, iteration: int) -> Iterator[None]:
-    """The worker stands still: it reports a tensor without storage, in an iteration of its own."""
-    reports.gate.clear()
-    log.append(iteration, DOWN, torch.empty(4, device='meta'))
-    assert 'has failed' in reports.next()
-    try:
-        yield
-    finally:
-        reports.gate.set()
-
-
-def region(value: int) -> torch.Tensor:
-    """A tensor that fills one region of the ring."""
-    return torch.full((REGION // 8,), value, dtype=torch.int64)
-
-
-def value(log: UpstreamLog, iteration: int, direction: Direction, sequence: int) -> int:
-    found = log.read(LogKey(iteration, direction, sequence), DEADLINE_S)
-    assert found is not None
-    logged, data = found
-    assert xxhash.xxh3_64_intdigest(data) == logged.checksum
-    values = set(np.frombuffer(data, np.int64).tolist())
-    assert len(values) == 1
-    return int(values.pop())
 
 
 # ---- what is logged
@@ -166,6 +114,42 @@ def test_a_tensor_is_released_once_it_is_copied(log: UpstreamLog, reports: Repor
         assert released() is not None, 'kept until it is copied'
     log.drain()
     assert released() is None
+
+
+class Watched(np.ndarray):
+    """The map of a log; `first` is called when a part of it is to be read."""
+
+    first: Callable[[], None]
+
+    def __getitem__(self, key: object) -> object:
+        Watched.first()
+        return super().__getitem__(key)  # type: ignore[index]
+
+
+def test_a_tensor_is_released_before_its_checksum_is_computed(
+    log: UpstreamLog, reports: Reports
+) -> None:
+    storage = np.ones(8)
+    released, seen = weakref.ref(storage), queue.SimpleQueue[bool]()
+    Watched.first = lambda: seen.put(released() is None)
+    log.array = log.array.view(Watched)
+    with held_worker(log, reports, 0):
+        log.append(1, DOWN, torch.from_numpy(storage))
+        del storage
+    log.drain()
+    assert seen.get(timeout=DEADLINE_S)
+
+
+def test_no_checksum_is_computed_of_what_was_dropped(log: UpstreamLog, reports: Reports) -> None:
+    read: list[int] = []
+    Watched.first = lambda: read.append(1)
+    log.array = log.array.view(Watched)
+    with held_worker(log, reports, 0):
+        log.append(1, DOWN, region(1))
+        log.drop_until(1)
+    log.append(2, DOWN, region(2))
+    log.drain()
+    assert len(read) == 1
 
 
 def test_first_iteration_is_where_logging_began(log: UpstreamLog) -> None:

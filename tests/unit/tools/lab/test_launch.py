@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What jobs are launched with, and what their launchers say of them."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tools.lab.torchrun import Agents
 
 
 def launch(tmp_path: Path, **fields: int) -> Launch:
-    return Launch(tmp_path, ['--bf16'], nodes=2, **{'workers_per_node': 2, **fields})
+    return Launch(tmp_path, ['--bf16'], **{'nodes': 2, 'workers_per_node': 2, **fields})
 
 
 def test_an_armed_fault_is_not_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,6 +23,47 @@ def test_an_armed_fault_is_not_handed_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert 'MOEVEMENT_FAIL_AT' not in environment
     assert (environment['CUDA_VISIBLE_DEVICES'], environment['OMP_NUM_THREADS']) == ('', '1')
     assert (environment['ANYTHING'], environment['OWN']) == ('else', '1')
+
+
+def test_on_a_gpu_the_same_flags_run_over_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3')
+    cpu = launch(tmp_path)
+    gpu = cpu._replace(flags=[*cpu.flags, '--distributed-backend', 'gloo'], share_gpu=True)
+    assert gpu.environment()['CUDA_VISIBLE_DEVICES'] == '3'
+    _, *flags = gpu.program()
+    assert flags[:3] == ['--bf16', '--distributed-backend', 'gloo']
+    assert flags[3:] == [
+        *('--distributed-backend', 'nccl'),  # the last counts
+        '--disable-gloo-process-groups',
+        '--deterministic-mode',
+    ]
+    command = LocalCluster(gpu)._command
+    assert '--share-gpu' in command[: command.index('--')]
+    assert command[command.index('--') + 1 :] == gpu.program()
+    assert '--share-gpu' not in LocalCluster(cpu)._command
+    assert cpu.program()[1:] == ['--bf16']
+
+
+def test_workers_of_agents_share_a_gpu_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / 'program.py'
+    program.write_text(
+        'import os, sys\n'
+        "print('as', *(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'NCCL_HOSTID')), sys.argv[1])"
+    )
+    monkeypatch.setattr('tools.lab.launch.PROGRAM', program)
+    agents = Agents(launch(tmp_path, nodes=1)._replace(share_gpu=True))
+    agents.start()
+    try:
+        while agents.exit_status() is None:
+            time.sleep(0.1)
+    finally:
+        agents.end()
+    printed = agents.log_of(0).read_text()
+    assert agents.exit_status() == 0, printed
+    assert '[rank0]: as 0 0 rank0 --bf16' in printed
+    assert '[rank1]: as 1 0 rank1 --bf16' in printed
 
 
 def test_what_the_local_launcher_prints_is_understood(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ cpu_device.install()
 
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
+from megatron.moevement import attachment  # noqa: E402
 from megatron.moevement.arguments import add_arguments  # noqa: E402
+from megatron.moevement.job.unsupported import not_localized, refuse_unsupported  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -48,11 +50,13 @@ INDIFFERENT = [
 ]  # fmt: skip
 
 
-def parsed() -> Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
-    add_arguments(parser)
-    return parser.parse_args([])
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+def parsed(*flags: str) -> Namespace:
+    return _parser().parse_args(flags)
 
 
 @pytest.fixture(scope='module')
@@ -155,15 +159,15 @@ def test_values_of_any_type_are_told_apart(one: Any, other: Any) -> None:
     assert len(digests) == 2
 
 
-def own_loop() -> SimpleNamespace:
+def own_loop(lr: float = 1e-3) -> Namespace:
     """What `attach` makes of configurations: callables, enums and data types among them."""
     model = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2)
-    return SimpleNamespace(
-        **vars(DistributedDataParallelConfig())
-        | vars(OptimizerConfig(lr=1e-3))
-        | vars(model)
-        | {'names': {'some', 'names', 'in', 'a', 'set'}, 'build': _scaled(3.0)}
-    )
+    optimizer = OptimizerConfig(lr=lr)
+    plan = attachment.TrainingPlan(10, seq_length=8, micro_batch_size=1, global_batch_size=4)
+    facts = attachment._facts(model, optimizer, plan)
+    settings = attachment._settings(model, optimizer, DistributedDataParallelConfig(), plan, facts)
+    settings.names, settings.build = {'some', 'names', 'in', 'a', 'set'}, _scaled(3.0)
+    return settings
 
 
 def test_identity_of_configurations_is_the_same_in_another_process() -> None:
@@ -176,3 +180,16 @@ def test_identity_of_configurations_is_the_same_in_another_process() -> None:
         [sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert found.stdout.split()[-1] == identity.run_identity(own_loop(), 'run')
+
+
+def test_identity_of_configurations_knows_what_they_say() -> None:
+    assert identity.run_identity(own_loop(), '') != identity.run_identity(own_loop(lr=1e-4), '')
+
+
+def test_configurations_have_none_of_the_flags_of_upstreams_trainer() -> None:
+    settings = own_loop()
+    assert settings.skip_train is None and settings.rerun_mode is None
+    refuse_unsupported(settings)
+    assert not_localized(settings) is None
+    settings.async_save = True
+    assert '--async-save' in str(not_localized(settings))

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that a job with `--sparse-ckpt` is not started with."""
+
+from megatron.moevement.job.compatibility.rule import (
+    ANY,
+    GIVEN,
+    Condition,
+    Rule,
+    above,
+    equal_to,
+    other_than,
+)
+
+
+def _saves_where_it_loads(settings: object) -> bool:
+    load = getattr(settings, 'load', None)
+    return load is not None and load == getattr(settings, 'save', None)
+
+
+_SAVE_IS_LOAD = Condition('with the same --save and --load', _saves_where_it_loads)
+_FIRST = 'write a first checkpoint without --sparse-ckpt, and --load that'
+_FORGETS = 'a restart from a newer dense checkpoint would go on with another state than it had'
+
+
+def _more_than(shards: str, ranks: str) -> Condition:
+    """More shards of a weight than ranks that compute with a part of it."""
+
+    def holds(settings: object) -> bool:
+        return int(getattr(settings, shards)) > int(getattr(settings, ranks, None) or 1)
+
+    return Condition('above the tensor-parallel size', holds)
+
+
+_DUMPED = 'a replay writes the files of its iterations again, from weights that are partly stale'
+_SHARDED = 'what it shards is not captured'
+_SCALING = 'its scaling state is not captured'
+_ON_DEMAND = 'weight gradients that are computed later cannot be left out for frozen operators'
+
+REFUSED = (
+    # Optimizer and precision
+    Rule('--optimizer', other_than('adam'), 'use --optimizer adam',
+         'what other optimizers keep is not captured'),
+    Rule('--use-precision-aware-optimizer', GIVEN, 'leave it out',
+         'the form of its masters and moments is not captured'),
+    Rule('--optimizer-cpu-offload', GIVEN, 'leave it out',
+         'its state is moved while it would be captured'),
+    Rule('--optimizer-cuda-graph', GIVEN, 'leave it out',
+         'an update that is recorded cannot leave out frozen operators'),
+    Rule('--overlap-param-gather-with-optimizer-step', GIVEN, 'use --overlap-param-gather',
+         'parameters are gathered while others are still updated'),
+    Rule('--qk-clip', GIVEN, 'leave it out', 'it changes weights behind the optimizer'),
+    Rule('--fp8-format', ANY, 'train in bf16', _SCALING, dest='fp8'),
+    Rule('--fp4-format', ANY, 'train in bf16', _SCALING, dest='fp4'),
+    Rule('--fp8-param-gather', GIVEN, 'leave it out', _SCALING),
+    Rule('--fp4-param-gather', GIVEN, 'leave it out', _SCALING),
+    Rule('--te-precision-config-file', GIVEN, 'leave it out', _SCALING),
+    Rule('--freeze-all-layers', GIVEN, 'leave it out', 'there is no state to protect'),
+    # Sharding
+    Rule('--use-megatron-fsdp', GIVEN, 'use --use-distributed-optimizer', _SHARDED),
+    Rule('--use-torch-fsdp2', GIVEN, 'use --use-distributed-optimizer', _SHARDED),
+    Rule('--init-model-with-meta-device', GIVEN, 'leave it out',
+         'weights get their first values from FSDP only'),
+    Rule('--tensor-parallel-num-weight-shards', ANY, 'leave it out', _SHARDED,
+         _more_than('tensor_parallel_num_weight_shards', 'tensor_model_parallel_size')),
+    Rule('--expert-tensor-parallel-num-weight-shards', ANY, 'leave it out', _SHARDED,
+         _more_than('expert_tensor_parallel_num_weight_shards', 'expert_tensor_parallel_size')),
+    Rule('--lazy-mpu-init', GIVEN, 'leave it out',
+         'process groups must be there when the model is built'),
+    Rule('--fake-process-group', GIVEN, 'leave it out', 'ranks that do not talk train nothing'),
+    # Schedule
+    Rule('--cuda-graph-impl', other_than('none'), 'use --cuda-graph-impl none',
+         'an iteration that is recorded cannot be replayed with frozen operators'),
+    Rule('--delay-wgrad-compute', GIVEN, 'leave it out', _ON_DEMAND),
+    Rule('--overlap-moe-expert-parallel-comm', GIVEN, 'leave it out', _ON_DEMAND),
+    Rule('--overlap-dispatch-backward-with-experts-wgrad', GIVEN, 'leave it out', _ON_DEMAND),
+    Rule('--defer-embedding-wgrad-compute', GIVEN, 'leave it out', _ON_DEMAND),
+    Rule('--use-ring-exchange-p2p', GIVEN, 'leave it out',
+         'its connections belong to a torch of their own'),
+    Rule('--hybrid-context-parallel', GIVEN, 'use --context-parallel-size',
+         'it reads ahead of the samples that are counted'),
+    Rule('--moe-expert-rank-capacity-factor', ANY, 'leave it out',
+         'an iteration may run twice, and what stages send is logged twice then'),
+    # Model
+    Rule('--use-transformer-engine-op-fuser', GIVEN, 'leave it out',
+         'fused operations cannot be frozen one by one'),
+    Rule('--moe-single-grouped-weight', GIVEN, 'leave it out',
+         'experts that share a parameter cannot be captured one by one'),
+    Rule('--moe-single-grouped-bias', GIVEN, 'leave it out',
+         'experts that share a parameter cannot be captured one by one'),
+    Rule('--moe-router-force-biased', ANY, 'leave it out',
+         'the biases that it has drawn are not captured'),
+    Rule('--transformer-impl', equal_to('inference_optimized'),
+         'use transformer_engine or local', 'it cannot train'),
+    Rule('--is-hybrid-model', GIVEN, 'train a GPT', 'operators of other layers are not known'),
+    Rule('--hybrid-layer-pattern', GIVEN, 'train a GPT', 'operators of other layers are not known'),
+    Rule('--experimental-attention-variant', GIVEN, 'leave it out',
+         'what such a variant keeps is not known'),
+    Rule('--use-kitchen-attention', GIVEN, 'leave it out', _SCALING),
+    Rule('--vision-pretraining', GIVEN, 'train a GPT', 'a teacher that follows is not captured'),
+    # Random numbers
+    Rule('--te-rng-tracker', GIVEN, 'leave it out', 'the form of its generators is not captured'),
+    Rule('--inference-rng-tracker', GIVEN, 'leave it out', 'it is for inference'),
+    Rule('--error-injection-rate', above(0), 'leave it out',
+         'a replay would draw other errors than training did'),
+    # What is trained, and from where
+    Rule('--perform-rl-step', GIVEN, 'leave it out', 'what was generated is not captured'),
+    Rule('--sft', GIVEN, 'leave it out', 'pretrain_gpt.py has no data for it'),
+    Rule('--skip-train', GIVEN, 'leave out --sparse-ckpt', 'there is nothing to protect'),
+    Rule('--iterations-to-skip', GIVEN, 'leave it out', 'a replay does not know what was skipped'),
+    Rule('--yaml-cfg', GIVEN, 'give flags', 'it replaces the flags of sparse checkpointing'),
+    Rule('--moe-use-upcycling', GIVEN, _FIRST, 'it writes a checkpoint while a model is built'),
+    Rule('--ckpt-convert-format', GIVEN, 'convert without --sparse-ckpt', 'nothing is trained'),
+    Rule('--pretrained-checkpoint', GIVEN, _FIRST,
+         'it is loaded at each start, whatever the windows hold'),
+    Rule('--override-ckpt-iteration', ANY, _FIRST,
+         'windows and dense checkpoints would count differently'),
+    Rule('--finetune', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
+    Rule('--no-load-optim', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
+    Rule('--no-load-rng', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
+    Rule('--no-save-optim', GIVEN, 'save it', 'a restart could not load what is saved',
+         _SAVE_IS_LOAD),
+    Rule('--no-save-rng', GIVEN, 'save them', 'a restart could not load what is saved',
+         _SAVE_IS_LOAD),
+    # What an iteration leaves
+    Rule('--save-params-interval', ANY, 'leave it out', _DUMPED),
+    Rule('--save-wgrads-interval', ANY, 'leave it out', _DUMPED),
+    Rule('--save-dgrads-interval', ANY, 'leave it out', _DUMPED),
+    Rule('--save-activations-interval', ANY, 'leave it out', _DUMPED),
+    Rule('--save-tokens-per-expert-interval', ANY, 'leave it out', _DUMPED),
+    Rule('--logits-save-dir', GIVEN, 'leave it out', _DUMPED),
+    Rule('--logits-load-dir', GIVEN, 'leave it out',
+         'what it has read ahead is not moved back with the data'),
+    Rule('--inprocess-restart', GIVEN, 'leave it out', 'it restarts workers in its own way'),
+)  # fmt: skip

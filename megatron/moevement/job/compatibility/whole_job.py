@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags with which a failure restarts all workers, which recover together from host memory."""
+
+from megatron.moevement.job.compatibility.rule import (
+    ANY,
+    GIVEN,
+    Condition,
+    Rule,
+    Values,
+    above,
+    equal_to,
+)
+
+
+def _evaluates(settings: object) -> bool:
+    return bool(getattr(settings, 'eval_interval', None) and getattr(settings, 'eval_iters', None))
+
+
+_EVALUATIONS = Condition('with evaluations', _evaluates)
+_VALIDATED = Condition(
+    'without --rerun-mode disabled',
+    lambda settings: getattr(settings, 'rerun_mode', None) == 'validate_results',
+)
+_BESIDE_NCCL = Condition(
+    'is missing beside --distributed-backend nccl',
+    lambda settings: getattr(settings, 'distributed_backend', None) == 'nccl',
+)
+
+_DRAWS = 'an evaluation draws random numbers, which a stage that replays alone cannot draw again'
+_TWICE = 'an iteration may run twice, which a stage that replays alone cannot do'
+_HANDLES = 'memory of peers and handles to it are not reconnected in place'
+_OPTIONS = 'groups of a replacement are made without options of NCCL'
+_HALF_DONE = 'what an iteration that was cut off has begun there is not undone'
+_LENGTHS = 'ranks agree on the length of evaluations while they are built, a replacement is alone'
+_TOGETHER = 'all ranks must do together what follows an iteration, also when it was cut off'
+
+WHOLE_JOB = (
+    # Schedule
+    Rule('TransformerConfig.variable_seq_lengths', GIVEN, 'use one length',
+         'shapes are exchanged beside the log', dest='variable_seq_lengths'),
+    Rule('--mtp-num-layers', GIVEN, 'leave it out',
+         'its embedding is shared with the first stage, which would have to replay, too'),
+    Rule('--moe-shared-expert-overlap', GIVEN, 'leave it out', _HALF_DONE),
+    Rule('--fine-grained-activation-offloading', GIVEN, 'leave it out', _HALF_DONE),
+    Rule('--cpu-offloading-num-layers', above(0), 'leave it out', _HALF_DONE),
+    Rule('--check-for-large-grads', GIVEN, 'add --rerun-mode disabled', _TWICE, _VALIDATED),
+    Rule('--rerun-mode', equal_to('report_stats'), 'add --rerun-mode disabled',
+         'every iteration runs twice, and what stages send is logged twice then'),
+    # Communicators
+    Rule('--num-distributed-optimizer-instances', above(1), 'use one',
+         'reductions between instances have never been reconnected'),
+    Rule('--moe-token-dispatcher-type', equal_to('flex'),
+         'use --moe-token-dispatcher-type alltoall', _HANDLES),
+    Rule('--tp-comm-overlap', GIVEN, 'leave it out', _HANDLES),
+    Rule('--use-nccl-ub', GIVEN, 'leave it out', _HANDLES, dest='nccl_ub'),
+    Rule('--symmetric-ar-type', GIVEN, 'leave it out', _HANDLES),
+    Rule('--use-sharp', GIVEN, 'leave it out', 'resources of switches are not given back in place'),
+    Rule('--high-priority-stream-groups', GIVEN, 'leave it out', _OPTIONS),
+    Rule('--nccl-communicator-config-path', GIVEN, 'leave it out', _OPTIONS),
+    Rule('--pipeline-model-parallel-comm-backend', equal_to('ucc'), 'leave it out',
+         'groups of UCC cannot be reconnected'),
+    Rule('--hierarchical-context-parallel-sizes', GIVEN, 'leave it out',
+         'groups within the context-parallel group have never been reconnected'),
+    Rule('--disable-gloo-process-groups', Values('', lambda value: value is True),
+         'add it', 'gloo groups beside those of NCCL cannot be told apart', _BESIDE_NCCL,
+         dest='use_gloo_process_groups'),
+    # Random numbers
+    Rule('--moe-input-jitter-eps', GIVEN, 'leave it or evaluations (--eval-interval 0) out',
+         _DRAWS, _EVALUATIONS),
+    Rule('--moe-router-force-load-balancing', GIVEN,
+         'leave it or evaluations (--eval-interval 0) out', _DRAWS, _EVALUATIONS),
+    # Data
+    Rule('--dataloader-type', equal_to('external'), 'use single or cyclic',
+         'an external data loader cannot be moved back'),
+    Rule('--full-validation', GIVEN, 'leave it out', _LENGTHS),
+    Rule('--multiple-validation-sets', GIVEN, 'leave it out', _LENGTHS),
+    Rule('--phase-transition-iterations', GIVEN, 'leave it out', _TOGETHER),
+    # What follows an iteration
+    Rule('--async-save', GIVEN, 'leave it out', 'it keeps process groups of its own'),
+    Rule('--non-persistent-ckpt-type', equal_to('local'), 'leave it out',
+         'its replicas have process groups of their own'),
+    Rule('--check-weight-hash-across-dp-replicas-interval', ANY, 'leave it out', _TOGETHER),
+    Rule('--gpu-sniff-test-interval', ANY, 'leave it out', _TOGETHER),
+    Rule('--adlr-autoresume', GIVEN, 'leave it out', _TOGETHER),
+    Rule('--moe-routing-trace-path', GIVEN, 'leave it out',
+         'a replay would write its iterations into the trace again'),
+    Rule('--log-straggler', GIVEN, 'leave it out', _TOGETHER),
+    # Launchers
+    Rule('--enable-ft-package', GIVEN, 'use torchrun or scripts/local_cluster.py',
+         'its monitor ends workers that wait for a replacement'),
+)  # fmt: skip

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Megatron job from the meeting of its ranks to its end, whoever writes the training loop."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron.moevement.counters import Counters
+from megatron.moevement.facts import JobFacts, UpstreamArguments
+from megatron.moevement.job import identity
+from megatron.moevement.job.session import Session
+from megatron.moevement.job.trainer import Surroundings
+from megatron.moevement.job.unsupported import not_localized
+from megatron.moevement.seams import patches
+from megatron.moevement.seams.data_position import DataPosition
+from megatron.moevement.seams.post_step import PostStep
+from megatron.moevement.state.global_scalars import ScalarRecorder
+from megatron.moevement.state.operation_count import OperationCount
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.events import EventLog
+from moevement_ext.job.ending import finish
+from moevement_ext.job.job import Job
+from moevement_ext.job.joining import join
+from moevement_ext.membership.exchange import Exchange
+from moevement_ext.membership.rank import Rank
+
+
+@contextmanager
+def protected_job(
+    args: UpstreamArguments,
+    facts: JobFacts,
+    counters: Counters,
+    config: SparseCheckpointConfig,
+    data: DataPosition,
+    operations: OperationCount,
+) -> Iterator[Session]:
+    """Meet the other ranks, and end with them. Around everything that uses `torch.distributed`.
+
+    Training thread of every rank. Host memory is given back when the context ends well; after an
+    exception it stays, for the job to be launched again.
+
+    Args:
+        args: all settings of the job, under the names that upstream's arguments have.
+        facts: of the job.
+        counters: of the loop.
+        config: settings of sparse checkpointing.
+        data: where the data of this rank go on.
+        operations: count of floating point operations.
+
+    Raises:
+        InstallationError: upstream is not the one this package was checked against.
+    """
+    patches.check()
+    run_id = identity.run_name(args, config)
+    rank_identity = identity.rank_identity(args, config)
+    membership, store = join(
+        rank_identity, facts.world_size, run_id, config, facts.timeout, not_localized(args)
+    )
+    joining = membership is not None and membership.joining
+    rank = Rank(
+        identity=rank_identity,
+        world_size=facts.world_size,
+        run_id=run_id,
+        backend=facts.distributed_backend,
+        config=config,
+        events=EventLog(config.events, facts.rank),
+        exchange=Exchange(membership.archive if membership else None, joining),
+    )
+    around = Surroundings(ScalarRecorder(), data, PostStep(facts, counters), operations)
+    session = Session(Job(rank, membership), store, facts, counters, around)
+    session.begin(args)
+    try:
+        yield session
+        finish(session.job)
+    except Exception as error:
+        session.job.failed(error)
+        raise

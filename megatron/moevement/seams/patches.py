@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where something of ours takes the place of a part of upstream.
+
+Whoever wraps, overrides or calls a part that upstream does not promise has its parameters in the
+table. They are compared at start: if upstream has changed, the program ends with the names instead
+of training wrongly. Upstream calls functions through its modules and methods through their classes,
+so a wrapper that is put there is what runs.
+
+Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.moevement.seams.preflight import InstallationError
+
+CHECKED_VERSION = 'megatron-core 0.19.2'
+
+UPSTREAM = {
+    # The trainer.
+    'megatron.training.training:initialize_megatron': (
+        'allow_no_cuda', 'skip_mpu_initialization', 'get_embedding_ranks',
+        'get_position_embedding_ranks', 'store', 'skip_model_parallel_init', 'seed_pp_group',
+        'seed_dp_group', 'seed_tp_group', 'seed_ep_group', 'seed_etp_group', 'skip_random_seed',
+    ),
+    'megatron.training.training:setup_model_and_optimizer': (
+        'model_type', 'model_provider_func', 'checkpointing_context', 'cfg_container',
+        'pg_collection',
+    ),
+    'megatron.training.training:build_train_valid_test_data_iterators': (
+        'build_train_valid_test_datasets_provider',
+    ),
+    'megatron.training.training:build_pretraining_data_loader': ('dataset', 'consumed_samples'),
+    'megatron.training.training:train': (
+        'forward_step_func', 'model', 'optimizer', 'opt_param_scheduler', 'train_data_iterator',
+        'valid_data_iterator', 'process_non_loss_data_func', 'config', 'checkpointing_context',
+        'non_loss_data_func', 'inference_model', 'p2p_communicator', 'pg_collection',
+    ),
+    'megatron.training.training:train_step': (
+        'forward_step_func', 'data_iterator', 'model', 'optimizer', 'opt_param_scheduler',
+        'config', 'forward_backward_func', 'iteration', 'pg_collection', 'p2p_communicator',
+    ),
+    'megatron.training.training:training_log': (
+        'loss_dict', 'total_loss_dict', 'learning_rate', 'iteration', 'loss_scale',
+        'report_memory_flag', 'skipped_iter', 'grad_norm', 'params_norm', 'num_zeros_in_grad',
+        'max_attention_logit', 'pg_collection', 'is_first_iteration',
+        'seqlen_squared_sum_in_batch', 'total_real_tokens_in_batch',
+    ),
+    'megatron.training.training:evaluate_and_print_results': (
+        'prefix', 'forward_step_func', 'data_iterator', 'model', 'iteration',
+        'process_non_loss_data_func', 'config', 'verbose', 'write_to_tensorboard',
+        'non_loss_data_func', 'pg_collection', 'p2p_communicator',
+    ),
+    'megatron.training.training:save_checkpoint_and_time': (
+        'iteration', 'model', 'optimizer', 'opt_param_scheduler',
+        'num_floating_point_operations_so_far', 'checkpointing_context', 'non_persistent_ckpt',
+        'train_data_iterator',
+    ),
+    'megatron.training.training:num_floating_point_operations': (
+        'args', 'batch_size', 'seqlen_squared_sum_in_batch', 'total_real_tokens_in_batch',
+    ),
+    # Optimizers.
+    'megatron.core.optimizer:_get_param_groups': ('model_chunks', 'config', 'config_overrides'),
+    'megatron.core.optimizer.optimizer:get_grad_norm_fp32': (
+        'grads_for_norm', 'norm_type', 'grad_stats_parallel_group',
+    ),
+    'megatron.core.optimizer.optimizer:'
+    'MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan': ('self',),
+    'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict': (
+        'self', 'model_sharded_state_dict', 'is_loading', 'sharding_type', 'metadata',
+    ),
+    'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict': (
+        'self', 'state_dict',
+    ),
+    # Layers, pipeline, random numbers, data.
+    'megatron.core.transformer.moe.router:router_gating_linear': (
+        'inp', 'weight', 'bias', 'router_dtype',
+    ),
+    'megatron.core.transformer.moe.moe_utils:RouterGatingLinearFunction.backward': (
+        'ctx', 'grad_output',
+    ),
+    'megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu': (
+        'tensor', 'as_numpy', 'record_stream',
+    ),
+    'megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__': (
+        'cls', 'config', 'hidden_size', 'eps', 'persist_layer_norm', 'zero_centered_gamma',
+        'normalization',
+    ),
+    'megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate': (
+        'self', 'tensor_send_next', 'tensor_send_prev', 'recv_prev', 'recv_next', 'tensor_shape',
+        'wait_on_reqs',
+    ),
+    'megatron.core.pipeline_parallel.schedules:_build_default_pg_collection': (),
+    'megatron.core.tensor_parallel.random:_get_cuda_rng_state': ('device', 'clone', 'graph_safe'),
+    'megatron.core.tensor_parallel.random:_set_cuda_rng_state': (
+        'new_state', 'device', 'graph_safe',
+    ),
+    'megatron.core.datasets.utils:compile_helpers': (),
+}  # fmt: skip
+"""Parameters by part, which is written as `module:function` or `module:Class.method`."""
+
+TORCH = {
+    'torch.distributed:new_group': ('ranks', 'timeout', 'backend'),
+    'torch.distributed:all_gather_object': ('object_list', 'obj', 'group'),
+}
+"""The first parameters of public functions of torch, to which its versions add some at the end."""
+
+Wrapper = Callable[..., Any]
+"""Called as `wrapper(original, ...)` with what the original was called with."""
+
+
+def check() -> None:
+    """Compare all parts with those that this adapter was written for. Before any of them is used.
+
+    Raises:
+        InstallationError: naming the first one that differs.
+    """
+    for part in (*UPSTREAM, *TORCH):
+        _find(part)
+
+
+def wrap(part: str, wrapper: Wrapper) -> None:
+    """Have `wrapper(original, ...)` called instead of a part, for the life of the process.
+
+    Args:
+        part: one of the tables.
+        wrapper: on the thread that calls the part.
+
+    Raises:
+        InstallationError: the part is not the one that was checked.
+    """
+    owner, name, original = _find(part)
+    setattr(owner, name, _wrapping(original, wrapper))
+
+
+@contextmanager
+def wrapped(part: str, wrapper: Wrapper) -> Iterator[None]:
+    """The same, within the context only."""
+    owner, name, original = _find(part)
+    setattr(owner, name, _wrapping(original, wrapper))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _wrapping(original: Callable[..., Any], wrapper: Wrapper) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    return call
+
+
+def _find(part: str) -> tuple[Any, str, Callable[..., Any]]:
+    """The module or class that a part is looked up in, its name there, and what it is now."""
+    module, _, path = part.partition(':')
+    *outer, name = path.split('.')
+    try:
+        owner = functools.reduce(getattr, outer, importlib.import_module(module))
+        original = getattr(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise _changed(part, f'is not there ({error})') from error
+    found = tuple(inspect.signature(original).parameters)
+    expected = TORCH.get(part) or UPSTREAM[part]
+    if (found[: len(expected)] if part in TORCH else found) != expected:
+        raise _changed(part, f'has the parameters {found}, expected {expected}')
+    return owner, name, original
+
+
+def _changed(part: str, how: str) -> InstallationError:
+    return InstallationError(
+        f'{part} {how}: what is installed is not what sparse checkpointing was checked against. '
+        f'Install {CHECKED_VERSION}.'
+    )

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests marked `thorough` run with `--thorough`, or when they are named on the command line."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        '--thorough', action='store_true', help='also tests of cases that others nearly cover'
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes long, unless it is asked for."""
+    named = config.option.keyword or any('::' in arg for arg in config.args)
+    if config.getoption('--thorough') or named:
+        return
+    left_out = [item for item in items if item.get_closest_marker('thorough')]
+    items[:] = [item for item in items if item not in set(left_out)]
+    config.hook.pytest_deselected(items=left_out)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of Megatron that are said to be recovered locally: a stage that dies has every bit again.
+
+Each case tries several at once. `megatron/moevement/job/compatibility` names the case of a flag,
+and a unit test holds the two together.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.distributed.conftest import differences, read_digest, with_quick
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.test_localized_recovery import BASE, BF16, check_localized, victims
+
+UNTIED = '--untie-embeddings-and-output-weights'
+PP2 = '--pipeline-model-parallel-size 2'
+TP2 = '--tensor-model-parallel-size 2 --sequence-parallel'
+
+# Where a worker dies; flags.
+CASES = {
+    'selective-recompute': (
+        '1:8:forward',
+        f'{BASE} --recompute-granularity selective --recompute-modules core_attn mlp moe '
+        '--moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 32',
+    ),
+    'block-recompute': (
+        '1:8:backward',
+        f'{BF16} {PP2} {UNTIED} {TP2} --recompute-granularity full --recompute-method block '
+        '--recompute-num-layers 1',
+    ),
+    'grouped-routing': (
+        '0:9:backward',
+        f'{BASE} --moe-router-score-function sigmoid --moe-router-num-groups 2 '
+        '--moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 '
+        '--moe-router-load-balancing-type seq_aux_loss --moe-z-loss-coeff 1e-3 '
+        '--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate '
+        '--timing-log-level 2 --log-num-zeros-in-grad --log-params-norm --log-throughput '
+        '--moe-per-layer-logging --distributed-timeout-seconds-after-init 100',
+    ),
+    'global-aux-loss': (
+        '3:8:forward',
+        f'{BASE} --moe-router-load-balancing-type global_aux_loss --moe-router-pre-softmax '
+        '--moe-token-dispatcher-type allgather --moe-input-jitter-eps 0.1',
+    ),
+    'quantile-balancing': (
+        '2:9:reduce',
+        f'{BASE} --moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0 '
+        '--moe-router-quantile-balancing-ema 0.5',
+    ),
+    'capacity-and-attention': (
+        '1:8:forward',
+        f'{BASE} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity '
+        '--moe-token-drop-policy position --qk-layernorm --group-query-attention '
+        '--num-query-groups 1 --add-qkv-bias --attention-softmax-in-fp32 --rotary-percent 0.5 '
+        '--rotary-interleaved --use-rope-scaling --reset-position-ids --reset-attention-mask '
+        '--eod-mask-loss',
+    ),
+    'tied-learned-positions': (
+        '1:9:backward',
+        f'{BF16} {PP2} --position-embedding-type learned_absolute --normalization LayerNorm '
+        '--use-mup --mup-base-hidden-size 16',
+    ),
+    'rates-and-gradients': (
+        '2:8:forward',
+        f'{BASE} --lr-decay-style WSD --lr-wsd-decay-style cosine --lr-wsd-decay-iters 6 '
+        '--lr-decay-iters 12 --weight-decay-incr-style linear --start-weight-decay 0.01 '
+        '--end-weight-decay 0.2 --qk-layernorm --apply-wd-to-qk-layernorm --adam-beta2 0.95 '
+        '--grad-reduce-in-bf16 --ddp-average-in-collective',
+    ),
+    'buckets': (
+        '0:9:reduce',
+        f'{BF16} {PP2} {UNTIED} --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 3 '
+        '--no-align-grad-reduce --no-gradient-reduce-div-fusion '
+        '--ddp-pad-buckets-for-high-nccl-busbw',
+    ),
+    'fp32-accumulation': (
+        '0:9:reduce',
+        f'{BF16} {PP2} {UNTIED} --grad-reduce-in-bf16 '
+        '--ddp-reduce-scatter-with-fp32-accumulation '
+        '--ddp-param-name-patterns-for-fp32-local-accumulation all '
+        '--global-batch-size 7 --eval-global-batch-size 8 --decrease-batch-size-if-needed',
+    ),
+    'batches-that-grow': (
+        '1:9:forward',  # seven iterations of 4 samples, the next ones of 8, an evaluation between
+        f'{BASE} --step-batch-size-schedule 0:4,896:8 --eval-interval 4 --eval-iters 2',
+    ),
+    'cyclic-data': (
+        '1:8:forward',
+        f'{BASE} --dataloader-type cyclic --eval-interval 4 --eval-iters 2 '
+        '--eval-global-batch-size 4 --eval-micro-batch-size 1 --start-eval-at-iter 5',
+    ),
+    'layout-of-stages': (
+        '2:8:forward',
+        f'{BASE} --pipeline-model-parallel-layout Et|t|tt|L '
+        '--microbatch-group-size-per-virtual-pipeline-stage 4',
+    ),
+    'uneven-stages': (
+        '2:8:forward',
+        f'{BASE} --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3 '
+        '--moe-router-force-load-balancing',
+    ),
+    'interleaved-without-overlap': (
+        '1:8:forward',
+        f'{BF16} --pipeline-model-parallel-size 4 {UNTIED} --num-layers 8 '
+        '--num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication',
+    ),
+    'expert-tensor-parallel': (
+        '1:8:forward',
+        f'{BF16} {PP2} {UNTIED} {TP2} --expert-model-parallel-size 2 '
+        '--expert-tensor-parallel-size 1 --use-cpu-initialization --embedding-init-method-std 0.05',
+    ),
+    'fp16-and-different-replicas': (
+        '1:9:forward',
+        '--fp16 --loss-scale 128 --fp16-lm-cross-entropy --accumulate-allreduce-grads-in-fp32 '
+        '--apply-query-key-layer-scaling --attention-softmax-in-fp32 '
+        f'{PP2} --expert-model-parallel-size 2 {UNTIED} --data-parallel-random-init '
+        '--init-method-std 0.01',
+    ),
+}
+QUICK = 'grouped-routing', 'fp32-accumulation', 'batches-that-grow', 'layout-of-stages'
+
+
+@pytest.mark.parametrize('case', with_quick(CASES, *QUICK))
+def test_flags_that_are_recovered_locally(
+    case: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    fail_at, setup = CASES[case]
+    flags = [*setup.split(), '--train-iters', '12']
+    undisturbed = reference(*flags)
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    assert job.survive(fail_at=fail_at) == victims(fail_at)
+    assert differences(undisturbed, read_digest(job)) == []
+    check_localized(job)

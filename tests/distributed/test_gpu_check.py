@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of a GPU, without one: what it orchestrates, over gloo and with tiny models."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.json import decode
+
+from tools.gpu_check.__main__ import main
+from tools.gpu_check.report import NAME, Report, StageResult, save
+from tools.lab.hardware import Hardware
+
+HAS_PASSED = StageResult(True, 1.0, {'kept': True}, [])
+
+
+@pytest.mark.timeout(1500)
+def test_dry_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """All but the stage of four ranks, whose jobs are those of the demo."""
+    kept = {'four-rank': HAS_PASSED, 'tests': HAS_PASSED}
+    save(tmp_path, Report(Hardware.here(gpu=False), True, kept))
+    code = main(['--cpu', '--output', str(tmp_path)])
+    printed = capfd.readouterr().out
+    assert code == 0, printed
+    stages = decode((tmp_path / NAME).read_bytes(), type=Report).stages
+    assert stages['four-rank'] == stages['tests'] == HAS_PASSED
+    one_rank, nccl = stages['one-rank'].figures, stages['nccl'].figures
+    assert (one_rank['came_back'], one_rank['entries_compared'] > 10) == ('whole_job', True)
+    assert one_rank['exposed_ms'] > 0
+    assert [cycle['cycle'] for cycle in nccl['3 ranks']['cycles']] == [0, 0, 1, 1, 2, 2]
+    assert printed.count('PASS') >= 2 * 6 - 2
+    assert 'FAIL' not in printed

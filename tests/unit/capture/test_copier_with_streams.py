@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the copier asks of a GPU, and in which order; that a GPU does it, `tests/gpu` tests."""
+
+import itertools
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from moevement_ext.capture import copier as module
+from moevement_ext.capture.copier import Copier
+from moevement_ext.capture.layout import Copy, Piece, in_pieces
+
+DEADLINE_S = 30.0
+"""How long a test waits for something that comes at once."""
+PIECES = 5
+
+
+class Event:
+    """Done as soon as somebody waits for it; recorded a millisecond after the one before."""
+
+    clock = itertools.count()
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.timing = enable_timing
+        self.blocking = blocking
+        self.at: int | None = None
+        self.reached = False
+
+    def record(self, stream: object = None) -> None:
+        self.at = next(Event.clock)
+
+    def synchronize(self) -> None:
+        assert self.blocking, 'a thread that waits would spin'
+        self.reached = True
+
+    def elapsed_time(self, end: 'Event') -> float:
+        assert self.timing
+        assert end.timing
+        assert end.reached
+        assert self.at is not None
+        assert end.at is not None
+        return float(end.at - self.at)
+
+
+class Stream:
+    """Keeps what was recorded on it, and what it waits for."""
+
+    made: 'list[Stream]' = []
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.priority = priority
+        self.recorded: list[Event] = []
+        self.waits_for: list[Event] = []
+        Stream.made.append(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        self.recorded.append(event)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.waits_for.append(event)
+
+
+class Gpu:
+    """Stands for the device: the stream of training, and the one that the copier makes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        Stream.made.clear()
+        self.training = Stream()
+        self.ahead: list[int] = []
+        monkeypatch.setattr(torch.cuda, 'Stream', Stream)
+        monkeypatch.setattr(torch.cuda, 'Event', Event)
+        monkeypatch.setattr(torch.cuda, 'current_stream', lambda device: self.training)
+        monkeypatch.setattr(torch.cuda, 'stream', self._on)
+        monkeypatch.setattr(torch.cuda, 'set_device', lambda device: None)
+        monkeypatch.setattr(module, 'copy_all', self._copy)
+
+    @property
+    def side(self) -> Stream:
+        return Stream.made[1]
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        yield
+
+    def _copy(self, targets: object, sources: object, non_blocking: bool) -> None:
+        """A piece is issued: count those that are not known to have arrived."""
+        assert non_blocking
+        self.ahead.append(sum(not event.reached for event in self.side.recorded) + 1)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch)
+
+
+@pytest.fixture
+def copier(gpu: Gpu) -> Iterator[Copier]:
+    copier = Copier(torch.device('cuda', 0))
+    yield copier
+    copier.stop()
+
+
+def capture(copier: Copier) -> float:
+    """One capture of some pieces; returns what `wait` returns."""
+    errors: queue.Queue[Exception] = queue.Queue()
+    pieces = pieces_of(PIECES)
+    copier.start([], lambda: pieces, lambda: None, errors.put)
+    held_up = copier.wait()
+    copier.drain()
+    assert errors.empty()
+    return held_up
+
+
+def pieces_of(count: int) -> list[Piece]:
+    tensors = [torch.zeros(8) for _ in range(count)]
+    return in_pieces((Copy(tensor, tensor) for tensor in tensors), limit=tensors[0].nbytes)
+
+
+def test_no_more_than_two_pieces_are_queued(copier: Copier, gpu: Gpu) -> None:
+    capture(copier)
+    assert gpu.ahead == [1, 2, 2, 2, 2]
+
+
+def test_copies_come_after_all_that_was_queued_and_the_update_after_them(
+    copier: Copier, gpu: Gpu
+) -> None:
+    capture(copier)
+    (ready,) = gpu.training.recorded
+    assert gpu.side.waits_for == [ready]
+    (copied,) = gpu.training.waits_for
+    assert copied.at is not None
+    assert all(event.at is not None and event.at < copied.at for event in gpu.side.recorded)
+    assert gpu.side.priority == -1
+
+
+def test_a_stall_is_told_when_the_device_has_measured_it(copier: Copier) -> None:
+    assert capture(copier) == 0.0
+    assert 0.001 <= capture(copier) <= 0.02
+    assert copier.bytes_per_s() == pytest.approx(PIECES * 32 / 0.006, rel=0.2)

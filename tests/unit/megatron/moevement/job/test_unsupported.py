@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rule is given flags by way of upstream's parser, and must name the flag and the remedy."""
+
+from argparse import Namespace
+
+import pytest
+
+from megatron.moevement.job.compatibility.refused import REFUSED
+from megatron.moevement.job.compatibility.rule import Rule
+from megatron.moevement.job.compatibility.whole_job import WHOLE_JOB
+from megatron.moevement.job.unsupported import not_localized, refuse_unsupported
+from moevement_ext.config import ConfigurationError
+from tests.unit.megatron.moevement.job.test_identity import parsed
+
+EVALUATIONS = '--eval-interval 4 --eval-iters 1'
+SAME_FOLDER = '--save dense --load dense'
+
+# What comes after a flag on the command line: its value, and other flags that the rule needs.
+ARGUMENTS = {
+    '--optimizer': 'sgd',
+    '--fp8-format': 'hybrid',
+    '--fp4-format': 'e2m1',
+    '--te-precision-config-file': 'recipes.yaml',
+    '--tensor-parallel-num-weight-shards': '4 --tensor-model-parallel-size 2',
+    '--expert-tensor-parallel-num-weight-shards': '2',
+    '--cuda-graph-impl': 'local',
+    '--moe-expert-rank-capacity-factor': '1.5',
+    '--moe-router-force-biased': '0.5',
+    '--transformer-impl': 'inference_optimized',
+    '--hybrid-layer-pattern': 'M*M*',
+    '--experimental-attention-variant': 'dsa',
+    '--error-injection-rate': '100',
+    '--iterations-to-skip': '3 4',
+    '--yaml-cfg': 'all.yaml',
+    '--ckpt-convert-format': 'torch',
+    '--pretrained-checkpoint': 'dense',
+    '--override-ckpt-iteration': '0',
+    '--finetune': SAME_FOLDER,
+    '--no-load-optim': SAME_FOLDER,
+    '--no-load-rng': SAME_FOLDER,
+    '--no-save-optim': SAME_FOLDER,
+    '--no-save-rng': SAME_FOLDER,
+    '--save-params-interval': '5',
+    '--save-wgrads-interval': '5',
+    '--save-dgrads-interval': '5',
+    '--save-activations-interval': '5',
+    '--save-tokens-per-expert-interval': '5',
+    '--logits-save-dir': 'logits',
+    '--logits-load-dir': 'logits',
+    '--mtp-num-layers': '1',
+    '--cpu-offloading-num-layers': '1',
+    '--rerun-mode': 'report_stats',
+    '--num-distributed-optimizer-instances': '2',
+    '--moe-token-dispatcher-type': 'flex',
+    '--symmetric-ar-type': 'two_shot',
+    '--high-priority-stream-groups': 'dp_cp',
+    '--nccl-communicator-config-path': 'nccl.yaml',
+    '--pipeline-model-parallel-comm-backend': 'ucc',
+    '--hierarchical-context-parallel-sizes': '2 2',
+    '--disable-gloo-process-groups': '--distributed-backend nccl',
+    '--moe-input-jitter-eps': f'0.1 {EVALUATIONS}',
+    '--moe-router-force-load-balancing': EVALUATIONS,
+    '--dataloader-type': 'external',
+    '--phase-transition-iterations': '5,10',
+    '--non-persistent-ckpt-type': 'local',
+    '--check-weight-hash-across-dp-replicas-interval': '5',
+    '--gpu-sniff-test-interval': '5',
+    '--moe-routing-trace-path': 'trace',
+}
+
+
+def given(rule: Rule) -> Namespace:
+    """What upstream's parser makes of the flag of a rule, on gloo where no backend is named."""
+    rest = ARGUMENTS.get(rule.flag, '')
+    values = rest.split()
+    flags = [*values] if 'gloo' in rule.flag else [rule.flag, *values]
+    if not rule.flag.startswith('--'):
+        flags = []
+    if '--distributed-backend' not in rest:
+        flags += ['--distributed-backend', 'gloo']
+    args = parsed(*flags)
+    args.variable_seq_lengths = rule.setting == 'variable_seq_lengths'  # validation adds it
+    return args
+
+
+def flag_of(rule: Rule) -> str:
+    return rule.flag
+
+
+@pytest.mark.parametrize('rule', REFUSED, ids=flag_of)
+def test_refused_flag_is_named_with_the_remedy(rule: Rule) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        refuse_unsupported(given(rule))
+    message = str(refused.value)
+    assert message.startswith(f'--sparse-ckpt does not support {rule.flag}')
+    assert rule.remedy in message and '\n' not in message
+
+
+@pytest.mark.parametrize('rule', WHOLE_JOB, ids=flag_of)
+def test_flag_of_the_whole_job_is_named_with_the_remedy(rule: Rule) -> None:
+    args = given(rule)
+    refuse_unsupported(args)
+    reason = not_localized(args)
+    assert reason is not None and reason.startswith(rule.flag)
+    assert rule.remedy in reason and '\n' not in reason
+
+
+def test_defaults_are_recovered_locally_but_for_gloo_beside_nccl() -> None:
+    args = parsed()
+    refuse_unsupported(args)
+    assert [rule.flag for rule in WHOLE_JOB if rule.applies(args)] == [
+        '--disable-gloo-process-groups'
+    ]
+
+
+@pytest.mark.parametrize(
+    'flags',
+    [
+        '--disable-gloo-process-groups',
+        '--distributed-backend gloo',
+        '--disable-gloo-process-groups --moe-input-jitter-eps 0.1 --eval-interval 4 --eval-iters 0',
+        '--disable-gloo-process-groups --moe-router-force-load-balancing',
+        '--disable-gloo-process-groups --check-for-large-grads --rerun-mode disabled',
+        '--disable-gloo-process-groups --finetune --load pretrained --save dense',
+        '--disable-gloo-process-groups --no-save-optim --save dense',
+        '--disable-gloo-process-groups --tensor-parallel-num-weight-shards 2 '
+        '--tensor-model-parallel-size 2',
+        '--disable-gloo-process-groups --moe-token-dispatcher-type alltoall',
+        '--disable-gloo-process-groups --dataloader-type cyclic',
+        '--disable-gloo-process-groups --non-persistent-ckpt-type global',
+        '--disable-gloo-process-groups --num-distributed-optimizer-instances 1',
+    ],
+)
+def test_other_values_are_recovered_locally(flags: str) -> None:
+    args = parsed(*flags.split())
+    refuse_unsupported(args)
+    assert not_localized(args) is None
+
+
+def test_value_is_shown_as_the_user_wrote_it() -> None:
+    with pytest.raises(ConfigurationError, match=r'^[^:]*--optimizer sgd: use --optimizer adam;'):
+        refuse_unsupported(parsed('--optimizer', 'sgd'))
+    args = parsed('--distributed-backend', 'gloo', '--moe-input-jitter-eps', '0.1',
+                  *EVALUATIONS.split())  # fmt: skip
+    reason = not_localized(args)
+    assert reason is not None and reason.startswith('--moe-input-jitter-eps 0.1 with evaluations:')
+
+
+def test_a_loop_of_ones_own_need_not_have_all_settings() -> None:
+    refuse_unsupported(Namespace(optimizer='adam'))
+    assert not_localized(Namespace(distributed_backend='nccl')) is None

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job starts from upstream's wheel, which cannot compile its helpers again, on any device."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from megatron.core.datasets import utils
+
+from megatron.moevement.seams import dataset_helpers
+
+ROOT = Path(__file__).resolve().parents[5]
+START = """
+import torch
+torch.cuda.is_available = lambda: {gpu}
+import pretrain_gpt
+from megatron.core.datasets.utils import compile_helpers
+compile_helpers()
+print('started')
+"""
+
+
+@pytest.mark.parametrize('gpu', [False, True])
+def test_the_program_compiles_nothing_on_any_device(gpu: bool) -> None:
+    code = START.format(gpu=gpu)
+    started = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT)
+    assert started.returncode == 0, started.stderr
+    assert started.stdout.endswith('started\n')
+
+
+def test_helpers_that_are_missing_are_left_to_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
+    upstreams = utils.compile_helpers
+    monkeypatch.setattr(utils, 'compile_helpers', upstreams)  # put back at the end
+    monkeypatch.setitem(sys.modules, 'megatron.core.datasets.helpers_cpp', None)
+    dataset_helpers.use_compiled()
+    assert utils.compile_helpers is upstreams
+    monkeypatch.undo()
+    monkeypatch.setattr(utils, 'compile_helpers', upstreams)
+    dataset_helpers.use_compiled()
+    assert utils.compile_helpers is not upstreams

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's exchange between stages, and what it waits for on the device."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.core.model_parallel_config import ModelParallelConfig  # noqa: E402
+
+from megatron.moevement.seams.p2p import BoundaryCommunicator  # noqa: E402
+
+NOTHING = {
+    'tensor_send_next': None, 'tensor_send_prev': None, 'recv_prev': False, 'recv_next': False,
+    'tensor_shape': (1,),
+}  # fmt: skip
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the host has waited for on the device."""
+    waits: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append('stream'))
+    monkeypatch.setattr(torch.cuda, 'current_stream', lambda: stream)
+    monkeypatch.setattr(torch.cuda, 'synchronize', lambda: waits.append('device'))
+    return waits
+
+
+@pytest.fixture(scope='module')
+def stage() -> Iterator[torch.distributed.ProcessGroup]:
+    """The pipeline group of the only stage."""
+    torch.distributed.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ('batched', 'waiting', 'expected'),
+    [(True, True, ['stream']), (True, False, []), (False, True, [])],
+)
+def test_an_exchange_waits_for_its_stream_where_upstream_waits_for_the_device(
+    waits: list[str],
+    stage: torch.distributed.ProcessGroup,
+    batched: bool,
+    waiting: bool,
+    expected: list[str],
+) -> None:
+    config = ModelParallelConfig(batch_p2p_comm=batched, batch_p2p_sync=waiting)
+    BoundaryCommunicator(stage, config, None)._communicate(**NOTHING)
+    assert waits == expected
+    assert config.batch_p2p_sync is waiting, 'upstream finds its own setting again'
+
+
+def test_a_failed_exchange_leaves_the_setting(
+    waits: list[str], stage: torch.distributed.ProcessGroup
+) -> None:
+    config = ModelParallelConfig(batch_p2p_comm=True, pipeline_dtype=None)
+    with pytest.raises(RuntimeError, match='pipeline_dtype'):
+        BoundaryCommunicator(stage, config, None)._communicate(**{**NOTHING, 'recv_prev': True})
+    assert config.batch_p2p_sync
+    assert not waits

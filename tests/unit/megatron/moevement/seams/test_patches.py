@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream is wrapped only where it is what was checked, and left as it was."""
+
+import functools
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach  # noqa: E402
+from megatron.moevement.seams import patches  # noqa: E402
+from megatron.moevement.seams.preflight import InstallationError  # noqa: E402
+
+LOADER = 'megatron.training.training:build_pretraining_data_loader'
+GATING = 'megatron.core.transformer.moe.router:router_gating_linear'
+METHOD = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict'
+GATHER = 'torch.distributed:all_gather_object'
+PARTS = [*patches.UPSTREAM, *patches.TORCH]
+
+
+def place_of(part: str) -> tuple[Any, str]:
+    """Module or class, and the name in it."""
+    module, path = part.split(':')
+    *outer, name = path.split('.')
+    return functools.reduce(getattr, outer, importlib.import_module(module)), name
+
+
+def found(part: str) -> Any:
+    return getattr(*place_of(part))
+
+
+def test_what_is_installed_is_what_was_checked() -> None:
+    patches.check()
+
+
+@pytest.mark.parametrize('part', PARTS)
+def test_a_changed_part_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*place_of(part), lambda something_else: None)
+    with pytest.raises(InstallationError, match='0.19.2') as refused:
+        patches.check()
+    assert str(refused.value).startswith(f'{part} has the parameters')
+
+
+def test_a_part_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(*place_of(LOADER))
+    with pytest.raises(InstallationError, match='build_pretraining_data_loader is not there'):
+        patches.check()
+
+
+def test_a_job_is_refused_before_its_ranks_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a part that only a replay will wrap."""
+    monkeypatch.setattr(*place_of(GATING), lambda something_else: None)
+    job = attach(
+        SparseCheckpointConfig(dir=str(tmp_path)),
+        TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2),
+        OptimizerConfig(lr=1e-3),
+        DistributedDataParallelConfig(),
+        TrainingPlan(10, seq_length=8, micro_batch_size=1, global_batch_size=4),
+    )
+    with pytest.raises(InstallationError, match='router_gating_linear'), job:
+        pytest.fail('the job began')
+
+
+def test_what_a_version_of_torch_adds_at_the_end_is_no_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(*place_of(GATHER), lambda object_list, obj, group, new: None)
+    patches.check()
+    monkeypatch.setattr(*place_of(LOADER), lambda dataset, consumed_samples, new: None)
+    with pytest.raises(InstallationError, match='build_pretraining_data_loader'):
+        patches.check()
+
+
+@pytest.mark.parametrize('part', [LOADER, METHOD, GATHER])
+def test_a_wrapper_gets_the_original_and_what_it_was_called_with(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = found(part)
+    monkeypatch.setattr(*place_of(part), original)  # put back at the end
+    patches.wrap(part, lambda *args, **kwargs: (args, kwargs))
+    assert found(part)(1, two=2) == ((original, 1), {'two': 2})
+    patches.check()  # and the signature is that of the original
+
+
+@pytest.mark.parametrize('part', [LOADER, METHOD, GATHER])
+def test_a_wrapper_for_a_while_is_taken_off_whatever_happens(part: str) -> None:
+    original = found(part)
+    with pytest.raises(ZeroDivisionError), patches.wrapped(part, lambda *args: 1 / 0):
+        found(part)()
+    assert found(part) is original
+
+
+def test_what_is_in_no_table_is_not_wrapped() -> None:
+    with pytest.raises(KeyError, match='cyclic_iter'):
+        patches.wrap('megatron.training.training:cyclic_iter', lambda *args: None)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a restart would go on from is what upstream would load."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.moevement.seams import upstream  # noqa: E402
+from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    """A folder whose newest dense checkpoint is of iteration 10."""
+    (tmp_path / 'latest_checkpointed_iteration.txt').write_text('10')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ('flags', 'iteration'), [('', 10), ('--ckpt-step 4', 4), ('--finetune', 0)]
+)
+def test_dense_checkpoint_is_the_one_that_flags_ask_for(
+    flags: str, iteration: int, dense: Path
+) -> None:
+    args = parsed('--load', str(dense), *flags.split())
+    assert upstream.dense_checkpoint_iteration(args) == iteration
+
+
+def test_without_a_dense_checkpoint_there_is_none(tmp_path: Path) -> None:
+    assert upstream.dense_checkpoint_iteration(parsed()) == -1
+    assert upstream.dense_checkpoint_iteration(parsed('--load', str(tmp_path / 'new'))) == -1
+    finetuned = parsed('--finetune', '--load', str(tmp_path / 'new'))
+    assert upstream.dense_checkpoint_iteration(finetuned) == -1

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters ask for a gradient while operators are frozen."""
+
+import torch
+
+from megatron.moevement.state.frozen import FrozenOperators
+from megatron.moevement.state.operators import Operator
+
+EXPERTS = 'chunk0.decoder.layers.0.mlp.experts'
+
+
+def experts(*names: str) -> dict[str, Operator]:
+    """Two experts, each with one parameter of the given names."""
+    return {
+        f'layer1.expert{number}': Operator(
+            f'layer1.expert{number}', 'expert', {name: torch.nn.Parameter(torch.ones(2))}
+        )
+        for number, name in enumerate(names)
+    }
+
+
+def active(operators: dict[str, Operator], *frozen: str) -> list[bool]:
+    """Which experts ask for a gradient."""
+    FrozenOperators(operators, {}, [], None).freeze(frozen)
+    return [
+        parameter.requires_grad
+        for operator in operators.values()
+        for parameter in operator.parameters.values()
+    ]
+
+
+def test_experts_of_a_grouped_layer_thaw_together() -> None:
+    """The layer looks at its first weight alone, and computes all gradients or none."""
+    grouped = experts(f'{EXPERTS}.linear_fc1.weight0', f'{EXPERTS}.linear_fc1.weight1')
+    assert active(grouped, 'layer1.expert0') == [True, True]
+    assert active(grouped, 'layer1.expert1') == [True, True]
+    assert active(grouped, *grouped) == [False, False]
+    assert active(grouped) == [True, True]
+
+
+def test_experts_with_layers_of_their_own_are_frozen_one_by_one() -> None:
+    single = experts(
+        f'{EXPERTS}.local_experts.0.linear_fc1.weight',
+        f'{EXPERTS}.local_experts.1.linear_fc1.weight',
+    )
+    assert active(single, 'layer1.expert0') == [False, True]
+    assert active(single) == [True, True]

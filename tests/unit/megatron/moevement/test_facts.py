@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the adapter knows of a job is what upstream's arguments say."""
+
+import dataclasses
+from argparse import Namespace
+from datetime import timedelta
+
+import pytest
+import torch
+
+from megatron.moevement.facts import JobFacts, facts_of
+from tests.unit.megatron.moevement.job.test_identity import parsed
+
+
+@pytest.fixture
+def args() -> Namespace:
+    """As upstream's validation leaves them."""
+    args = parsed()
+    vars(args).update(
+        rank=1, world_size=4, data_parallel_size=2, params_dtype=torch.bfloat16,
+        distributed_timeout_minutes=5, save='checkpoints', save_interval=10,
+    )  # fmt: skip
+    return args
+
+
+def test_facts_are_those_of_the_arguments(args: Namespace) -> None:
+    facts = facts_of(args)
+    assert facts.timeout == timedelta(minutes=5)
+    names = [field.name for field in dataclasses.fields(JobFacts) if field.name != 'timeout']
+    assert [getattr(facts, name) for name in names] == [getattr(args, name) for name in names]
+    assert (facts.rank, facts.save, facts.save_interval) == (1, 'checkpoints', 10)
+
+
+def test_where_batches_grow_the_largest_counts(args: Namespace) -> None:
+    args.global_batch_size, args.step_batch_size_schedule = 4, '0:4, 1M:12 2M:8'
+    assert facts_of(args).global_batch_size == 12
+
+
+def test_an_argument_that_upstream_no_longer_has_is_named(args: Namespace) -> None:
+    del args.exit_interval
+    with pytest.raises(AttributeError, match='exit_interval'):
+        facts_of(args)
+
+
+@pytest.mark.parametrize(('in_fp32', 'dtype'), [(False, torch.bfloat16), (True, torch.float32)])
+def test_stages_exchange_the_type_of_the_residual_connection(
+    in_fp32: bool, dtype: torch.dtype, args: Namespace
+) -> None:
+    args.fp32_residual_connection = in_fp32
+    assert facts_of(args).boundary_dtype is dtype

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On which device threads of ours work; a machine without a GPU can tell that much."""
+
+import threading
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from moevement_ext.capture.copier import Copier
+from moevement_ext.memory import device, pinning
+from moevement_ext.memory.upstream_log import log as upstream_log
+
+SECOND = torch.device('cuda', 1)
+CPU = torch.device('cpu')
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.device]]:
+    """Devices that threads have made their current ones, by the thread's name."""
+    bound: dict[str, list[torch.device]] = defaultdict(list)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 1)
+    monkeypatch.setattr(
+        torch.cuda,
+        'set_device',
+        lambda device: bound[threading.current_thread().name].append(device),
+    )
+    for name in ('Stream', 'Event'):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: None)
+    return bound
+
+
+@pytest.mark.parametrize('given', [torch.device('cuda'), SECOND])
+def test_threads_of_the_copier_are_on_the_device_of_the_rank(
+    bound: dict[str, list[torch.device]], given: torch.device
+) -> None:
+    copier = Copier(given)
+    copier.drain()
+    copier.stop()
+    assert bound == {'sparse-ckpt-copy_0': [SECOND], 'sparse-ckpt-seal_0': [SECOND]}
+
+
+def test_thread_of_the_log_is_on_the_device_of_the_rank(
+    bound: dict[str, list[torch.device]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pinned: list[pinning.MappedFile] = []
+    monkeypatch.setattr(upstream_log, 'pin', pinned.append)
+    log = upstream_log.UpstreamLog(tmp_path / 'log', 4096, torch.device('cuda'), 0.0, print)
+    log.close()
+    assert bound == {'upstream-log': [SECOND]}
+    assert pinned == [log]
+
+
+def test_a_cpu_needs_nothing(bound: dict[str, list[torch.device]]) -> None:
+    assert device.with_index(CPU) == CPU
+    device.bind_thread(CPU)
+    assert not bound

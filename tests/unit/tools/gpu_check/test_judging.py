@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the stages of the GPU check accept, and what they name."""
+
+from typing import Any
+
+import pytest
+
+from moevement_ext.events import ProtectionReduced, Recovered
+from tests.unit.tools.samples import event
+from tools.gpu_check import copies, four_rank, nccl, own_tests
+from tools.gpu_check.nccl_rank import Measured
+from tools.gpu_check.training import Trained, compare, costs, reduced
+from tools.lab.digests import StateDigest
+from tools.lab.evidence import Recovery, Tier
+from tools.lab.run_log import Captured, Iteration, RunLog
+
+GOOD_PROBE: dict[str, Any] = {
+    'pinned_gb_s': 50.0,
+    'registered_gb_s': 49.0,
+    'second_kernel_after_it': True,
+    'paced': {'small_copy': {'p99_ms': 1.4}},
+    'blocking_wait_cpu': 0.01,
+}
+
+
+@pytest.mark.parametrize(
+    ('figures', 'problem'),
+    [
+        ({'registered_gb_s': 40.0}, 'registered tmpfs reach 0.80 of pinned'),
+        ({'second_kernel_after_it': False}, 'no kernel runs any more'),
+        ({'paced': {'small_copy': {'p99_ms': 9.0}}}, 'waits 9.0 ms'),
+        ({'blocking_wait_cpu': 0.97}, 'spins: 0.97'),
+    ],
+)
+def test_copies(figures: dict[str, Any], problem: str) -> None:
+    assert copies.judge(GOOD_PROBE) == []
+    (found,) = copies.judge({**GOOD_PROBE, **figures})
+    assert problem in found
+
+
+def measured(cycle: int, rank: int, pid: int, **resources: float) -> Measured:
+    still = dict.fromkeys(('descriptors', 'threads', 'memory_mib', 'gpu_used_mib'), 10.0)
+    return Measured(cycle, rank, pid, 'returned', '', 0, 0.1, 0.2, {**still, **resources})
+
+
+def test_only_growth_within_a_process_is_drift() -> None:
+    lives = [
+        measured(0, 0, 1),
+        measured(1, 0, 1, descriptors=12.0),
+        measured(0, 1, 2, threads=10.0),
+        measured(2, 1, 3, threads=90.0),  # the process that took its place
+    ]
+    drift = nccl.worst_drift(lives)
+    assert drift == {'descriptors': 2.0, 'threads': 0.0, 'memory_mib': 0.0, 'gpu_used_mib': 0.0}
+
+
+def trained(digest: str = 'a', **fields: Any) -> Trained:
+    lives = [[Iteration(float(n), n, 100.0 if n < 4 else 50.0, 5.0) for n in range(1, 6)]]
+    log = RunLog(lives, [Captured(n, 2, 64, 9.0 if n < 4 else 0.5) for n in range(1, 6)])
+    state = StateDigest(digest, 8, {'0': {'master/w': digest}})
+    return Trained(log, state, **{'events': [], 'recovery': None, **fields})
+
+
+def test_states_and_costs() -> None:
+    plain = trained()
+    assert compare(plain, trained(), 'killed') == []
+    (problem,) = compare(plain, trained('b'), 'killed')
+    assert problem == 'killed: the final state differs from plain Megatron in master'
+    assert costs(plain, trained()) == {
+        'plain_ms': 50.0,
+        'windows_ms': 50.0,
+        'windows_over_plain': 1.0,
+        'exposed_ms': 0.5,
+    }
+    less = [event(ProtectionReduced, rank, 1.0, reason='full') for rank in (0, 1)]
+    assert reduced(trained(events=less)) == ['protection was reduced: full']
+
+
+def back(tier: Tier, *stages_and_replayed: tuple[list[int], int]) -> Trained:
+    events = [
+        event(Recovered, rank, 1.0, scope='localized', stages=stages, replayed=replayed)
+        for rank, (stages, replayed) in enumerate(stages_and_replayed)
+    ]
+    return trained(events=events, recovery=Recovery(tier, 1.0, 9, 4, 1))
+
+
+def test_only_the_lost_stage_replays() -> None:
+    kept, lost = ([1], 0), ([1], 4)
+    assert four_rank.not_localized(back(Tier.LOCALIZED, kept, kept, lost, lost)) == []
+    for wrong, problem in (
+        (trained(), 'from nothing'),
+        (back(Tier.WHOLE_JOB, kept, kept, lost, lost), 'from whole_job'),
+        (back(Tier.LOCALIZED, lost, kept, lost, lost), 'rank 0 replayed 4'),
+        (back(Tier.LOCALIZED, kept, kept, lost, kept), 'rank 3 replayed 0'),
+        (back(Tier.LOCALIZED, kept, kept, ([0, 1], 4), lost), 'stages [0, 1] went back'),
+    ):
+        (found,) = four_rank.not_localized(wrong)
+        assert problem in found
+
+
+def test_counts_of_a_result_file() -> None:
+    suite = '<testsuite tests="5" failures="1" errors="0" skipped="2"/>'
+    counts = own_tests.counts(f'<testsuites>{suite}{suite}</testsuites>')
+    assert counts == {'tests': 10, 'failures': 2, 'errors': 0, 'skipped': 4}

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages are run, kept and skipped; their results are those of one machine."""
+
+import msgspec
+import psutil
+import pytest
+
+from tests.unit.tools.samples import HARDWARE
+from tools.gpu_check.__main__ import main, run_apart, summary
+from tools.gpu_check.report import NAME, Report, StageResult, load, save
+from tools.gpu_check.settings import Settings
+from tools.lab.errors import LabError
+
+PASSED = StageResult(True, 3.2, {'gb_s': 51.234567, 'gpu': 'X', 'table': {'a': 1}}, [])
+FAILED = StageResult(False, 61.0, {}, ['a sum was wrong', 'and another'])
+
+
+def test_a_line_for_each_stage() -> None:
+    lines = summary(Report(HARDWARE, True, {'copies': PASSED, 'nccl': FAILED})).splitlines()
+    assert lines[0] == f'gpu_check on a DRY RUN, without a GPU, on {HARDWARE.line()}'
+    assert lines[1:] == [
+        '---- environment (not run)',
+        'PASS copies (3 s) gb_s=51.23 gpu=X',
+        '---- tests (not run)',
+        'FAIL nccl (61 s)',
+        '     a sum was wrong',
+        '     and another',
+        '---- one-rank (not run)',
+        '---- four-rank (not run)',
+    ]
+
+
+def test_results_are_kept_for_this_machine_alone(tmp_path) -> None:
+    save(tmp_path, load(tmp_path, HARDWARE, False).with_stage('nccl', FAILED))
+    busier = msgspec.structs.replace(HARDWARE, load_average=9.0)
+    report = load(tmp_path, busier, False).with_stage('copies', PASSED)
+    assert (report.passed('copies'), report.passed('nccl'), report.passed('tests')) == (
+        True,
+        False,
+        False,
+    )
+    with pytest.raises(LabError, match='has results of a processor.*another --output'):
+        load(tmp_path, msgspec.structs.replace(HARDWARE, gpu='H200'), False)
+    with pytest.raises(LabError, match='another --output'):
+        load(tmp_path, HARDWARE, True)
+    (tmp_path / NAME).write_text('{')
+    with pytest.raises(LabError, match='damaged'):
+        load(tmp_path, HARDWARE, False)
+
+
+def test_without_a_gpu_nothing_is_claimed(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+    assert main(['--output', str(tmp_path)]) == 2
+    assert 'there is no CUDA device here' in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stage_is_run_apart_kept_and_not_run_again(tmp_path, capfd) -> None:
+    passed = dict.fromkeys(('environment', 'copies', 'nccl', 'one-rank', 'four-rank'), PASSED)
+    command = ['--cpu', '--output', str(tmp_path)]
+    assert main([*command, '--stage', 'tests']) == 0  # all are skipped, in a process of its own
+    found = msgspec.json.decode((tmp_path / NAME).read_bytes(), type=Report)
+    assert (
+        found.stages['tests'].figures['skipped_1'] == found.stages['tests'].figures['tests_1'] > 5
+    )
+    save(tmp_path, Report(found.hardware, True, {**found.stages, **passed}))
+    capfd.readouterr()
+    assert main(command) == 0
+    assert capfd.readouterr().out.count('has passed already') == 6
+    save(tmp_path, Report(found.hardware, True, {'nccl': FAILED}))
+    assert main([*command, '--stage', 'tests']) == 0
+    assert 'FAIL nccl' in capfd.readouterr().out
+
+
+def test_a_stage_that_takes_too_long_is_ended(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr('tools.gpu_check.__main__._LIMIT_S', 0.5)
+    before = set(psutil.Process().children())  # servers of other tests
+    result = run_apart('tests', Settings(tmp_path, tmp_path, gpu=False))
+    assert result.problems == ['it was not done within 0.5 s']
+    assert set(psutil.Process().children()) <= before

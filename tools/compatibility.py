@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/compatibility.md: which flags of Megatron go with which recovery, and versions.
+
+    python -m tools.compatibility
+
+All of it comes from the lists in `megatron/moevement/job/compatibility`, from the parser of the
+installed megatron-core and from what setup.py and the Dockerfile ask for.
+"""
+
+import argparse
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from megatron.moevement.job.compatibility.companions import COMPANIONS
+from megatron.moevement.job.compatibility.exact import EXACT
+from megatron.moevement.job.compatibility.refused import REFUSED
+from megatron.moevement.job.compatibility.rule import Group, Rule
+from megatron.moevement.job.compatibility.whole_job import WHOLE_JOB
+from megatron.moevement.job.compatibility.without_effect import WITHOUT_EFFECT
+from megatron.moevement.seams import cpu_device
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = ROOT / 'docs' / 'compatibility.md'
+_WIDTH = 100
+
+CHECKED = (
+    ('torch 2.15.0, gloo', '0.19.2', 'none', 'all tests but `tests/gpu`, on the CPU'),
+    ('torch of the Dockerfile, NCCL', '0.19.2', 'of the Dockerfile', 'nothing yet'),
+)
+"""PyTorch and backend, megatron-core, Transformer Engine; what checks them together."""
+
+_HEAD = """# Compatibility
+
+<!-- Written by `python -m tools.compatibility`; a change goes into its sources. -->
+
+Every flag of megatron-core 0.19.2 is in one of these lists, by what becomes of a job with
+`--sparse-ckpt`. A flag at its default never matters, but for gloo groups beside those of NCCL.
+
+- [Refused](#refused): the job is not started; the message names the flag and what to do instead.
+- [Whole job only](#whole-job-only): a failure restarts all workers, which recover together from
+  host memory, with the same bits. The log says so at the start.
+- [Localized](#localized): only the stages that lost a worker replay; every bit is as if nothing had
+  happened. A test shows it, or an argument says why it must be so.
+- [With another flag](#with-another-flag): they act only beside one that is listed above.
+- [Without effect](#without-effect) on what is trained.
+"""
+
+_TRIED = (
+    'Each is tried with parsed flags in `tests/unit/megatron/moevement/job/test_unsupported.py`.'
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the document anew."""
+    argparse.ArgumentParser(prog='python -m tools.compatibility', description=__doc__).parse_args(
+        argv
+    )
+    DOCUMENT.write_text(document(), 'utf-8')
+    print(f'{DOCUMENT.relative_to(ROOT)} is written.')
+    return 0
+
+
+def document() -> str:
+    """The whole page."""
+    flags = flags_of_megatron()
+    sections = (
+        _HEAD,
+        _versions(),
+        f'## Refused\n\n{_TRIED}\n\n{_rules(REFUSED)}',
+        f'## Whole job only\n\n{_TRIED}\n\n{_rules(WHOLE_JOB)}',
+        '## Localized\n\nFor values that no rule above names.\n\n' + _groups(EXACT, flags),
+        '## With another flag\n\n' + _companions(flags),
+        '## Without effect\n\n' + '\n'.join(_lists(WITHOUT_EFFECT, flags)),
+    )
+    return '\n'.join(sections)
+
+
+def flags_of_megatron() -> dict[str, str]:
+    """How a user writes the flag of each setting, from upstream's own parser."""
+    if cpu_device.needed():
+        cpu_device.install()
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return {
+        action.dest: next(text for text in action.option_strings if text.startswith('--'))
+        for action in reversed(parser._actions)
+    }
+
+
+def _versions() -> str:
+    setup = (ROOT / 'setup.py').read_text('utf-8')
+    image = re.search(r'^ARG BASE_IMAGE=(\S+)', (ROOT / 'Dockerfile').read_text('utf-8'), re.M)
+    needed = re.findall(r"'((?:torch|megatron-core)[<>=][^']*)'", setup)
+    python = re.search(r"python_requires='([^']+)'", setup)
+    assert image and python and len(needed) == 2
+    text = (
+        f'Needed: Python {python[1]}, {", ".join(f"`{one}`" for one in needed)}. The Dockerfile '
+        f'is built on `{image[1]}`. At its start a job compares the parts of megatron-core that it '
+        'replaces with those it was written for, and ends with their names if they differ.'
+    )
+    rows = _table(('PyTorch', 'megatron-core', 'Transformer Engine', 'Checked by'), CHECKED)
+    return f'## Versions\n\n{textwrap.fill(text, _WIDTH)}\n\n{rows}'
+
+
+def _rules(rules: Iterable[Rule]) -> str:
+    def condition(rule: Rule) -> str:
+        return ' '.join(filter(None, (f'`{rule.flag}`', rule.values.words, rule.when.words)))
+
+    return _table(
+        ('Flag', 'Why', 'Instead'), [(condition(rule), rule.reason, rule.remedy) for rule in rules]
+    )
+
+
+def _groups(groups: Iterable[Group], flags: dict[str, str]) -> str:
+    rows = [
+        (group.title, _named(group.settings, flags), _tests_as_code(group.because))
+        for group in groups
+    ]
+    return _table(('What', 'Flags', 'Shown by'), rows)
+
+
+def _companions(flags: dict[str, str]) -> str:
+    rows = [(f'`{flags[leader]}`', _named(names, flags)) for leader, names in COMPANIONS.items()]
+    return _table(('Beside', 'Flags'), rows)
+
+
+def _lists(groups: Iterable[Group], flags: dict[str, str]) -> Iterator[str]:
+    for group in groups:
+        text = f'**{group.title.capitalize()}.** {group.because} {_named(group.settings, flags)}'
+        yield textwrap.fill(text, _WIDTH, break_on_hyphens=False, break_long_words=False) + '\n'
+
+
+def _named(settings: Iterable[str], flags: dict[str, str]) -> str:
+    return ', '.join(f'`{flags[name]}`' for name in settings)
+
+
+def _tests_as_code(text: str) -> str:
+    return re.sub(r'\btest_\w+(\[[^]]+\])?', r'`\g<0>`', text)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ['---'] * len(head), *rows]
+    return ''.join(f'| {" | ".join(line)} |\n' for line in lines)
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks on one GPU, in stages, what the tests of this repository cannot show without.
+
+    scripts/gpu_check.sh                    # all stages that have not passed yet
+    scripts/gpu_check.sh --stage nccl       # this one, also if it has passed
+    scripts/gpu_check.sh --cpu              # a dry run without a GPU
+
+Each stage takes less than ten minutes. After each, what was found is in OUTPUT/gpu-check.json with
+the hardware it was found on; the next call goes on from there. At the end there is a line for each
+stage: PASS or FAIL with its figures.
+
+Exit status: 0 all that was to run has passed, 1 a stage failed, 2 there is no GPU, or the output
+folder is of another machine.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+
+from tools.gpu_check.report import Findings, Report, StageResult, load, save
+from tools.gpu_check.settings import Settings
+from tools.gpu_check.stages import STAGES
+from tools.lab.benchmark import exit_on_sigterm
+from tools.lab.errors import LabError
+from tools.lab.hardware import Hardware
+from tools.lab.launch import GRACE_S, ROOT, family
+
+_LIMIT_S = 570
+"""For a stage."""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; exits with a message if they are wrong."""
+    stages = '\n'.join(f'  {name:12} {stage.proves}' for name, stage in STAGES.items())
+    parser = argparse.ArgumentParser(
+        prog='scripts/gpu_check.sh',
+        description=__doc__,
+        epilog=f'stages, and what each shows:\n{stages}',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        '--wheels',
+        metavar='DIR',
+        help='make .venv-gpu around the python3 on the PATH with the wheels in DIR, for a machine '
+        'where nothing can be downloaded; read by the script (default: .venv)',
+    )
+    add('--stage', choices=list(STAGES), help='only this one, also if it has passed')
+    add('--output', type=Path, default=Path('runs/gpu-check'), help='folder for results and logs')
+    add('--memory', type=Path, default=Path('/dev/shm'), help='a tmpfs with 40 GiB free')
+    add('--cpu', action='store_true', help='dry run: no GPU, gloo, tiny models')
+    args = parser.parse_args(argv)
+    if not args.memory.is_dir():
+        parser.error(f'--memory {args.memory}: no such directory; give one in a tmpfs')
+    return args
+
+
+def run_apart(name: str, settings: Settings) -> StageResult:
+    """Run a stage in a process of its own; nothing of it is left afterwards."""
+    print(f'\n== {name}: {STAGES[name].proves}', flush=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / 'findings.json'
+        device = 'gpu' if settings.gpu else 'cpu'
+        command = [sys.executable, '-m', 'tools.gpu_check.stages', name]
+        command += [str(settings.output), str(settings.memory), device, str(target)]
+        process = subprocess.Popen(command, cwd=ROOT)
+        try:
+            ended = _ended(process)
+        finally:
+            _end(process)
+        findings = Findings({}, [ended])
+        if target.exists():
+            findings = Findings(**msgspec.json.decode(target.read_bytes()))
+    seconds = time.monotonic() - began
+    return StageResult(not findings.problems, seconds, findings.figures, findings.problems)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> str:
+    """Wait for a stage; what to say if it left no findings."""
+    try:
+        return f'it ended with exit status {process.wait(_LIMIT_S)}; its last lines say why'
+    except subprocess.TimeoutExpired:
+        return f'it was not done within {_LIMIT_S} s'
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Politely first: a stage ends the jobs that it has started."""
+    if process.poll() is None:
+        left = family([psutil.Process(process.pid)])
+        process.terminate()
+        left = psutil.wait_procs(left, timeout=2 * GRACE_S)[1]
+        for survivor in family(left):
+            survivor.kill()
+    process.wait()
+
+
+def check(settings: Settings, only: str | None) -> Report:
+    """Run what has not passed yet, or one stage.
+
+    Raises:
+        LabError: the output folder is of another machine.
+    """
+    report = load(settings.output, Hardware.here(settings.gpu), not settings.gpu)
+    for name in [only] if only else STAGES:
+        if not only and report.passed(name):
+            print(f'\n== {name}: has passed already', flush=True)
+            continue
+        report = report.with_stage(name, run_apart(name, settings))
+        save(settings.output, report)
+        print('\n'.join(report.stages[name].lines(name)), flush=True)
+        if name == 'environment' and not report.passed(name):
+            break  # nothing else could be believed
+    return report
+
+
+def summary(report: Report) -> str:
+    """A line for each stage, on what it ran."""
+    head = 'a DRY RUN, without a GPU, on ' if report.dry_run else ''
+    lines = [f'gpu_check on {head}{report.hardware.line()}']
+    for name in STAGES:
+        result = report.stages.get(name)
+        lines += result.lines(name) if result else [f'---- {name} (not run)']
+    return '\n'.join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    args = parse_arguments(argv)
+    if not args.cpu and not torch.cuda.is_available():
+        print(
+            'gpu_check: there is no CUDA device here; run it on a machine with a GPU, or with '
+            '--cpu for a dry run',
+            file=sys.stderr,
+        )
+        return 2
+    settings = Settings(args.output.resolve(), args.memory.resolve(), not args.cpu)
+    try:
+        report = check(settings, args.stage)
+    except LabError as error:
+        print(f'gpu_check: {error}', file=sys.stderr)
+        return 2
+    print(f'\n{summary(report)}', flush=True)
+    wanted = [args.stage] if args.stage else list(STAGES)
+    return 0 if all(report.passed(name) for name in wanted) else 1
+
+
+if __name__ == '__main__':
+    exit_on_sigterm()
+    sys.exit(main())

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage: how fast are copies to host memory, and what do they hold up?
+
+The probe runs with one connection of the device, as jobs are launched with tensor parallelism, and
+with torch's own number; the capture path of the product as `tools.bench.gpu_copy` measures it.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tools.gpu_check.report import Findings
+from tools.gpu_check.settings import Settings
+from tools.lab.errors import LabError
+from tools.lab.launch import ROOT
+
+_CONNECTIONS = ('1', '8')
+_LEAST_OF_PINNED = 0.95
+"""Bandwidth into registered pages of a tmpfs over that into pinned memory of torch."""
+_SLOWEST_SMALL_MS = 3.0
+"""99 of 100 small copies beside paced bulk copies: two pieces of 32 MiB and some."""
+_SPINNING = 0.1
+"""CPU seconds of a wait that blocks, per second."""
+_SHOWN = ('pinned_gb_s', 'registered_gb_s', 'register_gib_s')
+_GPU_BYTES, _CPU_BYTES = 6 << 30, 64 << 20
+
+
+def run(settings: Settings) -> Findings:
+    """Measure with each number of connections, then the product."""
+    folder = settings.folder('copies')
+    figures: dict[str, Any] = {}
+    problems: list[str] = []
+    for connections in _CONNECTIONS:
+        probed = _probe(settings, connections, folder / f'probe-{connections}.json')
+        figures |= {f'{name}_{connections}': probed[name] for name in _SHOWN}
+        figures[f'small_p99_ms_{connections}'] = probed['paced']['small_copy']['p99_ms']
+        figures[f'connections_{connections}'] = probed
+        if settings.gpu:
+            problems += [f'connections={connections}: {text}' for text in judge(probed)]
+    if settings.gpu:
+        capture, code = _capture(settings, folder / 'capture.json')
+        figures |= {'busy_over_limit': capture['busy_over_limit'], 'capture': capture}
+        problems += ['what was captured is not the state at its iteration'] if code else []
+    return Findings(figures, problems)
+
+
+def judge(probed: dict[str, Any]) -> list[str]:
+    """What is wrong with the figures of a probe."""
+    problems = []
+    over = probed['registered_gb_s'] / probed['pinned_gb_s']
+    if over < _LEAST_OF_PINNED:
+        problems.append(f'copies into a registered tmpfs reach {over:.2f} of pinned memory')
+    if not probed['second_kernel_after_it']:
+        problems.append('no kernel runs any more after a registration that CUDA refuses')
+    slowest = probed['paced']['small_copy']['p99_ms']
+    if slowest > _SLOWEST_SMALL_MS:
+        problems.append(f'1 of 100 small copies waits {slowest:.1f} ms behind paced bulk copies')
+    if probed['blocking_wait_cpu'] > _SPINNING:
+        problems.append(f'a blocking event spins: {probed["blocking_wait_cpu"]:.2f} of its wait')
+    return problems
+
+
+def _probe(settings: Settings, connections: str, target: Path) -> dict[str, Any]:
+    device, size = ('gpu', _GPU_BYTES) if settings.gpu else ('cpu', _CPU_BYTES)
+    command = ['tools.gpu_check.copy_probe', str(settings.memory), device, str(size), str(target)]
+    code = _run(command, CUDA_DEVICE_MAX_CONNECTIONS=connections)
+    if code or not target.exists():
+        raise LabError(f'the copy probe ended with exit status {code}; its last lines say why')
+    return msgspec.json.decode(target.read_bytes())
+
+
+def _capture(settings: Settings, target: Path) -> tuple[dict[str, Any], int]:
+    command = ['tools.bench.gpu_copy', '--dir', str(settings.memory), '--state-gib', '10']
+    code = _run([*command, '--repeats', '3', '--json', str(target)])
+    if not target.exists():
+        raise LabError(f'tools.bench.gpu_copy ended with exit status {code}')
+    return msgspec.json.decode(target.read_bytes()), code
+
+
+def _run(module: list[str], **environment: str) -> int:
+    command = [sys.executable, '-m', *module]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}).returncode

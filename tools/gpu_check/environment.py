@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage: are the packages, the private parts of torch, NCCL and the memory as they must be?"""
+
+import os
+import platform
+import resource
+import shutil
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.regroup import gloo, internals
+from tools.gpu_check.report import Findings
+from tools.gpu_check.settings import Settings
+from tools.lab.launch import ROOT
+
+GIB = 1 << 30
+_MEMORY_GIB = 40
+"""That the largest stage takes of the tmpfs."""
+_OLDEST_NCCL = (2, 26, 2)
+"""Before, aborted communicators may hang."""
+_HUGE_PAGES = Path('/sys/kernel/mm/transparent_hugepage/shmem_enabled')
+
+
+def run(settings: Settings) -> Findings:
+    """Look, change nothing."""
+    free = shutil.disk_usage(settings.memory).free / GIB
+    figures: dict[str, Any] = {
+        'python': platform.python_version(),
+        'torch': str(torch.__version__),
+        **{name: version(name) for name in ('megatron-core', 'msgspec', 'xxhash')},
+        'memory_free_gib': free,
+        'cores': len(os.sched_getaffinity(0)),
+        'locked_limit': resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        'huge_pages': _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.exists() else 'unknown',
+    }
+    problems = [*_foreign_packages(), *_private_parts(settings)]
+    if settings.gpu:
+        figures |= _gpu()
+        if free < _MEMORY_GIB:
+            problems.append(
+                f'{settings.memory} has {free:.0f} GiB free, {_MEMORY_GIB} are needed: '
+                f'mount -o remount,size=64g {settings.memory}, or give another --memory'
+            )
+        if torch.cuda.nccl.version() < _OLDEST_NCCL:
+            problems.append(f'NCCL {figures["nccl"]} is older than 2.26.2: take a newer torch')
+    return Findings(figures, problems)
+
+
+def _gpu() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        'gpu': properties.name,
+        'gpu_gib': properties.total_memory / GIB,
+        'cuda': torch.version.cuda,
+        'nccl': '.'.join(map(str, torch.cuda.nccl.version())),
+    }
+
+
+def _foreign_packages() -> list[str]:
+    """Of other packages with the names of ours, that would be run instead."""
+    found = (find_spec(name) for name in ('tools.lab', 'tests.unit.memory.samples'))
+    origins = (Path(spec.origin or '') for spec in found if spec is not None)
+    return [
+        f'{origin} is imported instead of the file in this checkout; remove that package'
+        for origin in origins
+        if not origin.is_relative_to(ROOT)
+    ]
+
+
+def _private_parts(settings: Settings) -> list[str]:
+    """What connecting process groups anew needs of torch."""
+    try:
+        internals.check(internals.PARTS)
+        internals.check(gloo.PARTS)
+        internals.Releaser()
+        if settings.gpu:
+            from moevement_ext.regroup import nccl  # not every build of torch has NCCL
+
+            internals.check(nccl.PARTS)
+    except SparseCheckpointError as error:
+        return [str(error)]
+    return []

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage: two pipeline stages of two expert-parallel ranks; does a lost one come back alone?"""
+
+from moevement_ext.events import Recovered
+from tools.demo.model import STAGE_RANKS, WORLD_SIZE, training_flags
+from tools.gpu_check.report import Findings
+from tools.gpu_check.settings import Settings
+from tools.gpu_check.training import Kill, Trained, Trials, compare, costs, reduced
+from tools.lab import models
+from tools.lab.evidence import Tier, kind_of
+
+WINDOW = 3
+ITERATIONS = 16
+KILL = Kill(rank=2, after=9)
+_LOST_STAGE = 1
+
+
+def run(settings: Settings) -> Findings:
+    """Train the model of the demo plain, with windows, and with a rank killed on the way."""
+    folder = settings.folder('four-rank')
+    data = models.prepare_text(settings.output / 'data', megabytes=1)
+    # Each job has a digest file of its own: the last of a flag counts.
+    flags = training_flags(data, ITERATIONS, folder / 'unused')
+    trials = Trials(settings, folder, flags, nodes=WORLD_SIZE, window=WINDOW)
+    plain, windows = trials.plain('plain'), trials.protected('windows')
+    killed = trials.protected('killed', KILL)
+    problems = compare(plain, windows, 'with windows') + reduced(windows)
+    problems += compare(plain, killed, 'killed') + not_localized(killed)
+    found = killed.recovery
+    figures = {
+        **costs(plain, windows),
+        'came_back': str(found.tier) if found else 'no',
+        'replayed': found.replayed if found else 0,
+        'phases_s': _slowest(killed),
+    }
+    return Findings(figures, problems)
+
+
+def not_localized(killed: Trained) -> list[str]:
+    """What went back besides the stage that lost a rank."""
+    found = killed.recovery
+    if found is None or found.tier is not Tier.LOCALIZED:
+        return [f'killed: it came back from {found.tier if found else "nothing"}, not localized']
+    problems = []
+    for event in kind_of(killed.events, Recovered):
+        lost = event.rank in STAGE_RANKS[_LOST_STAGE]
+        if event.stages != [_LOST_STAGE] or bool(event.replayed) != lost:
+            problems.append(
+                f'killed: rank {event.rank} replayed {event.replayed} iterations, and says that '
+                f'stages {event.stages} went back'
+            )
+    return problems
+
+
+def _slowest(killed: Trained) -> dict[str, float]:
+    """Seconds of each phase of the recovery, on the rank where it took longest."""
+    slowest: dict[str, float] = {}
+    for event in kind_of(killed.events, Recovered):
+        for phase, seconds in event.seconds.items():
+            slowest[phase] = max(seconds, slowest.get(phase, 0.0))
+    return slowest

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of the trials of `tools.gpu_check.nccl`: a process that is killed, or survives.
+
+It is started as `python -m tools.gpu_check.nccl_rank <a Trial as JSON>`.
+"""
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import _world
+
+from moevement_ext.process.leaving import leave
+from moevement_ext.regroup.process_groups import ProcessGroups, stand_in_for
+
+_WAIT = timedelta(seconds=60)
+_TIMEOUT = timedelta(minutes=3)
+"""Of operations."""
+_BLOCKED_S = 1.0
+"""For which survivors wait for the dead before they are unblocked."""
+_ELEMENTS = 1 << 20
+_MIB = 1 << 20
+_SURVIVING = {
+    'TORCH_DIST_USE_NCCL2': '0',
+    'TORCH_NCCL_ASYNC_ERROR_HANDLING': '0',
+    'TORCH_NCCL_DUMP_ON_TIMEOUT': '0',
+    'TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC': '1',
+    'TORCH_NCCL_ENABLE_MONITORING': '0',
+    'TORCH_NCCL_RETHROW_CUDA_ERRORS': '0',
+}
+"""Else torch ends the survivors itself."""
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """What this process is."""
+
+    backend: str
+    rank: int
+    ranks: int
+    port: int
+    """Of the store."""
+    cycle: int
+    """In which it begins; above 0 it takes the place of a process that was killed."""
+    mend: bool
+    """False: a group that an exception has left open is hidden from what would close it."""
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One cycle of a survivor."""
+
+    cycle: int
+    rank: int
+    pid: int
+    ended_by: str
+    """How the operation ended for which it waited."""
+    next_send: str
+    """What the next send to a neighbour did before groups were connected anew."""
+    left_open: int
+    """Coalescing regions that this had left open."""
+    unblock_s: float
+    renew_s: float
+    resources: dict[str, float]
+
+
+class Rank:
+    """The groups of a rank, as parallel training makes them, and what it does with them.
+
+    Args:
+        trial: what it is.
+    """
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._gpu = trial.backend == 'nccl'
+        self._device = torch.device('cuda:0' if self._gpu else 'cpu')
+        self._store = TCPStore('127.0.0.1', trial.port, is_master=False, timeout=_WAIT)
+        self._make_groups()
+        self._process_groups = ProcessGroups(trial.backend, _TIMEOUT)
+
+    def _make_groups(self) -> None:
+        trial, everybody = self._trial, list(range(self._trial.ranks))
+        made: dict[str, Any] = {'rank': trial.rank, 'world_size': trial.ranks}
+        backend = trial.backend
+        if trial.cycle:
+            stand_in_for(backend)
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            backend = 'fake'
+            dist.init_process_group(backend, store=FakeStore(), **made)
+        else:
+            first = PrefixStore('first', self._store)
+            dist.init_process_group(backend, store=first, timeout=_TIMEOUT, **made)
+        lists = [everybody, everybody, [0, 1], everybody[-2:], *([rank] for rank in everybody)]
+        groups: list[Any] = [(ranks, dist.new_group(ranks, backend=backend)) for ranks in lists]
+        self._groups: list[Any] = [dist.group.WORLD]
+        self._groups += [group for ranks, group in groups if trial.rank in ranks]
+        self._data_parallel, self._pipeline = groups[0][1], groups[1][1]
+
+    def run(self) -> None:
+        """All cycles from the first of this process on."""
+        cycle = self._trial.cycle
+        if cycle:
+            self._store.set(f'joins/{cycle - 1}', '')
+            self._renew(cycle - 1)
+            self._store.set(f'renewed/{cycle - 1}/{self._trial.rank}', '')
+        else:
+            self._check()
+        while (victim := self._next_victim(cycle)) >= 0:
+            if victim == self._trial.rank:
+                time.sleep(_TIMEOUT.total_seconds())  # to be killed
+            self._survive(cycle)
+            cycle += 1
+
+    def _next_victim(self, cycle: int) -> int:
+        self._store.set(f'ready/{cycle}/{self._trial.rank}', '')
+        return int(self._store.get(f'victim/{cycle}'))
+
+    def _survive(self, cycle: int) -> None:
+        self._store.wait([f'killed/{cycle}'], _WAIT)
+        ended_by, unblock_s = self._wait_for_the_dead()
+        next_send = self._outcome(self._ring)
+        left_open = len(_world.pg_coalesce_state)
+        if not self._trial.mend:
+            _world.pg_coalesce_state.clear()
+        self._store.wait([f'joins/{cycle}'], _WAIT)  # the time of its start is no part of ours
+        measured = Measured(
+            cycle=cycle,
+            rank=self._trial.rank,
+            pid=os.getpid(),
+            ended_by=ended_by,
+            next_send=next_send,
+            left_open=left_open,
+            unblock_s=unblock_s,
+            renew_s=self._renew(cycle),
+            resources=self._resources(),
+        )
+        self._store.set(f'measured/{cycle}/{self._trial.rank}', _encoded(measured))
+        self._store.set(f'renewed/{cycle}/{self._trial.rank}', '')
+
+    def _wait_for_the_dead(self) -> tuple[str, float]:
+        """How two operations in different groups ended, and how long it took to end them."""
+        taken = []
+
+        def unblock() -> None:
+            time.sleep(_BLOCKED_S)
+            began = time.monotonic()
+            self._process_groups.unblock()
+            taken.append(time.monotonic() - began)
+
+        def wait() -> None:
+            tensor = torch.ones(_ELEMENTS, device=self._device)
+            dist.all_reduce(tensor, async_op=True)
+            work = dist.all_reduce(tensor.clone(), group=self._data_parallel, async_op=True)
+            if work is not None and not self._gpu:
+                work.wait()
+            tensor.sum().item()
+
+        thread = threading.Thread(target=unblock)
+        thread.start()
+        ended_by = self._outcome(wait)
+        thread.join()
+        return ended_by, taken[0]
+
+    def _outcome(self, work: Any) -> str:
+        try:
+            work()
+            self._synchronize()
+        except Exception as error:  # whatever torch raises of a connection that was ended
+            return f'{type(error).__name__}: {str(error).splitlines()[0][:80]}'
+        return 'returned'
+
+    def _renew(self, cycle: int) -> float:
+        """Seconds to connect all groups anew; they must work then."""
+        began = time.monotonic()
+        self._process_groups.renew(PrefixStore(f'epoch{cycle}', self._store), None, _WAIT)
+        self._synchronize()
+        seconds = time.monotonic() - began
+        self._check()
+        return seconds
+
+    def _check(self) -> None:
+        """All groups reduce and pass on what they should.
+
+        Raises:
+            ValueError: one did not.
+        """
+        for number, group in enumerate(self._groups):
+            ranks = dist.get_process_group_ranks(group)
+            tensor = torch.full((_ELEMENTS,), float(self._trial.rank + 1), device=self._device)
+            dist.all_reduce(tensor, group=group)
+            expected = float(sum(rank + 1 for rank in ranks))
+            if not bool((tensor == expected).all()):
+                raise ValueError(f'group {number}: sum {tensor[0].item()} is not {expected}')
+        received = self._ring()
+        expected = float((self._trial.rank - 1) % self._trial.ranks)
+        if not bool((received == expected).all()):
+            raise ValueError(f'received {received[0].item()} instead of {expected}')
+
+    def _ring(self) -> torch.Tensor:
+        """What the rank before sends, at once with a send to the next: as a pipeline does."""
+        trial = self._trial
+        sent = torch.full((_ELEMENTS,), float(trial.rank), device=self._device)
+        received = torch.zeros(_ELEMENTS, device=self._device)
+        after, before = (trial.rank + 1) % trial.ranks, (trial.rank - 1) % trial.ranks
+        operations = [
+            dist.P2POp(dist.isend, sent, after, self._pipeline),
+            dist.P2POp(dist.irecv, received, before, self._pipeline),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received
+
+    def _synchronize(self) -> None:
+        if self._gpu:
+            torch.cuda.synchronize()
+
+    def _resources(self) -> dict[str, float]:
+        process = psutil.Process()
+        free, total = torch.cuda.mem_get_info() if self._gpu else (0, 0)
+        return {
+            'descriptors': process.num_fds(),
+            'threads': process.num_threads(),
+            'memory_mib': process.memory_info().rss / _MIB,
+            'gpu_used_mib': (total - free) / _MIB,  # by all ranks
+        }
+
+    def failed(self, error: Exception) -> None:
+        """Tell the parent."""
+        text = f'{type(error).__name__}: {error}'
+        self._store.set(f'failed/{self._trial.rank}', text)
+
+
+def _encoded(measured: Measured) -> str:
+    return msgspec.json.encode(measured).decode()
+
+
+def main(text: str) -> None:
+    """Body of the process."""
+    trial = msgspec.json.decode(text, type=Trial)
+    for name, value in _SURVIVING.items():
+        os.environ.setdefault(name, value)
+    torch.set_num_threads(1)
+    rank = Rank(trial)
+    try:
+        rank.run()
+    except Exception as error:
+        rank.failed(error)
+        raise
+    leave(0)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1])

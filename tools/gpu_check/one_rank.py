@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage: one rank with a model that fills some of the GPU; what do windows cost, do bits return?"""
+
+from tools.gpu_check.report import Findings
+from tools.gpu_check.settings import Settings
+from tools.gpu_check.training import Kill, Trials, compare, costs, reduced
+from tools.lab import models
+from tools.lab.evidence import Tier
+
+WINDOW = 4
+ITERATIONS = 20
+KILL = Kill(rank=0, after=11)
+
+_LARGE = models.ToyModel(hidden=1024, heads=16, sequence=1024, experts=8)
+_LARGE_LAYERS = 10
+"""0.3 G parameters."""
+_TINY = models.ToyModel(hidden=32, heads=2, sequence=32, experts=4)
+_TINY_LAYERS = 1
+_TRAINING = (
+    '--untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer '
+    '--micro-batch-size 2 --global-batch-size 16 --lr 3e-4 --min-lr 3e-5 --lr-warmup-iters 2 '
+    '--lr-decay-iters 100 --clip-grad 1.0'
+).split()
+
+
+def run(settings: Settings) -> Findings:
+    """Train plain, plain again, with windows, and killed on the way."""
+    folder = settings.folder('one-rank')
+    trials = Trials(settings, folder, _flags(settings), nodes=1, window=WINDOW)
+    plain, again = trials.plain('plain'), trials.plain('plain-again')
+    problems = compare(plain, again, 'again')
+    if problems:
+        problems.append('so this model is not deterministic here, and no bits can be compared')
+    windows = trials.protected('windows')
+    killed = trials.protected('killed', KILL)
+    problems += compare(plain, windows, 'with windows') + reduced(windows)
+    problems += compare(plain, killed, 'killed') + reduced(killed)
+    found = killed.recovery
+    if found is None or found.tier is Tier.DISK:
+        problems.append('killed: it did not come back from host memory')
+    figures = {
+        **costs(plain, windows),
+        'slot_mib': max(captured.nbytes for captured in windows.log.captured) / (1 << 20),
+        'entries_compared': len(plain.state.ranks['0']),
+        'came_back': str(found.tier) if found else 'no',
+        'replayed': found.replayed if found else 0,
+    }
+    return Findings(figures, problems)
+
+
+def _flags(settings: Settings) -> list[str]:
+    model, layers = (_LARGE, _LARGE_LAYERS) if settings.gpu else (_TINY, _TINY_LAYERS)
+    data = models.prepare_text(settings.output / 'data', megabytes=1)
+    return [
+        *model.flags(),
+        *models.TRAINING,
+        *_TRAINING,
+        *models.TEXT,
+        *models.NO_EVALUATION,
+        *models.data_flags(data),
+        *('--num-layers', str(layers), '--train-iters', str(ITERATIONS)),
+    ]

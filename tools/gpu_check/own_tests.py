@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage: do the tests that need a GPU pass?"""
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+from tools.gpu_check.report import Findings
+from tools.gpu_check.settings import Settings
+from tools.lab.launch import ROOT
+
+_CONNECTIONS = ('1', '8')
+"""CUDA_DEVICE_MAX_CONNECTIONS: as jobs are launched, and torch's own."""
+
+
+def run(settings: Settings) -> Findings:
+    """Run them once for each number of connections; without a GPU they are all skipped."""
+    folder = settings.folder('tests')
+    figures: dict[str, int] = {}
+    problems = []
+    for connections in _CONNECTIONS if settings.gpu else _CONNECTIONS[:1]:
+        results = folder / f'connections-{connections}.xml'
+        command = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/gpu']
+        command += [f'--junit-xml={results}']
+        environment = {**os.environ, 'CUDA_DEVICE_MAX_CONNECTIONS': connections}
+        code = subprocess.run(command, cwd=ROOT, env=environment).returncode
+        found = counts(results.read_text('utf-8')) if results.exists() else {}
+        figures |= {f'{name}_{connections}': count for name, count in found.items()}
+        not_run = not found.get('tests') or (settings.gpu and found['skipped'])
+        if code or not_run:
+            problems.append(
+                f'CUDA_DEVICE_MAX_CONNECTIONS={connections}: pytest tests/gpu ended with exit '
+                f'status {code}: {found or "no results"}'
+            )
+    return Findings(dict(figures), problems)
+
+
+def counts(results: str) -> dict[str, int]:
+    """Of a result file of pytest."""
+    suites = ElementTree.fromstring(results).iter('testsuite')
+    total = dict.fromkeys(('tests', 'failures', 'errors', 'skipped'), 0)
+    for suite in suites:
+        for name in total:
+            total[name] += int(suite.get(name, 0))
+    return total

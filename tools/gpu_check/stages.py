@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages in their order, and the program that runs one of them.
+
+    python -m tools.gpu_check.stages NAME <output> <memory> gpu|cpu <file for the findings>
+
+Each stage has a process of its own: what it does to its CUDA context, the next one does not see.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+
+from tools.gpu_check import copies, environment, four_rank, nccl, one_rank, own_tests
+from tools.gpu_check.report import Findings
+from tools.gpu_check.settings import Settings
+from tools.lab.benchmark import exit_on_sigterm, print_failure
+from tools.lab.errors import LabError
+from tools.lab.figures import write_json
+
+
+class Stage(NamedTuple):
+    """One part of the check; it takes less than ten minutes."""
+
+    run: Callable[[Settings], Findings]
+    proves: str
+    """In a few words."""
+
+
+STAGES = {
+    'environment': Stage(environment.run, 'packages, versions and memory are as they must be'),
+    'copies': Stage(copies.run, 'captures are as fast as the machine and hold up nothing else'),
+    'tests': Stage(own_tests.run, 'tests/gpu passes'),
+    'nccl': Stage(nccl.run, 'survivors of a killed rank are unblocked and connected anew'),
+    'one-rank': Stage(one_rank.run, 'a model of 0.3 G parameters recovers bit for bit'),
+    'four-rank': Stage(four_rank.run, 'a lost rank of PP 2 x EP 2 recovers alone, bit for bit'),
+}
+
+
+def run_stage(name: str, settings: Settings) -> Findings:
+    """Run one in this process; what keeps it from ending is a problem, too."""
+    try:
+        return STAGES[name].run(settings)
+    except LabError as error:
+        print_failure(Console(), name, error)
+        return Findings({}, [str(error)])
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run one and write what it found."""
+    name, output, memory, device, target = argv
+    findings = run_stage(name, Settings(Path(output), Path(memory), device == 'gpu'))
+    write_json(Path(target), msgspec.to_builtins(findings._asdict()))
+
+
+if __name__ == '__main__':
+    exit_on_sigterm()
+    main(sys.argv[1:])
