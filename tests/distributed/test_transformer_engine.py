@@ -4,7 +4,9 @@
 Stand-ins have its rules on the CPU (`tests/stand_ins`).
 """
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ FLAGS = """--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2
 PLAIN = FLAGS[: FLAGS.index('--sparse-ckpt-window')]
 VARIANTS = 'mutations.upstream_variants'
 TRANSFORMER_ENGINE = f'{VARIANTS}:transformer_engine'
+FUSED_ADAM = f'{VARIANTS}:fused_adam'
 BEFORE_SECOND_WINDOW = '1:5:backward'
 """The window of iterations 0 to 2 is complete, that of 3 to 5 is not; rank 0 replays with it."""
 
@@ -73,3 +76,19 @@ def test_leaving_out_what_transformer_engine_needs_is_noticed(
     broken = cluster(*FLAGS)
     assert broken.survive(fail_at=fail_at, mutation=f'{VARIANTS}:{mutation}') == {1: 1}
     assert differences(reference, read_digest(broken)) != []
+
+
+def test_windows_captured_after_a_dense_restart(
+    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict], tmp_path: Path
+) -> None:
+    """Loading a dense checkpoint replaces the tensors of the optimizer."""
+    reference = _reference(cluster, references, FUSED_ADAM)
+    dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
+    job = cluster(*FLAGS, *dense, '--save-interval', '4')
+    assert -9 in job.run(fail_at='1:6:forward', mutation=FUSED_ADAM)
+    shutil.rmtree(job.memory)
+    assert -9 in job.run(fail_at='1:11:forward', mutation=FUSED_ADAM)
+    assert 'loaded checkpoint' in job.output(life=1)
+    job.finish(mutation=FUSED_ADAM)
+    assert job.events('recovered')[0]['replayed'] >= 2
+    assert differences(reference, read_digest(job)) == []

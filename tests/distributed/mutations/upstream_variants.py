@@ -25,11 +25,16 @@ def norm_as_tensor() -> None:
     clip_grads.multi_tensor_scale_tensor_impl = scale
 
 
-def transformer_engine(adam: type[FusedAdam] = FusedAdam) -> None:
-    """Its optimizer, its experts, and the norm as a tensor."""
+def fused_adam(kind: type[FusedAdam] = FusedAdam) -> None:
+    """The optimizer of Transformer Engine, and the norm as a tensor."""
     norm_as_tensor()
-    upstream.Adam, upstream.USING_PYTORCH_OPTIMIZER = adam, False
+    upstream.Adam, upstream.USING_PYTORCH_OPTIMIZER = kind, False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def transformer_engine(adam: type[FusedAdam] = FusedAdam) -> None:
+    """Its optimizer and its experts. These cannot be written to dense checkpoints."""
+    fused_adam(adam)
     backends.LocalSpecProvider.grouped_mlp_modules = lambda *_: grouped_linear.experts()
 
 
