@@ -99,9 +99,7 @@ def restore(state: IterationState, counters: Counters, optimizer: Any, scheduler
     scheduler.step(increment=0)  # recomputes learning rate and weight decay of every group
     for scaler, saved in zip(_scalers(optimizer), state.scalers, strict=True):
         _restore_scaler(scaler, saved)
-    for group, step in zip(optimizer.param_groups, state.group_steps, strict=True):
-        if step is not None:
-            group['step'] = step
+    _restore_group_steps(optimizer, state.group_steps)
     restore_rng(state.rng)
 
 
@@ -167,6 +165,14 @@ def _group_steps(optimizer: Any) -> Iterator[int | None]:
         counted = not counts_steps_per_parameter(inner.optimizer)
         for group in inner.optimizer.param_groups:
             yield int(group['step']) if counted and 'step' in group else None
+
+
+def _restore_group_steps(optimizer: Any, steps: list[int | None]) -> None:
+    for group, step in zip(optimizer.param_groups, steps, strict=True):
+        if step is None:  # it had not stepped yet: the next step counts from nothing
+            group.pop('step', None)
+        else:
+            group['step'] = step
 
 
 def _scaler_state(scaler: Any) -> ScalerState:

@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream does in other installations, so far as it can be had without them."""
+"""What upstream does in other installations, so far as it can be had without them.
+
+Also with a step of recovery left out that only these need.
+"""
 
 from typing import Any
 
-from megatron.core.optimizer import clip_grads
+from megatron.core import optimizer as upstream
+from megatron.core.models import backends
+from megatron.core.optimizer import clip_grads, distrib_optimizer
+
+from megatron.moevement.state import frozen, iteration_state
+from tests.stand_ins import grouped_linear
+from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam
 
 
 def norm_as_tensor() -> None:
@@ -14,3 +23,47 @@ def norm_as_tensor() -> None:
             target.copy_(source * coefficient)
 
     clip_grads.multi_tensor_scale_tensor_impl = scale
+
+
+def fused_adam(kind: type[FusedAdam] = FusedAdam) -> None:
+    """The optimizer of Transformer Engine, and the norm as a tensor."""
+    norm_as_tensor()
+    upstream.Adam, upstream.USING_PYTORCH_OPTIMIZER = kind, False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def transformer_engine(adam: type[FusedAdam] = FusedAdam) -> None:
+    """Its optimizer and its experts. These cannot be written to dense checkpoints."""
+    fused_adam(adam)
+    backends.LocalSpecProvider.grouped_mlp_modules = lambda *_: grouped_linear.experts()
+
+
+def older_transformer_engine() -> None:
+    """Groups that have no parameters on a rank count no steps there."""
+    transformer_engine(OlderFusedAdam)
+
+
+def steps_of_groups_not_taken_away() -> None:
+    """A survivor that replays from iteration 0 keeps the steps that it has counted."""
+    transformer_engine()
+    restore = iteration_state.restore
+
+    def keeping(state: Any, counters: Any, optimizer: Any, scheduler: Any) -> None:
+        counted = [group.get('step') for group in optimizer.param_groups]
+        restore(state, counters, optimizer, scheduler)
+        for group, step, saved in zip(
+            optimizer.param_groups, counted, state.group_steps, strict=True
+        ):
+            if saved is None and step is not None:
+                group['step'] = step
+
+    iteration_state.restore = keeping
+
+
+def experts_frozen_one_by_one() -> None:
+    """Also those that a grouped linear layer computes together."""
+    transformer_engine()
+    frozen._computed_together = lambda operators: (
+        (frozenset([operator.name]), list(operator.parameters.values()))
+        for operator in operators.values()
+    )

@@ -5,6 +5,8 @@ import torch
 
 from megatron.moevement.state.frozen import FrozenOperators
 from megatron.moevement.state.operators import Operator
+from tests.stand_ins import rules
+from tests.stand_ins.grouped_linear import GroupedLinear
 
 EXPERTS = 'chunk0.decoder.layers.0.mlp.experts'
 
@@ -36,6 +38,22 @@ def test_experts_of_a_grouped_layer_thaw_together() -> None:
     assert active(grouped, 'layer1.expert1') == [True, True]
     assert active(grouped, *grouped) == [False, False]
     assert active(grouped) == [True, True]
+
+
+def test_an_active_expert_of_a_grouped_layer_has_its_gradient() -> None:
+    layer = GroupedLinear(3, 16, 32, init_method=torch.nn.init.zeros_, params_dtype=torch.float32)
+    whole = rules.gradients_of_grouped(layer, [True] * 3)
+    layer.zero_grad()
+    grouped = {
+        f'layer1.expert{number}': Operator(
+            f'layer1.expert{number}', 'expert', {f'{EXPERTS}.linear_fc1.{name}': weight}
+        )
+        for number, (name, weight) in enumerate(layer.named_parameters())
+    }
+    wanted = active(grouped, 'layer1.expert0', 'layer1.expert1')
+    _, _, _, of_active = rules.gradients_of_grouped(layer, wanted)
+    assert of_active is not None
+    assert torch.equal(of_active, whole[3])
 
 
 def test_experts_with_layers_of_their_own_are_frozen_one_by_one() -> None:

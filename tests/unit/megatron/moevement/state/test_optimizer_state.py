@@ -3,6 +3,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from megatron.moevement.seams import cpu_device
@@ -10,18 +11,7 @@ from megatron.moevement.seams import cpu_device
 cpu_device.install()
 
 from megatron.moevement.state import iteration_state, optimizer_state  # noqa: E402
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """As far as it differs from torch's: no default argument, and steps of groups."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        super().__init__(parameters, {'lr': 1.0})
-        self.store_param_remainders = True
-
-    def initialize_state(self, parameter: torch.nn.Parameter, store_param_remainders: bool) -> None:
-        dtype = torch.int16 if store_param_remainders else torch.float32
-        self.state[parameter]['master_param'] = torch.zeros(parameter.shape, dtype=dtype)
+from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam  # noqa: E402
 
 
 def _upstream_optimizer(inner: torch.optim.Optimizer) -> SimpleNamespace:
@@ -32,7 +22,7 @@ def _upstream_optimizer(inner: torch.optim.Optimizer) -> SimpleNamespace:
 def test_low_precision_state_is_made_with_remainders_of_bf16_parameters_only() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2, dtype=dtype))
                   for dtype in (torch.bfloat16, torch.float32)]  # fmt: skip
-    inner = FusedAdam(parameters)
+    inner = FusedAdam(parameters, master_weights=True, store_param_remainders=True)
     optimizer_state._allocate(_upstream_optimizer(inner))
     dtypes = [inner.state[parameter]['master_param'].dtype for parameter in parameters]
     assert dtypes == [torch.int16, torch.float32]
@@ -47,3 +37,23 @@ def test_step_of_a_group_is_captured_where_the_optimizer_counts_it() -> None:
         inner.param_groups[0]['step'] = 8.0  # a dense checkpoint leaves it so
         steps += iteration_state._group_steps(_upstream_optimizer(inner))
     assert steps == [8, None]
+
+
+@pytest.mark.parametrize('kind', [FusedAdam, OlderFusedAdam])
+@pytest.mark.parametrize('taken', [0, 2], ids=['before the first step', 'after two'])
+def test_steps_go_on_from_where_they_were_captured(kind: type[FusedAdam], taken: int) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    inner = kind([{'params': [parameter]}, {'params': []}])
+    optimizer = _upstream_optimizer(inner)
+
+    def counted_after(steps: int) -> list[int | None]:
+        for _ in range(steps):
+            inner.step()
+        return list(iteration_state._group_steps(optimizer))
+
+    captured = counted_after(taken)
+    expected = counted_after(1)
+    counted_after(3)
+    iteration_state._restore_group_steps(optimizer, captured)
+    assert list(iteration_state._group_steps(optimizer)) == captured
+    assert counted_after(1) == expected

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs with the optimizer, the experts and the gradient norm of Transformer Engine.
+
+Stand-ins have its rules on the CPU (`tests/stand_ins`).
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
+
+FLAGS = """--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2
+ --untie-embeddings-and-output-weights --train-iters 12 --sparse-ckpt-window 3""".split()
+PLAIN = FLAGS[: FLAGS.index('--sparse-ckpt-window')]
+VARIANTS = 'mutations.upstream_variants'
+TRANSFORMER_ENGINE = f'{VARIANTS}:transformer_engine'
+FUSED_ADAM = f'{VARIANTS}:fused_adam'
+BEFORE_SECOND_WINDOW = '1:5:backward'
+"""The window of iterations 0 to 2 is complete, that of 3 to 5 is not; rank 0 replays with it."""
+
+
+def _reference(
+    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict], variant: str
+) -> dict:
+    key = ('4', variant, *PLAIN)
+    if key not in references:
+        plain = cluster(*PLAIN, sparse=False)
+        plain.finish(mutation=variant)
+        references[key] = read_digest(plain)
+    return references[key]
+
+
+def test_whole_job_and_localized_recovery(
+    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
+) -> None:
+    reference = _reference(cluster, references, TRANSFORMER_ENGINE)
+    whole = cluster(*FLAGS)
+    assert -9 in whole.run(fail_at='1:9:forward', mutation=TRANSFORMER_ENGINE)
+    whole.finish(mutation=TRANSFORMER_ENGINE)
+    assert whole.events('recovered')[0]['replayed'] >= 2
+    assert differences(reference, read_digest(whole)) == []
+    local = cluster(*FLAGS)
+    assert local.survive(fail_at='1:8:backward', mutation=TRANSFORMER_ENGINE) == {1: 1}
+    assert differences(reference, read_digest(local)) == []
+
+
+@pytest.mark.parametrize('variant', ['transformer_engine', 'older_transformer_engine'])
+def test_survivor_counts_steps_anew_when_it_replays_from_the_start(
+    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict], variant: str
+) -> None:
+    reference = _reference(cluster, references, f'{VARIANTS}:{variant}')
+    local = cluster(*FLAGS)
+    survived = local.survive(fail_at=BEFORE_SECOND_WINDOW, mutation=f'{VARIANTS}:{variant}')
+    assert survived == {1: 1}
+    assert differences(reference, read_digest(local)) == []
+
+
+@pytest.mark.parametrize(
+    ('mutation', 'fail_at'),
+    [
+        ('steps_of_groups_not_taken_away', BEFORE_SECOND_WINDOW),
+        ('experts_frozen_one_by_one', '1:8:backward'),
+    ],
+)
+def test_leaving_out_what_transformer_engine_needs_is_noticed(
+    cluster: Callable[..., Cluster],
+    references: dict[tuple[str, ...], dict],
+    mutation: str,
+    fail_at: str,
+) -> None:
+    reference = _reference(cluster, references, TRANSFORMER_ENGINE)
+    broken = cluster(*FLAGS)
+    assert broken.survive(fail_at=fail_at, mutation=f'{VARIANTS}:{mutation}') == {1: 1}
+    assert differences(reference, read_digest(broken)) != []
+
+
+def test_windows_captured_after_a_dense_restart(
+    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict], tmp_path: Path
+) -> None:
+    """Loading a dense checkpoint replaces the tensors of the optimizer."""
+    reference = _reference(cluster, references, FUSED_ADAM)
+    dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
+    job = cluster(*FLAGS, *dense, '--save-interval', '4')
+    assert -9 in job.run(fail_at='1:6:forward', mutation=FUSED_ADAM)
+    shutil.rmtree(job.memory)
+    assert -9 in job.run(fail_at='1:11:forward', mutation=FUSED_ADAM)
+    assert 'loaded checkpoint' in job.output(life=1)
+    job.finish(mutation=FUSED_ADAM)
+    assert job.events('recovered')[0]['replayed'] >= 2
+    assert differences(reference, read_digest(job)) == []

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformer Engine itself has the rules that its stand-ins on the CPU have."""
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from tests.stand_ins import rules
+from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam
+from tests.stand_ins.grouped_linear import GroupedLinear
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.transformer_engine,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device'),
+    pytest.mark.skipif(
+        importlib.util.find_spec('transformer_engine') is None, reason='needs Transformer Engine'
+    ),
+]
+
+CLOSE = {'rtol': 1e-5, 'atol': 1e-6}
+"""Kernels add up in another order."""
+CLOSE_IN_BF16 = {'rtol': 2e-2, 'atol': 2e-2}
+
+
+@pytest.fixture
+def real() -> Any:
+    import transformer_engine.pytorch as te
+
+    return te
+
+
+def _check_arguments(stand_in: Any, real: Any) -> None:
+    """The real one takes all that the stand-in takes, with the same defaults."""
+    taken = rules.arguments(real)
+    assert {name: taken.get(name, 'not taken') for name in rules.arguments(stand_in)} == (
+        rules.arguments(stand_in)
+    )
+
+
+def test_adam_takes_the_same_arguments(real: Any) -> None:
+    _check_arguments(FusedAdam, real.optimizers.FusedAdam)
+    _check_arguments(FusedAdam.initialize_state, real.optimizers.FusedAdam.initialize_state)
+    assert real.optimizers.FusedAdam.__name__ == FusedAdam.__name__
+    assert not issubclass(real.optimizers.FusedAdam, torch.optim.Adam)
+
+
+@pytest.mark.parametrize('adam_w_mode', [True, False])
+def test_adam_has_the_same_state_and_rules(real: Any, adam_w_mode: bool) -> None:
+    found = rules.facts_of_adam(real.optimizers.FusedAdam, 'cuda', adam_w_mode)
+    kinds = (FusedAdam, OlderFusedAdam)
+    expected = [rules.facts_of_adam(kind, 'cpu', adam_w_mode) for kind in kinds]
+    assert found.steps in [one.steps for one in expected]
+    assert all(type(step) in (int, type(None)) for step in found.steps)
+    assert found._replace(values={}, steps=[]) == expected[0]._replace(values={}, steps=[])
+    torch.testing.assert_close(found.values, expected[0].values, **CLOSE)
+
+
+def test_adam_keeps_masters_in_the_same_form(real: Any) -> None:
+    found = rules.masters_of_adam(real.optimizers.FusedAdam, 'cuda')
+    assert found == rules.masters_of_adam(FusedAdam, 'cpu')
+
+
+@pytest.mark.parametrize(
+    'wanted',
+    [(True, True, True), (True, False, True), (False, True, True), (False, False, False)],
+)
+def test_grouped_layer_asks_the_same_weight(real: Any, wanted: tuple[bool, ...]) -> None:
+    make = {'init_method': torch.nn.init.zeros_, 'params_dtype': torch.bfloat16}
+    stand_in = GroupedLinear(3, 16, 32, **make)
+    layer = real.GroupedLinear(3, 16, 32, bias=False, **make)
+    names = [name for name, _ in stand_in.named_parameters()]
+    assert [name for name, _ in layer.named_parameters()] == names
+    found = rules.gradients_of_grouped(layer, wanted)
+    expected = rules.gradients_of_grouped(stand_in, wanted)
+    assert [one is None for one in found] == [one is None for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, other, **CLOSE_IN_BF16)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of one rank."""
+    torch.distributed.init_process_group('nccl', store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures('alone')
+def test_recorded_norm_is_given_back_as_it_is_computed() -> None:
+    from megatron.core.optimizer import clip_grads
+
+    from megatron.moevement.state import global_scalars
+
+    gradient = torch.arange(64.0, device='cuda') / 7
+    norm = clip_grads.get_grad_norm_fp32([gradient])
+    replayed = global_scalars._as_computed(float(norm))
+    assert type(replayed) is type(norm)
+    torch.testing.assert_close(replayed, norm, rtol=0.0, atol=0.0)
