@@ -72,7 +72,7 @@ CASES = {
         '0:9:reduce',
         f'{BF16} {PP2} {UNTIED} --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 3 '
         '--no-align-grad-reduce --no-gradient-reduce-div-fusion '
-        '--ddp-pad-buckets-for-high-nccl-busbw',
+        '--ddp-pad-buckets-for-high-nccl-busbw --use-tp-pp-dp-mapping',
     ),
     'fp32-accumulation': (
         '0:9:reduce',

@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import enum
 import os
+import random
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / 'pretrain_gpt.py'
+_PORTS = 20_000, 32_000
 GRACE_S = 15
 """Between a polite end and SIGKILL."""
 
@@ -124,8 +126,12 @@ def kill_groups(pids: Sequence[int]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of the loopback interface that nobody listens on.
+
+    None of those that Linux gives to outgoing connections: an agent takes seconds to listen on it.
+    """
+    while True:
+        port = random.randrange(*_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(('127.0.0.1', port))
+            return port
