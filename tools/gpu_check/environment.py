@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.regroup import gloo, internals
+from moevement_ext.regroup import gloo, internals, nccl_environment
 from tools.gpu_check.report import Findings
 from tools.gpu_check.settings import Settings
 from tools.lab.launch import ROOT
@@ -21,8 +21,6 @@ from tools.lab.launch import ROOT
 GIB = 1 << 30
 _MEMORY_GIB = 40
 """That the largest stage takes of the tmpfs."""
-_OLDEST_NCCL = (2, 26, 2)
-"""Before, aborted communicators may hang."""
 _HUGE_PAGES = Path('/sys/kernel/mm/transparent_hugepage/shmem_enabled')
 
 
@@ -46,8 +44,6 @@ def run(settings: Settings) -> Findings:
                 f'{settings.memory} has {free:.0f} GiB free, {_MEMORY_GIB} are needed: '
                 f'mount -o remount,size=64g {settings.memory}, or give another --memory'
             )
-        if torch.cuda.nccl.version() < _OLDEST_NCCL:
-            problems.append(f'NCCL {figures["nccl"]} is older than 2.26.2: take a newer torch')
     return Findings(figures, problems)
 
 
@@ -82,6 +78,7 @@ def _private_parts(settings: Settings) -> list[str]:
             from moevement_ext.regroup import nccl  # not every build of torch has NCCL
 
             internals.check(nccl.PARTS)
+            nccl_environment.prepare()
     except SparseCheckpointError as error:
         return [str(error)]
     return []

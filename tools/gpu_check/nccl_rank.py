@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _world
 
 from moevement_ext.process.leaving import leave
+from moevement_ext.regroup import nccl_environment
 from moevement_ext.regroup.process_groups import ProcessGroups, stand_in_for
 
 _WAIT = timedelta(seconds=60)
@@ -28,15 +29,6 @@ _BLOCKED_S = 1.0
 """For which survivors wait for the dead before they are unblocked."""
 _ELEMENTS = 1 << 20
 _MIB = 1 << 20
-_SURVIVING = {
-    'TORCH_DIST_USE_NCCL2': '0',
-    'TORCH_NCCL_ASYNC_ERROR_HANDLING': '0',
-    'TORCH_NCCL_DUMP_ON_TIMEOUT': '0',
-    'TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC': '1',
-    'TORCH_NCCL_ENABLE_MONITORING': '0',
-    'TORCH_NCCL_RETHROW_CUDA_ERRORS': '0',
-}
-"""Else torch ends the survivors itself."""
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -79,7 +71,7 @@ class Rank:
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
-        self._gpu = trial.backend == 'nccl'
+        self._gpu = trial.backend == nccl_environment.BACKEND
         self._device = torch.device('cuda:0' if self._gpu else 'cpu')
         self._store = TCPStore('127.0.0.1', trial.port, is_master=False, timeout=_WAIT)
         self._make_groups()
@@ -245,8 +237,8 @@ def _encoded(measured: Measured) -> str:
 def main(text: str) -> None:
     """Body of the process."""
     trial = msgspec.json.decode(text, type=Trial)
-    for name, value in _SURVIVING.items():
-        os.environ.setdefault(name, value)
+    if trial.backend == nccl_environment.BACKEND:
+        nccl_environment.prepare()
     torch.set_num_threads(1)
     rank = Rank(trial)
     try:
