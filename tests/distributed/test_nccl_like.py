@@ -80,11 +80,15 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize('mutation', MUTATIONS)
 def test_leaving_out_what_nccl_needs_is_noticed(
     mutation: str, make: Make, reference: Callable[..., dict]
 ) -> None:
-    """By wrong bits, or by ranks that hang or cannot get on."""
+    """By wrong bits, or by ranks that hang or cannot get on.
+
+    Not on a machine so busy that the death is known before the others have come to wait.
+    """
     setup, fail_at = DEATHS[MUTATIONS[mutation]]
     expected, job = reference(*flags_of(setup)), make(setup)
     try:
