@@ -48,7 +48,7 @@ def test_whole_job_and_localized_recovery(
     assert differences(reference, read_digest(local)) == []
 
 
-@pytest.mark.parametrize('variant', ['transformer_engine', 'older_transformer_engine'])
+@pytest.mark.parametrize('variant', ['transformer_engine'])
 def test_survivor_counts_steps_anew_when_it_replays_from_the_start(
     cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict], variant: str
 ) -> None:
@@ -59,6 +59,7 @@ def test_survivor_counts_steps_anew_when_it_replays_from_the_start(
     assert differences(reference, read_digest(local)) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ('mutation', 'fail_at'),
     [
@@ -78,6 +79,7 @@ def test_leaving_out_what_transformer_engine_needs_is_noticed(
     assert differences(reference, read_digest(broken)) != []
 
 
+@pytest.mark.thorough
 def test_windows_captured_after_a_dense_restart(
     cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict], tmp_path: Path
 ) -> None:
