@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers that are forked from one process, which has imported the program once."""
 
+import contextlib
 import json
 import os
 import select
@@ -85,6 +86,11 @@ class ForkedChild(Child):
     def __init__(self, template: Template, pid: int, output: int | None) -> None:
         super().__init__(pid, output)
         self._template = template
+
+    def signal(self, number: int) -> None:
+        """As for any child; to nobody once its template is gone, and init has reaped it."""
+        with contextlib.suppress(ProcessLookupError):
+            super().signal(number)
 
     def close(self) -> None:
         """Close the pipe."""

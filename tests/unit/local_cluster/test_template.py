@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers that are forked from one process behave as those that are started one by one."""
 
+import ctypes
 import os
 import signal
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from moevement_ext.config import ConfigurationError
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event, JobFailed, WorkerEnded, WorkerStarted
+from moevement_ext.local_cluster.template import Template
 from tests.unit.local_cluster.conftest import Job, dies
 
 pytestmark = pytest.mark.timeout(60)
@@ -18,6 +20,12 @@ pytestmark = pytest.mark.timeout(60)
 
 def ended(job: Job) -> list[tuple[int, int]]:
     return [(event.rank, event.code) for event in job.events if isinstance(event, WorkerEnded)]
+
+
+def adopt_orphans(wanted: bool) -> None:
+    """Become the parent of descendants whose own parent dies, or no longer."""
+    pr_set_child_subreaper = 36
+    assert ctypes.CDLL(None).prctl(pr_set_child_subreaper, int(wanted), 0, 0, 0) == 0
 
 
 @pytest.mark.parametrize('logged', [True, False])
@@ -85,6 +93,24 @@ def test_the_job_fails_with_its_template(job: Job) -> None:
     assert 'the template of all workers is gone' in failed.reason
     assert len(workers) == 2
     assert all(dies(pid) for pid in workers)
+
+
+def test_a_worker_that_init_has_reaped_is_dead(job: Job) -> None:
+    """Its template is gone, and its process id is nobody's; this process stands for init."""
+    template = Template(str(job.program), dict(os.environ))
+    adopt_orphans(True)
+    try:
+        worker = template.fork([str(job.program)], dict(os.environ), None)
+        [template_pid] = [child.pid for child in psutil.Process().children()]
+        os.kill(template_pid, signal.SIGKILL)
+        assert dies(worker.pid)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED)
+    finally:
+        adopt_orphans(False)
+    worker.signal(signal.SIGTERM)
+    assert worker.reap() == -signal.SIGKILL
+    worker.close()
+    template.close()
 
 
 def test_a_program_that_cannot_be_imported_ends_the_job(job: Job) -> None:

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from moevement_ext.membership.rendezvous import Rendezvous, break_epoch
+from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.regroup import waits
 
@@ -86,14 +86,12 @@ def test_a_thread_at_a_barrier_waits_for_others() -> None:
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     timeout = timedelta(seconds=60)
 
-    def meet() -> None:
-        Rendezvous(store.clone(), 0, 2).meet(lambda: b'', timeout)
+    def meet(rank: int = 0) -> None:
+        Rendezvous(store.clone(), rank, 2).meet(lambda: b'', timeout)
 
     with running(meet) as thread:
         found = looks(thread)
-    store.set('full/0', '1')
-    store.set('met/0', '1')
-    break_epoch(store, 0, 'over')
+    meet(1)
     assert all(look.waits_for_others for look in found[LOOKS // 2 :])
 
 
