@@ -117,6 +117,8 @@ def _import_program(program: str) -> ModuleType:
         sys.exit(f'{program} is not a Python program; leave out --spares')
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    # What multiprocessing starts anew imports this file as the program's, as if it had been run.
+    sys.modules['__main__'].__file__ = path
     spec.loader.exec_module(module)
     return module
 

@@ -60,7 +60,7 @@ def cluster(text: list[str], tmp_path: Path) -> Iterator[Callable[..., Cluster]]
         chosen = (backend or os.environ.get(BACKEND, 'gloo')) if sparse else 'gloo'
         new = Cluster([], directory, ranks=ranks, nodes=nodes, backend=chosen)
         digest = ['--sparse-ckpt-digest', str(directory / 'digest.json')]
-        batch = [] if '--step-batch-size-schedule' in flags else ['--global-batch-size', '8']
+        batch = [] if '--step-batch-size-schedule' in flags else ['--global-batch-size', '4']
         new.flags = [*MODEL, *TRAINING, *batch, *text, *flags, *digest]
         if sparse:
             new.flags += new.sparse_flags()

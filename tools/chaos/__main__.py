@@ -30,12 +30,14 @@ job failed.
 """
 
 import argparse
+import fcntl
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 
@@ -216,6 +218,21 @@ def _campaign(args: argparse.Namespace, results: Results, console: Console) -> C
     )
 
 
+def lock(output: Path) -> IO[bytes]:
+    """A file that keeps other campaigns out of a folder while it is open.
+
+    Raises:
+        ResultError: another campaign is under way there.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    file = (output / 'lock').open('wb')
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ResultError(f'{output}: another campaign is under way there') from error
+    return file
+
+
 def _clear(output: Path) -> None:
     """Remove what an earlier campaign left."""
     for pattern in ('plain*', 'job*'):
@@ -237,6 +254,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     console = Console()
+    try:
+        with lock(args.output):
+            return _run(args, console)
+    except ResultError as error:
+        console.print(f'chaos: {error}', style='bold red', markup=False)
+        return 2
+
+
+def _run(args: argparse.Namespace, console: Console) -> int:
     if args.resume is None:
         args.seed = time.time_ns() if args.seed is None else args.seed
         _clear(args.output)

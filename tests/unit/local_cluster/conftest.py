@@ -17,7 +17,7 @@ from moevement_ext.local_cluster.statements import tell_survivors
 from moevement_ext.local_cluster.supervisor import Supervisor
 
 PROGRAM = '''
-import json, os, pathlib, signal, subprocess, sys, time
+import json, multiprocessing, os, pathlib, signal, subprocess, sys, time
 
 imported = {'pid': os.getpid(), 'rank': os.environ.get('RANK'), 'path': sys.path[0]}
 print('importing')
@@ -55,6 +55,8 @@ def act(action, value):
         sys.exit(int(code))
     elif action == 'print':
         print(value)
+    elif action == 'spawn':
+        multiprocessing.get_context('spawn').Process(target=print, args=(value,)).start()
     elif action == 'deaf':
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

@@ -64,6 +64,14 @@ def test_a_worker_sees_the_same_environment_as_one_that_is_started(job: Job) -> 
     assert {name for name in forked if forked[name] != spawned[name]} <= of_this_job
 
 
+def test_what_a_worker_starts_anew_imports_the_program_as_its_main_file(
+    job: Job, tmp_path: Path
+) -> None:
+    """As upstream's writers of asynchronous checkpoints, which `multiprocessing` starts."""
+    assert job.run('0.0=spawn:child', fork=True, log_dir=tmp_path / 'logs') == 0
+    assert (tmp_path / 'logs' / 'rank0.log').read_text() == 'importing\nchild\n'
+
+
 def test_all_start_again_with_the_new_store(job: Job) -> None:
     job.finish_when = lambda: len(job.started()) == 4
     assert job.run('1.0=kill', nodes=2, fork=True, survive=False) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tools.chaos.__main__ import parse_arguments, verdict
+from tools.chaos.__main__ import lock, main, parse_arguments, verdict
 from tools.chaos.drawing import Kind
 from tools.chaos.landing import Cell, Coverage, Phase, parse_cells
 from tools.chaos.results import NAME, Begun, FaultRecord, JobDone, Refused, ResultError, Results
@@ -95,6 +95,15 @@ class TestResults:
         args = argparse.Namespace(max_stall=15.0)
         assert verdict(args, results, Coverage([])) == status
         assert verdict(args, results, Coverage(parse_cells('meet:kill'))) == max(status, 1)
+
+
+def test_two_campaigns_do_not_share_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with lock(tmp_path):
+        assert main(['--output', str(tmp_path)]) == 2
+    assert 'another campaign is under way there' in capsys.readouterr().out.replace('\n', '')
+    lock(tmp_path).close()
 
 
 @pytest.mark.parametrize(
