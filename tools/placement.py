@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How likely random failures lose nothing: copies of ranks' states, or replicas of experts.
+r"""How likely random failures lose nothing: copies of ranks' states, or replicas of experts.
 
     python -m tools.placement ranks --nodes 12 --gpus-per-node 8 --failed 4
     python -m tools.placement ranks --nodes 64 --gpus-per-node 8 --nodes-per-switch 8 --same-state 2
-    python -m tools.placement experts --nodes 10 --slots 6 --experts 16 --least 2 --skew 2 \\
+    python -m tools.placement experts --nodes 10 --slots 6 --experts 16 --least 2 --skew 2 \
         --failed 4
 
 `ranks` places 1, 2 and 3 copies of each rank's state on other nodes, as the training does, and

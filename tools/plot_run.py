@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots a run that failed and recovered beside the fault-free one.
+r"""Plots a run that failed and recovered beside the fault-free one.
 
-    python -m tools.plot_run --plain plain.log --sparse sparse.log --dense-bytes 1234567 \\
+    python -m tools.plot_run --plain plain.log --sparse sparse.log --dense-bytes 1234567 \
         --output run.png
 
 Above: the loss of both runs over wall-clock time, every restart of the logging rank marked. Below:

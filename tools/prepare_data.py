@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns text into Megatron's indexed dataset: P.bin (tokens) and P.idx (where documents lie).
+r"""Turns text into Megatron's indexed dataset: P.bin (tokens) and P.idx (where documents lie).
 
     python -m tools.prepare_data --output-prefix data/stdlib
     python -m tools.prepare_data --input books/ notes.txt --output-prefix data/text --append-eod
-    python -m tools.prepare_data --input crawl.jsonl --output-prefix data/gpt2 \\
+    python -m tools.prepare_data --input crawl.jsonl --output-prefix data/gpt2 \
         --tokenizer GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 
 A text file is one document, as is each line of a JSON lines file. The default tokens are the bytes

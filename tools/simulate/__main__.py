@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fault-tolerance system costs and saves: in closed form, and simulated.
+r"""What a fault-tolerance system costs and saves: in closed form, and simulated.
 
-    python -m tools.simulate --system moevement --window 6 --iteration-time 2.9 --overhead 0.06 \\
+    python -m tools.simulate --system moevement --window 6 --iteration-time 2.9 --overhead 0.06 \
         --mtbf 600
-    python -m tools.simulate --system gemini --profile run.json --gpus 4096 \\
+    python -m tools.simulate --system gemini --profile run.json --gpus 4096 \
         --gpu-hours-per-failure 30000
     python -m tools.simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours ...
-    python -m tools.simulate timeline --trace failures.csv --systems gemini,ours \\
+    python -m tools.simulate timeline --trace failures.csv --systems gemini,ours \
         --plot goodput.png ...
     python -m tools.simulate paper
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several systems over a range of one flag: a table, JSON and a plot.
+r"""Several systems over a range of one flag: a table, JSON and a plot.
 
-    python -m tools.simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours \\
+    python -m tools.simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours \
         --profile docs/assets/simulate-profile.json --plot ettr.png
-    python -m tools.simulate sweep --over gpus --values 512,4096,16384 \\
+    python -m tools.simulate sweep --over gpus --values 512,4096,16384 \
         --gpu-hours-per-failure 30000 ...
     python -m tools.simulate sweep --over network-bandwidth --values 0.5,1,2,5 --show window ...
-    python -m tools.simulate sweep --over interval --values 1,10,100 --systems gemini \\
+    python -m tools.simulate sweep --over interval --values 1,10,100 --systems gemini \
         --show overhead ...
 
 Lines are the closed form, points with bars the simulation with its 95 % confidence interval. A

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Goodput over the time of a job, with its failures marked: a trace, or failures drawn at random.
+r"""Goodput over the time of a job, with its failures marked: a trace, or failures drawn at random.
 
-    python -m tools.simulate timeline --trace docs/assets/simulate-trace.csv \\
+    python -m tools.simulate timeline --trace docs/assets/simulate-trace.csv \
         --systems gemini,ours --profile docs/assets/simulate-profile.json --plot goodput.png
     python -m tools.simulate timeline --mtbf 900 --job-hours 6 --systems gemini,ours ...
 
