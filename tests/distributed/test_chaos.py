@@ -10,13 +10,13 @@ import pytest
 
 from tests.distributed.conftest import ROOT
 
-FAULTS = 10
+FAULTS = 8
 SEED = 20261121
 
 
 @pytest.mark.timeout(560)
 def test_random_faults(tmp_path: Path) -> None:
-    last_line = struck(tmp_path, f'--faults {FAULTS} --faults-per-job {FAULTS}')
+    last_line = struck(tmp_path, f'--fork --faults {FAULTS} --faults-per-job {FAULTS}')
     summary = re.fullmatch(
         rf'chaos: faults={FAULTS} localized=(\d+) whole_job=(\d+) disk=0 lost_iterations=0 '
         'bit_identical=true phases_covered=0/0 survivors_lost=0',

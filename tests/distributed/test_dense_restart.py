@@ -35,8 +35,8 @@ def _flip_byte_of_every_window(job: Cluster, owner: int) -> None:
     ('windows', 'setup'),
     [
         ('lost', 'bf16-distributed'),
-        ('damaged', 'bf16-distributed'),
-        ('damaged', 'bf16-plain'),
+        pytest.param('damaged', 'bf16-distributed', marks=pytest.mark.thorough),
+        pytest.param('damaged', 'bf16-plain', marks=pytest.mark.thorough),
         ('damaged', 'fp32'),
     ],
 )
