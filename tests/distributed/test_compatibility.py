@@ -93,7 +93,7 @@ CASES = {
     'layout-of-stages': (
         '2:8:forward',
         f'{BASE} --pipeline-model-parallel-layout Et|t|tt|L '
-        '--microbatch-group-size-per-virtual-pipeline-stage 4',
+        '--microbatch-group-size-per-virtual-pipeline-stage 4 --global-batch-size 8',
     ),
     'uneven-stages': (
         '2:8:forward',
