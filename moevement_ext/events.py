@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar
@@ -228,6 +228,10 @@ class EventLog:
         directory: `--sparse-ckpt-events`, or None: nothing is written.
         rank: global rank of this process.
 
+    Attributes:
+        iteration: the newest one that this rank has committed.
+        listeners: called with every event, by the thread that emits it; they must not fail.
+
     Raises:
         UserError: the directory cannot be written to.
     """
@@ -237,6 +241,7 @@ class EventLog:
         self._lock = threading.Lock()
         self._file: FileIO | None = None
         self.iteration = 0
+        self.listeners: list[Callable[[Event], None]] = []
         if directory is not None:
             try:
                 Path(directory).mkdir(parents=True, exist_ok=True)
@@ -260,6 +265,8 @@ class EventLog:
         with self._lock:
             if self._file is not None:
                 self._write(self._file, msgspec.json.encode(line) + b'\n')
+        for listener in self.listeners:
+            listener(event)
 
     def close(self) -> None:
         """Close the file; what comes later is not written."""

@@ -147,6 +147,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help='Write events as JSON lines, one file per rank.',
     )
     group.add_argument(
+        '--sparse-ckpt-metrics',
+        type=int,
+        default=None,
+        metavar='PORT',
+        help='Show metrics of all ranks of a host to Prometheus at this port. (Metrics go over '
+        'OTLP where OTEL_EXPORTER_OTLP_ENDPOINT is set.)',
+    )
+    group.add_argument(
         '--sparse-ckpt-digest',
         default=None,
         metavar='FILE',

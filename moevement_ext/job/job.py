@@ -28,6 +28,7 @@ from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.metrics import start as metrics
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
@@ -63,6 +64,7 @@ class Job:
         self._restart: Restart | None = None
         self._mode: Unprotected | WholeJob | None = None
         self._guard: Guard | None = None
+        self._observer = metrics.observe(rank)
         start_up_s = time.time() - psutil.Process().create_time()
         rank.events.emit(WorkerStarted(start_up_s=start_up_s))
 
@@ -167,6 +169,8 @@ class Job:
         if self.membership is None:
             self._guard = self._guarded()
         self._mode = self._start()
+        if self._observer is not None and self.protection is not None:
+            self._observer.watch(self.protection.figures)
         if not isinstance(self._mode, Unprotected):
             around_update(self._mode.before_update, self._mode.updating, self._mode.stepped)
         return self._mode.train(run)
@@ -243,6 +247,8 @@ class Job:
     def close(self, remove: bool = True) -> None:
         """The end: stop all threads; with `remove` give the host memory back."""
         self.rank.events.emit(Finished(removed=remove))
+        if self._observer is not None:
+            self._observer.close()
         if self.protection is not None:
             self.protection.close(remove)
         if self._guard is not None:

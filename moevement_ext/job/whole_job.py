@@ -136,7 +136,7 @@ class WholeJob:
         finally:
             self._running = None
         with self.protection.exposed():
-            self.protection.end(iteration + 1)
+            self.protection.end(iteration + 1, replayed=iteration < self._catch_up_to)
         return result
 
     # Recovery

@@ -220,6 +220,7 @@ class SparseCheckpointer:
             context=msgspec.msgpack.encode(context),
         )
         self.statistics.slot_bytes = layout.payload_bytes
+        self.statistics.captured_bytes += layout.payload_bytes
         with self._lock:
             window.unsealed += 1
             window.started += 1

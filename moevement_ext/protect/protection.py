@@ -26,7 +26,7 @@ from moevement_ext.protect.lifecycle import WindowLife
 from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner, published_plan
-from moevement_ext.protect.statistics import CaptureStatistics
+from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.replicate.host_memory import HostMemory, Share
 
 logger = logging.getLogger(__name__)
@@ -194,10 +194,17 @@ class Protection:
         self._counter.counting = self._slot == 0 and iteration >= schedule.origin
         self._step_began = time.perf_counter()
 
-    def end(self, iteration: int) -> None:
-        """The iteration that led to state `iteration` is over. Training thread."""
+    def end(self, iteration: int, replayed: bool) -> None:
+        """The iteration that led to state `iteration` is over. Training thread.
+
+        Args:
+            iteration: number of committed iterations.
+            replayed: the job had committed it before.
+        """
         schedule = self.checkpointer.schedule
         self._seconds.append(time.perf_counter() - self._step_began)
+        if not replayed:
+            self._statistics.training_s += self._seconds[-1]
         if self._counter.counting:
             self._tokens = self._counter.take()
             self._counter.counting = False
@@ -212,6 +219,23 @@ class Protection:
             self._windows_seen += 1
             if self._windows_seen > 1:  # the first has warm-up in it
                 self._replanner.observe(load)
+
+    def figures(self) -> Figures:
+        """How protection goes now. Any thread, after `start`."""
+        of_rank = self._statistics
+        return Figures(
+            iteration=self._rank.events.iteration,
+            window=self.checkpointer.schedule.plan.window,
+            persisted=of_rank.persisted,
+            training_s=of_rank.training_s,
+            exposed_s=of_rank.exposed_s,
+            iterations=of_rank.iterations,
+            captured_bytes=of_rank.captured_bytes,
+            slot_bytes=of_rank.slot_bytes,
+            skipped_windows=of_rank.skipped_windows,
+            copy_bytes_per_s=self.checkpointer.copy_bytes_per_s(),
+            host_memory=msgspec.structs.asdict(self.memory.plan.ranks[self._rank.number]),
+        )
 
     def drain(self) -> None:
         """Return when everything captured is sealed; training is over."""

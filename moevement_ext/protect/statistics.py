@@ -2,11 +2,34 @@
 """How protection goes: what the log line and the metrics report."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from moevement_ext.events import EventLog, ProtectionReduced
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How protection of one rank goes at a moment; counts and seconds since the process began."""
+
+    iteration: int = 0
+    """The newest committed one."""
+    window: int = 0
+    """Iterations per window in force."""
+    persisted: int | None = None
+    """Start of the newest window that every rank and its holders have."""
+    training_s: float = 0.0
+    exposed_s: float = 0.0
+    iterations: int = 0
+    captured_bytes: int = 0
+    slot_bytes: int = 0
+    skipped_windows: int = 0
+    copy_bytes_per_s: float | None = None
+    """Measured rate of copies to host memory."""
+    host_memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that this rank reserves, by kind."""
 
 
 @dataclass
@@ -14,10 +37,14 @@ class CaptureStatistics:
     """Figures of one rank; no two threads write the same, but `failures`."""
 
     events: EventLog
+    training_s: float = 0.0
+    """Seconds in iterations that were committed and are no replays."""
     exposed_s: float = 0.0
     """Seconds by which sparse checkpointing held up training, waits included."""
     iterations: int = 0
     """Iterations that came to their update."""
+    captured_bytes: int = 0
+    """Payload of all slots."""
     slot_bytes: int = 0
     """Payload of the newest slot."""
     skipped_windows: int = 0
@@ -26,6 +53,14 @@ class CaptureStatistics:
     """How often protection was reduced."""
     persisted: int | None = None
     """Start of the newest window that every rank and its holders have."""
+
+    _reported: tuple[float, int] = (0.0, 0)
+
+    def exposed_ms(self) -> float:
+        """Milliseconds exposed per iteration since the last call. Called by the training thread."""
+        seconds, iterations = self._reported
+        self._reported = self.exposed_s, self.iterations
+        return 1000 * (self.exposed_s - seconds) / max(self.iterations - iterations, 1)
 
     def degraded(self, reason: str) -> None:
         """Note that protection is reduced. Called by any thread."""

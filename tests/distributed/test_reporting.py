@@ -2,10 +2,14 @@
 """What a run says: its log lines and upstream's, TensorBoard, events, checkpoints, evaluation."""
 
 import re
+import socket
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
@@ -159,3 +163,48 @@ def check_recovery(events: list[dict]) -> None:
     assert tuple(recovered['seconds']) == RECOVERY_PHASES
     assert all(seconds >= 0 for seconds in recovered['seconds'].values())
     assert recovered['seconds']['convert'] > 0
+
+
+def test_metrics_of_a_job_that_lost_a_worker(cluster: Callable[..., Cluster]) -> None:
+    """Seen by a scraper: rank 0 answers, and rank 1 when rank 0 was killed and is back."""
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        port = probe.getsockname()[1]
+    job = cluster(*FLAGS, *WINDOW, '--sparse-ckpt-metrics', str(port), ranks=RANKS)
+    seen: dict[tuple[str, ...], float] = {}
+    assert job.survive(fail_at='0:8:forward', strike=lambda *_: seen.update(scraped(port))) == {
+        0: 1
+    }
+    for rank in '01':
+        assert seen['moevement_iteration', rank] >= 8
+        assert seen['moevement_window_iterations', rank] == 3
+        assert 0 < seen['moevement_window_age_iterations', rank] <= 2 * 3
+        assert 0 < seen['moevement_slot_bytes', rank] < seen['moevement_captured_bytes_total', rank]
+        assert 0 < seen['moevement_exposed_seconds_total', rank]
+        assert 0 < seen['moevement_training_seconds_total', rank]
+        assert seen['moevement_host_memory_bytes', rank, 'own_windows'] > 0
+        assert seen['moevement_recoveries_total', rank, 'localized'] == 1
+    assert seen['moevement_failures_detected_total', '1'] == 1
+    assert seen['moevement_replayed_iterations_total', '0'] >= 1
+    assert seen['moevement_verified_operators_total', '0'] > 0
+    assert seen['moevement_differing_operators_total', '0'] == 0
+    assert not list(job.memory.parent.glob(f'.metrics/{job.name}*')), 'nothing is left'
+
+
+def scraped(port: int) -> dict[tuple[str, ...], float]:
+    """Values by name, rank and further labels, as a scraper sees them now; none if nobody does."""
+    try:
+        with urllib.request.urlopen(f'http://127.0.0.1:{port}', timeout=5) as answer:
+            text = answer.read().decode()
+    except (urllib.error.URLError, ConnectionError):
+        return {}
+    common = ('run', 'node', 'rank')
+    return {
+        (
+            sample.name,
+            sample.labels['rank'],
+            *(value for name, value in sample.labels.items() if name not in common),
+        ): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }

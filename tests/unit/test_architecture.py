@@ -24,7 +24,7 @@ ENGINE_FLOORS = (
     {'replicate'},
     {'capture', 'membership'},
     {'protect'},
-    {'recover'},
+    {'recover', 'metrics'},
     {'local_cluster', 'simulate'},
     {'job'},
 )

@@ -13,8 +13,7 @@ from moevement_ext.protect.statistics import CaptureStatistics
 def log_interval(iteration: int, checkpointer: SparseCheckpointer) -> None:
     """One line, and scalars for TensorBoard, per log interval. All ranks call it."""
     statistics = checkpointer.statistics
-    exposed_ms = 1000 * statistics.exposed_s / max(statistics.iterations, 1)
-    statistics.exposed_s, statistics.iterations = 0.0, 0
+    exposed_ms = statistics.exposed_ms()
     print_rank_last(_line(checkpointer, statistics, exposed_ms))
     writer = get_tensorboard_writer()
     if writer:

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks of a host behind one port of Prometheus.
+
+Each process keeps its values in small files of one directory, as the library does for programs of
+several processes. One of them answers on the port, whichever was first; when it is gone another one
+takes over. Counters of processes that are gone stay, so that those of a rank add up over its lives;
+their gauges go.
+"""
+
+import contextlib
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.memory import private
+from moevement_ext.metrics.instruments import INSTRUMENTS, Instrument, Kind
+
+logger = logging.getLogger(__name__)
+
+_DIRECTORY = 'PROMETHEUS_MULTIPROC_DIR'
+_TRY_AGAIN_S = 2.0
+
+
+class PrometheusRecorder:
+    """Values of one rank, and a try to be the one that answers for the host.
+
+    To be made before anything else imports `prometheus_client`.
+
+    Args:
+        port: TCP port of the host, on all of its interfaces.
+        root: `--sparse-ckpt-dir`, below which the files of all processes lie.
+        run_id: name of the run.
+        node: name of this node, real or emulated.
+        rank: global rank.
+
+    Raises:
+        ConfigurationError: the library is missing, or was imported for one process alone.
+        ForeignFileError: the directory is not this user's own.
+    """
+
+    def __init__(self, port: int, root: Path, run_id: str, node: str, rank: int) -> None:
+        self._path = root / '.metrics' / run_id
+        private.make_directories(root, self._path)
+        client = _library(self._path)
+        self._common = (run_id, node, str(rank))
+        self._metrics = {one: _metric(client, one) for one in INSTRUMENTS}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(
+            target=self._answer, args=(client, port), name='metrics-port', daemon=True
+        )
+        self._thread.start()
+
+    def add(self, instrument: Instrument, amount: float, label: str | None = None) -> None:
+        """Add to a counter."""
+        self._of(instrument, label).inc(amount)
+
+    def set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
+        """Replace the value of a gauge."""
+        self._of(instrument, label).set(value)
+
+    def close(self) -> None:
+        """Stop answering and remove the files of this process, and those of dead ones."""
+        self._stopping.set()
+        self._thread.join()
+        for path, pid in _files(self._path):
+            if pid == os.getpid() or not psutil.pid_exists(pid):
+                path.unlink(missing_ok=True)
+        for path in (self._path, self._path.parent):
+            with contextlib.suppress(OSError):  # others are still there
+                path.rmdir()
+
+    def _of(self, instrument: Instrument, label: str | None) -> Any:
+        own = () if instrument.label is None else (label,)
+        return self._metrics[instrument].labels(*self._common, *own)
+
+    def _answer(self, client: ModuleType, port: int) -> None:
+        """Body of the thread."""
+        while not self._stopping.is_set():
+            try:
+                server, thread = client.start_http_server(port, registry=_AllProcesses(self._path))
+            except OSError:  # another process of this host has it
+                self._stopping.wait(_TRY_AGAIN_S)
+                continue
+            self._stopping.wait()
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+class _AllProcesses:
+    """What the library is to show: the values of all processes, without gauges of dead ones."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client import CollectorRegistry, multiprocess
+
+        for pid in {pid for _, pid in _files(self._path) if not psutil.pid_exists(pid)}:
+            multiprocess.mark_process_dead(pid, str(self._path))
+        collector = multiprocess.MultiProcessCollector(CollectorRegistry(), str(self._path))
+        return iter(collector.collect())
+
+
+def _library(path: Path) -> ModuleType:
+    """`prometheus_client`, which reads the variable when it is imported."""
+    os.environ[_DIRECTORY] = str(path)
+    try:
+        values = importlib.import_module('prometheus_client.values')
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            '--sparse-ckpt-metrics needs the package prometheus_client: pip install it on all '
+            'nodes, or leave the flag out.'
+        ) from error
+    if values.ValueClass.__name__ != 'MmapedValue':
+        raise ConfigurationError(
+            '--sparse-ckpt-metrics: the program has imported prometheus_client before, and that '
+            f'for one process alone. Set {_DIRECTORY} before that import, or leave the flag out.'
+        )
+    return importlib.import_module('prometheus_client')
+
+
+def _metric(client: ModuleType, instrument: Instrument) -> Any:
+    labels = ['run', 'node', 'rank', *([instrument.label] if instrument.label else [])]
+    own = client.CollectorRegistry()  # the default one may have others of these names
+    if instrument.kind is Kind.COUNTER:
+        return client.Counter(instrument.name, instrument.help, labels, registry=own)
+    return client.Gauge(
+        instrument.name, instrument.help, labels, registry=own, multiprocess_mode='livemostrecent'
+    )
+
+
+def _files(path: Path) -> Iterator[tuple[Path, int]]:
+    """The library's files and the processes that they belong to: `<kind>_<pid>.db`."""
+    for file in path.glob('*.db'):
+        pid = file.stem.rpartition('_')[2]
+        if pid.isdecimal():
+            yield file, int(pid)

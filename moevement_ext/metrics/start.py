@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this rank records, by its flags and its environment."""
+
+import logging
+from pathlib import Path
+
+from moevement_ext.config import ConfigurationError, node_name
+from moevement_ext.membership.rank import Rank
+from moevement_ext.metrics import opentelemetry
+from moevement_ext.metrics.instruments import Recorder
+from moevement_ext.metrics.observer import Observer
+from moevement_ext.metrics.prometheus import PrometheusRecorder
+
+logger = logging.getLogger(__name__)
+
+
+def observe(rank: Rank) -> Observer | None:
+    """Record the events of a rank from now on; None: nobody wants metrics.
+
+    Raises:
+        ConfigurationError: `--sparse-ckpt-metrics` is given and its library is missing.
+    """
+    config, recorders = rank.config, list[Recorder]()
+    name = (rank.run_id, node_name(), rank.number)
+    if config.metrics is not None:
+        recorders.append(PrometheusRecorder(config.metrics, Path(config.dir), *name))
+    if opentelemetry.wanted():
+        try:
+            recorders.append(opentelemetry.OpenTelemetryRecorder(*name))
+        except ConfigurationError as error:  # the variables may be there for other programs
+            logger.warning('no metrics over OTLP: %s', error)
+    if not recorders:
+        return None
+    observer = Observer(recorders)
+    rank.events.listeners.append(observer.event)
+    return observer

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values reach a real endpoint over OTLP."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+)
+
+from moevement_ext.metrics import opentelemetry
+
+pytestmark = pytest.mark.timeout(60)
+
+RANK = """
+from moevement_ext.metrics import instruments as of, opentelemetry
+
+assert opentelemetry.wanted()
+recorder = opentelemetry.OpenTelemetryRecorder('run', 'node0', 3)
+recorder.set(of.ITERATION, 7)
+recorder.add(of.RECOVERY, 1.5, 'replay')
+recorder.add(of.RECOVERY, 0.5, 'replay')
+recorder.close()
+"""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[str, list[bytes]]]:
+    """Address of a collector, and the requests that it has got."""
+    requests: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            requests.append(self.rfile.read(int(self.headers['Content-Length'])))
+            self.send_response(200)
+            self.end_headers()
+
+    server = HTTPServer(('127.0.0.1', 0), Collector)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f'http://127.0.0.1:{server.server_port}', requests
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_values_arrive(endpoint: tuple[str, list[bytes]]) -> None:
+    address, requests = endpoint
+    environment = {**os.environ, 'OTEL_EXPORTER_OTLP_ENDPOINT': address}
+    subprocess.run([sys.executable, '-c', RANK], env=environment, check=True)
+    found = {}
+    for request in requests:
+        sent = ExportMetricsServiceRequest.FromString(request)
+        for metric in sent.resource_metrics[0].scope_metrics[0].metrics:
+            for point in (*metric.gauge.data_points, *metric.sum.data_points):
+                attributes = {one.key: one.value for one in point.attributes}
+                assert attributes['rank'].int_value == 3
+                assert attributes['run'].string_value == 'run'
+                found[metric.name] = point.as_double or point.as_int
+    assert found == {'moevement_iteration': 7, 'moevement_recovery_seconds': 2.0}
+
+
+@pytest.mark.parametrize(
+    ('variables', 'wanted'),
+    [
+        ({}, False),
+        ({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://collector:4318'}, True),
+        ({'OTEL_EXPORTER_OTLP_METRICS_ENDPOINT': 'http://collector:4318/v1/metrics'}, True),
+        ({'OTEL_EXPORTER_OTLP_TRACES_ENDPOINT': 'http://collector:4318/v1/traces'}, False),
+        ({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://c', 'OTEL_METRICS_EXPORTER': 'none'}, False),
+        ({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://c', 'OTEL_SDK_DISABLED': 'true'}, False),
+    ],
+)
+def test_wanted_where_the_environment_says_so(
+    variables: dict[str, str], wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith('OTEL_')]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert opentelemetry.wanted() == wanted

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes behind a real port, of which some are killed."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from moevement_ext.metrics.instruments import INSTRUMENTS, Kind
+
+pytestmark = pytest.mark.timeout(60)
+
+RANK = """
+import sys
+from pathlib import Path
+from moevement_ext.metrics import instruments as of
+from moevement_ext.metrics.prometheus import PrometheusRecorder
+
+port, root, rank = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+recorder = PrometheusRecorder(port, root, 'run', f'node{rank}', rank)
+print('made', flush=True)
+for line in sys.stdin:
+    name, value, *label = line.split()
+    instrument = getattr(of, name)
+    act = recorder.add if instrument.kind is of.Kind.COUNTER else recorder.set
+    act(instrument, float(value), *label)
+    print('done', flush=True)
+recorder.close()
+"""
+
+
+class Process:
+    """A process of a rank that records what it is told."""
+
+    def __init__(self, port: int, root: Path, rank: int, program: str = RANK) -> None:
+        command = [sys.executable, '-c', program, str(port), str(root), str(rank)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._line() == 'made'
+
+    def record(self, text: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f'{text}\n')
+        self.process.stdin.flush()
+        assert self._line() == 'done'
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait() == 0
+
+    def kill(self) -> None:
+        self.process.kill()
+        assert self.process.wait() == -signal.SIGKILL
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def start(port: int, tmp_path: Path) -> Iterator[Callable[[int], Process]]:
+    started: list[Process] = []
+
+    def one(rank: int) -> Process:
+        started.append(Process(port, tmp_path / 'root', rank))
+        return started[-1]
+
+    yield one
+    for process in started:
+        process.process.kill()
+
+
+def scrape(port: int) -> dict[tuple[str, ...], float]:
+    """Values by name, rank and further labels; waits until somebody answers."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            with urllib.request.urlopen(f'http://127.0.0.1:{port}/metrics', timeout=10) as answer:
+                text = answer.read().decode()
+        except (urllib.error.URLError, ConnectionError):
+            assert time.monotonic() < deadline, 'nobody answers'
+            time.sleep(0.05)
+            continue
+        return {
+            (sample.name, sample.labels['rank'], *_further(sample.labels)): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+
+def _further(labels: dict[str, str]) -> list[str]:
+    assert labels['run'] == 'run' and labels['node'] == f'node{labels["rank"]}'
+    return [value for name, value in labels.items() if name not in ('run', 'node', 'rank')]
+
+
+def test_all_ranks_are_behind_one_port(start: Callable[[int], Process], port: int) -> None:
+    first, second = start(0), start(1)
+    first.record('ITERATION 7')
+    second.record('ITERATION 6')
+    second.record('RECOVERY 1.5 replay')
+    second.record('RECOVERY 0.5 replay')
+    assert scrape(port) == {
+        ('moevement_iteration', '0'): 7,
+        ('moevement_iteration', '1'): 6,
+        ('moevement_recovery_seconds_total', '1', 'replay'): 2,
+    }
+
+
+def test_when_the_one_that_answers_is_killed_another_does(
+    start: Callable[[int], Process], port: int
+) -> None:
+    first = start(0)
+    scrape(port)
+    second = start(1)
+    first.record('ITERATION 7')
+    first.record('ITERATIONS 7')
+    second.record('ITERATION 6')
+    first.kill()
+    assert scrape(port) == {
+        ('moevement_iteration', '1'): 6,
+        ('moevement_iterations_total', '0'): 7,
+    }
+    again = start(0)
+    again.record('ITERATION 8')
+    again.record('ITERATIONS 1')
+    found = scrape(port)
+    assert found['moevement_iteration', '0'] == 8
+    assert found['moevement_iterations_total', '0'] == 8
+
+
+def test_nothing_is_left_when_all_have_ended(
+    start: Callable[[int], Process], port: int, tmp_path: Path
+) -> None:
+    killed, *others = start(0), start(1), start(2)
+    for process in (killed, *others):
+        process.record('ITERATION 1')
+    killed.kill()
+    for process in others:
+        process.end()
+    assert list((tmp_path / 'root').iterdir()) == []
+    with pytest.raises((urllib.error.URLError, ConnectionError)):
+        urllib.request.urlopen(f'http://127.0.0.1:{port}', timeout=1)
+
+
+def test_a_program_that_measures_itself_alone_is_refused(port: int, tmp_path: Path) -> None:
+    program = f'import prometheus_client\n{RANK}'
+    command = [sys.executable, '-c', program, str(port), str(tmp_path), '0']
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert 'has imported prometheus_client before' in done.stderr
+
+
+def test_every_metric_is_documented_under_the_name_that_prometheus_has() -> None:
+    page = (Path(__file__).parents[3] / 'docs' / 'operations.md').read_text()
+    rows = re.findall(r'^\| `(moevement_\w+)` \| (?:`(\w+)`)? ?\| (.*) \|$', page, re.MULTILINE)
+    ending = {Kind.COUNTER: '_total', Kind.GAUGE: ''}
+    assert rows == [(one.name + ending[one.kind], one.label or '', one.help) for one in INSTRUMENTS]
+
+
+def test_names_are_those_of_the_library() -> None:
+    """A counter's suffix is the library's matter, and no two instruments are one."""
+    assert len({one.name for one in INSTRUMENTS}) == len(INSTRUMENTS) > 15
+    assert not any(one.name.endswith('_total') for one in INSTRUMENTS)
+    assert {one.kind for one in INSTRUMENTS} == set(Kind)
