@@ -121,15 +121,19 @@ def loss_func(
 
 
 def forward_step(
-    data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module
-) -> tuple[torch.Tensor, partial[Any]]:
-    """Forward of one micro-batch through this stage's model chunk."""
+    data_iterator: Iterator[dict[str, Any]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, partial[Any]]:
+    """Forward of one micro-batch through this stage's model chunk; or the plan of it.
+
+    Upstream asks for the plan if it runs layers of two micro-batches in turns.
+    """
     timers = get_timers()
     timers('batch-generator', log_level=2).start()
     faults.stall()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, 'vp_stage'))
     timers('batch-generator').stop()
-    output = model(
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
         batch['tokens'],
         batch['position_ids'],
         batch['attention_mask'],

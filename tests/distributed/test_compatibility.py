@@ -105,6 +105,12 @@ CASES = {
         f'{BF16} --pipeline-model-parallel-size 4 {UNTIED} --num-layers 8 '
         '--num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication',
     ),
+    'layers-in-turns': (
+        '1:8:forward',
+        f'{BASE} --num-layers-per-virtual-pipeline-stage 1 --overlap-moe-expert-parallel-comm '
+        '--ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream '
+        '--moe-shared-expert-intermediate-size 32',
+    ),
     'expert-tensor-parallel': (
         '1:8:forward',
         f'{BF16} {PP2} {UNTIED} {TP2} --expert-model-parallel-size 2 '

@@ -16,6 +16,8 @@ from tests.distributed.harness.cluster import Cluster
 FLAGS = """--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2
  --untie-embeddings-and-output-weights --train-iters 12 --sparse-ckpt-window 3""".split()
 PLAIN = FLAGS[: FLAGS.index('--sparse-ckpt-window')]
+IN_TURNS = """--expert-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1
+ --overlap-moe-expert-parallel-comm""".split()
 VARIANTS = 'mutations.upstream_variants'
 TRANSFORMER_ENGINE = f'{VARIANTS}:transformer_engine'
 FUSED_ADAM = f'{VARIANTS}:fused_adam'
@@ -24,11 +26,14 @@ BEFORE_SECOND_WINDOW = '1:5:backward'
 
 
 def _reference(
-    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict], variant: str
+    cluster: Callable[..., Cluster],
+    references: dict[tuple[str, ...], dict],
+    variant: str,
+    *flags: str,
 ) -> dict:
-    key = ('4', variant, *PLAIN)
+    key = ('4', variant, *PLAIN, *flags)
     if key not in references:
-        plain = cluster(*PLAIN, sparse=False)
+        plain = cluster(*PLAIN, *flags, sparse=False)
         plain.finish(mutation=variant)
         references[key] = read_digest(plain)
     return references[key]
@@ -57,6 +62,32 @@ def test_survivor_counts_steps_anew_when_it_replays_from_the_start(
     survived = local.survive(fail_at=BEFORE_SECOND_WINDOW, mutation=f'{VARIANTS}:{variant}')
     assert survived == {1: 1}
     assert differences(reference, read_digest(local)) == []
+
+
+@pytest.mark.thorough
+def test_weight_gradients_that_are_computed_later(
+    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
+) -> None:
+    """Those of frozen experts are not: nothing was put aside for them."""
+    in_turns = (*FLAGS, *IN_TURNS)
+    reference = _reference(cluster, references, f'{VARIANTS}:delayed_gradients', *IN_TURNS)
+    local = cluster(*in_turns)
+    assert local.survive(fail_at='1:8:forward', mutation=f'{VARIANTS}:delayed_gradients') == {1: 1}
+    assert differences(reference, read_digest(local)) == []
+
+
+@pytest.mark.thorough
+def test_asking_frozen_layers_for_delayed_gradients_is_noticed(
+    cluster: Callable[..., Cluster],
+) -> None:
+    broken = cluster(*FLAGS, *IN_TURNS)
+    with pytest.raises((RuntimeError, TimeoutError)):
+        broken.survive(
+            fail_at='1:8:forward',
+            mutation=f'{VARIANTS}:delayed_gradients_of_frozen_asked_for',
+            timeout_s=60,
+        )
+    assert 'Pop empty queue' in broken.tail()
 
 
 @pytest.mark.thorough

@@ -83,6 +83,27 @@ def test_grouped_layer_asks_the_same_weight(real: Any, wanted: tuple[bool, ...])
             torch.testing.assert_close(one, other, **CLOSE_IN_BF16)
 
 
+@pytest.mark.parametrize('wants', [True, False])
+def test_grouped_layer_delays_gradients_in_the_same_way(real: Any, wants: bool) -> None:
+    make = {'init_method': torch.nn.init.zeros_, 'params_dtype': torch.bfloat16}
+    layer = real.GroupedLinear(3, 16, 32, bias=False, delay_wgrad_compute=True, **make)
+    stand_in = GroupedLinear(3, 16, 32, delay_wgrad_compute=True, **make)
+    found = rules.delayed_gradients_of_grouped(layer, [wants] * 3)
+    expected = rules.delayed_gradients_of_grouped(stand_in, [wants] * 3)
+    assert found['hooks'] == expected['hooks'] and found['marked'] == expected['marked']
+    if wants:
+        for one, other in zip(found['gradients'], expected['gradients'], strict=True):
+            torch.testing.assert_close(one, other, **CLOSE_IN_BF16)
+    else:  # newer versions of a grouped layer do not mind an empty queue
+        assert found['gradients'] == [None] * 3
+
+
+def test_linear_layer_minds_an_empty_queue(real: Any) -> None:
+    layer = real.Linear(16, 32, bias=False, params_dtype=torch.bfloat16, delay_wgrad_compute=True)
+    with pytest.raises(RuntimeError, match='empty'):
+        layer.backward_dw()
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A world of one rank."""

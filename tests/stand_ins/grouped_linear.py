@@ -2,9 +2,11 @@
 """Experts' linear layers with the rule of Transformer Engine's GroupedLinear, on the CPU.
 
 Its weights are computed with in one call, which asks the first alone whether gradients of weights
-are wanted. `tests/gpu/test_stand_ins.py` compares the two.
+are wanted. They can be computed later: then a backward pass puts aside what they are made of, and
+`backward_dw` computes the oldest. `tests/gpu/test_stand_ins.py` compares the two.
 """
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,10 +18,12 @@ from torch.nn import functional
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, splits: list[int], *weights: torch.Tensor
-    ) -> torch.Tensor:
+        ctx: Any, tokens: torch.Tensor, splits: list[int], later: deque | None,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
         ctx.weights_require_grad = weights[0].requires_grad
         ctx.splits = splits
+        ctx.later = later
         ctx.save_for_backward(tokens, *weights)
         parts = zip(tokens.split(splits), weights, strict=True)
         return torch.cat([functional.linear(part, weight) for part, weight in parts])
@@ -32,10 +36,21 @@ class _GroupedProduct(torch.autograd.Function):
             [one @ weight for one, weight in zip(gradients, weights, strict=True)]
         )
         if not ctx.weights_require_grad:
-            return of_tokens, None, *(None for _ in weights)
+            return of_tokens, None, None, *(None for _ in weights)
         parts = tokens.split(ctx.splits)
-        of_weights = [one.t() @ part for one, part in zip(gradients, parts, strict=True)]
-        return of_tokens, None, *of_weights
+        of_weights = [torch.empty_like(weight) for weight in weights]
+
+        @torch.no_grad()
+        def compute() -> list[torch.Tensor]:
+            for one, part, of_weight in zip(gradients, parts, of_weights, strict=True):
+                torch.mm(one.t(), part, out=of_weight)
+            return of_weights
+
+        if ctx.later is None:
+            compute()
+        else:
+            ctx.later.append(compute)  # what is returned now has no values yet
+        return of_tokens, None, None, *of_weights
 
 
 class GroupedLinear(torch.nn.Module):
@@ -47,6 +62,8 @@ class GroupedLinear(torch.nn.Module):
         out_features: last dimension of what comes out.
         init_method: fills a weight.
         params_dtype: of the weights.
+        delay_wgrad_compute: compute gradients of weights in `backward_dw`, not in the backward
+            pass.
     """
 
     def __init__(
@@ -57,18 +74,38 @@ class GroupedLinear(torch.nn.Module):
         *,
         init_method: Callable[[torch.Tensor], Any],
         params_dtype: torch.dtype,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         super().__init__()
         self.num_gemms = num_gemms
+        self._later: deque[Callable[[], list[torch.Tensor]]] | None = None
+        self._hooks: list[Callable[[], None]] = []
         for number in range(num_gemms):
             weight = torch.empty(out_features, in_features, dtype=params_dtype)
             init_method(weight)
             self.register_parameter(f'weight{number}', torch.nn.Parameter(weight))
+        if delay_wgrad_compute:
+            self._later = deque()
+            for weight in self.parameters():
+                weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def forward(self, inp: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
         """Args: tokens [tokens, in_features], sorted by expert; how many there are of each."""
-        weights = (getattr(self, f'weight{number}') for number in range(self.num_gemms))
-        return _GroupedProduct.apply(inp, m_splits, *weights)
+        return _GroupedProduct.apply(inp, m_splits, self._later, *self.parameters())
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        self._hooks.append(hook)
+
+    def backward_dw(self) -> None:
+        """Compute what the oldest backward pass has put aside."""
+        if self._later is None:
+            return
+        if not self._later:  # versions differ in whether a grouped layer minds; others do
+            raise RuntimeError('Pop empty queue')
+        for weight, gradient in zip(self.parameters(), self._later.popleft()(), strict=True):
+            weight.grad = gradient
+        for hook in self._hooks:
+            hook()
 
 
 class _OfExperts(GroupedLinear):
@@ -86,6 +123,7 @@ class _OfExperts(GroupedLinear):
             super().__init__(
                 num_gemms, input_size, output_size,
                 init_method=init_method, params_dtype=config.params_dtype,
+                delay_wgrad_compute=config.delay_wgrad_compute,
             )  # fmt: skip
         own_groups = config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
         transformer_engine._set_expert_parameter_attributes(self, parallel_mode, own_groups)

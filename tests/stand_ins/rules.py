@@ -71,6 +71,31 @@ def masters_of_adam(kind: Callable[..., Any], device: str) -> dict[torch.dtype, 
     return {each.dtype: adam.state[each]['master_param'].dtype for each in parameters}
 
 
+def delayed_gradients_of_grouped(layer: Any, wanted: Sequence[bool]) -> dict[str, Any]:
+    """What becomes of gradients that are computed later.
+
+    Args:
+        layer: as for `gradients_of_grouped`, with `delay_wgrad_compute`.
+        wanted: for each weight whether it requires a gradient.
+    """
+    called: list[str] = []
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: called.append('hook'))
+    gradients_of_grouped(layer, wanted)
+    before = list(called)
+    try:
+        layer.backward_dw()
+        told = True
+    except RuntimeError:
+        told = False
+    weights = [getattr(layer, f'weight{number}') for number in range(len(wanted))]
+    return {
+        'hooks': (before, called),
+        'marked': [getattr(one, 'skip_backward_post_hook', False) for one in weights],
+        'computed': told,
+        'gradients': [None if one.grad is None else one.grad.float().cpu() for one in weights],
+    }
+
+
 def gradients_of_grouped(layer: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
     """Gradients of the tokens and of `weight0`, `weight1`, ..., on the CPU, in fp32.
 

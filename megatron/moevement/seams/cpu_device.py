@@ -207,6 +207,7 @@ def _redirect_streams() -> None:
     cuda.default_stream = _returns(_InOrder())
     cuda.set_stream = _nothing()
     cuda.is_current_stream_capturing = lambda: False
+    torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign]
 
 
 def _keeping_rng(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

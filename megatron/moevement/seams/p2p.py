@@ -37,6 +37,20 @@ class _Done:
         """Nothing is pending."""
 
 
+class _Arriving:
+    """A request whose tensor is still copied to the device, maybe on a stream of its own."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def wait(self) -> None:
+        """What the current stream does from now on comes after the copy."""
+        self._copied.wait()
+        self._tensor.record_stream(torch.cuda.current_stream())
+
+
 class BoundaryCommunicator(P2PCommunicator):
     """Upstream's communicator with a log. Used by the training thread.
 
@@ -91,14 +105,14 @@ class BoundaryCommunicator(P2PCommunicator):
             )
         from_previous = self._take(Direction.DOWN) if recv_prev else None
         from_next = self._take(Direction.UP) if recv_next else None
-        pending = {
-            'send_next': tensor_send_next is not None,
-            'recv_prev': recv_prev,
-            'send_prev': tensor_send_prev is not None,
-            'recv_next': recv_next,
-        }
-        requests = {name: _Done() for name, wanted in pending.items() if wanted}
-        return from_previous, from_next, None if wait_on_reqs else requests
+        if wait_on_reqs:
+            return from_previous, from_next, None
+        sent = {'send_next': tensor_send_next, 'send_prev': tensor_send_prev}
+        received = {'recv_prev': from_previous, 'recv_next': from_next}
+        requests = {name: _Done() for name, tensor in sent.items() if tensor is not None}
+        arriving = {name: _Arriving(tensor) for name, tensor in received.items()
+                    if tensor is not None}  # fmt: skip
+        return from_previous, from_next, requests | arriving
 
     def _exchange(self, **what: Any) -> Any:
         """Upstream's exchange, after which it waits for the current stream alone.

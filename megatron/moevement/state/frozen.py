@@ -11,6 +11,7 @@ Checked against megatron-core 0.19.2.
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class FrozenOperators:
         with ExitStack() as stack:
             stack.enter_context(_reduced_after_backward(self._model))
             stack.enter_context(_gradient_through_embedding(self._model))
+            stack.enter_context(_no_delayed_gradient_of_frozen(self._model))
             stack.enter_context(patches.wrapped(_GATING, _without_weight_gradient))
             for inner in chained(self._optimizer):
                 stack.enter_context(self._without_frozen_gradients(inner))
@@ -147,6 +149,33 @@ def _gradient_through_embedding(model: Sequence[Any]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _no_delayed_gradient_of_frozen(model: Sequence[Any]) -> Iterator[None]:
+    """Have layers of Transformer Engine compute later only what they have put aside.
+
+    With `--delay-wgrad-compute` a backward pass puts aside what the gradient of a weight is made
+    of, unless the weight is frozen; to ask for that gradient all the same is an error.
+    """
+    layers = [
+        module
+        for chunk in model
+        for module in chunk.modules()
+        if hasattr(module, 'register_wgrad_accumulation_and_reduce_hooks')
+    ]
+
+    def unless_frozen(layer: Any, compute: Callable[[], None]) -> None:
+        if any(parameter.requires_grad for parameter in layer.parameters()):
+            compute()
+
+    for layer in layers:
+        layer.backward_dw = partial(unless_frozen, layer, layer.backward_dw)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.backward_dw
 
 
 class FrozenGating(moe_utils.RouterGatingLinearFunction):

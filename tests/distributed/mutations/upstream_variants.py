@@ -4,12 +4,14 @@
 Also with a step of recovery left out that only these need.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 from megatron.core import optimizer as upstream
 from megatron.core.models import backends
 from megatron.core.optimizer import clip_grads, distrib_optimizer
 
+import pretrain_gpt
 from megatron.moevement.state import frozen, iteration_state
 from tests.stand_ins import grouped_linear
 from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam
@@ -41,6 +43,25 @@ def transformer_engine(adam: type[FusedAdam] = FusedAdam) -> None:
 def older_transformer_engine() -> None:
     """Groups that have no parameters on a rank count no steps there."""
     transformer_engine(OlderFusedAdam)
+
+
+def delayed_gradients() -> None:
+    """Experts compute the gradients of their weights later; upstream's parser wants the rest."""
+    transformer_engine()
+    parse = pretrain_gpt.parse_and_validate_args
+
+    def parse_with_delay(**given: Any) -> Any:
+        args = parse(**given)
+        args.delay_wgrad_compute = True
+        return args
+
+    pretrain_gpt.parse_and_validate_args = parse_with_delay
+
+
+def delayed_gradients_of_frozen_asked_for() -> None:
+    """A replay computes later also what was not put aside."""
+    delayed_gradients()
+    frozen._no_delayed_gradient_of_frozen = lambda model: nullcontext()
 
 
 def steps_of_groups_not_taken_away() -> None:

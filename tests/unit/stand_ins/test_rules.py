@@ -47,6 +47,25 @@ def test_state_of_adam_is_not_made_without_saying_in_which_form() -> None:
     }  # fmt: skip
 
 
+def test_delayed_gradients_have_the_same_bits() -> None:
+    make = {'init_method': torch.nn.init.zeros_, 'params_dtype': torch.float32}
+    at_once = rules.gradients_of_grouped(GroupedLinear(3, 16, 32, **make), [True] * 3)
+    later = GroupedLinear(3, 16, 32, delay_wgrad_compute=True, **make)
+    found = rules.delayed_gradients_of_grouped(later, [True] * 3)
+    assert (found['computed'], found['hooks']) == (True, ([], ['hook']))
+    assert found['marked'] == [True] * 3
+    for gradient, expected in zip(found['gradients'], at_once[1:], strict=True):
+        assert torch.equal(gradient, expected)
+
+
+def test_nothing_is_put_aside_for_frozen_weights() -> None:
+    make = {'init_method': torch.nn.init.zeros_, 'params_dtype': torch.float32}
+    layer = GroupedLinear(3, 16, 32, delay_wgrad_compute=True, **make)
+    found = rules.delayed_gradients_of_grouped(layer, [False] * 3)
+    assert (found['computed'], found['hooks']) == (False, ([], []))
+    assert found['gradients'] == [None] * 3
+
+
 @pytest.mark.parametrize(
     ('wanted', 'computed'),
     [

@@ -28,8 +28,6 @@ _COMPANIONS = {
         'fsdp_db_use_persist_buf_on_alloc_fail',
     'use_torch_fsdp2': 'torch_fsdp2_reshard_after_forward',
     'cuda_graph_impl': 'cuda_graph_warmup_steps cuda_graph_modules',
-    'overlap_moe_expert_parallel_comm':
-        'ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream',
     'defer_embedding_wgrad_compute': 'wgrad_deferral_limit',
     'hybrid_context_parallel': 'max_seqlen_per_dp_cp_rank',
     'moe_expert_rank_capacity_factor':

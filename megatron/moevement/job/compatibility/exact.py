@@ -46,6 +46,13 @@ EXACT = (
           'decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers'),
     group('schedule without overlap', f'{_FLAGS}[interleaved-without-overlap]',
           'num_virtual_stages_per_pipeline_rank overlap_p2p_comm'),
+    group('layers of two micro-batches in turns', f'{_FLAGS}[layers-in-turns]',
+          'overlap_moe_expert_parallel_comm ep_overlap_early_attn_memory_release '
+          'high_priority_a2a_comm_stream'),
+    group('delayed weight gradients',
+          'test_weight_gradients_that_are_computed_later, with stand-ins for the layers of '
+          'Transformer Engine; a frozen one is not asked for its gradient.',
+          'delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad'),
     group('counted layers', 'By reasoning: another way to say how long stages are.',
           'account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split'),
     group('tensor parallelism', f'{_LOST_STAGE}[pp2-tp2-sequence-parallel]',

@@ -19,6 +19,9 @@ def _saves_where_it_loads(settings: object) -> bool:
 
 _SAVE_IS_LOAD = Condition('with the same --save and --load', _saves_where_it_loads)
 _FIRST = 'write a first checkpoint without --sparse-ckpt, and --load that'
+_DELAYED = Condition(
+    'with --delay-wgrad-compute', lambda settings: bool(getattr(settings, 'delay_wgrad_compute', 0))
+)
 _FORGETS = 'a restart from a newer dense checkpoint would go on with another state than it had'
 
 
@@ -34,7 +37,6 @@ def _more_than(shards: str, ranks: str) -> Condition:
 _DUMPED = 'a replay writes the files of its iterations again, from weights that are partly stale'
 _SHARDED = 'what it shards is not captured'
 _SCALING = 'its scaling state is not captured'
-_ON_DEMAND = 'weight gradients that are computed later cannot be left out for frozen operators'
 
 REFUSED = (
     # Optimizer and precision
@@ -70,10 +72,10 @@ REFUSED = (
     # Schedule
     Rule('--cuda-graph-impl', other_than('none'), 'use --cuda-graph-impl none',
          'an iteration that is recorded cannot be replayed with frozen operators'),
-    Rule('--delay-wgrad-compute', GIVEN, 'leave it out', _ON_DEMAND),
-    Rule('--overlap-moe-expert-parallel-comm', GIVEN, 'leave it out', _ON_DEMAND),
-    Rule('--overlap-dispatch-backward-with-experts-wgrad', GIVEN, 'leave it out', _ON_DEMAND),
-    Rule('--defer-embedding-wgrad-compute', GIVEN, 'leave it out', _ON_DEMAND),
+    Rule('--use-grouped-gemm-for-shared-expert', GIVEN, 'leave out one of the two',
+         'its delayed weight gradients cannot be left out for frozen operators', _DELAYED),
+    Rule('--defer-embedding-wgrad-compute', GIVEN, 'leave it out',
+         'the output layer keeps what it computes gradients of later, also when it is frozen'),
     Rule('--use-ring-exchange-p2p', GIVEN, 'leave it out',
          'its connections belong to a torch of their own'),
     Rule('--hybrid-context-parallel', GIVEN, 'use --context-parallel-size',

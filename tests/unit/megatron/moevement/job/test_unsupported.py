@@ -24,6 +24,7 @@ ARGUMENTS = {
     '--tensor-parallel-num-weight-shards': '4 --tensor-model-parallel-size 2',
     '--expert-tensor-parallel-num-weight-shards': '2',
     '--cuda-graph-impl': 'local',
+    '--use-grouped-gemm-for-shared-expert': '--delay-wgrad-compute',
     '--moe-expert-rank-capacity-factor': '1.5',
     '--moe-router-force-biased': '0.5',
     '--transformer-impl': 'inference_optimized',

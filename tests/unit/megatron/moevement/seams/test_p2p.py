@@ -15,6 +15,7 @@ cpu_device.install()
 from megatron.core.model_parallel_config import ModelParallelConfig  # noqa: E402
 
 from megatron.moevement.seams.p2p import BoundaryCommunicator  # noqa: E402
+from moevement_ext.memory.upstream_log.record import Direction  # noqa: E402
 
 NOTHING = {
     'tensor_send_next': None, 'tensor_send_prev': None, 'recv_prev': False, 'recv_next': False,
@@ -65,3 +66,31 @@ def test_a_failed_exchange_leaves_the_setting(
         BoundaryCommunicator(stage, config, None)._communicate(**{**NOTHING, 'recv_prev': True})
     assert config.batch_p2p_sync
     assert not waits
+
+
+def test_what_a_replay_receives_is_waited_for_on_the_stream_that_uses_it(
+    monkeypatch: pytest.MonkeyPatch, stage: torch.distributed.ProcessGroup
+) -> None:
+    """A schedule may receive on another stream than it computes on."""
+    done: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            done.append('copied')
+
+        def wait(self) -> None:
+            done.append('waited')
+
+    monkeypatch.setattr(torch.cuda, 'Event', Event)
+    communicator = BoundaryCommunicator(stage, ModelParallelConfig(), None)
+    communicator.at_iteration(1)
+    logged = SimpleNamespace(take=lambda iteration, sequence: torch.ones(2))
+    with communicator.replaying({Direction.DOWN: logged}):
+        given = {**NOTHING, 'recv_prev': True, 'tensor_send_next': torch.ones(2)}
+        received, _, requests = communicator._communicate(**given, wait_on_reqs=False)
+    assert torch.equal(received, torch.ones(2)) and received.requires_grad
+    assert requests.keys() == {'recv_prev', 'send_next'}
+    requests['send_next'].wait()
+    assert done == ['copied']
+    requests['recv_prev'].wait()
+    assert done == ['copied', 'waited']

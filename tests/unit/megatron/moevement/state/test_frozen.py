@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parameters ask for a gradient while operators are frozen."""
 
+import pytest
 import torch
 
-from megatron.moevement.state.frozen import FrozenOperators
+from megatron.moevement.state.frozen import FrozenOperators, _no_delayed_gradient_of_frozen
 from megatron.moevement.state.operators import Operator
 from tests.stand_ins import rules
 from tests.stand_ins.grouped_linear import GroupedLinear
@@ -63,3 +64,22 @@ def test_experts_with_layers_of_their_own_are_frozen_one_by_one() -> None:
     )
     assert active(single, 'layer1.expert0') == [False, True]
     assert active(single) == [True, True]
+
+
+def test_a_frozen_layer_is_not_asked_for_delayed_gradients() -> None:
+    layer = GroupedLinear(
+        3, 16, 32, init_method=torch.nn.init.zeros_, params_dtype=torch.float32,
+        delay_wgrad_compute=True,
+    )  # fmt: skip
+    model = [torch.nn.Sequential(torch.nn.Linear(2, 2), layer)]
+    with _no_delayed_gradient_of_frozen(model):
+        rules.gradients_of_grouped(layer, [False] * 3)
+        layer.backward_dw()
+        rules.gradients_of_grouped(layer, [True] * 3)
+        layer.backward_dw()
+        with pytest.raises(RuntimeError, match='empty'):
+            layer.backward_dw()
+    assert layer.weight2.grad is not None and layer.weight2.grad.any()
+    rules.gradients_of_grouped(layer, [False] * 3)
+    with pytest.raises(RuntimeError, match='empty'):
+        layer.backward_dw()
