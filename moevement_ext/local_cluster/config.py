@@ -63,6 +63,7 @@ class LaunchConfig:
         _at_least('--workers-per-node', self.workers_per_node, 1)
         _at_least('--spares', self.spares, 0)
         _at_least('--max-restarts', self.max_restarts, 0)
+        _at_least('--grace', self.grace_s, 0)
         if self.fork and self.spares:
             raise ConfigurationError(
                 f'--spares {self.spares} --fork: a forked worker has imported the program, as a '
@@ -105,6 +106,6 @@ class LaunchConfig:
             )
 
 
-def _at_least(flag: str, value: int, least: int) -> None:
+def _at_least(flag: str, value: float, least: int) -> None:
     if value < least:
         raise ConfigurationError(f'{flag} {value} must be at least {least}.')

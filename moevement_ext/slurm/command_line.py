@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from moevement_ext.local_cluster.supervisor import Supervisor  # torch: too slow for --help
     from moevement_ext.slurm.starter import SlurmStarter
 
+    _allow_many_connections()
     starter = partial(SlurmStarter, job.hosts, slurm_step)
     supervisor = Supervisor(job.launch, starter=starter)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -83,6 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print('[launcher] the job goes back to the queue of Slurm', file=sys.stderr, flush=True)
         subprocess.run(['scontrol', 'requeue', os.environ['SLURM_JOB_ID']], check=False)
     return code
+
+
+def _allow_many_connections() -> None:
+    """Every worker of the job has some to the store."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _hosts() -> tuple[str, ...]:

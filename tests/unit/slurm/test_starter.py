@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import signal
 import socket
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -158,10 +161,20 @@ def test_stop_reaches_the_workers(job: SlurmJob) -> None:
     assert codes(job, 0) == [-15]
 
 
-def test_nothing_outlives_the_supervisor(job: SlurmJob) -> None:
+def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
+    """Neither who does not listen, nor what a worker has started."""
     job.finish_when = lambda: False
-    job.on_event = lambda event: (job.running.stop(143) if len(job.started()) == 2 else None)
-    assert job.on_hosts('ab', '0.0=deaf', '1.0=child', nodes=2, grace_s=0.3).run() == 143
+    flags = ('0.0=deaf', '0.0=print:deaf', '1.0=child')
+    log = tmp_path / 'logs' / 'rank0.log'
+    supervisor = job.on_hosts('ab', *flags, nodes=2, grace_s=0.3, log_dir=log.parent)
+
+    def stop() -> None:
+        while not (log.exists() and 'deaf' in log.read_text() and (tmp_path / 'life-1.0').exists()):
+            time.sleep(0.01)
+        supervisor.stop(143)
+
+    threading.Thread(target=stop, daemon=True).start()
+    assert supervisor.run() == 143
     assert codes(job, 0) == [-9]
     for host in 'ab':
         assert job.steps[host][0].ended() is not None
@@ -200,7 +213,8 @@ def test_strangers_are_not_let_in(job: SlurmJob) -> None:
             with socket.create_connection(('127.0.0.1', port)) as stranger:
                 stranger.sendall(b'GET / HTTP/1.1\r\n\r\n')
                 stranger.settimeout(20.0)
-                assert stranger.recv(1) == b''
+                with suppress(ConnectionResetError):
+                    assert stranger.recv(1) == b''
 
     job.on_event = connect
     assert job.on_hosts('a', nodes=1).run() == 0
