@@ -3,8 +3,6 @@
 #
 # What the batch scripts have in common: the launcher, and flags for who gives none.
 
-set -euo pipefail
-
 # train [flags of the launcher] -- [flags of pretrain_gpt.py, else those of the example]
 train() {
     local launch=()

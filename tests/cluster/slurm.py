@@ -160,15 +160,12 @@ class Slurm:
         ]
 
     def stop(self) -> None:
-        """End everything, by process id."""
-        for process in [*self._processes(), *map(_of, self.daemons.values())]:
-            if process is not None:
-                _kill(process)
+        """End everything, by process id; daemons first, which might start more."""
         for daemon in self.daemons.values():
+            daemon.kill()
             daemon.wait()
-        for process in psutil.process_iter(['name', 'cmdline']):
-            if 'slurmstepd' in process.name() and str(self.folder) in str(process.open_files()):
-                _kill(process)
+        for process in self._processes():
+            _kill(process)
 
     def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, 'SLURM_CONF': str(self.configuration)}
@@ -206,15 +203,13 @@ class Slurm:
             time.sleep(0.05)
 
 
-def _of(daemon: subprocess.Popen[bytes]) -> psutil.Process | None:
-    return psutil.Process(daemon.pid) if daemon.poll() is None else None
-
-
 def _environment(process: psutil.Process) -> dict[str, str]:
+    """As psutil has it, but also of slurmstepd, which writes its title into it."""
     try:
-        return process.environ()
-    except (psutil.Error, OSError):
+        text = Path(f'/proc/{process.pid}/environ').read_text(errors='replace')
+    except OSError:
         return {}
+    return dict(entry.partition('=')[::2] for entry in text.split('\0') if '=' in entry)
 
 
 def _kill(process: psutil.Process) -> None:
