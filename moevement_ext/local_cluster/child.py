@@ -2,6 +2,7 @@
 """One process of the job, worker or spare, with all that it starts itself."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,13 +25,15 @@ class Child(ABC):
         death: becomes readable when the process is dead.
         output: read end of its stdout, if that is a pipe.
         ended: `reap` was called.
+        last_lines: what it printed last, if somebody else has read its stdout.
     """
 
-    def __init__(self, pid: int, output: int | None) -> None:
+    def __init__(self, pid: int, death: int, output: int | None) -> None:
         self.pid = pid
-        self.death = os.pidfd_open(pid)
+        self.death = death
         self.output = output
         self.ended = False
+        self.last_lines: list[str] = []
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and what it started; to nobody once it was reaped."""
@@ -67,6 +70,13 @@ class Child(ABC):
         """Give its process id back."""
 
 
+def bound(command: Sequence[str]) -> list[str]:
+    """The command that Linux kills when the thread that has started it ends."""
+    program = shutil.which(command[0]) or command[0]
+    isolated = [sys.executable, '-I', '-S', str(_BOUND), str(os.getpid())]
+    return [*isolated, program, *command[1:]]
+
+
 def how_it_ended(pid: int, options: int = 0) -> int:
     """Wait for a child of this process; exit status, or the negative number of a signal."""
     found = os.waitid(os.P_PID, pid, os.WEXITED | options)
@@ -93,9 +103,8 @@ class SpawnedChild(Child):
         stderr: int | BinaryIO | None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        isolated = [sys.executable, '-I', '-S', str(_BOUND), str(os.getpid())]
         self._process = subprocess.Popen(
-            [*isolated, sys.executable, *command],
+            bound([sys.executable, *command]),
             env=environment,
             stdin=stdin,
             stdout=stdout,
@@ -104,7 +113,8 @@ class SpawnedChild(Child):
             start_new_session=True,
         )
         output = self._process.stdout
-        super().__init__(self._process.pid, None if output is None else output.fileno())
+        pid = self._process.pid
+        super().__init__(pid, os.pidfd_open(pid), None if output is None else output.fileno())
 
     def tell(self, text: str) -> bool:
         """Write to its stdin, a pipe, and close it; False if nobody reads there any more."""

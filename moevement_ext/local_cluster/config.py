@@ -55,12 +55,15 @@ class LaunchConfig:
     faults: tuple[StagedFault, ...] = ()
     share_gpu: bool = False
     """All workers use the first GPU, each as a host of its own."""
+    grace_s: float = 10.0
+    """Seconds from SIGTERM to SIGKILL when the job is stopped."""
 
     def __post_init__(self) -> None:
         _at_least('--nodes', self.nodes, 1)
         _at_least('--workers-per-node', self.workers_per_node, 1)
         _at_least('--spares', self.spares, 0)
         _at_least('--max-restarts', self.max_restarts, 0)
+        _at_least('--grace', self.grace_s, 0)
         if self.fork and self.spares:
             raise ConfigurationError(
                 f'--spares {self.spares} --fork: a forked worker has imported the program, as a '
@@ -103,6 +106,6 @@ class LaunchConfig:
             )
 
 
-def _at_least(flag: str, value: int, least: int) -> None:
+def _at_least(flag: str, value: float, least: int) -> None:
     if value < least:
         raise ConfigurationError(f'{flag} {value} must be at least {least}.')

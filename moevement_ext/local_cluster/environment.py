@@ -23,17 +23,32 @@ def job_environment(config: LaunchConfig, port: int) -> dict[str, str]:
         config: of the job.
         port: where the store of the launcher listens.
     """
+    defaults = default_variables()
+    if config.share_gpu:
+        defaults |= shared_gpu.DEFAULTS
+    return {**defaults, **os.environ, **job_variables(config, '127.0.0.1', port)}
+
+
+def default_variables() -> dict[str, str]:
+    """What a worker finds in its environment unless the user has set it otherwise."""
     defaults = dict(_DEFAULTS)
     if not torch.cuda.is_available():
         defaults['TORCHDYNAMO_DISABLE'] = '1'
-    if config.share_gpu:
-        defaults |= shared_gpu.DEFAULTS
+    return defaults
+
+
+def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
+    """What all workers of the job find in their environment, whatever the user has set.
+
+    Args:
+        config: of the job.
+        host: where the store of the launcher listens.
+        port: of the store.
+    """
     return {
-        **defaults,
-        **os.environ,
         'WORLD_SIZE': str(config.world_size),
         'LOCAL_WORLD_SIZE': str(config.workers_per_node),
-        'MASTER_ADDR': '127.0.0.1',
+        'MASTER_ADDR': host,
         'MASTER_PORT': str(port),
         'TORCHELASTIC_USE_AGENT_STORE': 'True',
     }

@@ -133,6 +133,41 @@ class FaultStaged:
 
 
 @dataclass(frozen=True)
+class NodeReady:
+    """A host is reached and can take the place of a node of the job."""
+
+    host: str
+
+    def __str__(self) -> str:
+        return f'host {self.host} is ready'
+
+
+@dataclass(frozen=True)
+class NodeSeated:
+    """A host is a node of the job from now on."""
+
+    host: str
+    node: int
+
+    def __str__(self) -> str:
+        return f'host {self.host} is node {self.node} of the job'
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """A host is not reached any more, with all that ran there."""
+
+    host: str
+    node: int | None
+    """That it was; None: a spare."""
+    reason: str
+
+    def __str__(self) -> str:
+        what = 'a spare' if self.node is None else f'node {self.node} of the job'
+        return f'host {self.host}, {what}, is lost: {self.reason}'
+
+
+@dataclass(frozen=True)
 class JobFailed:
     """The job is given up; all its processes are killed."""
 
@@ -165,6 +200,9 @@ Event = (
     | SpareReady
     | SpareEnded
     | FaultStaged
+    | NodeReady
+    | NodeSeated
+    | NodeLost
     | JobFailed
     | MemoryKept
 )

@@ -56,12 +56,15 @@ class SparePool:
         self._loop.watch(spare.output, partial(self._heard_from, spare))
         self._loop.watch(spare.death, partial(self._died, spare))
 
-    def take(self, environment: Mapping[str, str], log: Path | None) -> SpawnedChild | None:
-        """Make a ready spare a worker, and start another one; None if there is no ready one.
+    def take(
+        self, environment: Mapping[str, str], log: Path | None, *, refill: bool = True
+    ) -> SpawnedChild | None:
+        """Make a ready spare a worker; None if there is no ready one.
 
         Args:
             environment: what is the rank's own.
             log: file that it appends to; None: it prints on its stdout, a pipe.
+            refill: start another one.
         """
         order = {
             'argv': [self._config.program, *self._config.flags],
@@ -72,7 +75,8 @@ class SparePool:
             if spare.tell(json.dumps(order) + '\n'):
                 self._ready.remove(spare)
                 self._loop.forget(spare.death)
-                self.start()
+                if refill:
+                    self.start()
                 return spare
         return None
 

@@ -8,25 +8,19 @@ process takes the place of the dead one. So it is for a program that says that i
 """
 
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import BinaryIO
 
 from torch.distributed import TCPStore
 
-from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
-from moevement_ext.local_cluster.child import Child, SpawnedChild
+from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.local_cluster.child import Child
 from moevement_ext.local_cluster.config import Action, LaunchConfig, StagedFault
-from moevement_ext.local_cluster.environment import (
-    check_devices,
-    job_environment,
-    rank_environment,
-)
+from moevement_ext.local_cluster.errors import LaunchError
 from moevement_ext.local_cluster.events import (
     AllStartAgain,
     Event,
@@ -42,21 +36,15 @@ from moevement_ext.local_cluster.events import (
 )
 from moevement_ext.local_cluster.loop import Loop
 from moevement_ext.local_cluster.output import LogTail, Relay, last_lines
-from moevement_ext.local_cluster.spare_pool import SparePool
 from moevement_ext.local_cluster.staged_faults import StagedFaults
+from moevement_ext.local_cluster.starter import LocalStarter, Starter
 from moevement_ext.local_cluster.statements import told_finished, told_memory, told_survivors
-from moevement_ext.local_cluster.template import Template, TemplateLost
 from moevement_ext.membership.rendezvous import announce_failure
 
 _POLL_S = 0.1
-_GRACE_S = 10.0
 _STORE_TIMEOUT = timedelta(seconds=60)
 _MAX_ERRORS = 3
 _ERRORS_WITHIN_S = 600.0
-
-
-class LaunchError(SparseCheckpointError):
-    """The job cannot go on."""
 
 
 @dataclass
@@ -90,6 +78,7 @@ class Supervisor:
         config: of the job.
         on_event: called by the thread that runs `run` with everything that happens, right away;
             by default it is printed on stderr.
+        starter: makes what starts the workers; by default they are processes of this machine.
 
     Attributes:
         store: where the workers meet; it outlives them. `evict/<rank>` = `<pid>` asks to kill the
@@ -100,9 +89,15 @@ class Supervisor:
         ConfigurationError: a staged failure or the GPUs of this machine do not fit the job.
     """
 
-    def __init__(self, config: LaunchConfig, on_event: Callable[[Event], None] = print_event):
-        check_devices(config)
+    def __init__(
+        self,
+        config: LaunchConfig,
+        on_event: Callable[[Event], None] = print_event,
+        starter: Callable[[LaunchConfig, Loop, Callable[[Event], None]], Starter] = LocalStarter,
+    ) -> None:
         self.config = config
+        self._loop = Loop()
+        self._starter = starter(config, self._loop, on_event)
         self._open_store()
         self.workers: list[Worker] = []
         self._report = on_event
@@ -115,7 +110,6 @@ class Supervisor:
         self.store = TCPStore(
             '127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
         )
-        self._environment = job_environment(self.config, self.store.port)
 
     def run(self) -> int:
         """Start the workers and wait until all have ended well; nothing of the job is left then.
@@ -123,21 +117,16 @@ class Supervisor:
         All processes are killed when the calling thread ends, whatever ends it.
 
         Returns:
-            0, or the exit status that the workers had announced; 1 if the job was given up; what
-            `stop` was given if that was called.
+            0, or the exit status that the workers had announced; that of the `LaunchError` if the
+            job was given up; what `stop` was given if that was called.
         """
         if self.config.log_dir is not None:
             self.config.log_dir.mkdir(parents=True, exist_ok=True)
-        self._loop = Loop()
-        self._spares = SparePool(self.config, self._environment, self._loop, self._report)
-        self._template: Template | None = None
-        if self.config.fork:
-            self._template = Template(self.config.program, self._environment)
         try:
             self._supervise()
-        except (LaunchError, TemplateLost) as failure:
+        except LaunchError as failure:
             self._report(JobFailed(str(failure)))
-            return 1
+            return failure.exit_code
         finally:
             self._kill_all()
             self._report_memory()
@@ -149,11 +138,12 @@ class Supervisor:
 
     def _supervise(self) -> None:
         tail = self._log_tail()
+        self._starter.open(self.store.port)
         for rank in range(self.config.world_size):
-            self.workers.append(Worker(rank, *self._new_process(rank)))
-            self._started(self.workers[rank], was_spare=False)
-        for _ in range(self.config.spares):
-            self._spares.start()
+            child, was_spare = self._starter.start(rank, 0)
+            self.workers.append(Worker(rank, child, self._relay(rank, child)))
+            self._started(self.workers[rank], was_spare)
+        self._starter.keep_spares()
         next_poll = time.monotonic()
         while not all(worker.finished for worker in self.workers):
             self._loop.turn(_POLL_S)
@@ -161,39 +151,16 @@ class Supervisor:
                 return self._terminate()
             if time.monotonic() >= next_poll:
                 next_poll = time.monotonic() + _POLL_S
+                self._starter.look()
                 self._evict()
                 if tail is not None:
                     tail.pump()
 
     # Lives of a worker
 
-    def _new_process(self, rank: int, restarts: int = 0) -> tuple[Child, Relay | None]:
-        environment = {**self._environment, **rank_environment(self.config, rank, restarts)}
-        command = [self.config.program, *self.config.flags]
-        log = self.config.log_of(rank)
-        if log is None:
-            child = self._start_process(command, environment, None)
-            return child, self._relay(rank, child)
-        with log.open('ab') as output:
-            return self._start_process(command, environment, output), None
-
-    def _start_process(
-        self, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO | None
-    ) -> Child:
-        if self._template is not None:
-            return self._template.fork(command, environment, log)
-        stdout = subprocess.PIPE if log is None else log
-        return SpawnedChild(command, environment, stdout=stdout, stderr=subprocess.STDOUT)
-
-    def _spare_process(self, rank: int, restarts: int) -> tuple[Child, Relay | None] | None:
-        log = self.config.log_of(rank)
-        spare = self._spares.take(rank_environment(self.config, rank, restarts), log)
-        if spare is None:
+    def _relay(self, rank: int, child: Child) -> Relay | None:
+        if child.output is None:
             return None
-        return spare, self._relay(rank, spare) if log is None else None
-
-    def _relay(self, rank: int, child: Child) -> Relay:
-        assert child.output is not None
         is_last = rank == self.config.world_size - 1
         return Relay(child.output, f'[rank {rank}] ', self._stage_faults if is_last else _ignore)
 
@@ -201,7 +168,8 @@ class Supervisor:
         if worker.relay is not None:
             self._loop.watch(worker.relay.fd, partial(self._pump, worker.relay))
         self._loop.watch(worker.child.death, partial(self._ended, worker))
-        self._report(WorkerStarted(worker.rank, worker.pid, worker.restarts, was_spare))
+        if worker.pid:  # else it is reported once it is known
+            self._report(WorkerStarted(worker.rank, worker.pid, worker.restarts, was_spare))
 
     def _ended(self, worker: Worker) -> None:
         code = self._reap(worker)
@@ -256,14 +224,12 @@ class Supervisor:
         self._refuse_in_vain(worker, how, errors)
         self._report(AllStartAgain(how))
         # torch would find the keys of the life before in the old one, and wait for the dead.
-        self._spares.close()
         self._open_store()
-        self._spares = SparePool(self.config, self._environment, self._loop, self._report)
-        for _ in range(self.config.spares):
-            self._spares.start()
+        self._starter.open(self.store.port)
         restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
         for any_worker in self.workers:
             self._start_again(any_worker, restarts)
+        self._starter.keep_spares()
 
     def _stop(self, workers: list[Worker]) -> None:
         for worker in workers:
@@ -276,9 +242,9 @@ class Supervisor:
 
     def _start_again(self, worker: Worker, restarts: int) -> None:
         worker.restarts = restarts
-        spare = self._spare_process(worker.rank, restarts)
-        worker.child, worker.relay = spare or self._new_process(worker.rank, restarts)
-        self._started(worker, was_spare=spare is not None)
+        worker.child, was_spare = self._starter.start(worker.rank, restarts)
+        worker.relay = self._relay(worker.rank, worker.child)
+        self._started(worker, was_spare)
 
     def _refuse_in_vain(self, worker: Worker, how: str, errors: list[float]) -> None:
         """Count a replacement, if one may be and is worth being started.
@@ -308,7 +274,7 @@ class Supervisor:
     def _last_words(self, worker: Worker) -> str:
         """What a dead worker printed last, to be shown after the reason of a failure."""
         log = self.config.log_of(worker.rank)
-        lines = worker.relay.last_lines if worker.relay is not None else []
+        lines = worker.child.last_lines if worker.relay is None else worker.relay.last_lines
         if log is not None:
             lines = last_lines(log)
         if not lines:
@@ -328,18 +294,16 @@ class Supervisor:
             self._loop.watch(worker.child.death, partial(self._reap, worker))
             worker.child.signal(signal.SIGTERM)
             worker.child.signal(signal.SIGCONT)  # for one that is stopped
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + self.config.grace_s
         while self._living() and time.monotonic() < deadline:
             self._loop.turn(_POLL_S)
 
     def _kill_all(self) -> None:
-        self._spares.close()
         for worker in self._living():
             worker.child.signal(signal.SIGKILL)
         for worker in self._living():
             self._reap(worker)
-        if self._template is not None:
-            self._template.close()
+        self._starter.close()
         self._loop.close()
 
     def _report_memory(self) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moevement_ext.local_cluster.child import Child, SpawnedChild
+from moevement_ext.local_cluster.errors import LaunchError
 
 _SPARE = Path(__file__).with_name('spare.py')
 _MAX_ANSWER_BYTES = 64
 
 
-class TemplateLost(Exception):
+class TemplateLost(LaunchError):
     """The template has ended, and all workers with it."""
 
 
@@ -84,7 +85,7 @@ class ForkedChild(Child):
     """A worker that was forked; the template is its parent, and is asked how it ended."""
 
     def __init__(self, template: Template, pid: int, output: int | None) -> None:
-        super().__init__(pid, output)
+        super().__init__(pid, os.pidfd_open(pid), output)
         self._template = template
 
     def signal(self, number: int) -> None:

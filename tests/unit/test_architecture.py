@@ -26,7 +26,7 @@ ENGINE_FLOORS = (
     {'protect'},
     {'recover', 'metrics'},
     {'local_cluster', 'simulate'},
-    {'job'},
+    {'slurm', 'job'},
 )
 """Folders and loose modules of the engine: each imports from floors before its own."""
 

@@ -206,47 +206,51 @@ def test_shell_script_is_sound(script: Path) -> None:
     assert os.access(script, os.X_OK) or script.suffix == '.sbatch', f'{script} is not executable'
 
 
-def slurm_command(tmp_path: Path) -> list[str]:
-    """What the Slurm example would start on node 2 of 4, by running it where srun only prints."""
+def slurm_command(script: str, tmp_path: Path) -> list[str]:
+    """What a batch script would start on 5 nodes, by running it where Python only prints."""
     programs = {
-        'scontrol': 'echo node-a; echo node-b',
-        # As srun does: drop its own flag, set the node id, run the command.
-        'srun': 'shift; export SLURM_NODEID=2; exec "$@"',
-        'torchrun': "printf '%s\\n' torchrun \"$@\"",
+        'python': "printf '%s\\n' \"$@\"",
+        'scontrol': "printf '%s\\n' node-{a,b,c,d,e}",
     }
     for name, body in programs.items():
         program = tmp_path / '.venv' / 'bin' / name
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text(f'#!/usr/bin/env bash\n{body}\n')
         program.chmod(0o755)
+    (tmp_path / 'scripts').symlink_to(ROOT / 'scripts')
     slurm = {
         'PATH': f'{program.parent}:{os.environ["PATH"]}',
         'SLURM_SUBMIT_DIR': str(tmp_path),
         'SLURM_JOB_NAME': 'moevement',
-        'SLURM_JOB_ID': '4242',
-        'SLURM_NNODES': '4',
         'SLURM_GPUS_ON_NODE': '8',
-        'SLURM_JOB_NODELIST': 'node-[a-d]',
     }
-    result = run('bash', ROOT / 'scripts' / 'slurm_pretrain.sbatch', env=slurm)
+    result = run('bash', ROOT / 'scripts' / script, env=slurm)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
 
-def test_slurm_example_uses_flags_that_exist(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ('script', 'spare'), [('slurm_pretrain.sbatch', 1), ('slurm_requeue.sbatch', 0)]
+)
+def test_slurm_example_uses_flags_that_exist(
+    script: str, spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron.training.arguments import add_megatron_arguments
-    from torch.distributed.run import parse_args as parse_torchrun
 
-    command = slurm_command(tmp_path)
-    assert command[0] == 'torchrun'
-    launch = parse_torchrun(command[1:])
-    assert (launch.nnodes, launch.nproc_per_node, launch.node_rank) == ('4', '8', 2)
-    assert (launch.master_addr, launch.rdzv_backend) == ('node-a', 'static')
-    assert launch.max_restarts > 0
-    assert launch.training_script == 'pretrain_gpt.py'
+    from moevement_ext.slurm.command_line import parse
+
+    command = slurm_command(script, tmp_path)
+    assert command[:2] == ['-m', 'moevement_ext.slurm']
+    monkeypatch.setenv('SLURM_JOB_NODELIST', 'node-[a-e]')
+    monkeypatch.setenv('PATH', f'{tmp_path / ".venv" / "bin"}:{os.environ["PATH"]}')
+    monkeypatch.chdir(ROOT)
+    job = parse(command[2:])
+    assert (job.launch.nodes, job.launch.workers_per_node) == (5 - spare, 8)
+    assert job.requeue is (spare == 0)
+    assert job.launch.program == 'pretrain_gpt.py'
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    args, unknown = parser.parse_known_args(launch.training_script_args)
+    args, unknown = parser.parse_known_args(job.launch.flags)
     assert unknown == ['--sparse-ckpt']  # ours; all else is Megatron's
     assert args.num_layers % args.pipeline_model_parallel_size == 0
     assert args.num_experts % args.expert_model_parallel_size == 0

@@ -8,7 +8,6 @@ import pytest
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.local_cluster import supervisor
 from moevement_ext.local_cluster.config import Action, StagedFault
 from moevement_ext.local_cluster.events import (
     AllStartAgain,
@@ -274,13 +273,12 @@ def test_stop_asks_first_even_those_that_hang(job: Job) -> None:
     assert ended(job) == {0: [-15], 1: [-15]}
 
 
-def test_stop_kills_who_does_not_listen(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, '_GRACE_S', 0.2)
+def test_stop_kills_who_does_not_listen(job: Job) -> None:
     job.finish_when = lambda: False
     job.on_event = lambda event: job.running.stop(130) if isinstance(event, FaultStaged) else None
     flags = ('0.0=deaf', '0.0=print:iteration 1/')
     faults = (StagedFault(Action.STOP, 0, 1),)
-    assert job.run(*flags, faults=faults) == 130
+    assert job.run(*flags, faults=faults, grace_s=0.2) == 130
     assert ended(job) == {0: [-9]}
 
 

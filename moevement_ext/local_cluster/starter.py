@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the workers of a job come to life: here as processes of this machine."""
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO, Protocol
+
+from moevement_ext.local_cluster.child import Child, SpawnedChild
+from moevement_ext.local_cluster.config import LaunchConfig
+from moevement_ext.local_cluster.environment import (
+    check_devices,
+    job_environment,
+    rank_environment,
+)
+from moevement_ext.local_cluster.events import Event
+from moevement_ext.local_cluster.loop import Loop
+from moevement_ext.local_cluster.spare_pool import SparePool
+from moevement_ext.local_cluster.template import Template
+
+
+class Starter(Protocol):
+    """What starts workers for the supervisor; used by its thread alone."""
+
+    def open(self, port: int) -> None:
+        """Be ready for workers that meet in the store at `port`; again if there is a new one."""
+
+    def start(self, rank: int, restarts: int) -> tuple[Child, bool]:
+        """A new life of a rank.
+
+        Returns:
+            The process (`pid` 0: it is still to be started, and is reported then), and True if it
+            was a hot spare.
+        """
+
+    def keep_spares(self) -> None:
+        """All workers are started: so may be hot spares, which have time."""
+
+    def look(self) -> None:
+        """Do what is due; called ten times a second.
+
+        Raises:
+            LaunchError: a worker cannot be started.
+        """
+
+    def close(self) -> None:
+        """Let nothing run any more; all workers are dead."""
+
+
+class LocalStarter:
+    """Starts workers on this machine, from hot spares or a template if the job has them.
+
+    Args:
+        config: of the job.
+        loop: calls when a spare is ready or dead.
+        report: called with what happened.
+
+    Raises:
+        ConfigurationError: the GPUs of this machine do not fit the job.
+    """
+
+    def __init__(self, config: LaunchConfig, loop: Loop, report: Callable[[Event], None]) -> None:
+        check_devices(config)
+        self._config = config
+        self._loop = loop
+        self._report = report
+        self._spares: SparePool | None = None
+        self._template: Template | None = None
+
+    def open(self, port: int) -> None:
+        """As `Starter` says; spares that know the store before are of no use any more."""
+        self._environment = job_environment(self._config, port)
+        if self._spares is not None:
+            self._spares.close()
+        self._spares = SparePool(self._config, self._environment, self._loop, self._report)
+        if self._config.fork and self._template is None:
+            self._template = Template(self._config.program, self._environment)
+
+    def start(self, rank: int, restarts: int) -> tuple[Child, bool]:
+        """As `Starter` says."""
+        assert self._spares is not None
+        own = rank_environment(self._config, rank, restarts)
+        log = self._config.log_of(rank)
+        spare = self._spares.take(own, log)
+        if spare is not None:
+            return spare, True
+        environment = {**self._environment, **own}
+        command = [self._config.program, *self._config.flags]
+        if log is None:
+            return self._start_process(command, environment, None), False
+        with log.open('ab') as output:
+            return self._start_process(command, environment, output), False
+
+    def keep_spares(self) -> None:
+        """As `Starter` says."""
+        assert self._spares is not None
+        for _ in range(self._config.spares):
+            self._spares.start()
+
+    def look(self) -> None:
+        """Nothing is ever due."""
+
+    def close(self) -> None:
+        """As `Starter` says."""
+        if self._spares is not None:
+            self._spares.close()
+        if self._template is not None:
+            self._template.close()
+
+    def _start_process(
+        self, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO | None
+    ) -> Child:
+        if self._template is not None:
+            return self._template.fork(command, environment, log)
+        stdout = subprocess.PIPE if log is None else log
+        return SpawnedChild(command, environment, stdout=stdout, stderr=subprocess.STDOUT)

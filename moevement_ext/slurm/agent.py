@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the launcher on a node: starts the workers that it is told to, and hot spares.
+
+`MOEVEMENT_SUPERVISOR` is where the supervisor listens and the secret of the job. Nothing that the
+agent has started outlives it, and it does not outlive the connection.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+from moevement_ext.local_cluster.child import SpawnedChild
+from moevement_ext.local_cluster.config import LaunchConfig
+from moevement_ext.local_cluster.events import Event, SpareReady
+from moevement_ext.local_cluster.loop import Loop
+from moevement_ext.local_cluster.output import Relay, last_lines
+from moevement_ext.local_cluster.spare_pool import SparePool
+from moevement_ext.replicate.connection import Connection
+from moevement_ext.replicate.greeting import introduce
+from moevement_ext.slurm import messages
+from moevement_ext.slurm.address import ADDRESS_VARIABLE, Address
+from moevement_ext.slurm.link import Link
+
+_CONNECT_S = 30.0
+_TURN_S = 1.0
+
+
+class Agent:
+    """Does what the supervisor says, until the connection to it ends.
+
+    Args:
+        link: to the supervisor.
+        job: what is run.
+        host: name of this node.
+    """
+
+    def __init__(self, link: Link[messages.FromSupervisor], job: messages.Job, host: str) -> None:
+        self._link = link
+        log_dir = None if job.log_dir is None else Path(job.log_dir)
+        self._config = LaunchConfig(job.program, tuple(job.flags), log_dir=log_dir)
+        self._environment = {**job.defaults, **os.environ, 'MOEVEMENT_NODE': host}
+        self._loop = Loop()
+        self._spares = SparePool(self._config, self._environment, self._loop, self._note_spare)
+        self._spares_kept = 0
+        self._workers: dict[int, SpawnedChild] = {}
+        self._relays: dict[int, Relay] = {}
+
+    def run(self) -> None:
+        """Return when the supervisor is gone; nothing runs here then."""
+        self._loop.watch(self._link.fd, self._obey)
+        try:
+            while self._link.silent_s < messages.SILENT_S:
+                self._loop.turn(_TURN_S)
+                self._link.beat()
+        except OSError:
+            pass  # the job is over, or the supervisor lost
+        finally:
+            self._spares.close()
+            for worker in self._workers.values():
+                worker.signal(signal.SIGKILL)
+                worker.reap()
+
+    def _obey(self) -> None:
+        match self._link.receive():
+            case messages.Start() as order:
+                self._start(order)
+            case messages.Signal(key, number) if key in self._workers:
+                self._workers[key].signal(number)
+            case messages.KeepSpares(count):
+                for _ in range(count - self._spares_kept):
+                    self._spares.start()
+                self._spares_kept = max(count, self._spares_kept)
+
+    def _start(self, order: messages.Start) -> None:
+        log = self._config.log_of(order.rank)
+        spare = self._spares.take(order.variables, log, refill=False)
+        worker = spare or self._new_process(order, log)
+        self._workers[order.key] = worker
+        if log is None:
+            assert worker.output is not None
+            relay = Relay(worker.output, f'[rank {order.rank}] ', _ignore)
+            self._relays[order.key] = relay
+            self._loop.watch(relay.fd, partial(self._pump, relay))
+        self._loop.watch(worker.death, partial(self._ended, order.key, log))
+        self._link.send(messages.Started(order.key, worker.pid, was_spare=spare is not None))
+
+    def _new_process(self, order: messages.Start, log: Path | None) -> SpawnedChild:
+        start = partial(
+            SpawnedChild,
+            [self._config.program, *self._config.flags],
+            {**self._environment, **order.variables},
+            stderr=subprocess.STDOUT,
+        )
+        if log is None:
+            return start(stdout=subprocess.PIPE)
+        with log.open('ab') as output:
+            return start(stdout=output)
+
+    def _ended(self, key: int, log: Path | None) -> None:
+        worker = self._workers.pop(key)
+        self._loop.forget(worker.death)
+        code = worker.reap()
+        relay = self._relays.pop(key, None)
+        if relay is not None:
+            self._loop.forget(relay.fd)
+            relay.finish()
+        worker.close()
+        lines = last_lines(log) if log is not None else []
+        self._link.send(messages.Ended(key, code, relay.last_lines if relay else lines))
+
+    def _pump(self, relay: Relay) -> None:
+        if not relay.pump():
+            self._loop.forget(relay.fd)
+
+    def _note_spare(self, event: Event) -> None:
+        if isinstance(event, SpareReady):
+            self._link.send(messages.SpareIsReady(event.pid))
+        else:
+            print(f'[launcher] {event}', file=sys.stderr, flush=True)
+
+
+def _ignore(line: str) -> None:
+    """Nobody looks for anything in what a worker prints."""
+
+
+def connect(address: Address, host: str) -> Link[messages.FromSupervisor]:
+    """Meet the supervisor.
+
+    Raises:
+        OSError: it is not there, or not that of this job.
+    """
+    sock = socket.create_connection((address.host, address.port), _CONNECT_S)
+    connection = Connection(sock)
+    connection.set_deadline(_CONNECT_S)
+    refused = introduce(connection, address.secret)
+    if refused is not None:
+        raise ConnectionError(refused)
+    link = Link(sock, messages.FROM_SUPERVISOR)
+    link.send(messages.Here(host))
+    return link
+
+
+def main() -> None:
+    """Body of the process."""
+    # Slurm sends it to workers and supervisor, too, of whom the latter decides what it means.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    address = Address.parse(os.environ.pop(ADDRESS_VARIABLE))
+    host = os.environ['SLURMD_NODENAME']
+    try:
+        link = connect(address, host)
+        job = link.receive()
+    except OSError as error:
+        sys.exit(f'the supervisor at {address.host}:{address.port} is not reached: {error}')
+    assert isinstance(job, messages.Job)
+    Agent(link, job, host).run()
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line of the launcher in a Slurm batch script."""
+
+import argparse
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.local_cluster.config import LaunchConfig
+from moevement_ext.slurm.steps import slurm_step
+
+_DESCRIPTION = """\
+Runs a training program on the nodes of a Slurm allocation, from the batch script. A worker that
+dies is replaced, and a node that is lost by a spare one, at once; the other workers live on. See
+scripts/slurm_pretrain.sbatch.
+
+  exec python -m moevement_ext.slurm --spare-nodes 1 --workers-per-node 8 -- pretrain_gpt.py ...
+"""
+_END = '--'
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What a command line in an allocation asks for."""
+
+    launch: LaunchConfig
+    hosts: tuple[str, ...]
+    requeue: bool
+
+
+def parse(argv: Sequence[str]) -> SlurmJob:
+    """The job on a command line; ends the process with a message if it breaks a rule.
+
+    Args:
+        argv: flags of the launcher, `--`, program, flags of the program.
+    """
+    parser = _parser()
+    own = list(argv[: argv.index(_END)] if _END in argv else argv)
+    args = parser.parse_args(own)
+    launched = argv[len(own) + 1 :]
+    if not launched:
+        parser.error(f'no program: put {_END}, the program and its flags after the other flags')
+    try:
+        hosts = _hosts()
+        if not 0 <= args.spare_nodes < len(hosts):
+            raise ConfigurationError(
+                f'--spare-nodes {args.spare_nodes} must be at least 0 and leave a node to train '
+                f'on; the allocation has {len(hosts)}: ask for more with sbatch --nodes.'
+            )
+        launch = LaunchConfig(
+            program=launched[0],
+            flags=tuple(launched[1:]),
+            nodes=len(hosts) - args.spare_nodes,
+            workers_per_node=args.workers_per_node,
+            max_restarts=args.max_restarts,
+            log_dir=args.log_dir,
+            grace_s=args.grace,
+        )
+    except ConfigurationError as error:
+        parser.error(str(error))
+    return SlurmJob(launch, hosts, args.requeue)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job; returns the exit status: 0 if all workers ended with 0."""
+    job = parse(sys.argv[1:] if argv is None else argv)
+    from moevement_ext.local_cluster.supervisor import Supervisor  # torch: too slow for --help
+    from moevement_ext.slurm.starter import SlurmStarter
+
+    _allow_many_connections()
+    starter = partial(SlurmStarter, job.hosts, slurm_step)
+    supervisor = Supervisor(job.launch, starter=starter)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: supervisor.stop(128 + received))
+    code = supervisor.run()
+    if code == EXIT_WHOLE_JOB and job.requeue:
+        print('[launcher] the job goes back to the queue of Slurm', file=sys.stderr, flush=True)
+        subprocess.run(['scontrol', 'requeue', os.environ['SLURM_JOB_ID']], check=False)
+    return code
+
+
+def _allow_many_connections() -> None:
+    """Every worker of the job has some to the store."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _hosts() -> tuple[str, ...]:
+    nodes = os.environ.get('SLURM_JOB_NODELIST')
+    if nodes is None:
+        raise ConfigurationError(
+            'SLURM_JOB_NODELIST is not set: this runs in a batch script of Slurm, such as '
+            'scripts/slurm_pretrain.sbatch; scripts/local_cluster.py runs on one machine.'
+        )
+    listed = subprocess.run(
+        ['scontrol', 'show', 'hostnames', nodes], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return tuple(listed.stdout.split())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog='python -m moevement_ext.slurm',
+        usage='%(prog)s [flags] -- program [flags of the program]',
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add: Callable[..., object] = parser.add_argument
+    number = {'type': int, 'metavar': 'N'}
+    add(
+        '--spare-nodes',
+        **number,
+        default=0,
+        help='Nodes of the allocation that wait, the program imported, to take the place of one '
+        'that is lost. Default: 0.',
+    )
+    add('--workers-per-node', **number, default=1, help='Ranks on each node. Default: 1.')
+    add(
+        '--max-restarts',
+        **number,
+        default=LaunchConfig.max_restarts,
+        help='Replacements of workers in all, or new starts of all workers together; the next '
+        'death ends the job, as do three errors of one rank within ten minutes. '
+        'Default: %(default)s.',
+    )
+    add(
+        '--requeue',
+        action='store_true',
+        help='Put the job back into the queue of Slurm when a node is lost and no spare is left: '
+        'it goes on from what is in the memory of the nodes that it gets again.',
+    )
+    add(
+        '--grace',
+        type=float,
+        metavar='SECONDS',
+        default=90.0,
+        help='From SIGTERM, which is handed on to the workers, to SIGKILL. Default: %(default)s.',
+    )
+    add(
+        '--log-dir',
+        type=Path,
+        metavar='DIR',
+        help='Append the output of each rank to DIR/rank<N>.log, on a file system that all nodes '
+        'see. Default: all in the log of the job, with the rank before each line.',
+    )
+    return parser

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits for agents on a thread of its own, so that no stranger keeps the supervisor waiting."""
+
+import os
+import queue
+import socket
+import threading
+from typing import NamedTuple
+
+from moevement_ext.replicate.connection import Connection
+from moevement_ext.replicate.greeting import admit
+from moevement_ext.slurm.link import Link
+from moevement_ext.slurm.messages import FROM_AGENT, FromAgent, Here
+
+_GREETING_S = 5.0
+
+
+class Arrival(NamedTuple):
+    """An agent that knows the secret of the job."""
+
+    host: str
+    link: Link[FromAgent]
+
+
+class Listener:
+    """Admits agents; the supervisor takes them from here.
+
+    Args:
+        secret: of the job.
+
+    Attributes:
+        port: where agents connect to.
+        fd: readable when one has arrived.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._server = socket.create_server(('', 0))
+        self.port: int = self._server.getsockname()[1]
+        self.fd = os.eventfd(0)
+        self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._listen, name='slurm-listener', daemon=True)
+        self._thread.start()
+
+    def take(self) -> list[Arrival]:
+        """Those that have arrived; `fd` is not readable any more."""
+        os.eventfd_read(self.fd)
+        return [self._arrived.get() for _ in range(self._arrived.qsize())]
+
+    def close(self) -> None:
+        """Admit nobody any more."""
+        self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread up
+        self._thread.join()
+        self._server.close()
+        os.close(self.fd)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, _ = self._server.accept()
+            except OSError:
+                return
+            try:
+                self._greet(sock)
+            except OSError:
+                sock.close()
+
+    def _greet(self, sock: socket.socket) -> None:
+        connection = Connection(sock)
+        connection.set_deadline(_GREETING_S)
+        admit(connection, self._secret)
+        link = Link(sock, FROM_AGENT)
+        here = link.receive()
+        if not isinstance(here, Here):
+            raise ConnectionError('an agent that does not say where it is')
+        self._arrived.put(Arrival(here.host, link))
+        os.eventfd_write(self.fd, 1)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the supervisor, on the batch host, and the agents, one a node, say to each other.
+
+An agent says `Here`, is told the `Job`, and does then as it is told. Both send `Alive` every
+second. When the connection is lost, or nothing is heard for `SILENT_S`, the supervisor takes the
+node for lost, and the agent kills its workers and ends: so no rank runs on two nodes for long.
+"""
+
+import msgspec
+
+SILENT_S = 30.0
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """Sign of life."""
+
+
+class Here(msgspec.Struct, frozen=True, tag=True):
+    """First message of an agent."""
+
+    host: str
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """A worker runs."""
+
+    key: int
+    """Of its `Start`."""
+    pid: int
+    was_spare: bool
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A worker is dead, and so is what it left behind."""
+
+    key: int
+    code: int
+    """Exit status, or the negative number of the signal that killed it."""
+    last_lines: list[str]
+
+
+class SpareIsReady(msgspec.Struct, frozen=True, tag=True):
+    """A hot spare has imported the program."""
+
+    pid: int
+
+
+class Job(msgspec.Struct, frozen=True, tag=True):
+    """First message of the supervisor."""
+
+    program: str
+    flags: list[str]
+    log_dir: str | None
+    defaults: dict[str, str]
+    """Environment of the workers, where the user has not set it."""
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """Start a worker, from a hot spare if one is ready."""
+
+    key: int
+    rank: int
+    variables: dict[str, str]
+    """Environment of the worker, whatever the user has set."""
+
+
+class Signal(msgspec.Struct, frozen=True, tag=True):
+    """Send a signal to a worker and what it started."""
+
+    key: int
+    number: int
+
+
+class KeepSpares(msgspec.Struct, frozen=True, tag=True):
+    """Have so many hot spares."""
+
+    count: int
+
+
+FromAgent = Alive | Here | Started | Ended | SpareIsReady
+FromSupervisor = Alive | Job | Start | Signal | KeepSpares
+FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
+FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decoder(FromSupervisor)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker on another node, as the supervisor sees it."""
+
+import os
+import signal
+from typing import Protocol
+
+from moevement_ext.local_cluster.child import Child
+from moevement_ext.slurm.messages import Signal, Start
+
+_IN_ONE_GO = signal.SIGKILL, signal.SIGTERM
+
+
+class Commands(Protocol):
+    """How a worker's node is told something."""
+
+    def send(self, message: Signal | Start) -> None:
+        """Tell the agent; the workers end if it is lost."""
+
+    def hear(self) -> None:
+        """Wait for a message of the agent and act on it; the workers end if it is lost."""
+
+
+class RemoteChild(Child):
+    """A worker that is, or will be, started by an agent.
+
+    Args:
+        order: that starts it.
+        restarts: how often its rank was restarted.
+
+    Attributes:
+        pid: 0 until its agent has started it.
+        node: that it runs on; None while there is none for it.
+    """
+
+    def __init__(self, order: Start, restarts: int) -> None:
+        super().__init__(0, os.eventfd(0), None)
+        self.order = order
+        self.restarts = restarts
+        self.node: Commands | None = None
+        self._code: int | None = None
+
+    @property
+    def waits_for_node(self) -> bool:
+        """There is no node for it yet."""
+        return self.node is None and self._code is None
+
+    def start_on(self, node: Commands) -> None:
+        """Let it be started there."""
+        self.node = node
+        node.send(self.order)
+
+    def end(self, code: int) -> None:
+        """It is dead; `death` becomes readable."""
+        if self._code is None:
+            self._code = code
+            os.eventfd_write(self.death, 1)
+
+    def signal(self, number: int) -> None:
+        """Let its agent send a signal."""
+        if self._code is not None:
+            return
+        if self.node is not None:
+            self.node.send(Signal(self.order.key, number))
+        elif number in _IN_ONE_GO:
+            self.end(-number)
+
+    def close(self) -> None:
+        """It has no pipes."""
+
+    def _how_it_ended(self) -> int:
+        while self._code is None:
+            assert self.node is not None
+            self.node.hear()
+        return self._code
+
+    def _let_go(self) -> int:
+        return self._how_it_ended()

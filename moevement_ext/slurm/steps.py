@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of the Slurm job: one a node, in which the agent of that node runs."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from moevement_ext.local_cluster.child import bound
+from moevement_ext.slurm.address import ADDRESS_VARIABLE, Address
+
+AGENT = (sys.executable, '-m', 'moevement_ext.slurm.agent')
+
+
+class Step:
+    """One attempt to have an agent on a node.
+
+    Args:
+        command: that runs as long as the agent does.
+        environment: all of it.
+
+    Attributes:
+        since: when it was started, in seconds of the monotonic clock.
+    """
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        self.since = time.monotonic()
+        self._process = subprocess.Popen(
+            bound(command), env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def ended(self) -> int | None:
+        """Exit status if it is over; which says little: a node that was lost has 0, too."""
+        return self._process.poll()
+
+    def cancel(self) -> None:
+        """Ask for its end."""
+        self._process.terminate()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for its end, at most so long, and kill it then."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+StartStep = Callable[[str, Address], Step]
+"""Starts the agent of a host, which is to connect to an address."""
+
+
+def slurm_step(host: str, address: Address) -> Step:
+    """A step on one node of the allocation, with all that the job has there.
+
+    That other steps, or nodes, fail does not concern it.
+    """
+    command = ['srun', '--no-kill', '--overlap', '--nodes=1', '--ntasks=1', f'--nodelist={host}']
+    command += ['--kill-on-bad-exit=0', '--mem=0']
+    if 'SLURM_CPUS_PER_TASK' in os.environ:  # srun has not read it since Slurm 22.05
+        command += [f'--cpus-per-task={os.environ["SLURM_CPUS_PER_TASK"]}']
+    return Step([*command, *AGENT], {**os.environ, ADDRESS_VARIABLE: str(address)})

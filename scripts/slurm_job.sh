@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# What the batch scripts have in common: the launcher, and flags for who gives none.
+
+# train [flags of the launcher] -- [flags of pretrain_gpt.py, else those of the example]
+train() {
+    local launch=()
+    while [[ $1 != -- ]]; do
+        launch+=("$1")
+        shift
+    done
+    shift
+    local flags=("$@")
+    if (($# == 0)); then
+        example
+    fi
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+    export CUDA_DEVICE_MAX_CONNECTIONS=1  # overlap of communication and compute in Megatron
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+    # The launcher takes the place of this shell, so that signals of Slurm reach it.
+    exec .venv/bin/python -m moevement_ext.slurm \
+        --workers-per-node "${SLURM_GPUS_ON_NODE:-1}" "${launch[@]}" -- pretrain_gpt.py "${flags[@]}"
+}
+
+# Sets `flags`: a 16-expert MoE GPT on 4 nodes of 8 GPUs.
+#
+#   DATA_PREFIX=/data/text CHECKPOINTS=/ckpt/run7 sbatch scripts/slurm_pretrain.sbatch
+example() {
+    # Made by python -m tools.prepare_data --output-prefix data/text
+    local data_prefix=${DATA_PREFIX:-$PWD/data/text}
+    local checkpoints=${CHECKPOINTS:-$PWD/checkpoints/$SLURM_JOB_NAME}
+    local parallel model training data protection logging
+
+    # One pipeline stage a node.
+    parallel=(
+        --pipeline-model-parallel-size 4
+        --expert-model-parallel-size 8
+        --tensor-model-parallel-size 1
+        --use-distributed-optimizer
+        --overlap-grad-reduce
+        --disable-gloo-process-groups  # survivors of a failure reconnect groups of one kind
+        --distributed-timeout-minutes 10
+    )
+
+    model=(
+        --num-layers 32
+        --hidden-size 2048
+        --ffn-hidden-size 5632
+        --num-attention-heads 16
+        --seq-length 4096
+        --max-position-embeddings 4096
+        --position-embedding-type rope
+        --normalization RMSNorm
+        --swiglu
+        --disable-bias-linear
+        --untie-embeddings-and-output-weights
+        --num-experts 16
+        --moe-router-topk 2
+        --moe-router-load-balancing-type aux_loss
+        --moe-aux-loss-coeff 1e-2
+        --moe-token-dispatcher-type alltoall
+        --moe-grouped-gemm
+    )
+
+    training=(
+        --bf16
+        --deterministic-mode  # recovery is then exact to the bit
+        --micro-batch-size 1
+        --global-batch-size 512
+        --train-iters 50000
+        --lr 3e-4
+        --min-lr 3e-5
+        --lr-decay-style cosine
+        --lr-warmup-iters 500
+        --weight-decay 0.1
+        --clip-grad 1.0
+        --seed 1234
+    )
+
+    # The flags that tools.prepare_data printed.
+    data=(
+        --data-path "$data_prefix"
+        --tokenizer-type NullTokenizer
+        --vocab-size 257
+        --split '98,2,0'
+    )
+
+    # Sparse checkpoints every iteration in host memory; dense ones on disk, rarely, for the day when
+    # more is lost than memory can bring back.
+    protection=(
+        --sparse-ckpt
+        --save "$checkpoints"
+        --load "$checkpoints"
+        --save-interval 5000
+        --ckpt-format torch_dist
+    )
+
+    logging=(
+        --log-interval 10
+        --eval-interval 1000
+        --eval-iters 10
+        --tensorboard-dir "$checkpoints/tensorboard"
+    )
+
+    flags=(
+        "${parallel[@]}" "${model[@]}" "${training[@]}" "${data[@]}"
+        "${protection[@]}" "${logging[@]}"
+    )
+}

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real Slurm, the project's own batch scripts, nodes that are lost: the bits stay the same."""
+
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from tests.cluster.slurm import END_STATES, NODES, Slurm
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
+
+pytestmark = pytest.mark.timeout(900)
+PP2 = '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights'
+FLAGS = [*PP2.split(), '--train-iters', '20']
+WAIT_S = 400.0
+"""Programs are imported, on perhaps two cores that others use, too."""
+Make = Callable[..., Cluster]
+
+
+class Submitted:
+    """A job of two nodes with a worker each, and perhaps spare ones.
+
+    Args:
+        slurm: where it runs.
+        job: what.
+        script: in `scripts`.
+        nodes: of the allocation.
+        sbatch: further flags of that.
+    """
+
+    def __init__(self, slurm: Slurm, job: Cluster, script: str, nodes: int, *sbatch: str) -> None:
+        self.slurm = slurm
+        self.job = job
+        job.directory.mkdir(parents=True, exist_ok=True)
+        self.log = job.directory / 'slurm.log'
+        flags = ('--sparse-ckpt-window', '2')
+        allocation = (f'--nodes={nodes}', *sbatch)
+        self.number = slurm.submit(script, *job.flags, *flags, log=self.log, sbatch=allocation)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors='replace') if self.log.exists() else ''
+
+    def wait_for(self, what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not what():
+            assert time.monotonic() < deadline, self.output[-6000:]
+            assert self.slurm.state(self.number) not in END_STATES or what(), self.output[-6000:]
+            time.sleep(0.05)
+
+    def protected(self, windows: int = 1) -> None:
+        """Wait until windows are persisted on both ranks."""
+        events = partial(self.job.events, 'window_persisted')
+        self.wait_for(lambda: all(len(events(rank)) >= windows for rank in range(2)))
+
+    def lose_node(self, name: str) -> None:
+        """With all that it has in its memory."""
+        self.slurm.lose_node(name)
+        shutil.rmtree(self.job.memory / name)
+
+    def end(self) -> str:
+        """Wait for it; the state that the job ended in."""
+        deadline = time.monotonic() + WAIT_S
+        while (state := self.slurm.state(self.number)) not in END_STATES:
+            assert time.monotonic() < deadline, self.output[-6000:]
+            time.sleep(0.2)
+        return state
+
+    def nothing_is_left(self) -> None:
+        deadline = time.monotonic() + 30.0
+        while left := self.slurm.left():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.2)
+
+
+@pytest.fixture
+def submit(slurm: Slurm, cluster: Make) -> Callable[..., Submitted]:
+    def submitted(script: str, nodes: int, *sbatch: str) -> Submitted:
+        return Submitted(slurm, cluster(*FLAGS, ranks=2), script, nodes, *sbatch)
+
+    return submitted
+
+
+def check_bits(running: Submitted, reference: Callable[..., dict]) -> None:
+    assert running.end() == 'COMPLETED', running.output[-6000:]
+    assert differences(reference(*FLAGS, ranks=2), read_digest(running.job)) == []
+    running.nothing_is_left()
+    assert not running.job.memory.exists()
+
+
+def test_a_spare_takes_the_place_of_a_lost_node(
+    submit: Callable[..., Submitted], reference: Callable[..., dict]
+) -> None:
+    running = submit('slurm_pretrain.sbatch', 3)
+    running.wait_for(lambda: 'hot spare ready' in running.output)
+    running.protected()
+    running.lose_node(NODES[1])
+    check_bits(running, reference)
+    for rank in range(2):
+        (recovered,) = running.job.events('recovered', rank)
+        assert (recovered['scope'], recovered['stages']) == ('localized', [1])
+    assert 'rank 1: a hot spare takes over' in running.output
+
+
+@pytest.mark.thorough
+def test_two_nodes_are_lost_one_after_the_other(
+    submit: Callable[..., Submitted],
+    reference: Callable[..., dict],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv('SPARE_NODES', '2')
+    running = submit('slurm_pretrain.sbatch', 4)
+    running.protected()
+    running.lose_node(NODES[1])
+    running.wait_for(lambda: len(running.job.events('recovered', 1)) == 1)
+    running.protected(windows=2)
+    running.lose_node(NODES[2])
+    check_bits(running, reference)
+    assert len(running.job.events('recovered', 0)) == 2
+    assert f'host {NODES[3]} is node 1 of the job' in running.output
+
+
+@pytest.mark.thorough
+def test_without_a_spare_the_job_is_queued_again(
+    submit: Callable[..., Submitted], reference: Callable[..., dict]
+) -> None:
+    """It goes on from a replica of what the lost node had."""
+    running = submit('slurm_requeue.sbatch', 2)
+    running.protected()
+    running.lose_node(NODES[1])
+    check_bits(running, reference)
+    assert 'no spare node is left' in running.output
+    assert int(running.slurm.show(running.number)['Restarts']) >= 1
+    assert running.job.events('recovered')
+
+
+@pytest.mark.thorough
+def test_scancel_leaves_nothing_behind(submit: Callable[..., Submitted]) -> None:
+    running = submit('slurm_pretrain.sbatch', 3)
+    running.protected()
+    running.slurm.run('scancel', str(running.number))
+    assert running.end() == 'CANCELLED'
+    running.nothing_is_left()
+    assert not running.job.events('finished')
+
+
+@pytest.mark.thorough
+def test_a_job_whose_time_is_up_goes_on_from_memory(
+    submit: Callable[..., Submitted], reference: Callable[..., dict]
+) -> None:
+    first = submit('slurm_requeue.sbatch', 2, '--signal=B:TERM@30')
+    first.protected()
+    hours, minutes, _ = map(int, first.slurm.show(first.number)['RunTime'].split(':'))
+    limit = f'TimeLimit={60 * hours + minutes + 1}'
+    first.slurm.run('scontrol', 'update', f'JobId={first.number}', limit)
+    assert first.end() in ('FAILED', 'TIMEOUT')
+    assert 'was killed by SIGTERM' in first.output
+    assert 'windows of this run stay in' in first.output
+    first.nothing_is_left()
+    second = Submitted(first.slurm, first.job, 'slurm_requeue.sbatch', 2)
+    check_bits(second, reference)
+    assert second.job.events('recovered')

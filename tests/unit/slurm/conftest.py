@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small jobs under the launcher for Slurm: real agents, without Slurm, on hosts that are but names.
+
+A step is the agent itself here, instead of an `srun` that starts it.
+"""
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_ext.local_cluster.config import LaunchConfig
+from moevement_ext.local_cluster.statements import tell_survivors
+from moevement_ext.local_cluster.supervisor import Supervisor
+from moevement_ext.slurm.address import ADDRESS_VARIABLE, Address
+from moevement_ext.slurm.starter import SlurmStarter
+from moevement_ext.slurm.steps import AGENT, Step
+from tests.unit.local_cluster.conftest import Job
+
+
+class SlurmJob(Job):
+    """A job on the hosts a, b, ...
+
+    Attributes:
+        steps: all that were started, by host.
+        dead: hosts on which a step fails.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.steps: dict[str, list[Step]] = {}
+        self.dead: set[str] = set()
+
+    def on_hosts(self, hosts: Sequence[str], *flags: str, **settings: Any) -> Supervisor:
+        """A job on the first `nodes` of the hosts; the others are spare."""
+        config = LaunchConfig(str(self.program), flags, **settings)
+        starter = partial(SlurmStarter, hosts, self._start_step)
+        self.running = Supervisor(config, self._note, starter)
+        tell_survivors(self.running.store)
+        return self.running
+
+    def lose(self, host: str) -> None:
+        """Kill the agent of a host; Linux kills its workers. No other comes."""
+        self.dead.add(host)
+        self.steps[host][-1]._process.kill()
+
+    def _start_step(self, host: str, address: Address) -> Step:
+        environment = {**os.environ, ADDRESS_VARIABLE: str(address), 'SLURMD_NODENAME': host}
+        command = ['false'] if host in self.dead else AGENT
+        step = Step(command, environment)
+        self.steps.setdefault(host, []).append(step)
+        return step
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmJob:
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # the workers use none
+    return SlurmJob(tmp_path)

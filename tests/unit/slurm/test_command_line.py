@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.slurm.command_line import main, parse
+from tests.unit.slurm.conftest import SlurmJob
+
+pytestmark = pytest.mark.timeout(120)
+SCONTROL = """#!/usr/bin/env bash
+case "$1" in
+    show) printf '%s\\n' node-a node-b node-c ;;
+    requeue) echo "$2" >> "$0.requeued" ;;
+esac
+"""
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An allocation of three nodes, as the commands of Slurm show it; `srun` reaches none."""
+    programs = tmp_path / 'bin'
+    programs.mkdir()
+    for name, text in (('scontrol', SCONTROL), ('srun', '#!/usr/bin/env bash\nexit 1\n')):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv('PATH', f'{programs}:/usr/bin:/bin')
+    monkeypatch.setenv('SLURM_JOB_NODELIST', 'node-[a-c]')
+    monkeypatch.setenv('SLURM_JOB_ID', '42')
+    return programs / 'scontrol'
+
+
+def test_flags(job: SlurmJob, scontrol: Path) -> None:
+    own = (
+        '--spare-nodes 1 --workers-per-node 8 --max-restarts 4 --requeue --grace 20 --log-dir logs'
+    )
+    found = parse([*own.split(), '--', str(job.program), '--grace', '3'])
+    assert found.hosts == ('node-a', 'node-b', 'node-c')
+    assert found.requeue
+    launch = found.launch
+    assert (launch.nodes, launch.workers_per_node, launch.world_size) == (2, 8, 16)
+    assert (launch.max_restarts, launch.grace_s, launch.log_dir) == (4, 20.0, Path('logs'))
+    assert (launch.program, launch.flags) == (str(job.program), ('--grace', '3'))
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        ('--spare-nodes 1', 'no program: put --, the program and its flags'),
+        ('--spare-nodes 3 -- PROGRAM', '--spare-nodes 3 must be at least 0 and leave a node'),
+        ('--spare-nodes -1 -- PROGRAM', '--spare-nodes -1 must be at least 0'),
+        ('--workers-per-node 0 -- PROGRAM', '--workers-per-node 0 must be at least 1'),
+        ('--grace -1 -- PROGRAM', '--grace -1.0 must be at least 0'),
+        ('-- nowhere.py', 'nowhere.py: no such program'),
+    ],
+)
+def test_mistakes_are_named(
+    flags: str, message: str, job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(flags.replace('PROGRAM', str(job.program)).split())
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_outside_of_slurm(
+    job: SlurmJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv('SLURM_JOB_NODELIST', raising=False)
+    with pytest.raises(SystemExit):
+        parse(['--', str(job.program)])
+    assert 'SLURM_JOB_NODELIST is not set: this runs in a batch script' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('code', 'flags', 'requeued'),
+    [
+        (EXIT_WHOLE_JOB, ['--requeue'], True),
+        (EXIT_WHOLE_JOB, [], False),
+        (1, ['--requeue'], False),
+    ],
+)
+def test_only_a_lost_node_queues_the_job_again(
+    code: int,
+    flags: list[str],
+    requeued: bool,
+    job: SlurmJob,
+    scontrol: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from moevement_ext.local_cluster.supervisor import Supervisor
+
+    monkeypatch.setattr(Supervisor, 'run', lambda self: code)
+    assert main([*flags, '--', str(job.program)]) == code
+    noted = scontrol.with_name('scontrol.requeued')
+    assert noted.exists() is requeued
+    if requeued:
+        assert noted.read_text() == '42\n'
+
+
+def test_a_job_without_a_host_fails(
+    job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing can run on any node: the queue would not mend that."""
+    assert main(['--requeue', '--', str(job.program)]) == 1
+    assert 'node-b: its step ended with status 1' in capsys.readouterr().err
+    assert not scontrol.with_name('scontrol.requeued').exists()

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.local_cluster.events import (
+    Event,
+    JobFailed,
+    NodeLost,
+    NodeReady,
+    NodeSeated,
+    SpareReady,
+    WorkerEnded,
+    WorkerEvicted,
+    WorkerStarted,
+)
+from tests.unit.local_cluster.conftest import dies
+from tests.unit.slurm.conftest import SlurmJob
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def seated(job: SlurmJob) -> list[tuple[str, int]]:
+    return [(event.host, event.node) for event in job.events if isinstance(event, NodeSeated)]
+
+
+def lost(job: SlurmJob) -> list[tuple[str, int | None]]:
+    return [(event.host, event.node) for event in job.events if isinstance(event, NodeLost)]
+
+
+def failure(job: SlurmJob) -> str:
+    (event,) = (event for event in job.events if isinstance(event, JobFailed))
+    return event.reason
+
+
+def codes(job: SlurmJob, rank: int) -> list[int]:
+    ended = [event for event in job.events if isinstance(event, WorkerEnded)]
+    return [event.code for event in ended if event.rank == rank]
+
+
+def test_workers_run_on_their_hosts(
+    job: SlurmJob, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('OMP_NUM_THREADS', '3')
+    job.finish_when = lambda: len(job.started()) == 4
+    assert job.on_hosts('ab', '3.0=print:hello', nodes=2, workers_per_node=2).run() == 0
+    assert seated(job) == [('a', 0), ('b', 1)]
+    for rank in range(4):
+        seen = job.life(rank)['env']
+        expected = {
+            'RANK': str(rank),
+            'LOCAL_RANK': str(rank % 2),
+            'GROUP_RANK': str(rank // 2),
+            'WORLD_SIZE': '4',
+            'LOCAL_WORLD_SIZE': '2',
+            'MASTER_ADDR': socket.gethostname(),
+            'MASTER_PORT': str(job.running.store.port),
+            'MOEVEMENT_NODE': 'ab'[rank // 2],
+            'OMP_NUM_THREADS': '3',
+            'CUDA_DEVICE_MAX_CONNECTIONS': '1',
+            'TORCHELASTIC_RESTART_COUNT': '0',
+        }
+        assert {name: seen.get(name) for name in expected} == expected
+        assert 'MOEVEMENT_SUPERVISOR' not in seen
+    assert '[rank 3] hello\n' in capfd.readouterr().out
+
+
+def test_a_dead_worker_is_replaced_on_its_host(job: SlurmJob) -> None:
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.on_hosts('ab', '1.0=kill', nodes=2).run() == 0
+    assert (codes(job, 0), codes(job, 1)) == ([0], [-9, 0])
+    assert job.life(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
+    assert lost(job) == []
+
+
+def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob) -> None:
+    def lose_when_ready(event: Event) -> None:
+        if isinstance(event, SpareReady) and len(job.spares()) == 2:
+            job.lose('b')
+
+    job.on_event = lose_when_ready
+    job.finish_when = lambda: len(job.started(2)) == len(job.started(3)) == 2
+    assert job.on_hosts('abc', nodes=2, workers_per_node=2).run() == 0
+    assert seated(job) == [('a', 0), ('b', 1), ('c', 1)]
+    assert lost(job) == [('b', 1)]
+    for rank in (2, 3):
+        assert codes(job, rank) == [-9, 0]
+        assert dies(job.started(rank)[0].pid)
+        assert job.started(rank)[1].was_spare
+        assert job.life(rank, 1)['env']['MOEVEMENT_NODE'] == 'c'
+    assert {event.pid for event in job.spares()} == {job.started(r)[1].pid for r in (2, 3)}
+    assert codes(job, 0) == codes(job, 1) == [0]
+
+
+def test_no_spare_is_left(job: SlurmJob) -> None:
+    job.on_event = lambda event: (
+        job.lose('b') if isinstance(event, WorkerStarted) and event.rank == 1 else None
+    )
+    job.finish_when = lambda: False
+    assert job.on_hosts('ab', nodes=2).run() == EXIT_WHOLE_JOB
+    assert 'node 1 of the job has no host, and no spare node is left (b: ' in failure(job)
+    assert len(job.steps['b']) == 2  # it was tried again
+    assert dies(job.started(0)[0].pid)
+
+
+def test_an_agent_that_died_comes_back(job: SlurmJob) -> None:
+    def kill_agent(event: Event) -> None:
+        if isinstance(event, WorkerStarted) and (event.rank, event.restarts) == (1, 0):
+            job.lose('b')
+            job.dead.clear()
+
+    job.on_event = kill_agent
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.on_hosts('ab', nodes=2).run() == 0
+    assert seated(job) == [('a', 0), ('b', 1), ('b', 1)]
+    assert job.life(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
+
+
+def test_a_silent_host_is_lost(job: SlurmJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moevement_ext.slurm import node
+
+    monkeypatch.setattr(node, 'SILENT_S', 4.0)
+
+    def stop_agent(event: Event) -> None:
+        if isinstance(event, WorkerStarted) and (event.rank, event.restarts) == (1, 0):
+            job.steps['b'][-1]._process.send_signal(signal.SIGSTOP)
+
+    job.on_event = stop_agent
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.on_hosts('abc', nodes=2).run() == 0
+    assert lost(job)[0] == ('b', 1)
+    assert seated(job)[-1] == ('c', 1)
+    assert dies(job.started(1)[0].pid)
+
+
+def test_a_host_that_is_not_reached_at_the_start_is_not_needed(job: SlurmJob) -> None:
+    job.dead.add('a')
+    job.finish_when = lambda: len(job.started()) == 2
+    assert job.on_hosts('abc', nodes=2).run() == 0
+    assert seated(job) == [('b', 0), ('c', 1)]
+
+
+def test_no_host_is_reached(job: SlurmJob) -> None:
+    job.dead |= {'a', 'b'}
+    assert job.on_hosts('ab', nodes=1).run() == 1
+    assert 'a: its step ended with status 1' in failure(job)
+
+
+def test_stop_reaches_the_workers(job: SlurmJob) -> None:
+    job.finish_when = lambda: False
+    job.on_event = lambda event: (
+        job.running.stop(143) if isinstance(event, WorkerStarted) else None
+    )
+    assert job.on_hosts('a', nodes=1).run() == 143
+    assert codes(job, 0) == [-15]
+
+
+def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
+    """Neither who does not listen, nor what a worker has started."""
+    job.finish_when = lambda: False
+    flags = ('0.0=deaf', '0.0=print:deaf', '1.0=child')
+    log = tmp_path / 'logs' / 'rank0.log'
+    supervisor = job.on_hosts('ab', *flags, nodes=2, grace_s=0.3, log_dir=log.parent)
+
+    def stop() -> None:
+        while not (log.exists() and 'deaf' in log.read_text() and (tmp_path / 'life-1.0').exists()):
+            time.sleep(0.01)
+        supervisor.stop(143)
+
+    threading.Thread(target=stop, daemon=True).start()
+    assert supervisor.run() == 143
+    assert codes(job, 0) == [-9]
+    for host in 'ab':
+        assert job.steps[host][0].ended() is not None
+    assert dies(job.life(1)['child'])
+
+
+def test_a_hung_worker_is_killed(job: SlurmJob) -> None:
+    def evict(event: Event) -> None:
+        if isinstance(event, WorkerStarted) and (event.rank, event.restarts) == (0, 0):
+            job.running.store.set('evict/0', str(event.pid))
+
+    job.on_event = evict
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.on_hosts('a', nodes=1).run() == 0
+    assert [e.rank for e in job.events if isinstance(e, WorkerEvicted)] == [0]
+
+
+def test_output_goes_to_files(job: SlurmJob, tmp_path: Path) -> None:
+    log_dir = tmp_path / 'logs'
+    assert job.on_hosts('a', '0.0=print:hello', nodes=1, log_dir=log_dir).run() == 0
+    assert (log_dir / 'rank0.log').read_text() == 'importing\nhello\n'
+
+
+def test_last_words_of_a_worker_are_in_the_reason(job: SlurmJob) -> None:
+    job.finish_when = lambda: False
+    flags = [flag for n in range(3) for flag in (f'0.{n}=print:alas {n}', f'0.{n}=exit:3')]
+    assert job.on_hosts('a', *flags, nodes=1).run() == 1
+    assert 'it failed by itself 3 times' in failure(job)
+    assert '    alas 2' in failure(job)
+
+
+def test_strangers_are_not_let_in(job: SlurmJob) -> None:
+    def connect(event: Event) -> None:
+        if isinstance(event, NodeReady):
+            port = job.running._starter._listener.port  # type: ignore[attr-defined]
+            with socket.create_connection(('127.0.0.1', port)) as stranger:
+                stranger.sendall(b'GET / HTTP/1.1\r\n\r\n')
+                stranger.settimeout(20.0)
+                with suppress(ConnectionResetError):
+                    assert stranger.recv(1) == b''
+
+    job.on_event = connect
+    assert job.on_hosts('a', nodes=1).run() == 0
+    assert lost(job) == []
