@@ -53,6 +53,7 @@ from megatron.training.utils import (
 
 from megatron.moevement.arguments import add_arguments
 from megatron.moevement.facts import UpstreamArguments
+from megatron.moevement.job.unsupported import refuse_unsupported
 from megatron.moevement.program import run_with_sparse_checkpointing
 from moevement_ext import faults
 
@@ -189,6 +190,9 @@ def main() -> None:
     """Parse the command line and train."""
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     args = parse_and_validate_args(extra_args_provider=add_arguments)
+    if args.sparse_ckpt:
+        with user_errors.in_one_line():
+            refuse_unsupported(args)  # before upstream's configurations say it at length
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     train = partial(pretrain, config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
     with user_errors.in_one_line():

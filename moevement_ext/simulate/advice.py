@@ -111,11 +111,16 @@ def _recovery(plan: JobPlan) -> Iterator[str]:
 
 def _hardware(plan: JobPlan) -> Iterator[str]:
     job = plan.job
-    if job.precision.compute == 'fp8':
-        yield 'the training refuses FP8 so far; the plan shows what it would take'
+    if 'fp8' in (job.precision.compute, job.precision.master):
+        yield (
+            'the training refuses FP8 weights and masters so far; the plan shows what they would '
+            'take'
+        )
+    of_full = job.precision.optimizer_bytes / job.precision.full_bytes
     state = max(
         kind.held_parameters * (job.precision.light_bytes + _GRADIENT_BYTES)
         + max(sum(column) for column in zip(*(op.full for op in kind.operators), strict=True))
+        * of_full
         for kind in plan.kinds
     )
     if state > job.cluster.gpu_memory_bytes:

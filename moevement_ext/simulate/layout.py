@@ -7,6 +7,7 @@ consecutive.
 """
 
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 
 from moevement_ext.simulate import fields
 
@@ -15,27 +16,46 @@ _BYTES = {'fp8': 1, 'fp16': 2, 'bf16': 2, 'fp32': 4}
 
 @dataclass(frozen=True)
 class Precision:
-    """Number formats of the training state: fp8, fp16, bf16 or fp32."""
+    """Number formats of the training state: fp8, fp16, bf16 or fp32.
+
+    Bytes are those that an exact recovery needs, without the scales (4 bytes a tensor).
+    """
 
     compute: str = 'bf16'
     """Weights that forward and backward read: the light capture."""
     master: str = 'fp32'
-    moments: str = 'fp32'
-    """Number format of both moments of Adam."""
+    first_moment: str = 'fp32'
+    second_moment: str = 'fp32'
+    """Of Adam, both."""
     boundary: str = 'bf16'
     """Activations and gradients between pipeline stages."""
 
     def __post_init__(self) -> None:
-        for name in ('compute', 'master', 'moments', 'boundary'):
-            value = getattr(self, name)
-            fields.require(value in _BYTES, name, value, f'give one of {", ".join(_BYTES)}')
-        rule = f'must not be wider than master ({self.master}): compute weights are made from it'
-        fields.require(self.light_bytes <= _BYTES[self.master], 'compute', self.compute, rule)
+        for field in fields_of(self):
+            value = getattr(self, field.name)
+            fields.require(value in _BYTES, field.name, value, f'give one of {", ".join(_BYTES)}')
+        rule = f'goes with master fp32, not {self.master}: such a weight is its own master'
+        good = self.compute != 'fp32' or self.master == 'fp32'
+        fields.require(good, 'compute', self.compute, rule)
+
+    @property
+    def weight_beside_master(self) -> bool:
+        """True if the weight cannot be made from the master as it is stored.
+
+        A weight is rounded from what the update computes: that is an fp32 master, but a narrower
+        one is rounded itself. An fp8 weight is rounded with a scale of its own.
+        """
+        return self.master != 'fp32' or self.compute == 'fp8'
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes per parameter of the master and two moments."""
+        return sum(_BYTES[name] for name in (self.master, self.first_moment, self.second_moment))
 
     @property
     def full_bytes(self) -> int:
-        """Bytes per parameter of a full capture: master weight and two moments."""
-        return _BYTES[self.master] + 2 * _BYTES[self.moments]
+        """Bytes per parameter of a full capture: the optimizer's, and the weight if need be."""
+        return self.optimizer_bytes + (self.light_bytes if self.weight_beside_master else 0)
 
     @property
     def light_bytes(self) -> int:
@@ -46,6 +66,17 @@ class Precision:
     def boundary_bytes(self) -> int:
         """Bytes per element that passes between stages."""
         return _BYTES[self.boundary]
+
+
+PRECISIONS = {
+    'bf16': Precision(),
+    'c1': Precision('fp16', 'fp16', 'fp16', 'fp16', 'fp16'),
+    'c2': Precision('fp8', 'fp32', 'fp32', 'fp32'),
+    'c3': Precision('fp8', 'fp16', 'fp32', 'fp32'),
+    'c4': Precision('fp8', 'fp16', 'fp8', 'fp16'),
+    'c5': Precision('fp8', 'fp8', 'fp8', 'fp16'),
+}
+"""By name; C1 to C5 are those of the paper's Table 7."""
 
 
 @dataclass(frozen=True)

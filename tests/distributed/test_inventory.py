@@ -120,7 +120,8 @@ def check_captured_ranges(ranks: list[Inventory]) -> None:
             numel[replica_group(rank, parameter), parameter] = size
         for _, tensor, part, start, end in rank['captured']:
             if part not in ('buffer', 'step'):
-                full[replica_group(rank, tensor), tensor, part].append((start, end))
+                kept = 'master' if part == 'weight' else part  # in fp32 one is the other
+                full[replica_group(rank, tensor), tensor, kept].append((start, end))
         for tensor, part, start, end in rank['light']:
             if part != 'buffer':
                 light[replica_group(rank, tensor), tensor].append((start, end))

@@ -233,6 +233,10 @@ def test_full_memory_directory_stops_a_strict_run(cluster: Make, small_tmpfs: Pa
         ('--sparse-ckpt-replicas -1', '--sparse-ckpt-replicas -1 must be at least 0'),
         ('--sparse-ckpt-dir here', '--sparse-ckpt-dir'),
         ('--optimizer sgd', '--optimizer sgd: use --optimizer adam'),
+        (
+            '--use-precision-aware-optimizer',
+            '--use-precision-aware-optimizer without Transformer Engine: install it',
+        ),
         ('--sparse-ckpt-topology /nowhere.json', '--sparse-ckpt-topology /nowhere.json'),
     ],
 )

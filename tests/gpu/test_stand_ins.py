@@ -25,6 +25,7 @@ pytestmark = [
 CLOSE = {'rtol': 1e-5, 'atol': 1e-6}
 """Kernels add up in another order."""
 CLOSE_IN_BF16 = {'rtol': 2e-2, 'atol': 2e-2}
+CLOSE_IN_FP8 = {'rtol': 1e-1, 'atol': 1e-2}
 
 
 @pytest.fixture
@@ -63,6 +64,26 @@ def test_adam_has_the_same_state_and_rules(real: Any, adam_w_mode: bool) -> None
 def test_adam_keeps_masters_in_the_same_form(real: Any) -> None:
     found = rules.masters_of_adam(real.optimizers.FusedAdam, 'cuda')
     assert found == rules.masters_of_adam(FusedAdam, 'cpu')
+
+
+@pytest.mark.parametrize('name', rules.FORMATS)
+def test_adam_keeps_low_precision_state_in_the_same_form(real: Any, name: str) -> None:
+    """Also where the product looks for bits and scales, which stay in their place."""
+    formats = rules.FORMATS[name]
+    found = rules.facts_of_precision(real.optimizers.FusedAdam, formats, 'cuda')
+    expected = rules.facts_of_precision(FusedAdam, formats, 'cpu')
+    assert found._replace(values={}) == expected._replace(values={})
+    rounded = rules.FP8 in formats
+    torch.testing.assert_close(
+        found.values['weight'], expected.values['weight'], **(CLOSE_IN_FP8 if rounded else CLOSE)
+    )
+
+
+@pytest.mark.parametrize('name', ['fp8-and-fp16-moments', 'remainders'])
+def test_low_precision_state_comes_back_as_it_was_stored(real: Any, name: str) -> None:
+    from tests.stand_ins.one_rank import check_restored
+
+    check_restored(real.optimizers.FusedAdam, rules.FORMATS[name], 'cuda')
 
 
 @pytest.mark.parametrize(

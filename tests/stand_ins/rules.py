@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-BF16 = torch.bfloat16
+from megatron.moevement.state import stored
+
+FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 
 
 def arguments(function: Callable[..., Any]) -> dict[str, Any]:
@@ -94,6 +96,87 @@ def delayed_gradients_of_grouped(layer: Any, wanted: Sequence[bool]) -> dict[str
         'computed': told,
         'gradients': [None if one.grad is None else one.grad.float().cpu() for one in weights],
     }
+
+
+class Formats(NamedTuple):
+    """What a parameter and its state are kept in; fp8 is uint8."""
+
+    weight: torch.dtype
+    master: torch.dtype
+    first: torch.dtype = FP32
+    second: torch.dtype = FP32
+
+
+FORMATS = {
+    'remainders': Formats(BF16, FP32),
+    'fp16': Formats(FP16, FP16, FP16, FP16),
+    'fp16-master': Formats(BF16, FP16),
+    'fp8-and-fp16-moments': Formats(BF16, FP16, FP8, FP16),
+    'fp8-moments': Formats(BF16, FP32, FP8, FP8),
+    'bf16-moments': Formats(BF16, FP32, BF16, BF16),
+    'fp32-weight': Formats(FP32, FP16, FP8, FP16),
+}
+
+
+def precise_adam(
+    kind: Callable[..., Any], formats: Formats, device: str, count: int = 1
+) -> tuple[list[torch.nn.Parameter], Any]:
+    """Parameters of shape [64], which begin alike, and an optimizer that keeps their masters."""
+    start = torch.linspace(-3, 5, 64, device=device).sin().to(formats.weight)
+    weights = [torch.nn.Parameter(start.clone()) for _ in range(count)]
+    adam = kind(
+        weights, lr=0.01, weight_decay=0.1, master_weights=True, use_decoupled_grad=True,
+        store_param_remainders=True, master_weight_dtype=formats.master,
+        exp_avg_dtype=formats.first, exp_avg_sq_dtype=formats.second,
+    )  # fmt: skip
+    return weights, adam
+
+
+def gradient_of(step: int, device: str) -> torch.Tensor:
+    """Some fp32 gradient of shape [64] without zeros, another one for each step."""
+    return torch.linspace(1, 9 + step, 64, device=device).cos() + 1.5
+
+
+class PrecisionFacts(NamedTuple):
+    """What three steps leave of two parameters, of which the second has no gradient."""
+
+    state: dict[str, tuple[torch.dtype, torch.Size]]
+    """Dtype and shape by name, of the bits that are stored."""
+    scales: dict[str, tuple[torch.dtype, torch.Size]]
+    """Of what they are multiplied by."""
+    in_place: bool
+    """Bits and scales are where the first step put them."""
+    idle: bool
+    """Those of the second parameter are as the first step made them, and so is its weight."""
+    values: dict[str, torch.Tensor]
+    """On the CPU in fp32, of the first parameter: the weight, and what its state stands for."""
+
+
+def facts_of_precision(kind: Callable[..., Any], formats: Formats, device: str) -> PrecisionFacts:
+    """Make steps with an optimizer of `kind` that keeps masters and moments in `formats`."""
+    weights, adam = precise_adam(kind, formats, device, count=2)
+    trained, idle = weights
+
+    def bits(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = {name: stored.raw(held) for name, held in adam.state[weight].items()}
+        return state | stored.scales(adam, weight)
+
+    places, idles = [], []
+    for step in range(3):
+        trained.decoupled_grad = gradient_of(step, device)
+        adam.step()
+        places.append({name: held.data_ptr() for name, held in bits(trained).items()})
+        idles.append([held.clone() for held in (idle.detach(), *bits(idle).values())])
+    state = adam.state[trained]
+    forms = {name: (held.dtype, held.shape) for name, held in bits(trained).items()}
+    values = {name: adam.get_unscaled_state(trained, name).cpu().float() for name in state}
+    return PrecisionFacts(
+        state={name: form for name, form in forms.items() if name in state},
+        scales={name: form for name, form in forms.items() if name not in state},
+        in_place=places[0] == places[-1],
+        idle=all(torch.equal(*pair) for pair in zip(idles[0], idles[-1], strict=True)),
+        values={'weight': trained.detach().cpu().float()} | values,
+    )
 
 
 def gradients_of_grouped(layer: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:

@@ -48,6 +48,7 @@ from moevement_ext.simulate.description import (
     read_operators,
     read_training,
 )
+from moevement_ext.simulate.layout import PRECISIONS
 from moevement_ext.simulate.planning import (
     FailureRate,
     Job,
@@ -61,6 +62,7 @@ from tools.plan.report import as_json, print_plan
 
 PRINTED = 'paper'
 BY_BYTES = 'bytes'
+_FORMATS = 'compute', 'master', 'first_moment', 'second_moment'
 _DEFAULT_FAILURES = 'projection-131k'
 
 
@@ -83,8 +85,10 @@ def job_from(args: argparse.Namespace, megatron: MegatronFlags) -> Job:
     base = _training(args.model) if args.model else None
     training = megatron.training(base, args.gpus)
     cluster = _cluster(args)
-    formats = {'compute': args.compute, 'master': args.master, 'moments': args.moments}
-    precision = dataclasses.replace(training.precision, **_given(formats))
+    precision = PRECISIONS[args.precision] if args.precision else training.precision
+    precision = dataclasses.replace(
+        precision, **_given({name: getattr(args, name) for name in _FORMATS})
+    )
     iteration_s = args.iteration_time or iteration_seconds(
         training.model, training.layout, training.batch, cluster, args.mfu
     )
@@ -161,8 +165,12 @@ def _add_job_flags(parser: argparse.ArgumentParser) -> None:
     time = group.add_mutually_exclusive_group()
     time.add_argument('--iteration-time', type=_positive, metavar='S', help='seconds')
     time.add_argument('--mfu', type=_positive, help='model FLOPs utilization, to compute it from')
-    for name in ('compute', 'master', 'moments'):
-        group.add_argument(f'--{name}', metavar='FORMAT', help='fp8, fp16, bf16 or fp32')
+    group.add_argument(
+        '--precision', choices=PRECISIONS, help='formats of the state; c1 to c5: of the paper'
+    )
+    for name in _FORMATS:
+        flag = f'--{name.replace("_", "-")}'
+        group.add_argument(flag, metavar='FORMAT', help='fp8, fp16, bf16 or fp32')
     for name in ('copy-bandwidth', 'network-bandwidth', 'host-memory', 'gpu-memory'):
         unit = 'GB/s' if name.endswith('bandwidth') else 'GB'
         whose = 'GPU' if name in ('copy-bandwidth', 'gpu-memory') else 'node'

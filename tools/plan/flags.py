@@ -31,6 +31,11 @@ _BATCH = {
     'micro_batch_size': 'micro_batch_size',
     'global_batch_size': 'global_batch_size',
 }
+_PRECISION = {
+    'main_params_dtype': 'master',
+    'exp_avg_dtype': 'first_moment',
+    'exp_avg_sq_dtype': 'second_moment',
+}
 _PROTECTION = {
     'sparse_ckpt_window': 'window',
     'sparse_ckpt_max_window': 'max_window',
@@ -48,6 +53,9 @@ _MODEL_SIZES = (
 _MODEL_SWITCHES = (
     'group_query_attention', 'swiglu', 'untie_embeddings_and_output_weights',
     'disable_bias_linear', 'add_qkv_bias', 'qk_layernorm', 'multi_latent_attention',
+)  # fmt: skip
+_PRECISION_SWITCHES = (
+    'bf16', 'fp16', 'fp32_residual_connection', 'use_precision_aware_optimizer',
 )  # fmt: skip
 _MODEL_TEXTS = ('position_embedding_type', 'normalization', 'moe_layer_freq')
 
@@ -127,12 +135,13 @@ class MegatronFlags:
         return {'layers_per_stage': (*before, *middle, *(() if last is None else (last,)))}
 
     def _precision(self, base: Training | None) -> Precision:
+        state = self._renamed(_PRECISION)
         formats = [name for name in ('bf16', 'fp16') if name in self.given]
         if base and not formats:
-            return base.precision
+            return dataclasses.replace(base.precision, **state)
         compute = formats[0] if formats else 'fp32'
         boundary = 'fp32' if 'fp32_residual_connection' in self.given else compute
-        return Precision(compute=compute, boundary=boundary)
+        return Precision(compute=compute, boundary=boundary, **state)
 
 
 def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
@@ -143,9 +152,9 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
     switches = {name for name in _LAYOUT if not name.endswith('_size')}
     for name in (*_MODEL_SIZES, *(set(_LAYOUT) - switches), *_BATCH, *_CHUNKS, *_UNEVEN):
         parser.add_argument(_flag(name), type=int)
-    for name in (*_MODEL_SWITCHES, *switches, 'bf16', 'fp16', 'fp32_residual_connection'):
+    for name in (*_MODEL_SWITCHES, *switches, *_PRECISION_SWITCHES):
         parser.add_argument(_flag(name), action='store_true')
-    for name in _MODEL_TEXTS:
+    for name in (*_MODEL_TEXTS, *_PRECISION):
         parser.add_argument(_flag(name))
     parser.add_argument('--sparse-ckpt-window')
     parser.add_argument('--sparse-ckpt-max-window', type=int)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Megatron job from the meeting of its ranks to its end, whoever writes the training loop."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,7 +10,7 @@ from megatron.moevement.facts import JobFacts, UpstreamArguments
 from megatron.moevement.job import identity
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.trainer import Surroundings
-from megatron.moevement.job.unsupported import not_localized
+from megatron.moevement.job.unsupported import hazard, not_localized
 from megatron.moevement.seams import patches
 from megatron.moevement.seams.data_position import DataPosition
 from megatron.moevement.seams.post_step import PostStep
@@ -22,6 +23,8 @@ from moevement_ext.job.job import Job
 from moevement_ext.job.joining import join
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.rank import Rank
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -50,6 +53,9 @@ def protected_job(
         InstallationError: upstream is not the one this package was checked against.
     """
     patches.check()
+    danger = hazard(args)
+    if danger and facts.rank == 0:
+        logger.warning('sparse checkpointing: %s', danger)
     run_id = identity.run_name(args, config)
     rank_identity = identity.rank_identity(args, config)
     membership, store = join(

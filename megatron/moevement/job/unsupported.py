@@ -5,6 +5,7 @@ Reads the list of flags in `compatibility`.
 """
 
 from megatron.moevement.facts import UpstreamArguments
+from megatron.moevement.job.compatibility.precision import FP8
 from megatron.moevement.job.compatibility.refused import REFUSED
 from megatron.moevement.job.compatibility.whole_job import WHOLE_JOB
 from moevement_ext.config import ConfigurationError
@@ -29,3 +30,14 @@ def not_localized(args: UpstreamArguments) -> str | None:
         if rule.applies(args):
             return f'{rule.shown(args)}: {rule.reason}; for a localized recovery {rule.remedy}'
     return None
+
+
+def hazard(args: UpstreamArguments) -> str | None:
+    """What upstream itself may lose with these flags, None if nothing is known."""
+    names = ('exp_avg_dtype', 'exp_avg_sq_dtype')
+    if not any(str(getattr(args, name, None)) in FP8 for name in names):
+        return None
+    return (
+        'moments in fp8 become NaN if all gradients of a parameter are zero in its first step, as '
+        'those of an expert without tokens; use fp16 or bf16 unless every expert is used'
+    )

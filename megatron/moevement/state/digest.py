@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from megatron.moevement.counters import Counters
-from megatron.moevement.state import iteration_state
+from megatron.moevement.state import iteration_state, stored
 from megatron.moevement.state.operators import operator_inventory
 from megatron.moevement.state.optimizer_state import (
     chained,
@@ -73,7 +73,9 @@ def _tensors(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str]]:
         yield f'master/{state.name}', _sha_tensor(state.main)
         for key, value in sorted(state.inner.state[state.main].items()):
             if torch.is_tensor(value):
-                yield f'{key}/{state.name}', _sha_tensor(value)
+                yield f'{key}/{state.name}', _sha_tensor(stored.raw(value))
+        for key, scale in state.scales().items():
+            yield f'{key}/{state.name}', _sha_tensor(scale)
 
 
 def _sha_tensor(tensor: torch.Tensor) -> str:

@@ -55,7 +55,7 @@ def _tensors(
 
 
 def _optimizer_tensors(state: ParameterState) -> Iterator[torch.Tensor]:
-    if not state.master_is_weight():
+    if not state.updates_weight():
         yield state.main.detach()
     for _, value in sorted(state.inner.state[state.main].items()):
         if torch.is_tensor(value):

@@ -3,7 +3,7 @@
 
 A weight without `requires_grad` takes upstream's frozen path (`LinearWithFrozenWeight`), so the
 weight gradient is never computed; the router's own gating function gets such a path here. The
-parameters get no `.grad`, so Adam leaves them alone.
+parameters get no gradient, so Adam leaves them alone.
 
 Checked against megatron-core 0.19.2.
 """
@@ -83,7 +83,7 @@ class FrozenOperators:
             for name in self.names & self._operators.keys():
                 for parameter in self._operators[name].parameters.values():
                     if parameter in self._states:
-                        self._states[parameter].main.grad = None
+                        self._states[parameter].drop_gradient()
             return overflow
 
         inner.prepare_grads = prepare_active

@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
 )
 
+from megatron.moevement.state import stored
 from megatron.moevement.state.broadcast import broadcast_packed
 from moevement_ext.errors import SparseCheckpointError
 
@@ -30,8 +31,9 @@ from moevement_ext.errors import SparseCheckpointError
 class ParameterState:
     """One parameter's optimizer state on this rank.
 
-    `main` holds elements [held_start, held_end) of the flattened parameter in fp32 (the whole
-    parameter without the distributed optimizer); this rank captures [start, end).
+    `main` is what the optimizer was given: elements [held_start, held_end) of the flattened
+    parameter (all of it without the distributed optimizer), as fp32 masters, or as the compute
+    weights themselves. This rank captures [start, end).
     `group` is the data-parallel group to gather from after a restore, None if upstream's own
     parameter all-gather does it.
     """
@@ -50,11 +52,15 @@ class ParameterState:
         return self.parameter.detach().view(-1)[self.start : self.end]
 
     def master(self) -> torch.Tensor:
-        """Flat fp32 view of the captured range of the master weights."""
+        """Flat view of the captured range of `main`."""
         return self._captured(self.main)
 
-    def master_is_weight(self) -> bool:
-        """True in fp32, where the optimizer updates the parameter itself."""
+    def updates_weight(self) -> bool:
+        """True where the optimizer writes the compute weights itself.
+
+        In fp32, and where it holds the masters in its own state. Of a master of 16 or 8 bits the
+        weight is not a function: both are rounded from what the update computes.
+        """
         return self.main.data_ptr() == self.weight_of_main().data_ptr()
 
     def weight_of_main(self) -> torch.Tensor:
@@ -62,14 +68,26 @@ class ParameterState:
         flat = self.parameter.detach().view(-1)
         return flat[self.held_start : self.held_start + self.main.numel()]
 
-    def moments(self) -> dict[str, torch.Tensor]:
-        """Flat views of the captured range of each elementwise optimizer state."""
+    def elements(self) -> dict[str, torch.Tensor]:
+        """Flat views of the captured range of each elementwise state, in the form it is kept in.
+
+        The moments, and the masters if the optimizer holds them.
+        """
         state = self.inner.state[self.main]
         return {
-            key: self._captured(value)
+            key: self._captured(stored.raw(value))
             for key, value in sorted(state.items())
             if torch.is_tensor(value) and value.numel() == self.main.numel() and key != 'step'
         }
+
+    def scales(self) -> dict[str, torch.Tensor]:
+        """What elementwise states are multiplied by when they are read, fp32 [1] each."""
+        return stored.scales(self.inner, self.main)
+
+    def drop_gradient(self) -> None:
+        """Have the next update leave this parameter and its state alone."""
+        self.main.grad = None
+        self.main.decoupled_grad = None  # type: ignore[attr-defined]
 
     def step(self) -> torch.Tensor | None:
         """The parameter's own step count (torch's Adam), None where a group keeps it."""
@@ -228,8 +246,9 @@ def complete_restore(
     """Make weights and replicated state whole after each rank restored its own range.
 
     Collective: called by all ranks of a stage together. Thawed parameters get their compute
-    weights from the masters; frozen ones get masters that equal the compute weights, so that
-    upstream's copy of masters to weights writes the same bits.
+    weights from the masters, unless the optimizer writes weights itself and they were captured
+    beside its masters; frozen ones get masters that equal the compute weights, so that upstream's
+    copy of masters to weights writes the same bits.
 
     Args:
         states: of the parameters just restored.
@@ -239,7 +258,7 @@ def complete_restore(
             on ranks that restored nothing.
     """
     for state in states:
-        if state.master_is_weight():
+        if state.updates_weight():
             continue
         if state.name in frozen:
             state.master().copy_(state.weight())
@@ -266,6 +285,6 @@ def _gather_replicated(states: Sequence[ParameterState]) -> None:
 def _share_of(state: ParameterState, rank: int, size: int) -> Iterator[torch.Tensor]:
     start, end = share(state.parameter.numel(), rank, size)
     tensors = [state.main, state.parameter]
-    tensors += [state.inner.state[state.main][key] for key in state.moments()]
+    tensors += [stored.raw(state.inner.state[state.main][key]) for key in state.elements()]
     for tensor in tensors:
         yield tensor.detach().view(-1)[start:end]

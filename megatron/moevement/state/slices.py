@@ -36,8 +36,12 @@ def _slices(
 
 
 def _full(operator: str, state: ParameterState) -> list[TensorSlice]:
-    parts = [_slice(operator, state, 'master', state.master())]
-    parts += [_slice(operator, state, key, value) for key, value in state.moments().items()]
+    main = 'weight' if state.updates_weight() else 'master'
+    parts = [_slice(operator, state, main, state.master())]
+    parts += [_slice(operator, state, key, value) for key, value in state.elements().items()]
+    parts += [
+        TensorSlice(operator, state.name, key, 0, 1, value) for key, value in state.scales().items()
+    ]
     step = state.step()
     if step is not None:
         parts.append(TensorSlice(operator, state.name, 'step', 0, 1, _flat(step)))
@@ -156,8 +160,10 @@ class SlotLoader:
             self._states[record.tensor].weight().copy_(content)
         elif record.part == 'master':
             self._states[record.tensor].master().copy_(content)
+        elif record.part.startswith('scale'):
+            self.restore_scale(record, content)
         else:
-            self.restore_moment(record, content)
+            self.restore_elements(record, content)
 
     def restore_buffer(self, record: Record, content: torch.Tensor) -> None:
         """Router bias and token counters."""
@@ -170,9 +176,13 @@ class SlotLoader:
         assert step is not None  # the same optimizer wrote it
         step.copy_(content.view(step.shape))
 
-    def restore_moment(self, record: Record, content: torch.Tensor) -> None:
+    def restore_scale(self, record: Record, content: torch.Tensor) -> None:
+        """What one elementwise optimizer state is multiplied by."""
+        self._states[record.tensor].scales()[record.part].copy_(content)
+
+    def restore_elements(self, record: Record, content: torch.Tensor) -> None:
         """One elementwise optimizer state."""
-        self._states[record.tensor].moments()[record.part].copy_(content)
+        self._states[record.tensor].elements()[record.part].copy_(content)
 
     def _states_of(self, names: Collection[str]) -> list[ParameterState]:
         return [

@@ -6,7 +6,7 @@ from megatron.moevement.state import global_scalars, iteration_state, slices
 
 def moments_not_restored() -> None:
     """Adam's moments keep what a fresh process has: zeros."""
-    slices.SlotLoader.restore_moment = lambda *args: None
+    slices.SlotLoader.restore_elements = lambda *args: None
 
 
 def step_not_restored() -> None:
@@ -22,6 +22,11 @@ def router_bias_not_restored() -> None:
 def rng_not_restored() -> None:
     """Random number generators stay as seeded."""
     iteration_state.restore_rng = lambda state: None
+
+
+def scaler_not_restored() -> None:
+    """The loss scale and its trackers start again."""
+    iteration_state._restore_scaler = lambda scaler, state: None
 
 
 def norm_not_replayed() -> None:

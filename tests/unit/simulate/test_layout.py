@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups come out of the number of GPUs, and layouts that cannot be are refused by field."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.simulate.fields import FieldError
-from moevement_ext.simulate.layout import Batch, Layout, Precision, spread
+from moevement_ext.simulate.layout import PRECISIONS, Batch, Layout, Precision, spread
 
 
 def test_sizes_of_groups():
@@ -72,9 +74,19 @@ def test_micro_batches_come_out_even():
 def test_bytes_of_formats():
     precision = Precision()
     assert (precision.full_bytes, precision.light_bytes, precision.boundary_bytes) == (12, 2, 2)
-    narrow = Precision(compute='fp8', master='fp16', moments='fp8')
-    assert (narrow.full_bytes, narrow.light_bytes) == (4, 1)
-    with pytest.raises(FieldError, match='^moments: .*int8'):
-        Precision(moments='int8')
+    with pytest.raises(FieldError, match='^second_moment: .*int8'):
+        Precision(second_moment='int8')
     with pytest.raises(FieldError, match='^compute: .*master'):
         Precision(compute='fp32', master='fp16')
+
+
+@pytest.mark.parametrize(
+    ('name', 'with_own_weights', 'with_bf16_weights'),
+    [('bf16', (12, 2), (12, 2)), ('c1', (8, 2), (8, 2)), ('c2', (13, 1), (12, 2)),
+     ('c3', (11, 1), (12, 2)), ('c4', (6, 1), (7, 2)), ('c5', (5, 1), (6, 2))],
+)  # fmt: skip
+def test_bytes_of_the_precisions_of_the_paper(name, with_own_weights, with_bf16_weights):
+    own = PRECISIONS[name]
+    assert (own.full_bytes, own.light_bytes) == with_own_weights
+    wider = dataclasses.replace(own, compute='bf16')
+    assert (wider.full_bytes, wider.light_bytes) == with_bf16_weights

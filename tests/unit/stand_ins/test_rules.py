@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from tests.stand_ins import rules
+from tests.stand_ins.float8 import Float8Tensor
 from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam
 from tests.stand_ins.grouped_linear import GroupedLinear
+from tests.stand_ins.remainders import join, split
+from tests.stand_ins.rules import BF16, FP8, FP16, FP32
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,108 @@ def test_nothing_is_put_aside_for_frozen_weights() -> None:
     found = rules.delayed_gradients_of_grouped(layer, [False] * 3)
     assert (found['computed'], found['hooks']) == (False, ([], []))
     assert found['gradients'] == [None] * 3
+
+
+# ---- state of 16 and 8 bits
+
+
+@pytest.mark.parametrize('name', rules.FORMATS)
+def test_low_precision_state_has_its_form_and_stays_where_it_is(name: str) -> None:
+    formats = rules.FORMATS[name]
+    facts = rules.facts_of_precision(FusedAdam, formats, 'cpu')
+    remainders = (formats.weight, formats.master) == (BF16, FP32)
+    forms = {
+        'exp_avg': formats.first,
+        'exp_avg_sq': formats.second,
+        'master_param': torch.int16 if remainders else formats.master,
+    }
+    assert facts.state == {name: (form, (64,)) for name, form in forms.items()}
+    prefix = {FP16: 'scale', FP8: 'scale_inv'}
+    scaled = {f'{prefix[form]}/{name}' for name, form in forms.items() if form in prefix}
+    assert facts.scales == dict.fromkeys(scaled, (FP32, (1,)))
+    assert facts.in_place
+    assert facts.idle
+
+
+@pytest.mark.parametrize('name', rules.FORMATS)
+def test_low_precision_adam_computes_what_adam_computes_but_for_rounding(name: str) -> None:
+    formats = rules.FORMATS[name]
+    exact = rules.facts_of_precision(FusedAdam, rules.Formats(FP32, FP32), 'cpu').values
+    found = rules.facts_of_precision(FusedAdam, formats, 'cpu').values
+    coarse = 0.1 if FP8 in formats else 2e-2
+    for part in ('weight', 'exp_avg', 'exp_avg_sq'):
+        largest = exact[part].abs().max().item()
+        torch.testing.assert_close(found[part], exact[part], rtol=coarse, atol=coarse * largest)
+
+
+def test_masters_as_remainders_are_those_of_fp32() -> None:
+    """The weight is rounded half away from zero, so a step later it may differ; not so at first."""
+    weights, adam = rules.precise_adam(FusedAdam, rules.FORMATS['remainders'], 'cpu')
+    plain = torch.nn.Parameter(weights[0].detach().float())
+    other = FusedAdam([plain], lr=0.01, weight_decay=0.1)
+    for step in range(5):
+        weights[0].decoupled_grad = plain.grad = rules.gradient_of(step, 'cpu')
+        adam.step()
+        other.step()
+        assert torch.equal(join(weights[0], adam.state[weights[0]]['master_param']), plain)
+
+
+def _bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """All fp32 values of these halves, given as int32 from 0 to 65535."""
+    return ((high[:, None] << 16) | low[None, :]).flatten().to(torch.int32).view(FP32)
+
+
+def test_remainders_hold_every_bit_of_a_master() -> None:
+    every = torch.arange(1 << 16)
+    some = torch.tensor([0, 1, 2, 0x7F7F, 0x7FFF, 0x8000, 0x8001, 0xFF80, 0xFFFF])
+    for master in (_bits(every, some), _bits(some, every)):
+        weight, remainder = split(master)
+        assert torch.equal(join(weight, remainder).view(torch.int32), master.view(torch.int32))
+        finite = master.isfinite() & weight.isfinite()
+        away = (weight.float() - master).abs() <= (master.bfloat16().float() - master).abs()
+        assert away[finite].all(), 'the weight is the master, rounded to the nearest'
+
+
+@pytest.mark.parametrize(('dtype', 'largest'), [(FP16, 65504 / 2), (FP8, 448)])
+def test_scale_brings_the_largest_element_to_the_end_of_the_range(
+    dtype: torch.dtype, largest: float
+) -> None:
+    adam = FusedAdam([torch.nn.Parameter(torch.zeros(3))], exp_avg_dtype=dtype)
+    (weight,) = adam.param_groups[0]['params']
+    adam.set_scaled_state(weight, 'exp_avg', torch.tensor([0.5, -3.0, 0.0]))
+    held = adam.state[weight]['exp_avg']
+    bits = held._data.view(torch.float8_e4m3fn) if dtype == FP8 else held
+    assert bits.float().abs().max() == largest
+    unscaled = adam.get_unscaled_state(weight, 'exp_avg')
+    torch.testing.assert_close(unscaled, torch.tensor([0.5, -3.0, 0.0]), rtol=0.07, atol=0.0)
+
+
+@pytest.mark.parametrize(('dtype', 'lost'), [(FP16, False), (FP8, True)])
+def test_a_moment_that_is_all_zero_is_lost_in_fp8(dtype: torch.dtype, lost: bool) -> None:
+    adam = FusedAdam([torch.nn.Parameter(torch.zeros(3))], exp_avg_dtype=dtype)
+    (weight,) = adam.param_groups[0]['params']
+    adam.set_scaled_state(weight, 'exp_avg', torch.zeros(3))
+    assert adam.get_unscaled_state(weight, 'exp_avg').isnan().all().item() is lost
+
+
+def test_weight_is_not_a_function_of_a_master_of_16_bits() -> None:
+    weights, adam = rules.precise_adam(FusedAdam, rules.FORMATS['fp16-master'], 'cpu')
+    others = 0
+    for step in range(20):
+        weights[0].decoupled_grad = rules.gradient_of(step, 'cpu')
+        adam.step()
+        derived = adam.get_unscaled_state(weights[0], 'master_param').bfloat16()
+        others += int((derived != weights[0]).sum())
+    assert others
+
+
+def test_float8_tensor_is_written_in_place() -> None:
+    held = Float8Tensor.zeros(torch.empty(2))
+    data, scale_inv = held._data, held._scale_inv
+    held._quantizer.scale.fill_(2.0)
+    held.copy_(torch.tensor([1.0, -3.0]))
+    assert held._data is data and held._scale_inv is scale_inv
+    assert (held.float().tolist(), scale_inv.tolist()) == ([1.0, -3.0], [0.5])
 
 
 @pytest.mark.parametrize(

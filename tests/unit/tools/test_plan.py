@@ -255,6 +255,31 @@ def test_megatron_model_is_counted_as_megatron_does():
     assert plain.training(None, 4).precision.compute == 'fp32'
 
 
+def test_formats_of_the_state_change_what_is_captured(capsys):
+    argv = ['--model', 'gpt-moe', '--iteration-time', '2.9']
+
+    def bytes_of(*flags):
+        kind = as_json(capsys, *argv, *flags)['stages'][0]
+        return kind['full_bytes_per_rank'], kind['light_bytes_per_rank']
+
+    full, light = bytes_of()
+    assert bytes_of('--precision', 'c1') == (full * 8 / 12, light)
+    assert bytes_of('--precision', 'c4') == (full * 6 / 12, light / 2)
+    assert bytes_of('--precision', 'c4', '--compute', 'bf16') == (full * 7 / 12, light)
+    assert bytes_of('--second-moment', 'fp16') == (full * 10 / 12, light)
+    precise = ['--use-precision-aware-optimizer', '--main-params-dtype', 'fp16', '--exp-avg-dtype',
+               'fp8', '--exp-avg-sq-dtype', 'fp16']  # fmt: skip
+    assert bytes_of('--', *precise) == (full * 7 / 12, light)
+    assert bytes_of('--', '--bf16', *precise) == (full * 7 / 12, light)
+
+
+def test_formats_that_are_refused_are_planned_with_a_warning(capsys):
+    argv = ['--model', 'gpt-moe', '--iteration-time', '2.9', '--precision']
+    refused = [any('refuses FP8' in text for text in as_json(capsys, *argv, name)['warnings'])
+               for name in ('bf16', 'c1', 'c2')]  # fmt: skip
+    assert refused == [False, False, True]
+
+
 def test_flags_for_latent_attention_and_uneven_stages():
     text = (
         '--num-layers 7 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --num-experts 4 '

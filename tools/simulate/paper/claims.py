@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claims of the text about captures and windows, and what the tables say about themselves."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 
+from moevement_ext.simulate.layout import PRECISIONS, Precision
 from tools.simulate.paper import memory, tables, windows
 from tools.simulate.paper.cells import priced
 from tools.simulate.paper.compare import Claim, Verdict, found, judged
@@ -15,6 +17,7 @@ def all_claims() -> list[Claim]:
     """In the order of the paper's sections."""
     return [
         *capture_claims(),
+        *precision_claims(),
         *window_claims(),
         *moevement_claims(),
         *dense_recovery_claims(),
@@ -62,6 +65,39 @@ def capture_claims() -> Iterator[Claim]:
             0.015,
             'the 33 % hold per operator; on average (W-1)/2W are frozen',
         )
+
+
+def precision_claims() -> Iterator[Claim]:
+    """Bytes per parameter in Table 7 against those that an exact recovery needs."""
+    for setting in tables.ettr_tables()['Table 7'].settings:
+        precision = PRECISIONS[setting.name.lower()]
+        wider = dataclasses.replace(precision, compute='bf16')
+        yield judged(
+            'Table 7',
+            f'bytes of a full capture, {setting.name}',
+            setting.full_bytes,
+            precision.full_bytes,
+            0.0,
+            f'{_why_beside(precision)}; {wider.full_bytes} with weights of 16 bits',
+        )
+        yield judged(
+            'Table 7',
+            f'bytes of a light capture, {setting.name}',
+            setting.light_bytes,
+            precision.light_bytes,
+            0.0,
+            f'the weight; {wider.light_bytes} with weights of 16 bits',
+        )
+
+
+def _why_beside(precision: Precision) -> str:
+    """Why the paper's master and moments alone do not give the weight back."""
+    if precision.master == 'fp32':
+        return 'the fp8 weight beside the master: its scale is agreed on by all ranks'
+    return (
+        f'the {precision.compute} weight beside the {precision.master} master: both are rounded '
+        'from the fp32 value of the update'
+    )
 
 
 def window_claims() -> Iterator[Claim]:

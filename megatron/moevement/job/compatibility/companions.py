@@ -7,8 +7,6 @@ _COMPANIONS = {
         'muon_fp32_matmul_prec muon_coefficient_type muon_num_ns_steps muon_tp_mode '
         'muon_extra_scale_factor muon_scalar_optimizer lion_beta1 lion_beta2 '
         'use_layer_wise_param_layout',
-    'use_precision_aware_optimizer':
-        'main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype',
     'optimizer_cpu_offload':
         'optimizer_offload_fraction use_torch_optimizer_for_cpu_offload '
         'overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params',

@@ -11,6 +11,7 @@ _LOST_STAGE = 'test_lost_stage_comes_back_with_the_bits_of_a_fault_free_run'
 _WHOLE_JOB = 'test_recovered_run_has_the_bits_of_a_fault_free_run'
 _UNEQUAL = 'test_replacement_has_the_parameter_groups_of_the_lost_worker'
 _FLAGS = 'test_flags_that_are_recovered_locally'
+_PRECISION = 'test_low_precision_state_is_recovered'
 _SHAPES = 'By reasoning: sizes of what is captured and sent; all are read off the tensors.'
 _FORWARD = (
     'By reasoning: a function of activations and weights; a replay computes it again by the same '
@@ -90,6 +91,9 @@ EXACT = (
     group('fp16 with a fixed scale', f'{_FLAGS}[fp16-and-different-replicas]',
           'loss_scale fp16_lm_cross_entropy accumulate_allreduce_grads_in_fp32 '
           'apply_query_key_layer_scaling attention_softmax_in_fp32'),
+    group('state of 16 bits', f'{_PRECISION}[fp16-everywhere]',
+          'use_precision_aware_optimizer main_params_dtype exp_avg_dtype exp_avg_sq_dtype'),
+    group('gradients of 16 bits', f'{_PRECISION}[bf16-moments-and-gradients]', 'main_grads_dtype'),
     group('checks', 'test_job_that_ran_an_iteration_twice_recovers_as_a_whole',
           'check_for_nan_in_loss_and_grad'),
     # Optimizer and schedules

@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags that a job with `--sparse-ckpt` is not started with."""
 
+from megatron.moevement.job.compatibility.precision import (
+    GRADIENTS_IN_FP16,
+    SCALED,
+    SCALES_LOST,
+    WITHOUT_ADAM,
+)
 from megatron.moevement.job.compatibility.rule import (
     ANY,
     GIVEN,
@@ -38,12 +44,19 @@ _DUMPED = 'a replay writes the files of its iterations again, from weights that 
 _SHARDED = 'what it shards is not captured'
 _SCALING = 'its scaling state is not captured'
 
+_UNSCALED = 'use fp32 or bf16, or leave --save and --load out'
+_LOSES_SCALES = 'upstream writes such moments without their scales where it holds the masters'
+
 REFUSED = (
     # Optimizer and precision
     Rule('--optimizer', other_than('adam'), 'use --optimizer adam',
          'what other optimizers keep is not captured'),
-    Rule('--use-precision-aware-optimizer', GIVEN, 'leave it out',
-         'the form of its masters and moments is not captured'),
+    Rule('--use-precision-aware-optimizer', GIVEN, 'install it, or leave the flag out',
+         'no other Adam has state of 16 and 8 bits', WITHOUT_ADAM),
+    Rule('--fp16', GIVEN, 'add --accumulate-allreduce-grads-in-fp32',
+         'upstream does not clip the fp16 gradients that it would have', GRADIENTS_IN_FP16),
+    Rule('--exp-avg-dtype', SCALED, _UNSCALED, _LOSES_SCALES, SCALES_LOST),
+    Rule('--exp-avg-sq-dtype', SCALED, _UNSCALED, _LOSES_SCALES, SCALES_LOST),
     Rule('--optimizer-cpu-offload', GIVEN, 'leave it out',
          'its state is moved while it would be captured'),
     Rule('--optimizer-cuda-graph', GIVEN, 'leave it out',

@@ -18,6 +18,7 @@ from megatron.moevement.job.compatibility.without_effect import WITHOUT_EFFECT
 from megatron.moevement.seams import cpu_device
 from tests.distributed import test_compatibility as combinations
 from tests.distributed import test_localized_recovery as localized
+from tests.distributed import test_precision as precision
 from tests.distributed import test_unequal_stages as unequal
 from tests.distributed import test_whole_job_recovery as whole
 from tests.distributed.conftest import MODEL, TRAINING
@@ -42,6 +43,7 @@ TRIED = {
     'test_replacement_has_the_parameter_groups_of_the_lost_worker': {
         name: flags for name, (flags, _) in unequal.CASES.items()
     },
+    'test_low_precision_state_is_recovered': precision.CASES,
     'test_recovered_run_has_the_bits_of_a_fault_free_run': {
         name: setup[0] for name, setup in whole.SETUPS.items()
     },

@@ -3,21 +3,29 @@
 
 from argparse import Namespace
 
+import megatron.core.optimizer
 import pytest
+import torch
 
+from megatron.moevement.job.compatibility.precision import WITHOUT_ADAM
 from megatron.moevement.job.compatibility.refused import REFUSED
 from megatron.moevement.job.compatibility.rule import Rule
 from megatron.moevement.job.compatibility.whole_job import WHOLE_JOB
-from megatron.moevement.job.unsupported import not_localized, refuse_unsupported
+from megatron.moevement.job.unsupported import hazard, not_localized, refuse_unsupported
 from moevement_ext.config import ConfigurationError
+from tests.stand_ins.fused_adam import FusedAdam
 from tests.unit.megatron.moevement.job.test_identity import parsed
 
 EVALUATIONS = '--eval-interval 4 --eval-iters 1'
 SAME_FOLDER = '--save dense --load dense'
+SCALES_LOST = '--use-precision-aware-optimizer --fp8-recipe tensorwise --save dense'
 
 # What comes after a flag on the command line: its value, and other flags that the rule needs.
 ARGUMENTS = {
     '--optimizer': 'sgd',
+    '--fp16': '--use-precision-aware-optimizer',
+    '--exp-avg-dtype': f'fp16 {SCALES_LOST}',
+    '--exp-avg-sq-dtype': f'fp8 {SCALES_LOST}',
     '--fp8-format': 'hybrid',
     '--fp4-format': 'e2m1',
     '--te-precision-config-file': 'recipes.yaml',
@@ -89,7 +97,9 @@ def flag_of(rule: Rule) -> str:
 
 
 @pytest.mark.parametrize('rule', REFUSED, ids=flag_of)
-def test_refused_flag_is_named_with_the_remedy(rule: Rule) -> None:
+def test_refused_flag_is_named_with_the_remedy(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    adam = torch.optim.AdamW if rule.when is WITHOUT_ADAM else FusedAdam
+    monkeypatch.setattr(megatron.core.optimizer, 'Adam', adam)
     with pytest.raises(ConfigurationError) as refused:
         refuse_unsupported(given(rule))
     message = str(refused.value)
@@ -136,6 +146,42 @@ def test_other_values_are_recovered_locally(flags: str) -> None:
     args = parsed(*flags.split())
     refuse_unsupported(args)
     assert not_localized(args) is None
+
+
+PRECISION_AWARE = '--use-precision-aware-optimizer'
+
+
+@pytest.mark.parametrize(
+    'flags',
+    [
+        f'{PRECISION_AWARE} --fp16 --accumulate-allreduce-grads-in-fp32 --save dense',
+        f'{PRECISION_AWARE} --fp16 --clip-grad 0',
+        f'{PRECISION_AWARE} --fp16 --fp8-recipe tensorwise',
+        f'{PRECISION_AWARE} --exp-avg-dtype fp8 --save dense',
+        f'{PRECISION_AWARE} --exp-avg-dtype fp8 --fp8-recipe tensorwise',
+        f'{PRECISION_AWARE} --exp-avg-dtype bf16 --fp8-recipe tensorwise --load dense',
+        f'{PRECISION_AWARE} --exp-avg-sq-dtype fp8 --fp8-recipe tensorwise --save dense '
+        '--main-params-dtype fp16',
+        '--fp16',
+    ],
+)
+def test_low_precision_that_upstream_keeps_is_taken(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron.core.optimizer, 'Adam', FusedAdam)
+    args = parsed(*flags.split(), '--distributed-backend', 'gloo')
+    refuse_unsupported(args)
+    assert not_localized(args) is None
+
+
+@pytest.mark.parametrize('flag', ['--exp-avg-dtype', '--exp-avg-sq-dtype'])
+def test_moments_that_upstream_may_lose_are_warned_of(flag: str) -> None:
+    args = parsed(PRECISION_AWARE, flag, 'fp8')
+    assert 'NaN' in str(hazard(args))
+    setattr(args, flag.removeprefix('--').replace('-', '_'), torch.uint8)  # as it is validated
+    assert 'NaN' in str(hazard(args))
+    assert hazard(parsed(PRECISION_AWARE, flag, 'fp16')) is None
+    assert hazard(Namespace()) is None
 
 
 def test_value_is_shown_as_the_user_wrote_it() -> None:

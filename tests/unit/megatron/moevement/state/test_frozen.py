@@ -6,6 +6,7 @@ import torch
 
 from megatron.moevement.state.frozen import FrozenOperators, _no_delayed_gradient_of_frozen
 from megatron.moevement.state.operators import Operator
+from megatron.moevement.state.optimizer_state import ParameterState
 from tests.stand_ins import rules
 from tests.stand_ins.grouped_linear import GroupedLinear
 
@@ -83,3 +84,28 @@ def test_a_frozen_layer_is_not_asked_for_delayed_gradients() -> None:
     rules.gradients_of_grouped(layer, [False] * 3)
     with pytest.raises(RuntimeError, match='empty'):
         layer.backward_dw()
+
+
+def test_what_is_frozen_has_no_gradient_when_the_update_comes() -> None:
+    """Neither the usual one nor that which upstream gives beside a weight of 16 bits."""
+    weights = {name: torch.nn.Parameter(torch.ones(2)) for name in ('rest', 'expert')}
+    states = {
+        weight: ParameterState(name, weight, weight, None, 0, 0, 2, None)
+        for name, weight in weights.items()
+    }
+    operators = {name: Operator(name, 'rest', {name: weight}) for name, weight in weights.items()}
+
+    class Upstream:
+        def prepare_grads(self) -> bool:
+            for weight in weights.values():
+                weight.grad, weight.decoupled_grad = torch.ones(2), torch.ones(2)
+            return False
+
+    upstream = Upstream()
+    frozen = FrozenOperators(operators, states, [], None)
+    frozen.freeze(['expert'])
+    with frozen._without_frozen_gradients(upstream):
+        upstream.prepare_grads()
+    found = {name: (one.grad, one.decoupled_grad) for name, one in weights.items()}
+    assert found['expert'] == (None, None)
+    assert all(gradient is not None for gradient in found['rest'])

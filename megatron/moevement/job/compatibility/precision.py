@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where upstream's precision-aware optimizer cannot be had, or would not do what it says.
+
+Settings have the names of types as the user writes them, or types of torch once upstream has
+validated them.
+"""
+
+import inspect
+
+from megatron.moevement.job.compatibility.rule import Condition, Values
+
+_FP32 = ('fp32', 'torch.float32')
+FP8 = ('fp8', 'torch.uint8')
+_SCALED = ('fp16', 'torch.float16', *FP8)
+
+
+def _lacks_adam(settings: object) -> bool:
+    """True if the Adam that upstream would take is not that of Transformer Engine."""
+    from megatron.core import optimizer
+
+    return 'master_weight_dtype' not in inspect.signature(optimizer.Adam).parameters
+
+
+def _megatron_holds_masters(settings: object) -> bool:
+    """Upstream's own rule: else the optimizer does, and writes the weights itself."""
+    recipe = getattr(settings, 'fp8_recipe', None)
+    main = str(getattr(settings, 'main_params_dtype', _FP32[0]))
+    return recipe not in (None, 'delayed') and main in _FP32
+
+
+def _fp16_gradients(settings: object) -> bool:
+    in_fp32 = ('accumulate_allreduce_grads_in_fp32', 'grad_reduce_in_fp32')
+    return (
+        bool(getattr(settings, 'use_precision_aware_optimizer', False))
+        and not _megatron_holds_masters(settings)
+        and not any(getattr(settings, name, False) for name in in_fp32)
+        and bool(getattr(settings, 'clip_grad', 0.0))
+    )
+
+
+def _scales_lost(settings: object) -> bool:
+    dense = getattr(settings, 'save', None) or getattr(settings, 'load', None)
+    return bool(dense) and _megatron_holds_masters(settings)
+
+
+WITHOUT_ADAM = Condition('without Transformer Engine', _lacks_adam)
+GRADIENTS_IN_FP16 = Condition('with --use-precision-aware-optimizer', _fp16_gradients)
+SCALES_LOST = Condition('with --fp8-recipe other than delayed and dense checkpoints', _scales_lost)
+SCALED = Values('fp16 or fp8', lambda value: str(value) in _SCALED)

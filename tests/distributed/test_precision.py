@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masters and moments of 16 and 8 bits come back as they were stored, with their scales.
+
+On a CPU a stand-in with the state and the rules of Transformer Engine's Adam is what upstream's
+precision-aware optimizer runs on (`tests/stand_ins`).
+"""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import differences, read_digest, with_quick
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.test_localized_recovery import check_localized
+
+LAYOUT = """--use-distributed-optimizer --pipeline-model-parallel-size 2
+ --expert-model-parallel-size 2 --untie-embeddings-and-output-weights
+ --use-precision-aware-optimizer"""
+VARIANT = 'mutations.precision'
+STAND_IN = f'{VARIANT}:precision_aware'
+# The scale grows every second step, so some steps overflow and are skipped.
+SKIPS = '--initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 1 --calculate-per-token-loss'
+
+CASES = {
+    'fp32-masters-as-remainders': f'{LAYOUT} --bf16',
+    'fp16-everywhere': (
+        f'{LAYOUT} --fp16 --accumulate-allreduce-grads-in-fp32 {SKIPS} --main-params-dtype fp16 '
+        '--exp-avg-dtype fp16 --exp-avg-sq-dtype fp16'
+    ),
+    'fp16-masters-and-evaluation': (
+        f'{LAYOUT} --bf16 --main-params-dtype fp16 --eval-interval 4 --eval-iters 2'
+    ),
+    'fp16-masters-fp8-and-fp16-moments': (
+        f'{LAYOUT} --bf16 --main-params-dtype fp16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16'
+    ),
+    'bf16-moments-and-gradients': (
+        f'{LAYOUT} --bf16 --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16'
+    ),
+    # With this recipe, also where nothing computes in fp8, Megatron holds the masters itself.
+    'masters-of-megatron': (
+        f'{LAYOUT} --bf16 --fp8-recipe tensorwise --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16'
+    ),
+    'overlapped-reductions': (
+        f'{LAYOUT} --bf16 --overlap-grad-reduce --overlap-param-gather --main-params-dtype fp16 '
+        '--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16'
+    ),
+}
+"""Flags by what is kept."""
+# Without experts on different ranks, whose random numbers upstream does not keep apart there.
+DENSE = {
+    f'{name}-without-ep': CASES[name].replace('--expert-model-parallel-size 2', '')
+    for name in ('fp32-masters-as-remainders', 'fp16-masters-and-evaluation')
+}
+QUICK = ('fp16-masters-fp8-and-fp16-moments',)
+
+MUTATIONS = {
+    'scales_not_restored': 'fp16-masters-fp8-and-fp16-moments',
+    'weight_from_master': 'fp16-masters-fp8-and-fp16-moments',
+    'remainders_not_restored': 'fp32-masters-as-remainders',
+}
+
+
+def flags_of(case: str) -> list[str]:
+    return f'{(CASES | DENSE)[case]} --train-iters 12'.split()
+
+
+@pytest.fixture
+def undisturbed(
+    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
+) -> Callable[[str], dict]:
+    """The digest of a case that nothing happened to."""
+
+    def digest(case: str) -> dict:
+        key = ('4', STAND_IN, *flags_of(case))
+        if key not in references:
+            plain = cluster(*flags_of(case), sparse=False)
+            plain.finish(mutation=STAND_IN)
+            references[key] = read_digest(plain)
+        return references[key]
+
+    return digest
+
+
+@pytest.mark.parametrize('case', with_quick(CASES, *QUICK))
+def test_low_precision_state_is_recovered(
+    case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+) -> None:
+    whole = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
+    assert -9 in whole.run(fail_at='1:9:forward', mutation=STAND_IN)
+    whole.finish(mutation=STAND_IN)
+    assert whole.events('recovered')[0]['replayed'] >= 2
+    assert differences(undisturbed(case), read_digest(whole)) == []
+    local = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
+    assert local.survive(fail_at='1:8:backward', mutation=STAND_IN) == {1: 1}
+    assert differences(undisturbed(case), read_digest(local)) == []
+    check_localized(local)
+    if SKIPS in CASES[case]:
+        assert skipped(local) & {6, 7}, 'a step that is replayed was skipped'
+
+
+def skipped(job: Cluster) -> set[int]:
+    """Iterations of which some rank says that their step was skipped."""
+    pattern = r'iteration +(\d+)/.*skipped iterations: +[1-9]'
+    return {int(found[1]) for found in re.finditer(pattern, job.output(life=0))}
+
+
+@pytest.mark.thorough
+def test_low_precision_state_of_a_lost_node_comes_from_replicas(
+    cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+) -> None:
+    (case,) = QUICK
+    job = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
+    job.run(fail_at='0:9:forward', mutation=STAND_IN)
+    assert list(job.node_memory(1).rglob('window-*.window'))
+    shutil.rmtree(job.node_memory(1))
+    job.finish(mutation=STAND_IN)
+    assert len(job.events('recovered', rank=3)) == 1
+    assert differences(undisturbed(case), read_digest(job)) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('case', DENSE)
+def test_windows_captured_after_a_dense_restart(
+    case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict], tmp_path: Path
+) -> None:
+    """A dense checkpoint holds what the state stands for; of fp8, that may be rounded once more."""
+    dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
+    flags = [*flags_of(case), *dense, '--save-interval', '4', '--sparse-ckpt-window', '3']
+    job = cluster(*flags)
+    assert -9 in job.run(fail_at='1:6:forward', mutation=STAND_IN)
+    shutil.rmtree(job.memory)
+    assert -9 in job.run(fail_at='1:11:forward', mutation=STAND_IN)
+    assert 'loaded checkpoint' in job.output(life=1)
+    job.finish(mutation=STAND_IN)
+    assert job.events('recovered')[0]['replayed'] >= 2
+    assert differences(undisturbed(case), read_digest(job)) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('mutation', MUTATIONS)
+def test_leaving_out_what_low_precision_needs_is_noticed(
+    mutation: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+) -> None:
+    case = MUTATIONS[mutation]
+    broken = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
+    broken.run(fail_at='1:9:forward', mutation=STAND_IN)
+    broken.finish(mutation=f'{VARIANT}:{mutation}')
+    assert broken.events('recovered')
+    assert differences(undisturbed(case), read_digest(broken)) != []

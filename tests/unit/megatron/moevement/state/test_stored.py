@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of 16 and 8 bits is captured, and comes back, as it is stored."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.moevement.state import optimizer_state, slices  # noqa: E402
+from megatron.moevement.state.optimizer_state import ParameterState  # noqa: E402
+from tests.stand_ins import rules  # noqa: E402
+from tests.stand_ins.fused_adam import FusedAdam  # noqa: E402
+from tests.stand_ins.one_rank import OneRank, assert_same, check_restored  # noqa: E402
+from tests.stand_ins.rules import FORMATS, FP8, FP32  # noqa: E402
+
+
+@pytest.mark.parametrize('name', FORMATS)
+def test_every_format_comes_back_as_it_was(name: str) -> None:
+    check_restored(FusedAdam, FORMATS[name])
+
+
+@pytest.mark.parametrize(
+    ('name', 'weight_and_master', 'scales'),
+    [('remainders', 2 + 2, 0), ('fp16', 2 + 2, 3), ('fp16-master', 2 + 2, 1),
+     ('fp8-and-fp16-moments', 2 + 2, 3), ('fp8-moments', 2 + 2, 2), ('bf16-moments', 2 + 2, 0)],
+)  # fmt: skip
+def test_weight_is_captured_beside_its_master(
+    name: str, weight_and_master: int, scales: int
+) -> None:
+    formats = FORMATS[name]
+    captured = OneRank(FusedAdam, formats).captured()
+    assert captured['weight'].dtype == formats.weight
+    moments = formats.first.itemsize + formats.second.itemsize
+    expected = 64 * (weight_and_master + moments) + 4 * scales
+    assert sum(bits.nbytes for bits in captured.values()) == expected
+
+
+def test_masters_that_megatron_holds_are_captured_without_the_weight() -> None:
+    weight = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    main = torch.ones(64)
+    adam = FusedAdam([main], exp_avg_dtype=FP8)
+    adam.initialize_state(main, False)
+    state = ParameterState('w', weight, main, adam, 0, 0, 64, None)
+    parts = {item.part: item.source.dtype for item in slices._full('rest', state)}
+    assert parts == {
+        'master': FP32, 'exp_avg': FP8, 'exp_avg_sq': FP32, 'scale_inv/exp_avg': FP32,
+    }  # fmt: skip
+
+
+def test_a_state_that_went_through_fp32_may_be_another() -> None:
+    """So windows hold bits and scales, not what `get_unscaled_state` gives."""
+    random = torch.Generator().manual_seed(1)
+    weight = torch.nn.Parameter(torch.zeros(64))
+    adam = FusedAdam([weight], exp_avg_dtype=FP8)
+    changed = 0
+    for _ in range(500):
+        adam.set_scaled_state(weight, 'exp_avg', torch.randn(64, generator=random))
+        held = adam.state[weight]['exp_avg']
+        before = held._data.clone(), held._scale_inv.clone()
+        adam.set_scaled_state(weight, 'exp_avg', adam.get_unscaled_state(weight, 'exp_avg'))
+        changed += not all(map(torch.equal, before, (held._data, held._scale_inv)))
+    assert changed
+
+
+def test_state_is_made_once() -> None:
+    one = OneRank(FusedAdam, FORMATS['fp8-and-fp16-moments'], steps=1)
+    before = one.captured()
+    config = SimpleNamespace(use_precision_aware_optimizer=True)
+    optimizer_state._allocate(SimpleNamespace(optimizer=one.adam, config=config))
+    assert_same(one.captured(), before)
+
+
+def test_parameter_without_its_gradients_is_left_alone() -> None:
+    one = OneRank(FusedAdam, FORMATS['fp8-and-fp16-moments'], steps=2)
+    before = one.captured()
+    one.main.decoupled_grad = rules.gradient_of(2, 'cpu')
+    one.state.drop_gradient()
+    one.adam.step()
+    assert_same(one.captured(), before)
+
+
+def test_optimizers_without_scales_have_none() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    adam = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(4)
+    adam.step()
+    assert ParameterState('w', weight, weight, adam, 0, 0, 4, None).scales() == {}
