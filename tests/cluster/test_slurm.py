@@ -12,9 +12,9 @@ from tests.cluster.slurm import END_STATES, NODES, Slurm
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 PP2 = '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights'
-FLAGS = [*PP2.split(), '--train-iters', '20']
+FLAGS = [*PP2.split(), '--train-iters', '16']
 WAIT_S = 400.0
 """Programs are imported, on perhaps two cores that others use, too."""
 Make = Callable[..., Cluster]

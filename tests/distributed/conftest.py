@@ -90,7 +90,7 @@ def reference(
         key = (str(ranks), *flags)
         if key not in references:
             plain = cluster(*flags, sparse=False, ranks=ranks)
-            plain.finish()
+            plain.finish(timeout_s=400.0)
             references[key] = read_digest(plain)
         return references[key]
 

@@ -17,7 +17,9 @@ def test_workers_do_not_outlive_a_supervisor_that_falls_silent(
 ) -> None:
     """Else a rank might run here and on a spare node."""
     monkeypatch.setattr(messages, 'SILENT_S', 2.0)
-    here, there = socket.socketpair()
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
     agent = Agent(
         Link(here, messages.FROM_SUPERVISOR),
         messages.Job(str(job.program), ['x'], None, {}),
