@@ -26,7 +26,7 @@ class Precision:
     master: str = 'fp32'
     first_moment: str = 'fp32'
     second_moment: str = 'fp32'
-    """Of Adam, both."""
+    """The second moment of Adam; `first_moment` is its first."""
     boundary: str = 'bf16'
     """Activations and gradients between pipeline stages."""
 
