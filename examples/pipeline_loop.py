@@ -38,6 +38,7 @@ from moevement_ext.membership.place import Place
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.memory.upstream_log.ring import region_bytes
@@ -176,7 +177,8 @@ class Boundary:
         self._sequence: dict[Direction, int] = {}
         self._shape = (_SAMPLES, _SEQUENCE, _HIDDEN)
         sends = _MICRO_BATCHES * sum(other is not None for other in self.neighbours.values())
-        self.logged_bytes = sends * region_bytes(4 * _SAMPLES * _SEQUENCE * _HIDDEN)
+        record = region_bytes(4 * _SAMPLES * _SEQUENCE * _HIDDEN)
+        self.logged = Logged(sends * record, record)
 
     @property
     def neighbours(self) -> dict[Direction, int | None]:

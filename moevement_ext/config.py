@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of sparse checkpointing; the command line flags of the same names fill it."""
 
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -39,8 +40,11 @@ class SparseCheckpointConfig:
     """Network interface on which ranks reach each other's host memory; None: chosen."""
     topology: str | None = None
     """JSON file {node name: failure domain}."""
+    log_lag: float = 1.0
+    """Iterations from the beginning of the copy of a window's last slot until the window is
+    persisted, for which the log has room."""
     max_wait: float = 1.0
-    """Seconds training waits at most for a window file that peers have not acknowledged."""
+    """Seconds training waits at most for a window to be persisted; then the next one is skipped."""
     reorder_fraction: float = 0.25
     """Re-plan when at least this fraction of experts changed popularity."""
     reorder_change: float = 0.10
@@ -71,6 +75,10 @@ class SparseCheckpointConfig:
             _at_least('--sparse-ckpt-window', self.window, 1)
         _at_least('--sparse-ckpt-max-window', self.max_window, 1)
         _at_least('--sparse-ckpt-replicas', self.replicas, 0)
+        if not 0 <= self.log_lag < math.inf:
+            raise ConfigurationError(
+                f'--sparse-ckpt-log-lag {self.log_lag:g} must be a number of iterations, 0 or more.'
+            )
         _at_least('--sparse-ckpt-max-wait', self.max_wait, 0)
         _at_least('--sparse-ckpt-reorder-change', self.reorder_change, 0)
         _at_least('--sparse-ckpt-hang-timeout', self.hang_timeout, 2)

@@ -87,11 +87,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help='JSON file that maps node names to failure domains. Default: each node is its own.',
     )
     group.add_argument(
+        '--sparse-ckpt-log-lag',
+        type=float,
+        default=_DEFAULTS.log_lag,
+        help='Iterations that persisting a window takes from the copy of its last slot on, for '
+        'which the log has room; tools.plan computes it.',
+    )
+    group.add_argument(
         '--sparse-ckpt-max-wait',
         type=float,
         default=_DEFAULTS.max_wait,
-        help='Seconds that training waits at most for peers that lag behind; then a window is '
-        'skipped.',
+        help='Seconds that training waits at most for a window to be persisted; then the next one '
+        'is skipped.',
     )
     group.add_argument(
         '--sparse-ckpt-reorder-fraction',

@@ -28,6 +28,7 @@ from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.metrics import start as metrics
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection
@@ -125,7 +126,7 @@ class Job:
                 trainer.operators,
                 trainer.tokens,
                 trainer.state_bytes(),
-                trainer.pipeline.logged_bytes if self.membership is not None else 0,
+                trainer.pipeline.logged if self.membership is not None else NOTHING_LOGGED,
             )
         except HostMemoryError as error:  # on all ranks or on none
             if required or config.strict or config.host_memory_gb is not None:

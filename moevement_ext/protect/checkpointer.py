@@ -150,9 +150,10 @@ class SparseCheckpointer:
     def roll_back(self, start: int) -> None:
         """Capture again from the window after the one that began at `start`.
 
-        Called by the training thread.
+        Windows by an earlier plan are not captured again. Called by the training thread.
         """
         self._captured = start
+        self._life.give_up(range(start + 1, self._schedule.origin))
 
     def before_update(self) -> None:
         """Wait until the optimizer may write. Called by the training thread."""
@@ -184,8 +185,11 @@ class SparseCheckpointer:
         if due:
             if self._window is not None and not self._window.complete:
                 self._give_up(self._window)
+                self._life.give_up([self._window.name.start])
             self._window = None
             self._adopt(max(due, key=lambda schedule: schedule.origin))
+            # Those who heard of the plan in time have windows by it that this rank has not.
+            self._life.give_up(range(self._schedule.origin, iteration))
 
     def _give_up(self, window: _Writing) -> None:
         """Drop a window that nobody relies on; its file is reused once its seals have run."""
@@ -248,4 +252,5 @@ class SparseCheckpointer:
     def _failed(self, window: _Writing, error: Exception) -> None:
         """Drop the window of a failed capture, keep the persisted one, train on."""
         self._give_up(window)
+        self._life.give_up([window.name.start])
         self.statistics.degraded(f'window {window.name.start}: {type(error).__name__}: {error}')

@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a rank's windows, and the only place that knows all of it.
 
-    free -> writing -> committed -> replicated -> announced -> persisted -> outdated -> free
+    free -> writing -> committed -> replicated -> reported -> persisted -> outdated -> free
 
 The training thread opens a file for a window, the sealing thread commits it, the replicator's
 thread learns that all holders of replicas have it, the board's thread that all ranks and their
 holders have it. After a failure the training thread withdraws, keeps or offers windows again.
+
+There are two files. So a window that begins waits for the one before to be persisted, of which the
+last slot was copied an iteration ago. If that takes longer than training may wait, this window is
+skipped and the one before goes on its way: peers that are slow for ever persist windows less often,
+but do persist them. A window that any rank skips or gives up is given up by all.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from moevement_ext import faults
 from moevement_ext.events import WindowCommitted, WindowPersisted
 from moevement_ext.faults import Phase
+from moevement_ext.memory.sizing import GENERATIONS
 from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.generations import GENERATIONS, OwnerWindows
+from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.protect.statistics import CaptureStatistics
@@ -35,6 +42,9 @@ class Board(Protocol):
     def withdraw_after(self, window: WindowName) -> None:
         """What was reported of later ones does not hold any more."""
 
+    def give_up(self, starts: Iterable[int]) -> None:
+        """This rank does not have the windows that begin there. Called by any thread."""
+
     def stop(self) -> None:
         """End its thread."""
 
@@ -46,7 +56,7 @@ class WindowLife:
         owner: this rank.
         windows: its files.
         peers: holders of its replicas.
-        board: makes the board, given what it is to call with a window that is persisted.
+        board: makes the board, given what it is to call with what all ranks have agreed on.
         log: of what this stage sends; it reaches back to the newest persisted window.
         statistics: told of what goes wrong.
         max_wait_s: the longest the training thread waits for a free file.
@@ -57,7 +67,7 @@ class WindowLife:
         owner: int,
         windows: OwnerWindows,
         peers: dict[int, ReplicaClient],
-        board: Callable[[Callable[[WindowName], None]], Board],
+        board: Callable[[Callable[[Agreed], None]], Board],
         log: UpstreamLog | None,
         statistics: CaptureStatistics,
         max_wait_s: float,
@@ -68,10 +78,11 @@ class WindowLife:
         self._max_wait_s = max_wait_s
         self._freed = threading.Event()
         self._stalled = False
+        self._newest: WindowName | None = None
         self._replicator = Replicator(
             owner, peers, self.replicated, statistics.degraded, max_windows=GENERATIONS
         )
-        self._board = board(self.persisted)
+        self._board = board(self.agreed)
 
     def stop(self) -> None:
         """End all threads; files stay."""
@@ -84,22 +95,34 @@ class WindowLife:
         """Take a file for a window that begins, waiting for one at most `max_wait_s`.
 
         After one wait in vain there are no more, until a window is persisted again. None: there is
-        no file, or the window is complete already.
+        no file, the window is complete already, or another rank has given it up.
         """
         if self._windows.file(name) is not None:
             return None  # the window just recovered from; it is protected already
+        if self._windows.is_given_up(name):
+            return None
         try:
             file = self._wait_for_file(name)
         except Exception as error:
             self.statistics.degraded(f'window {name.start} cannot be opened: {error}')
+            self.give_up([name.start])
             return None
         self._stalled = file is None
         if file is None:
             self.statistics.skipped_windows += 1
             self.statistics.degraded(
-                f'window {name.start} is skipped: earlier windows are not persisted on every rank'
+                f'window {name.start} is skipped: the one before is not persisted on every rank'
             )
+            self.give_up([name.start])
         return file
+
+    def give_up(self, starts: Iterable[int]) -> None:
+        """Tell all ranks that this one does not have the windows that begin there.
+
+        They could not use their part of one, and it would take up the file of the next for ever.
+        Called by any thread.
+        """
+        self._board.give_up(starts)
 
     def abandon(self, name: WindowName, file: WindowFile) -> None:
         """Use the file of a window that was begun, and that nobody relies on, for another."""
@@ -135,15 +158,18 @@ class WindowLife:
 
     def replicated(self, window: WindowName) -> None:
         """Report a window that all holders have. Called by the replicator's thread."""
-        self._windows.announce(window)
         self._board.report(window)
 
-    def persisted(self, window: WindowName) -> None:
-        """Note that every rank and its holders have a window. Called by the board's thread."""
-        self._windows.persisted(window)
-        self._replicator.persisted(window)
-        self.statistics.persisted = window.start
+    def agreed(self, agreed: Agreed) -> None:
+        """Note what all ranks agreed on. Called by the board's thread."""
+        self._replicator.agree(agreed)  # before a file is used again for what is sent next
+        self._windows.agree(agreed)
         self._freed.set()
+        window = agreed.persisted
+        if window is None or window == self._newest:
+            return
+        self._newest = window
+        self.statistics.persisted = window.start
         self.statistics.events.emit(WindowPersisted(start=window.start, plan=window.plan))
         if self._log is not None:
             self._log.drop_until(window.start)
@@ -169,7 +195,7 @@ class WindowLife:
     def replicate_again(self, window: WindowName, file: WindowFile) -> None:
         """Offer the window just recovered from: its replicas may be gone with a node."""
         self._replicator.discard_after(window.start)
-        self._replicator.persisted(window)
+        self._replicator.agree(Agreed(window))
         self._submit(file)
 
     def change_peers(self, peers: dict[int, ReplicaClient], newest: int) -> None:

@@ -4,45 +4,46 @@
 Ranks tell each other through the launcher's key-value store, on a thread of their own: no training
 communicator is used. The rank that completes the count publishes the window.
 
-A rank that rolls back loses later windows, so it takes back what it said of them. Keys:
+A rank that rolls back loses later windows, so it takes back what it said of them. A rank that gives
+a window up says so, and the others, which would wait for it, give it up as well. Keys:
 
     complete/<start>/<plan>   how many ranks have reported this window
     counted/<rank>            the windows this rank has reported, also for the process after it
-    persisted                 the newest window on all ranks, and a number that changes with every
-                              withdrawal
+    persisted                 the newest window on all ranks, those given up since, and a number
+                              that changes with every withdrawal
 
 To publish is to compare and set `persisted`, with the count read in between; to withdraw is to
 lower the count and then to change `persisted`. So what was withdrawn is never published, and no
-crash between two steps makes a count too high.
+crash between two steps makes a count too high. To give up is to compare and set `persisted`, too: a
+window is either published or given up, for everybody.
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import msgspec
 from torch.distributed import Store
 
+from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.store_connection import StoreConnection
 
 logger = logging.getLogger(__name__)
 
 _NEWEST = 'persisted'
-_POLL_SECONDS = 0.05
+_FIRST_POLL_SECONDS = 0.005
+_LAST_POLL_SECONDS = 0.05
 _WITHDRAW_SECONDS = 10.0
 
 
-class _Newest(msgspec.Struct, frozen=True, array_like=True):
+class _Standing(msgspec.Struct, frozen=True, array_like=True):
     """Value of the key `persisted`."""
 
     withdrawals: int = 0
-    window: WindowName | None = None
-
-    def is_after(self, start: int) -> bool:
-        return self.window is not None and self.window.start > start
+    agreed: Agreed = NOTHING_AGREED
 
 
 class PersistenceBoard:
@@ -53,7 +54,7 @@ class PersistenceBoard:
         rank: of this process; a window counts once for it, also if it is reported again by the
             process that takes its place.
         world_size: number of ranks that must report a window.
-        on_persisted: called on the board's thread with each window that became persisted.
+        on_agreed: called on the board's thread with what all ranks agree on when that changes.
     """
 
     def __init__(
@@ -61,17 +62,18 @@ class PersistenceBoard:
         store: Store,
         rank: int,
         world_size: int,
-        on_persisted: Callable[[WindowName], None],
+        on_agreed: Callable[[Agreed], None],
     ) -> None:
         self._connection = StoreConnection(store, 'so no window is persisted')
         self._rank = rank
         self._world_size = world_size
-        self._on_persisted = on_persisted
+        self._on_agreed = on_agreed
         self._changed = threading.Condition()
         self._tasks: deque[Callable[[], None]] = deque()
         self._counted: list[WindowName] | None = None  # as in the store; None: not read yet
         self._awaited: WindowName | None = None
-        self._newest: WindowName | None = None
+        self._poll_s = _FIRST_POLL_SECONDS
+        self._agreed = NOTHING_AGREED
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-board', daemon=True)
         self._thread.start()
@@ -79,6 +81,12 @@ class PersistenceBoard:
     def report(self, window: WindowName) -> None:
         """This rank and its replica holders have all of `window`. Never blocks."""
         self._enqueue(partial(self._count, window))
+
+    def give_up(self, starts: Iterable[int]) -> None:
+        """Windows with these starts, unless they are persisted, are of no use. Never blocks."""
+        newest = sorted(starts)[-MAX_GIVEN_UP:]
+        if newest:
+            self._enqueue(partial(self._give_up, newest))
 
     def withdraw_after(self, window: WindowName) -> None:
         """This rank goes back to `window`: what it, or its predecessor, reported later is undone.
@@ -119,10 +127,18 @@ class PersistenceBoard:
                 if pause:  # after a failure, whatever is to be done; else only to look again
                     self._changed.wait_for(lambda: self._stopping, pause)
                 elif not self._tasks:
-                    self._changed.wait(_POLL_SECONDS if self._awaited else None)
+                    self._changed.wait(self._until_next_look())
                 if self._stopping:
                     return
             pause = self._connection.attempt(self._step)
+
+    def _until_next_look(self) -> float | None:
+        """Seconds, more from look to look; the others are done about when this rank is."""
+        if self._awaited is None:
+            return None
+        pause = self._poll_s
+        self._poll_s = min(2 * pause, _LAST_POLL_SECONDS)
+        return pause
 
     def _step(self) -> None:
         self._look()  # what is persisted already is not counted again
@@ -132,9 +148,10 @@ class PersistenceBoard:
         self._look()
 
     def _count(self, window: WindowName) -> None:
-        if self._newest is not None and window.start <= self._newest.start:
+        if self._agreed.is_persisted(window.start) or self._agreed.is_given_up(window.start):
             return
         self._awaited = window
+        self._poll_s = _FIRST_POLL_SECONDS
         counted = self._counted_windows()
         first = window not in counted
         if first:
@@ -145,58 +162,72 @@ class PersistenceBoard:
     def _publish(self, window: WindowName) -> None:
         """Tell everybody, unless a rank withdraws the window meanwhile."""
         while True:
-            found = self._read_newest()
-            newest = _decoded(found)
-            if newest.is_after(window.start - 1):
+            found = self._read()
+            standing = _decoded(found)
+            agreed = standing.agreed
+            if agreed.is_persisted(window.start) or agreed.is_given_up(window.start):
                 return
             if self._store.add(_key(window), 0) != self._world_size:
                 return
-            if self._replace_newest(found, _Newest(newest.withdrawals, window)):
+            wanted = _Standing(standing.withdrawals, agreed.with_persisted(window))
+            if self._replace(found, wanted):
                 break
         self._store.delete_key(_key(window))  # everybody has counted; keep the store small
 
+    def _give_up(self, starts: Sequence[int]) -> None:
+        while True:
+            found = self._read()
+            standing = _decoded(found)
+            agreed = standing.agreed.with_given_up(starts)
+            if agreed == standing.agreed:
+                return
+            if self._replace(found, _Standing(standing.withdrawals, agreed)):
+                return
+
     def _withdraw(self, window: WindowName, done: threading.Event) -> None:
-        found = self._read_newest()
+        agreed = _decoded(self._read()).agreed
         counted = self._counted_windows()
         kept = [other for other in counted if other.start <= window.start]
         for other in counted:
-            if other.start > window.start and not _decoded(found).is_after(other.start - 1):
+            if other.start > window.start and not agreed.is_persisted(other.start):
                 self._store.add(_key(other), -1)
         if kept != counted:
             self._note(kept)
-        if kept != counted or _decoded(found).is_after(window.start):
-            self._change_newest(window)
+        if kept != counted or agreed.is_outdated(window.start):
+            self._void_publication(window)
         if self._awaited is not None and self._awaited.start > window.start:
             self._awaited = max(kept, default=None)
         done.set()
 
-    def _change_newest(self, window: WindowName) -> None:
+    def _void_publication(self, window: WindowName) -> None:
         """Void whatever is about to be published; nothing after `window` is persisted any more."""
         while True:
-            found = self._read_newest()
-            newest = _decoded(found)
-            kept = window if newest.is_after(window.start) else newest.window
-            if self._replace_newest(found, _Newest(newest.withdrawals + 1, kept)):
+            found = self._read()
+            standing = _decoded(found)
+            agreed = standing.agreed
+            if agreed.is_outdated(window.start):
+                agreed = Agreed(window, agreed.given_up)
+            if self._replace(found, _Standing(standing.withdrawals + 1, agreed)):
                 return
-            if not _decoded(self._read_newest()).is_after(window.start):
+            if not _decoded(self._read()).agreed.is_outdated(window.start):
                 return  # somebody else has changed it just now, which does as well
 
     def _look(self) -> None:
-        window = _decoded(self._read_newest()).window
-        if window is None:
-            return
-        if window != self._newest:
-            self._newest = window
-            self._forget_until(window)
-            self._tell(window)
-        if self._awaited is not None and window.start >= self._awaited.start:
+        agreed = _decoded(self._read()).agreed
+        if agreed != self._agreed:
+            self._agreed = agreed
+            if agreed.persisted is not None:
+                self._forget_until(agreed.persisted)
+            self._tell(agreed)
+        awaited = None if self._awaited is None else self._awaited.start
+        if awaited is not None and (agreed.is_persisted(awaited) or agreed.is_given_up(awaited)):
             self._awaited = None
 
-    def _tell(self, window: WindowName) -> None:
+    def _tell(self, agreed: Agreed) -> None:
         try:
-            self._on_persisted(window)
+            self._on_agreed(agreed)
         except Exception:
-            logger.exception('window %d is persisted, but', window.start)
+            logger.exception('all ranks agree on %s, but', agreed)
 
     def _forget_until(self, persisted: WindowName) -> None:
         """Remove the counts of older windows, which some rank skipped and nobody will complete."""
@@ -218,18 +249,18 @@ class PersistenceBoard:
         self._store.set(f'counted/{self._rank}', msgspec.json.encode(counted).decode())
         self._counted = counted
 
-    def _read_newest(self) -> str:
+    def _read(self) -> str:
         """The value of the key as it is, empty if there is none."""
         return self._store.get(_NEWEST).decode() if self._store.check([_NEWEST]) else ''
 
-    def _replace_newest(self, found: str, newest: _Newest) -> bool:
+    def _replace(self, found: str, standing: _Standing) -> bool:
         """False: it is not what was found any more."""
-        wanted = msgspec.json.encode(newest).decode()
+        wanted = msgspec.json.encode(standing).decode()
         return bytes(self._store.compare_set(_NEWEST, found, wanted)).decode() == wanted
 
 
-def _decoded(value: str) -> _Newest:
-    return msgspec.json.decode(value, type=_Newest) if value else _Newest()
+def _decoded(value: str) -> _Standing:
+    return msgspec.json.decode(value, type=_Standing) if value else _Standing()
 
 
 def _key(window: WindowName) -> str:

@@ -11,10 +11,11 @@ from itertools import chain, zip_longest
 import msgspec
 import xxhash
 
-from moevement_ext.capture.layout import operator_bytes
+from moevement_ext.capture.layout import TensorSlice, operator_bytes
 from moevement_ext.capture.operators import Operators
 from moevement_ext.membership.place import Place
 from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.sizing import window_file_bytes
 from moevement_ext.memory.window.format import window_capacity
 from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
@@ -157,7 +158,15 @@ class Planner:
         operators = operator_bytes(list(self._own.sizes), [self._own.sizes])
         payload = window_bytes_bound(operators, window)[0]
         frame = frame_bytes_bound(self._largest_header(window, context_bytes))
-        return window_capacity([(payload, 0), *((0, frame) for _ in range(window))])
+        needed = window_capacity([(payload, 0), *((0, frame) for _ in range(window))])
+        return window_file_bytes(self._state_bytes(window), window, needed)
+
+    def _state_bytes(self, window: int) -> int:
+        """Weights and optimizer state in a window of W slots, as a plan before training counts."""
+        held = self._operators_held.slices.values()
+        full = sum(item.nbytes for operator in held for item in operator.full if _is_state(item))
+        light = sum(item.nbytes for operator in held for item in operator.light if _is_state(item))
+        return full + (window - 1) * light
 
     def _operators(self, shares: Mapping[str, float]) -> list[OperatorBytes]:
         """Operators of this stage in capture order, with their bytes on each of its ranks."""
@@ -201,3 +210,8 @@ class Planner:
 
     def _all_names(self) -> set[str]:
         return {name for member in self._members for name in member.sizes}
+
+
+def _is_state(item: TensorSlice) -> bool:
+    """False of step counts and router buffers."""
+    return item.part not in ('step', 'buffer')

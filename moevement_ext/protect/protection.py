@@ -16,6 +16,7 @@ from moevement_ext.config import AUTO, OFF
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import ProtectionReduced, Replanned
 from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
@@ -32,7 +33,6 @@ from moevement_ext.replicate.host_memory import HostMemory, Share
 logger = logging.getLogger(__name__)
 
 _FIRST_WINDOW = 2  # of `auto`, until times are measured: the first window is persisted soon
-_LATE_ITERATIONS = 4  # that persisting a window may lag behind, for the log to reach back
 
 
 class Protection:
@@ -44,7 +44,7 @@ class Protection:
         operators: what is captured.
         tokens: counts the load of the experts.
         context_bytes: upper bound of the small state that travels with a slot.
-        logged_bytes: upper bound of what this stage logs in an iteration; 0 without a log.
+        logged: what this rank logs in an iteration; nothing where no log is to be kept.
 
     Raises:
         HostMemoryError: this or another rank cannot reserve its host memory.
@@ -57,7 +57,7 @@ class Protection:
         operators: Operators,
         tokens: TokenCounter,
         context_bytes: int,
-        logged_bytes: int,
+        logged: Logged,
     ) -> None:
         self._rank = rank
         self.planner = planner
@@ -74,9 +74,7 @@ class Protection:
         if rank.config.window == AUTO:
             planner.compare_windows(longest)
         capacity = planner.capacity(longest, context_bytes)
-        # A window may become persisted only when its successor is nearly complete.
-        self.log_iterations = 2 * longest + _LATE_ITERATIONS
-        self.memory = self._reserve(capacity, self.log_iterations * logged_bytes)
+        self.memory = self._reserve(Share(rank.number, capacity, logged))
         self.memory.connect(partial(rank.exchange, 'addresses'))
 
     @property
@@ -155,7 +153,11 @@ class Protection:
         self.windows.replicate_again(name, file)
 
     def begin_window(self, iteration: int) -> None:
-        """Capture by the plan in force from the state after `iteration` on; all ranks do so."""
+        """Capture by the plan in force from the state after `iteration` on; all ranks do so.
+
+        Some have nothing of windows that began before and are not persisted yet.
+        """
+        self.windows.give_up(range(iteration))
         self.checkpointer.stop_capturing()
         self.checkpointer.roll_back(iteration - 1)
         self.checkpointer.schedule_next(
@@ -249,14 +251,13 @@ class Protection:
             self.windows.stop()
         self.memory.close(remove)
 
-    def _reserve(self, capacity: int, log_bytes: int) -> HostMemory:
+    def _reserve(self, share: Share) -> HostMemory:
         """Host memory of this rank; if any rank fails at the start, all do.
 
         A process that joins a running job, perhaps on another node, does without holding replicas
         for others if that helps; it is needed more than they are.
         """
         rank, exchange = self._rank, self._rank.exchange
-        share = Share(rank.number, capacity, log_bytes)
 
         def reserve(share: Share) -> HostMemory:
             return HostMemory(

@@ -305,11 +305,10 @@ class LocalizedRecovery:
         )
 
     def _entries(self) -> list[LedgerEntry]:
-        """The newest committed iterations, as many as a replay can need."""
-        ledger = self._protection.memory.ledger
-        newest = self._position.committed
-        oldest = max(newest - self._protection.log_iterations, 0)
-        found = [ledger.get(t) for t in range(oldest + 1, newest + 1)]
+        """The committed iterations that a replay can need: from the oldest window that is here."""
+        memory, newest = self._protection.memory, self._position.committed
+        oldest = min((window.name.start for window in memory.windows.committed()), default=newest)
+        found = [memory.ledger.get(t) for t in range(oldest + 1, newest + 1)]
         return [entry for entry in found if entry is not None]
 
     def _enter(self) -> None:

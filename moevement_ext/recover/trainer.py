@@ -19,6 +19,7 @@ import torch
 from moevement_ext.capture.operators import Operators
 from moevement_ext.membership.place import Place
 from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.plan.replanning import NoTokens, TokenCounter
@@ -57,8 +58,8 @@ class Pipeline(Protocol):
         """The rank from which this one receives in each direction, None if it does not."""
 
     @property
-    def logged_bytes(self) -> int:
-        """Upper bound of what is logged in one iteration; 0 if nothing is."""
+    def logged(self) -> Logged:
+        """What is logged in one iteration, at most."""
 
     def receives(self, entry: LedgerEntry) -> Mapping[Direction, int]:
         """How many tensors it receives in such an iteration."""

@@ -9,6 +9,7 @@ import xxhash
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.upstream_log.record import CorruptLog, LoggedTensor, LogKey
+from moevement_ext.memory.window.agreed import NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
@@ -76,7 +77,7 @@ class ReplicaClient:
         self._connection: Connection | None = None
 
     def put_slot(
-        self, owner: int, file: WindowFile, slot: int, persisted: WindowName | None = None
+        self, owner: int, file: WindowFile, slot: int, agreed: Agreed = NOTHING_AGREED
     ) -> None:
         """Send a sealed slot of the window in `file`; nothing is sent that is there already.
 
@@ -84,7 +85,7 @@ class ReplicaClient:
             owner: rank whose window it is.
             file: the window, perhaps not yet complete.
             slot: index of the slot.
-            persisted: newest window known to be persisted everywhere; lets the peer recycle.
+            agreed: what is known of all ranks' windows; lets the peer recycle.
         """
         blob = file.slot_blob(slot)
         request = PutSlot(
@@ -94,7 +95,7 @@ class ReplicaClient:
             payload_bytes=len(blob.payload),
             frame_bytes=len(blob.frame),
             frame_checksum=frame_checksum(blob.frame),
-            persisted=persisted,
+            agreed=agreed,
         )
         with self._exchange(len(blob.payload) + len(blob.frame)) as connection:
             connection.send(request)

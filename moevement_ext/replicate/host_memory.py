@@ -15,13 +15,20 @@ import torch
 
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
+from moevement_ext.memory.budget import HostMemoryPlan
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import pin
+from moevement_ext.memory.sizing import (
+    LEDGER_RECORDS,
+    NOTHING_LOGGED,
+    Logged,
+    log_ring_bytes,
+    rank_memory,
+)
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.generations import GENERATIONS, OwnerWindows
+from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
@@ -34,8 +41,6 @@ from moevement_ext.replicate.server import ReplicaServer
 
 logger = logging.getLogger(__name__)
 
-LEDGER_RECORDS = 4096
-
 Exchange = Callable[[bytes], list[bytes]]
 """Collective: every rank gives some bytes and gets those of all ranks, by rank."""
 
@@ -47,8 +52,8 @@ class Member(msgspec.Struct, frozen=True):
     """Name of its node, real or emulated."""
     capacity_bytes: int
     """Size of one of its window files."""
-    log_bytes: int
-    """Size of its upstream log; 0: it keeps none."""
+    logged: Logged
+    """What it logs; its upstream log is sized for that."""
     host: str
     """The real host, which emulated nodes share."""
     secret: bytes
@@ -62,8 +67,8 @@ class Share(NamedTuple):
     """Global rank."""
     capacity_bytes: int
     """Size of one window file of this rank."""
-    log_bytes: int
-    """Size of the upstream log of this rank; 0: it keeps none."""
+    logged: Logged = NOTHING_LOGGED
+    """What it logs; its upstream log is sized for that."""
     hosts_replicas: bool = True
     """Hold those that are placed here; without them, their owners lack one."""
 
@@ -110,12 +115,14 @@ class HostMemory:
         exchange: Exchange,
     ) -> None:
         self.rank = share.rank
+        self._longest_window = config.longest_window
+        self._log_lag = config.log_lag
         self._hosts_replicas = share.hosts_replicas
         self.store = NodeStore(Path(config.dir), run_id, node_name())
         own = Member(
             node=node_name(),
             capacity_bytes=share.capacity_bytes,
-            log_bytes=share.log_bytes,
+            logged=share.logged,
             host=host_identity(),
             secret=new_secret(),
         )
@@ -150,9 +157,10 @@ class HostMemory:
             for file in self.windows.files():
                 pin(file)
         self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS)
-        if own.log_bytes:
+        log_bytes = self._log_bytes(own)
+        if log_bytes:
             path = self.store.holder_path(rank) / 'upstream-log'
-            self.log = UpstreamLog(path, own.log_bytes, device, config.max_wait, on_degraded)
+            self.log = UpstreamLog(path, log_bytes, device, config.max_wait, on_degraded)
         hosts = {member.host for member in self.members}
         host = local_host(config.interface, several_hosts=len(hosts) > 1)
         hosted = self._hosted(rank)
@@ -181,7 +189,7 @@ class HostMemory:
 
     def client(self, rank: int) -> ReplicaClient:
         """New client of another rank's server, not yet connected."""
-        log_bytes = self.members[rank].log_bytes
+        log_bytes = self._log_bytes(self.members[rank])
         return ReplicaClient(self.addresses[rank], self._secret, max_record_bytes=log_bytes)
 
     def peer_addresses(self) -> list[tuple[str, int]]:
@@ -297,13 +305,15 @@ class HostMemory:
         for rank, member in enumerate(self.members):
             if member.node != node_name():
                 continue
-            ranks[rank] = RankMemory(
-                own_windows=GENERATIONS * member.capacity_bytes,
-                replicas=GENERATIONS * sum(self._hosted(rank).values()),
-                ledger=Ledger.bytes_needed(LEDGER_RECORDS),
-                log_ring=member.log_bytes,
+            ranks[rank] = rank_memory(
+                member.capacity_bytes, self._hosted(rank).values(), self._log_bytes(member)
             )
         return HostMemoryPlan(ranks)
+
+    def _log_bytes(self, member: Member) -> int:
+        """Size of a rank's upstream log."""
+        most = max((other.logged for other in self.members), key=lambda it: it.iteration_bytes)
+        return log_ring_bytes(member.logged, most, self._longest_window, self._log_lag)
 
 
 def _exchange_members(own: Member, exchange: Exchange) -> list[Member]:

@@ -98,8 +98,7 @@ class Inbox:
         return Ack()
 
     def _put(self, connection: Connection, request: PutSlot, timeout_s: float) -> Reply:
-        if request.persisted is not None:
-            self.windows.persisted(request.persisted)
+        self.windows.agree(request.agreed)
         file = self._file_for(request.window)
         if request.slot in file.slots():
             if frame_checksum(file.slot_blob(request.slot).frame) == request.frame_checksum:
@@ -146,7 +145,6 @@ class Inbox:
                 self._abandon()  # the owner sends it again from the first slot
                 raise
             self._receiving = None
-        self.windows.announce(name)  # the acknowledgement lets the owner rely on it
 
     def _abandon(self) -> None:
         if self._receiving is not None:

@@ -19,9 +19,10 @@ from typing import Annotated
 import msgspec
 
 from moevement_ext.memory.upstream_log.record import LoggedTensor, LogKey
+from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.name import Count, WindowName
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_FRAME_BYTES = 64 * 2**20
 MIN_BYTES_PER_SECOND = 10 * 2**20
@@ -40,8 +41,8 @@ class PutSlot(msgspec.Struct, frozen=True, tag=True):
     frame_bytes: FrameBytes
     frame_checksum: Count
     """Identifies the content of the slot (`slot.frame_checksum`)."""
-    persisted: WindowName | None
-    """Newest window that, as far as the owner was told, is persisted everywhere."""
+    agreed: Agreed
+    """What, as far as the owner was told, all ranks agreed on about their windows."""
 
 
 class CommitWindow(msgspec.Struct, frozen=True, tag=True):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
@@ -94,7 +95,7 @@ class Replicator:
         self._retired: deque[ReplicaClient] = deque()
         self._jobs: deque[_Job] = deque()
         self._reports: deque[str] = deque(maxlen=16)
-        self._persisted: WindowName | None = None
+        self._agreed = Agreed()
         self._stopping = threading.Event()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f'replicator-{owner}', daemon=True)
@@ -108,6 +109,8 @@ class Replicator:
         """
         name = file.required_name()
         with self._changed:
+            if self._agreed.is_given_up(name.start):
+                return
             job = next((job for job in self._jobs if job.name == name), None)
             if job is None:
                 job = _Job(file, name, file.header(slot).window)
@@ -128,10 +131,15 @@ class Replicator:
             for job in [job for job in self._jobs if job.name.start > start]:
                 self._drop(job.name)
 
-    def persisted(self, window: WindowName) -> None:
-        """Note the newest window persisted everywhere; peers are told with the next slot."""
+    def agree(self, agreed: Agreed) -> None:
+        """Note what all ranks agreed on; peers are told with the next slot.
+
+        A window that another rank gave up is not sent any further.
+        """
         with self._changed:
-            self._persisted = window
+            self._agreed = self._agreed.joined(agreed)
+            for job in [job for job in self._jobs if self._agreed.is_given_up(job.name.start)]:
+                self._drop(job.name)
 
     def discard_after(self, start: int) -> None:
         """Have all peers drop what begins after `start`, before anything else is sent."""
@@ -143,8 +151,7 @@ class Replicator:
                 peer.discard_after = start if earlier is None else min(earlier, start)
                 peer.sent = {key for key in peer.sent if key[0].start <= start}
                 peer.committed = {name for name in peer.committed if name.start <= start}
-            if self._persisted is not None and self._persisted.start > start:
-                self._persisted = None
+            self._agreed = self._agreed.without_persisted_after(start)
             self._changed.notify()
 
     def set_peers(self, peers: Mapping[int, ReplicaClient]) -> None:
@@ -239,7 +246,7 @@ class Replicator:
         return None
 
     def _send(self, job: _Job, slot: int, peer: _Peer) -> None:
-        peer.client.put_slot(self.owner, job.file, slot, self._persisted)
+        peer.client.put_slot(self.owner, job.file, slot, self._agreed)
         with self._changed:
             if job in self._jobs:  # not dropped meanwhile
                 peer.sent.add((job.name, slot))

@@ -1,57 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory that the training will reserve, by kind, and what a stage logs per iteration.
 
-Mirrors what the training does before iteration 1: window files are sized for the longest window
-that may be planned, each rank keeps GENERATIONS of its own and of those it holds for others, and
-the log reaches back over two such windows. Slot headers (some 100 bytes per tensor) are left out.
+Sizes are those of `memory.sizing`, as in the training. Here is what goes into them.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
-from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.budget import HostMemoryPlan
+from moevement_ext.memory.sizing import (
+    NOTHING_LOGGED,
+    Logged,
+    log_ring_bytes,
+    rank_memory,
+    window_file_bytes,
+)
 from moevement_ext.memory.upstream_log.ring import region_bytes
-from moevement_ext.memory.window.format import window_capacity
 from moevement_ext.plan.byte_planner import OperatorBytes, window_bytes_bound
 from moevement_ext.replicate.placement import place_replicas
 from moevement_ext.simulate.layout import Batch, Layout, Precision
 from moevement_ext.simulate.model import ModelShape
 
-# Equal to the constants of the training, which live beside code that needs torch.
-GENERATIONS = 3
-LEDGER_RECORDS = 4096
-LATE_ITERATIONS = 4
+CHECKSUM_BYTES_PER_S = 12e9
+"""xxh3_64 of memory, on one core (measured on an AMD EPYC with AVX2)."""
+ANNOUNCEMENT_S = 0.1
+"""From the last report of a window until all ranks have read in the store that it is persisted."""
 
 
-def window_file_bytes(operators: Sequence[OperatorBytes], longest_window: int) -> list[int]:
+def window_files(operators: Sequence[OperatorBytes], longest_window: int) -> list[int]:
     """Bytes of a window file on each rank of a stage, enough for any plan up to that length."""
     bounds = window_bytes_bound(operators, longest_window)
-    return [window_capacity([(payload, 0)]) for payload in bounds]
+    return [window_file_bytes(state, longest_window) for state in bounds]
 
 
-def logged_bytes_per_iteration(
+def logged_per_iteration(
     model: ModelShape, layout: Layout, batch: Batch, precision: Precision, stage: int
-) -> int:
-    """Bytes that a rank of `stage` logs of what it sends to its neighbours in one iteration.
+) -> Logged:
+    """What a rank of `stage` logs of what it sends to its neighbours in one iteration.
 
     Each micro-batch and chunk sends one activation down and one gradient up, but for the ends of
     the pipeline (paper, section 3.4). Raises FieldError if micro-batches do not come out even.
     """
     micro_batches = batch.micro_batches(layout.data)
     if layout.pipeline == 1:
-        return 0
+        return NOTHING_LOGGED
     ends = (stage == 0) + (stage == layout.pipeline - 1)
     shards = layout.context * (layout.tensor if layout.sequence_parallel else 1)
     elements = batch.sequence_length // shards * batch.micro_batch_size * model.hidden_size
     sent = micro_batches * (2 * layout.chunks - ends)
-    return sent * region_bytes(elements * precision.boundary_bytes)
+    record = region_bytes(elements * precision.boundary_bytes)
+    return Logged(sent * record, record)
 
 
-def log_iterations(longest_window: int) -> int:
-    """Iterations that the log ring keeps: a window persists while its successor is captured."""
-    return 2 * longest_window + LATE_ITERATIONS
+def log_lag(layout: Layout, batch: Batch, seconds: float, iteration_s: float) -> float:
+    """Share of an iteration's log that is written in its first `seconds`, rounded up to 0.001.
+
+    While micro-batches fill the pipeline a stage sends one tensor per forward computation, later
+    two per forward and backward, which take three times as long. Those that fill it are as many as
+    there are stages, with more chunks twice that and once more for each further chunk; then every
+    stage waits for the first gradient to come back.
+    """
+    elapsed = seconds / iteration_s
+    chunks = layout.chunks
+    filling = layout.pipeline * (1 if chunks == 1 else chunks + 1)
+    sends = 2 * chunks * batch.micro_batches(layout.data)
+    lag = max(elapsed, min(1.5 * elapsed, filling / sends))
+    return math.ceil(round(1000 * lag, 6)) / 1000
+
+
+def log_rings(logged: Sequence[Logged], longest_window: int, lag: float) -> list[int]:
+    """Bytes of the log of a rank of each stage, from what those log."""
+    most = max(logged, key=lambda one: one.iteration_bytes)
+    return [log_ring_bytes(one, most, longest_window, lag) for one in logged]
 
 
 def fullest_node(
@@ -70,16 +92,10 @@ def fullest_node(
     holders = place_replicas([str(node) for node in nodes], replicas)
     for owner, held_by in enumerate(holders):
         hosted[list(held_by)] += window_files[owner]
-    need = np.bincount(nodes, weights=GENERATIONS * (window_files + hosted) + log_rings)
+    ranks = {
+        rank: rank_memory(int(window_files[rank]), [int(hosted[rank])], int(log_rings[rank]))
+        for rank in range(len(window_files))
+    }
+    need = np.bincount(nodes, weights=[memory.total for memory in ranks.values()])
     members = np.flatnonzero(nodes == need.argmax())
-    return HostMemoryPlan(
-        {
-            rank: RankMemory(
-                own_windows=GENERATIONS * int(window_files[rank]),
-                replicas=GENERATIONS * int(hosted[rank]),
-                ledger=Ledger.bytes_needed(LEDGER_RECORDS),
-                log_ring=int(log_rings[rank]),
-            )
-            for rank in members.tolist()
-        }
-    )
+    return HostMemoryPlan({rank: ranks[rank] for rank in members.tolist()})

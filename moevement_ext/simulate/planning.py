@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moevement_ext.memory.budget import HostMemoryPlan
+from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
 from moevement_ext.plan.byte_planner import (
     DEFAULT_HIDDEN_FRACTION,
     InfeasiblePlan,
@@ -45,6 +46,9 @@ class ProtectionSettings:
     """Share of an iteration that can hide a copy."""
     network_share: float = 0.5
     """Share of a node's network that replication may take; the rest is training's."""
+    log_lag: float | None = None
+    """Iterations that persisting a window takes, which the log has room for; None: from the rates
+    of the cluster."""
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -54,6 +58,9 @@ class ProtectionSettings:
         for name in ('hidden_fraction', 'network_share'):
             value = getattr(self, name)
             fields.require(0 < value <= 1, name, value, 'give a share above 0, up to 1')
+
+        if self.log_lag is not None:
+            fields.not_negative('log_lag', self.log_lag)
 
     @property
     def longest_window(self) -> int:
@@ -147,8 +154,8 @@ class StageKind:
     plan: WindowPlan
     held_parameters: int
     """Parameters that a rank computes with."""
-    log_bytes: int
-    """Bytes that each rank logs per iteration."""
+    logged: Logged
+    """What each rank logs per iteration."""
 
     def slot_bytes(self) -> np.ndarray:
         """int64 (window, ranks of a stage)."""
@@ -210,7 +217,7 @@ class JobPlan:
 
     def log_bytes_of_node(self) -> int:
         """Bytes per iteration that the busiest node logs."""
-        logged = self.per_rank([np.array(kind.log_bytes) for kind in self.kinds])
+        logged = self.per_rank([np.array(kind.logged.iteration_bytes) for kind in self.kinds])
         nodes = np.arange(len(logged)) // self.job.ranks_per_node
         return int(np.bincount(nodes, weights=logged).max())
 
@@ -221,14 +228,39 @@ class JobPlan:
             longest_window: iterations to reserve memory for; None: as configured.
         """
         longest = longest_window or self.job.protection.longest_window
-        files = [np.array(memory.window_file_bytes(k.operators, longest)) for k in self.kinds]
-        rings = [np.array(memory.log_iterations(longest) * k.log_bytes) for k in self.kinds]
+        files = [np.array(memory.window_files(kind.operators, longest)) for kind in self.kinds]
+        rings = memory.log_rings([kind.logged for kind in self.kinds], longest, self.log_lag())
         return memory.fullest_node(
             self.per_rank(files).astype(np.int64),
-            self.per_rank(rings).astype(np.int64),
+            self.per_rank([np.array(ring) for ring in rings]).astype(np.int64),
             self.job.ranks_per_node,
             self.job.protection.replicas,
         )
+
+    def persist_s(self) -> float:
+        """Seconds from the beginning of the copy of a window's last slot until it is persisted.
+
+        The slot is copied, summed and sent to the holders, who sum the whole window; then that is
+        announced.
+        """
+        cluster, settings = self.job.cluster, self.job.protection
+        last = max(int(kind.slot_bytes()[-1].max()) for kind in self.kinds)
+        seconds = last / cluster.copy_bytes_per_s + last / memory.CHECKSUM_BYTES_PER_S
+        if self.job.copies:
+            share = cluster.network_bytes_per_s * settings.network_share / self.job.ranks_per_node
+            whole = max(int(kind.slot_bytes().sum(axis=0).max()) for kind in self.kinds)
+            seconds += self.job.copies * last / share + whole / memory.CHECKSUM_BYTES_PER_S
+        return seconds + memory.ANNOUNCEMENT_S
+
+    def log_lag(self) -> float:
+        """Iterations of its log that are written until a window is persisted, at most 1.
+
+        The next window does not begin before that.
+        """
+        job = self.job
+        if job.protection.log_lag is not None:
+            return job.protection.log_lag
+        return min(1.0, memory.log_lag(job.layout, job.batch, self.persist_s(), job.iteration_s))
 
     def effectiveness(self) -> Sparse:
         """Recovery and ETTR in closed form."""
@@ -319,9 +351,9 @@ def _reason(
 def _stage_kind(
     job: Job, stages: list[int], operators: list[OperatorBytes], plan: WindowPlan
 ) -> StageKind:
-    logged = 0
+    logged = NOTHING_LOGGED
     if job.protection.localized:
-        logged = memory.logged_bytes_per_iteration(
+        logged = memory.logged_per_iteration(
             job.model, job.layout, job.batch, job.precision, stages[0]
         )
     held = held_elements(job.model, job.layout, stages[0])

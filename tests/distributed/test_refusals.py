@@ -58,8 +58,8 @@ def test_corrupt_byte_is_named_and_a_replica_used(cluster: Make, reference: Call
 def test_when_all_copies_are_corrupt_an_older_window_is_used(
     cluster: Make, reference: Callable
 ) -> None:
-    job = cluster(*BASE, '--sparse-ckpt-window', '2')
-    job.run(fail_at='1:10:forward')
+    job = cluster(*BASE, '--sparse-ckpt-window', '3')
+    job.run(fail_at='1:9:reduce')  # the newest is complete, the next one has not begun
     damaged = _newest(job, owner=1)
     for path in damaged:
         _flip_byte(path, 70_000)

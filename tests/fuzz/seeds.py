@@ -7,6 +7,7 @@ import msgspec
 
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import Direction, LoggedTensor, LogKey
+from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Directory, Entry, encode_directory
 from moevement_ext.memory.window.slot import encode_frame, frame_checksum
@@ -62,7 +63,7 @@ def _requests(file: WindowFile) -> list[bytes]:
     for slot in file.slots():
         payload, frame = file.slot_blob(slot)
         checksum = frame_checksum(frame)
-        head = PutSlot(0, named(), slot, len(payload), len(frame), checksum, named())
+        head = PutSlot(0, named(), slot, len(payload), len(frame), checksum, Agreed(named(), (3,)))
         put += message(head) + bytes(payload) + bytes(frame)
     return [
         put,

@@ -39,6 +39,7 @@ import numpy as np
 from rich.console import Console
 
 from moevement_ext.config import LOCALIZED, WHOLE_JOB
+from moevement_ext.simulate.memory import logged_per_iteration
 from tools.bench import model
 from tools.bench.localized_report import (
     COLD,
@@ -70,11 +71,10 @@ from tools.lab.job import Job, memory_directory
 from tools.lab.launch import Launch, add_share_gpu
 from tools.lab.models import dense_flags, prepare_text
 from tools.lab.run_log import parse_log
+from tools.plan.flags import parse_megatron_flags
 
 _WARM_UP = 4
 _ITERATIONS_AFTER = 3
-_LOG_RING = 'upstream-log'
-_LATE_ITERATIONS = 4  # that the log reaches back beyond two windows
 _MAX_RESTARTS = 1000
 
 
@@ -104,13 +104,13 @@ class Bench(NamedTuple):
                 flags += self._sparse_flags(memory, folder, recovery)
             with self._job(folder, flags) as job:
                 clock: list[tuple[float, float]] = []
-                host_bytes = ring_bytes = 0
+                host_bytes = 0
                 for log in job.follow('the end'):
                     spent = cpu_seconds(job.pids()[VICTIM]) if log.iterations else None
                     if spent is not None:
                         clock.append((time.time(), spent))
                     if len(log.iterations) == _WARM_UP:
-                        host_bytes, ring_bytes = reserved(memory)
+                        host_bytes = reserved(memory)
                 log = job.read_log()
         seconds = log.wall_seconds(_WARM_UP)
         measured = log.iterations[_WARM_UP - 1 :]
@@ -123,7 +123,7 @@ class Bench(NamedTuple):
             exposed_ms=statistics.mean(exposed or [0.0]),
             save_ms=statistics.median(log.saved_ms or [0.0]),
             host_bytes=host_bytes,
-            log_bytes=ring_bytes // (2 * self.window + _LATE_ITERATIONS),
+            log_bytes=logged_bytes(flags) if variant == LOGS else 0,
             digest=read_digest(digest).digest,
         )
 
@@ -218,10 +218,16 @@ class Bench(NamedTuple):
         return tempfile.TemporaryDirectory(prefix='checkpoints-', dir=self.output)
 
 
-def reserved(memory: Path) -> tuple[int, int]:
-    """Bytes of everything in host memory, and of the rings of upstream logs within."""
-    sizes = [(path.name, path.stat().st_size) for path in memory.rglob('*') if path.is_file()]
-    return sum(size for _, size in sizes), sum(s for name, s in sizes if name == _LOG_RING)
+def reserved(memory: Path) -> int:
+    """Bytes of everything in host memory."""
+    return sum(path.stat().st_size for path in memory.rglob('*') if path.is_file())
+
+
+def logged_bytes(flags: Sequence[str]) -> int:
+    """Bytes that all stages log in one iteration of a job with these flags."""
+    job = parse_megatron_flags(flags).training(None, STAGES)
+    setting = job.model, job.layout, job.batch, job.precision
+    return sum(logged_per_iteration(*setting, stage).iteration_bytes for stage in range(STAGES))
 
 
 def kill_after(job: Job, iteration: int) -> float:

@@ -188,6 +188,10 @@ def _add_protection_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument('--hidden-fraction', type=float, help='of an iteration that hides a copy')
     group.add_argument('--network-share', type=float, help='of a node for replication')
     group.add_argument(
+        '--log-lag', type=float, metavar='ITERATIONS',
+        help="that persisting a window takes (default: by the cluster's rates)",
+    )  # fmt: skip
+    group.add_argument(
         '--overhead', type=float, default=0.0, metavar='S',
         help='measured seconds an iteration, besides exposed copies (default: 0)',
     )  # fmt: skip
@@ -244,7 +248,8 @@ def _file(flag: str, name: str, presets: Any) -> Path:
 
 def _protection(args: argparse.Namespace, megatron: MegatronFlags) -> ProtectionSettings:
     own = {name: getattr(args, name) for name in ('window', 'max_window', 'replicas', 'recovery',
-                                                  'hidden_fraction', 'network_share')}  # fmt: skip
+                                                  'hidden_fraction', 'network_share',
+                                                  'log_lag')}  # fmt: skip
     settings = {**megatron.protection(), **_given(own)}
     recovery = settings.pop('recovery', 'localized')
     window = settings.pop('window', 'auto')

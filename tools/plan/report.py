@@ -38,6 +38,8 @@ def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
         'replication_bytes_per_node': plan.replicated_bytes(),
         'replication_budget_bytes_per_node': plan.network_bytes(),
         'log_bytes_per_node': plan.log_bytes_of_node(),
+        'persist_s': plan.persist_s(),
+        'log_lag': plan.log_lag(),
         'host_memory_bytes_per_node': {**memory.by_kind(), 'total': memory.node_total},
         'host_memory_available_bytes': job.cluster.host_memory_bytes,
         'mtbf_s': effect.mtbf_s,
@@ -63,7 +65,7 @@ def _stage_json(kind: StageKind) -> dict[str, Any]:
         'operators': len(kind.operators),
         'full_bytes_per_rank': int(full.max()),
         'light_bytes_per_rank': int(light.max()),
-        'log_bytes_per_rank': kind.log_bytes,
+        'log_bytes_per_rank': kind.logged.iteration_bytes,
         'slots': [list(slot) for slot in kind.plan.slots],
         'slot_bytes': kind.slot_bytes().max(axis=1).tolist(),
     }
@@ -125,6 +127,8 @@ def _cost_rows(plan: JobPlan) -> list[tuple[str, str]]:
         ('replication per node and iteration', f'{plan.replicated_bytes() / 1e9:.2f} GB in '
          f'{job.copies} copies; the network share offers {plan.network_bytes() / 1e9:.2f} GB'),
         ('log per node and iteration', gib(plan.log_bytes_of_node())),
+        ('persisting a window takes', f'{plan.persist_s():.2f} s; the log is for '
+                                      f'--sparse-ckpt-log-lag {plan.log_lag():g}'),
         ('host memory per node', f'{gib(memory.node_total)} of '
                                  f'{gib(int(job.cluster.host_memory_bytes))}: {kinds}'),
         ("the paper's Algorithm 1", f'window {plan.paper.window}, ' + (

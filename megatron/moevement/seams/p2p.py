@@ -24,6 +24,7 @@ from megatron.moevement.seams import upstream
 from moevement_ext import faults
 from moevement_ext.faults import Phase
 from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.memory.upstream_log.ring import region_bytes
@@ -157,7 +158,7 @@ class StagePipeline:
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._communicator: BoundaryCommunicator | None = None
         self._groups: Any = None
-        self.logged_bytes = logged_bytes_per_iteration(facts, len(model))
+        self.logged = logged_per_iteration(facts, len(model))
 
     @property
     def neighbours(self) -> dict[Direction, int | None]:
@@ -210,8 +211,8 @@ def receives_per_iteration(
     }
 
 
-def logged_bytes_per_iteration(facts: JobFacts, chunks: int) -> int:
-    """Upper bound of the log of one iteration of this rank, in bytes.
+def logged_per_iteration(facts: JobFacts, chunks: int) -> Logged:
+    """What this rank logs of one iteration, at most.
 
     Args:
         facts: of the job.
@@ -219,7 +220,7 @@ def logged_bytes_per_iteration(facts: JobFacts, chunks: int) -> int:
     """
     stages = facts.pipeline_model_parallel_size
     if stages == 1:
-        return 0
+        return NOTHING_LOGGED
     stage = parallel_state.get_pipeline_model_parallel_rank()
     micro_batches = facts.global_batch_size // (facts.micro_batch_size * facts.data_parallel_size)
     received = receives_per_iteration(stage, stages, chunks, micro_batches)
@@ -227,5 +228,6 @@ def logged_bytes_per_iteration(facts: JobFacts, chunks: int) -> int:
     if facts.sequence_parallel:
         shards *= facts.tensor_model_parallel_size
     elements = facts.seq_length // shards * facts.micro_batch_size * facts.hidden_size
+    record = region_bytes(elements * facts.boundary_dtype.itemsize)
     # What a stage sends down it receives up, and the other way round.
-    return sum(received.values()) * region_bytes(elements * facts.boundary_dtype.itemsize)
+    return Logged(sum(received.values()) * record, record)

@@ -10,6 +10,8 @@ from pathlib import Path
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.sizing import GENERATIONS
+from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.file_names import (
     committed_in,
@@ -23,19 +25,11 @@ from moevement_ext.memory.window.slot import SlotHeader
 
 logger = logging.getLogger(__name__)
 
-GENERATIONS = 3
-"""Files of one owner: one window is persisted everywhere, one complete here but not yet everywhere,
-one being written."""
-
 
 class _State(enum.Enum):
     FREE = 'free'
     WRITING = 'writing'
     COMMITTED = 'committed'
-    ANNOUNCED = 'announced'
-
-
-_KEPT = (_State.COMMITTED, _State.ANNOUNCED)
 
 
 class _Generation:
@@ -86,7 +80,7 @@ class OwnerWindows:
         self.path = store.holder_path(holder) / str(owner)
         private.make_directories(store.root, self.path)
         self._wanted = generations
-        self._persisted: WindowName | None = None
+        self._agreed = Agreed()
         self._lock = threading.Lock()
         self._generations: list[_Generation] = []
         self._cut_off: list[SlotHeader] = []
@@ -96,17 +90,17 @@ class OwnerWindows:
     @property
     def newest_persisted(self) -> WindowName | None:
         """The newest window known to be persisted on every rank."""
-        return self._persisted
+        return self._agreed.persisted
 
     def begin(self, name: WindowName) -> WindowFile | None:
         """Open a file for a new window.
 
-        Takes a free file, else the oldest window older than the newest persisted one, else one
-        that was never announced.
+        Takes a free file, else one of a window that is given up or older than the newest persisted
+        one.
 
         Returns:
-            The file, begun, or None when every file holds a window somebody may still need; the
-            caller decides whether to wait or to skip this window.
+            The file, begun, or None when every file holds a window somebody may still need
+            (invariant I3); the caller decides whether to wait or to skip this window.
 
         Raises:
             ValueError: this window is already here (after a rollback call `discard_after`), or its
@@ -146,27 +140,22 @@ class OwnerWindows:
         with self._lock:
             self._release(self._writing(file))
 
-    def announce(self, name: WindowName) -> None:
-        """Note that others were told this window is complete here: it may now be relied on.
+    def agree(self, agreed: Agreed) -> None:
+        """Note what all ranks agreed on; other windows may be recycled, up to the newest.
 
-        Raises:
-            ValueError: it is not committed here.
-        """
-        with self._lock:
-            generation = self._find(name)
-            if generation is None or generation.state not in _KEPT:
-                raise ValueError(f'{self.path}: window {name} is not committed here')
-            generation.state = _State.ANNOUNCED
-
-    def persisted(self, name: WindowName) -> None:
-        """Note that every rank agreed this window is persisted; older ones may be recycled.
-
-        A window older than one already persisted changes nothing. It need not be held here: a
+        What is older than what is known already changes nothing. Windows need not be held here: a
         holder that was cut off for a while is told that what it holds is of no use any more.
         """
         with self._lock:
-            if self._persisted is None or name.start > self._persisted.start:
-                self._persisted = name
+            self._agreed = self._agreed.joined(agreed)
+
+    def persisted(self, name: WindowName) -> None:
+        """Note that every rank agreed this window is persisted; older ones may be recycled."""
+        self.agree(Agreed(name))
+
+    def is_given_up(self, name: WindowName) -> bool:
+        """True if this window will never be persisted, as another rank does not have it."""
+        return self._agreed.is_given_up(name.start)
 
     def discard_after(self, start: int) -> None:
         """Free all windows that begin after `start`, persisted or not.
@@ -175,8 +164,7 @@ class OwnerWindows:
         from iteration 0): later windows belong to a past that did not happen.
         """
         with self._lock:
-            if self._persisted is not None and self._persisted.start > start:
-                self._persisted = None
+            self._agreed = self._agreed.without_persisted_after(start)
             for generation in list(self._generations):
                 name = generation.file.name
                 if generation.state is not _State.FREE and name and name.start > start:
@@ -192,7 +180,7 @@ class OwnerWindows:
     def committed(self) -> list[StoredWindow]:
         """List the committed windows, newest first."""
         with self._lock:
-            files = [g.file for g in self._generations if g.state in _KEPT]
+            files = [g.file for g in self._generations if g.state is _State.COMMITTED]
             held = [
                 StoredWindow(self.holder, self.owner, file.required_name(), file.path)
                 for file in files
@@ -250,12 +238,12 @@ class OwnerWindows:
             name = generation.file.name
             return -1 if name is None else name.start
 
+        agreed = self._agreed
         free = [g for g in self._generations if g.state is _State.FREE]
-        oldest = sorted((g for g in self._generations if g.state in _KEPT), key=age)
-        limit = -1 if self._persisted is None else self._persisted.start
-        outdated = [g for g in oldest if age(g) < limit]
-        unannounced = [g for g in oldest if g.state is _State.COMMITTED and age(g) > limit]
-        return free + outdated + unannounced
+        committed = (g for g in self._generations if g.state is _State.COMMITTED)
+        oldest = sorted(committed, key=age)
+        useless = (g for g in oldest if agreed.is_outdated(age(g)) or agreed.is_given_up(age(g)))
+        return [*free, *useless]
 
     def _fits(self, generation: _Generation) -> bool:
         return generation.file.capacity == self.capacity_bytes
@@ -284,8 +272,7 @@ class OwnerWindows:
                 logger.warning('dropping a window left by an earlier process: %s', refusal)
                 found.path.unlink()
                 continue
-            # Whether it was announced is not known any more, so it may be relied on.
-            self._generations.append(_Generation(file, self._next_index(), _State.ANNOUNCED))
+            self._generations.append(_Generation(file, self._next_index(), _State.COMMITTED))
         for path in sorted(self.path.glob('*.window')):
             if path.name.startswith('writing-'):
                 self._cut_off += _left_in(path)

@@ -4,7 +4,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -14,6 +14,7 @@ import torch
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.events import EventLog
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -54,6 +55,7 @@ class Training:
         self.events = EventLog(None, RANK)
         self.reported: queue.Queue[WindowName] = queue.Queue()
         self.persisting = True
+        self.agreed = Agreed()
         self.life = WindowLife(
             RANK, self.windows, {}, self._board, None, CaptureStatistics(self.events), max_wait_s
         )
@@ -61,7 +63,7 @@ class Training:
             RankIdentity(RUN, TOPOLOGY, RANK), operators, torch.device('cpu'), self.life, schedule
         )
 
-    def _board(self, persisted: Callable[[WindowName], None]) -> 'Training':
+    def _board(self, agreed: Callable[[Agreed], None]) -> 'Training':
         """A board of this rank alone: what it reports is persisted, unless others lag behind."""
         return self
 
@@ -77,8 +79,16 @@ class Training:
 
     def report(self, window: WindowName) -> None:
         if self.persisting:
-            self.life.persisted(window)
+            self.agree(window)
         self.reported.put(window)
+
+    def agree(self, persisted: WindowName | None) -> None:
+        self.agreed = Agreed(persisted).with_given_up(self.agreed.given_up)
+        self.life.agreed(self.agreed)
+
+    def give_up(self, starts: Iterable[int]) -> None:
+        self.agreed = self.agreed.with_given_up(starts)
+        self.life.agreed(self.agreed)
 
     def withdraw_after(self, window: WindowName) -> None:
         pass
@@ -171,7 +181,7 @@ def assert_contents(training: Training, start: int) -> None:
 def test_a_window_is_committed_every_w_iterations(training: Training) -> None:
     training.run_until(4 * W)
     assert training.heard == [WindowName(start, PLAN) for start in (0, 3, 6, 9)]
-    assert training.committed() == [3, 6, 9]
+    assert training.committed() == [6, 9]
     for start in training.committed():
         assert_contents(training, start)
     statistics = training.checkpointer.statistics
@@ -215,27 +225,28 @@ def test_full_store_skips_a_window_and_delays_training_no_longer_than_allowed(
 ) -> None:
     training = Training(shm, max_wait_s=0.3)
     training.persisting = False  # as when another rank does not keep up
-    training.run_until(3 * W)
+    training.run_until(2 * W)
     began = time.perf_counter()
-    training.run_until(4 * W)
+    training.run_until(3 * W)
     assert 0.3 <= time.perf_counter() - began < 0.3 + 2
-    assert training.committed() == [0, 3, 6]
+    assert training.committed() == [0, 3]
     assert training.checkpointer.statistics.skipped_windows == 1
-    assert 'window 9 is skipped' in caplog.text
-    training.life.persisted(WindowName(6, PLAN))
-    training.run_until(5 * W)
-    assert training.committed()[-1] == 12
-    assert_contents(training, 12)
+    assert 'window 6 is skipped' in caplog.text
+    assert training.agreed.given_up == (6,), 'ranks that have it are told'
+    training.agree(WindowName(3, PLAN))
+    training.run_until(4 * W)
+    assert training.committed() == [3, 9]
+    assert_contents(training, 9)
     training.stop()
 
 
 def test_a_file_that_becomes_free_ends_the_wait(training: Training) -> None:
     training.persisting = False
-    training.run_until(3 * W)
-    freeing = threading.Timer(0.1, training.life.persisted, [WindowName(6, PLAN)])
+    training.run_until(2 * W)
+    freeing = threading.Timer(0.1, training.agree, [WindowName(3, PLAN)])
     freeing.start()
-    training.run_until(4 * W)
-    assert training.committed()[-1] == 9
+    training.run_until(3 * W)
+    assert training.committed()[-1] == 6
     assert training.checkpointer.statistics.skipped_windows == 0
     freeing.join()
 
@@ -245,7 +256,8 @@ def test_a_failed_capture_drops_only_its_window(
 ) -> None:
     training.fail_copy_of(2 * W + 1)
     training.run_until(4 * W)
-    assert training.committed() == [0, 3, 9], 'the file of the dropped window was reused'
+    assert training.committed() == [3, 9], 'the file of the dropped window was reused'
+    assert training.agreed.given_up == (), 'forgotten, as a later one is persisted'
     assert training.checkpointer.statistics.failures == 1
     assert 'protection is reduced' in caplog.text
     assert_contents(training, 3)

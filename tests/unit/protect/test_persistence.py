@@ -5,10 +5,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from torch.distributed import TCPStore
 
+from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, Agreed
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.persistence import PersistenceBoard
 from tests.unit.replicate.peers import wait_for
@@ -25,11 +27,18 @@ class Job:
     def __init__(self) -> None:
         self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
         self.persisted: list[queue.Queue[WindowName]] = [queue.Queue() for _ in range(WORLD)]
+        self.agreed = [Agreed()] * WORLD
         self.boards = [self._board(rank) for rank in range(WORLD)]
 
     def _board(self, rank: int) -> PersistenceBoard:
         store = TCPStore('127.0.0.1', self.store.port, is_master=False, timeout=TIMEOUT)
-        return PersistenceBoard(store, rank, WORLD, self.persisted[rank].put)
+        self.agreed[rank] = Agreed()
+        return PersistenceBoard(store, rank, WORLD, partial(self._hear, rank))
+
+    def _hear(self, rank: int, agreed: Agreed) -> None:
+        before, self.agreed[rank] = self.agreed[rank], agreed
+        if agreed.persisted is not None and agreed.persisted != before.persisted:
+            self.persisted[rank].put(agreed.persisted)
 
     def replace(self, rank: int) -> None:
         """Another process of this rank, which knows nothing of the one before."""
@@ -195,7 +204,7 @@ def test_a_persisted_window_that_was_lost_after_all_is_so_for_new_processes(job:
 def test_a_window_about_to_be_published_can_still_be_withdrawn() -> None:
     """The last rank has counted, and is held up before it publishes."""
     server = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    heard: queue.Queue[WindowName] = queue.Queue()
+    heard: queue.Queue[Agreed] = queue.Queue()
 
     def connection() -> TCPStore:
         return TCPStore('127.0.0.1', server.port, is_master=False, timeout=TIMEOUT)
@@ -205,11 +214,11 @@ def test_a_window_about_to_be_published_can_still_be_withdrawn() -> None:
             first.withdraw_after(window(0))
             super()._publish(persisted)
 
-        def _replace_newest(self, found: str, newest: object) -> bool:
+        def _replace(self, found: str, standing: object) -> bool:
             if late:
                 late.pop()
                 first.withdraw_after(window(0))
-            return super()._replace_newest(found, newest)  # type: ignore[arg-type]
+            return super()._replace(found, standing)  # type: ignore[arg-type]
 
     first = PersistenceBoard(connection(), 0, 2, heard.put)
     late: list[bool] = []
@@ -226,6 +235,59 @@ def test_a_window_about_to_be_published_can_still_be_withdrawn() -> None:
         assert heard.empty()
     first.stop()
     last.stop()
+
+
+# Giving up
+
+
+def test_a_window_that_one_rank_gives_up_is_given_up_by_all(job: Job) -> None:
+    """Rank 2 has failed to capture it; the others need not wait for it any longer."""
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    job.report(window(4), 0, 1)
+    job.boards[2].give_up([4])
+    wait_for(lambda: all(agreed == Agreed(window(0), (4,)) for agreed in job.agreed))
+    job.report(window(4), 2)  # as by mistake
+    job.report(window(8), 0, 1, 2)
+    assert job.next_persisted() == [window(8)] * WORLD
+    assert job.agreed == [Agreed(window(8))] * WORLD
+
+
+def test_what_is_persisted_cannot_be_given_up(job: Job) -> None:
+    job.report(window(0), 0, 1, 2)
+    job.next_persisted()
+    for rank in range(WORLD):
+        job.boards[rank].give_up([0])
+    job.report(window(4), 0, 1, 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+
+
+def test_a_window_about_to_be_published_can_still_be_given_up() -> None:
+    server = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    heard: queue.Queue[Agreed] = queue.Queue()
+
+    class Slow(PersistenceBoard):
+        def _publish(self, persisted: WindowName) -> None:
+            self._give_up([persisted.start])
+            super()._publish(persisted)
+
+    board = Slow(server, 0, 1, heard.put)
+    board.report(window(4))
+    assert heard.get(timeout=DEADLINE_S) == Agreed(None, (4,))
+    board.stop()
+
+
+def test_a_window_that_waits_for_ever_is_given_up_in_the_end(job: Job) -> None:
+    """Rank 2 never has it. The others skip the windows after it, as they have no file for them."""
+    job.report(window(0), 0, 1)
+    for start in range(4, 4 * MAX_GIVEN_UP, 4):
+        job.boards[0].give_up([start])
+    wait_for(lambda: len(job.agreed[0].given_up) == MAX_GIVEN_UP - 1)
+    assert not job.agreed[0].is_given_up(0)
+    job.boards[1].give_up([4 * MAX_GIVEN_UP])
+    wait_for(lambda: job.agreed[0].is_given_up(0))
+    job.report(window(100), 0, 1, 2)
+    assert job.next_persisted() == [window(100)] * WORLD
 
 
 # Losing the store
@@ -271,18 +333,18 @@ class Server:
 
 def test_a_lost_connection_does_not_end_persistence(caplog: pytest.LogCaptureFixture) -> None:
     server = Server()
-    heard: queue.Queue[WindowName] = queue.Queue()
+    heard: queue.Queue[Agreed] = queue.Queue()
     port = server.listener.getsockname()[1]
     board = PersistenceBoard(
         TCPStore('127.0.0.1', port, is_master=False, timeout=TIMEOUT), 0, 1, heard.put
     )
     board.report(window(0))
-    assert heard.get(timeout=DEADLINE_S) == window(0)
+    assert heard.get(timeout=DEADLINE_S) == Agreed(window(0))
     server.cut()
     board.report(window(4))
     wait_for(lambda: 'out of reach' in caplog.text)
     server.mend()
-    assert heard.get(timeout=4 * DEADLINE_S) == window(4)
+    assert heard.get(timeout=4 * DEADLINE_S) == Agreed(window(4))
     assert caplog.text.count('out of reach') == 1
     board.stop()
 
@@ -300,18 +362,18 @@ def test_keys_do_not_grow(job: Job) -> None:
 
 
 def test_a_failing_callback_does_not_end_the_board() -> None:
-    heard: queue.Queue[WindowName] = queue.Queue()
+    heard: queue.Queue[Agreed] = queue.Queue()
 
-    def fail_once(persisted: WindowName) -> None:
-        heard.put(persisted)
-        if persisted.start == 0:
+    def fail_once(agreed: Agreed) -> None:
+        heard.put(agreed)
+        if agreed == Agreed(window(0)):
             raise RuntimeError('callback')
 
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     board = PersistenceBoard(store, 0, 1, fail_once)
     for start in (0, 4):
         board.report(window(start))
-        assert heard.get(timeout=DEADLINE_S) == window(start)
+        assert heard.get(timeout=DEADLINE_S) == Agreed(window(start))
     board.stop()
 
 

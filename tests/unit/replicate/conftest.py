@@ -34,5 +34,5 @@ def client(server: ReplicaServer) -> Iterator[ReplicaClient]:
 @pytest.fixture
 def own(shm: Path) -> Iterator[OwnerWindows]:
     store = NodeStore(shm, 'run1', 'node0')
-    yield OwnerWindows(store, OWNER, OWNER, capacity())
+    yield OwnerWindows(store, OWNER, OWNER, capacity(), generations=4)
     store.close()

@@ -12,6 +12,7 @@ import torch
 
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
@@ -66,7 +67,7 @@ def put_window(
 ) -> None:
     """Send a whole sealed window and commit it there."""
     for slot in file.slots():
-        client.put_slot(owner, file, slot, persisted)
+        client.put_slot(owner, file, slot, Agreed(persisted))
     client.commit(owner, file.required_name(), file.capacity)
 
 

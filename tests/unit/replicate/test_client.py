@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
@@ -103,13 +104,23 @@ def test_old_replica_stays_served_until_the_new_one_is_complete(
 def test_replicas_are_recycled_only_when_outdated(
     own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
-    for start in (0, 3, 6):
-        put_window(client, commit(own, start))
-    own.persisted(named(3))
-    with pytest.raises(PeerRefused, match='no free file for window 9-plan1 of rank 0'):
-        put_window(client, commit(own, 9))
-    put_window(client, own_file(own, 9), named(3))
-    assert replica_starts(server) == [9, 6, 3]
+    for start in (0, 3):
+        put_window(client, commit(own, start), named(0))
+    with pytest.raises(PeerRefused, match='no free file for window 6-plan1 of rank 0'):
+        put_window(client, commit(own, 6))
+    assert replica_starts(server) == [3, 0]
+    put_window(client, own_file(own, 6), named(3))
+    assert replica_starts(server) == [6, 3]
+
+
+def test_replica_of_a_window_that_is_given_up_is_recycled_but_not_the_persisted(
+    own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
+) -> None:
+    for start in (0, 3):
+        put_window(client, commit(own, start), named(0))
+    client.put_slot(OWNER, commit(own, 6), 0, Agreed(named(0), (3,)))
+    put_window(client, own_file(own, 6), named(0))
+    assert replica_starts(server) == [6, 0]
 
 
 def test_persisted_travels_with_slots(
@@ -118,7 +129,7 @@ def test_persisted_travels_with_slots(
     for start in (0, 3, 6, 9, 12):
         put_window(client, commit(own, start), own.newest_persisted)
         own.persisted(named(start))
-    assert replica_starts(server) == [12, 9, 6]
+    assert replica_starts(server) == [12, 9]
 
 
 def test_unfinished_replica_gives_way_to_the_next_window(

@@ -2,6 +2,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
 from moevement_ext.memory.upstream_log.record import Direction, LogKey
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, Window
@@ -32,8 +34,14 @@ from tests.unit.replicate.peers import put_window
 
 NODES = ('node-a', 'node-b')
 CANDIDATE = Window(named(0), WINDOW)
-LOG_BYTES = 2**16
+LOGGED = Logged(2**15, 2**14)
+LOG_BYTES = 2**16 + 2**14
 CPU = torch.device('cpu')
+
+
+def settings(shm: Path, **others: Any) -> SparseCheckpointConfig:
+    """With a window of 1 and the usual lag the log has room for two iterations."""
+    return SparseCheckpointConfig(dir=str(shm), window=1, **others)
 
 
 @pytest.fixture
@@ -46,11 +54,11 @@ class Job:
     """Two ranks on two emulated nodes that hold each other's replicas; only rank 0 keeps a log."""
 
     def __init__(self, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        config = SparseCheckpointConfig(dir=str(shm), replicas=1, max_wait=0)
-        log_bytes = (LOG_BYTES, 0)
+        config = settings(shm, replicas=1, max_wait=0)
+        logged = (LOGGED, NOTHING_LOGGED)
         members = [
-            msgspec.msgpack.encode(Member(node, capacity(), size, 'host', SECRET))
-            for node, size in zip(NODES, log_bytes, strict=True)
+            msgspec.msgpack.encode(Member(node, capacity(), log, 'host', SECRET))
+            for node, log in zip(NODES, logged, strict=True)
         ]
         self.degraded: list[str] = []
         self.ranks: list[HostMemory] = []
@@ -59,7 +67,7 @@ class Job:
             memory = HostMemory(
                 config,
                 'run1',
-                Share(rank, capacity(), log_bytes[rank]),
+                Share(rank, capacity(), logged[rank]),
                 CPU,
                 self.degraded.append,
                 lambda own: members,
@@ -96,7 +104,7 @@ def job(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 def test_each_holds_the_replicas_of_the_other(job: Job) -> None:
     assert [memory.holders for memory in job.ranks] == [[(1,), (0,)]] * 2
     assert [[*memory.peers()] for memory in job.ranks] == [[1], [0]]
-    assert all(memory.plan.by_kind()['replicas'] == 3 * capacity() for memory in job.ranks)
+    assert all(memory.plan.by_kind()['replicas'] == 2 * capacity() for memory in job.ranks)
 
 
 def test_lost_window_is_fetched_from_its_holder(job: Job) -> None:
@@ -140,11 +148,11 @@ def test_over_budget_is_refused_before_anything_is_reserved(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
-    config = SparseCheckpointConfig(dir=str(shm), host_memory_gb=0.0001)
-    members = [msgspec.msgpack.encode(Member('node-a', capacity(), LOG_BYTES, 'host', SECRET))]
+    config = settings(shm, host_memory_gb=0.0001)
+    members = [msgspec.msgpack.encode(Member('node-a', capacity(), LOGGED, 'host', SECRET))]
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-host-memory-gb'):
         HostMemory(
-            config, 'run1', Share(0, capacity(), LOG_BYTES), CPU, pytest.fail, lambda own: members
+            config, 'run1', Share(0, capacity(), LOGGED), CPU, pytest.fail, lambda own: members
         )
     assert not [*shm.rglob('*.window')] and not [*shm.rglob('upstream-log')]
 
@@ -159,9 +167,9 @@ def test_a_replacement_on_another_node_leaves_replicas_where_they_are(
     first, second = job.ranks
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-c')
     known = [msgspec.msgpack.encode(member) for member in first.members]
-    config = SparseCheckpointConfig(dir=str(shm), replicas=1)
+    config = settings(shm, replicas=1)
     memory = HostMemory(
-        config, 'run1', Share(0, capacity(), LOG_BYTES), CPU, pytest.fail, lambda own: known
+        config, 'run1', Share(0, capacity(), LOGGED), CPU, pytest.fail, lambda own: known
     )
     try:
         assert memory.holders == first.holders
@@ -255,7 +263,7 @@ def test_each_life_of_the_job_has_a_secret_of_its_own_made_by_rank_0(
 
     config = SparseCheckpointConfig(dir=str(shm), replicas=1)
     for life in range(2):
-        memory = HostMemory(config, 'run1', Share(0, capacity(), 0), CPU, pytest.fail, exchange)
+        memory = HostMemory(config, 'run1', Share(0, capacity()), CPU, pytest.fail, exchange)
         client = ReplicaClient(memory.server.address, drawn[life][0].secret, 20.0)
         assert client.fetch_headers(1, 0) == []
         client.close()
@@ -269,7 +277,7 @@ def test_what_cannot_be_used_costs_protection_and_not_training(
 ) -> None:
     """Whatever is wrong, it is a HostMemoryError, and what is not ours stays as it is."""
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
-    members = [msgspec.msgpack.encode(Member('node-a', capacity(), 0, 'host', SECRET))]
+    members = [msgspec.msgpack.encode(Member('node-a', capacity(), NOTHING_LOGGED, 'host', SECRET))]
     (shm / 'file').write_text('not a directory')
     shared = shm / 'shared'
     shared.mkdir()
@@ -277,12 +285,10 @@ def test_what_cannot_be_used_costs_protection_and_not_training(
     for directory in (shm / 'file', shm / 'file' / 'below', shared, Path('/proc/nowhere')):
         config = SparseCheckpointConfig(dir=str(directory))
         with pytest.raises(HostMemoryError, match=str(directory)):
-            HostMemory(
-                config, 'run1', Share(0, capacity(), 0), CPU, pytest.fail, lambda own: members
-            )
+            HostMemory(config, 'run1', Share(0, capacity()), CPU, pytest.fail, lambda own: members)
     config = SparseCheckpointConfig(dir=str(shm / 'memory'), interface='nosuch0')
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-interface nosuch0'):
-        HostMemory(config, 'run1', Share(0, capacity(), 0), CPU, pytest.fail, lambda own: members)
+        HostMemory(config, 'run1', Share(0, capacity()), CPU, pytest.fail, lambda own: members)
     assert [path for path in (shm / 'memory').rglob('*') if path.is_file()] == []
     assert (shm / 'file').read_text() == 'not a directory'
     assert [*shared.iterdir()] == []
@@ -303,9 +309,9 @@ def pin_with(monkeypatch: pytest.MonkeyPatch, failing: str) -> list[str]:
 
 def reserve(shm: Path, device: torch.device) -> HostMemory:
     """Host memory of a rank alone."""
-    member = msgspec.msgpack.encode(Member(NODES[0], capacity(), 0, 'host', SECRET))
+    member = msgspec.msgpack.encode(Member(NODES[0], capacity(), NOTHING_LOGGED, 'host', SECRET))
     config = SparseCheckpointConfig(dir=str(shm), replicas=0, max_wait=0)
-    share = Share(0, capacity(), 0)
+    share = Share(0, capacity())
     return HostMemory(config, 'run1', share, device, print, lambda own: [member])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import PeerLost, ReplicaClient
@@ -107,7 +108,7 @@ def test_transfer_cut_off_is_taken_up_by_the_next_connection(
     hanging = connected(server)
     checksum = struct.unpack_from('<Q', blob.frame)[0]
     sizes = len(blob.payload), len(blob.frame)
-    hanging.send(PutSlot(OWNER, named(0), 0, *sizes, checksum, None))
+    hanging.send(PutSlot(OWNER, named(0), 0, *sizes, checksum, Agreed()))
     assert isinstance(hanging.receive_reply(), Proceed)
     hanging.send_bytes(bytes(100))
     put_window(client, file)

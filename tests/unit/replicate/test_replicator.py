@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
@@ -78,9 +79,8 @@ def test_slots_are_sent_as_they_are_sealed(shm: Path, own: OwnerWindows) -> None
             own.commit(file)
             assert events.next_replicated() == named(start)
             assert replica_starts(first)[0] == replica_starts(second)[0] == start
-            own.announce(named(start))
             own.persisted(named(start))
-            replicator.persisted(named(start))
+            replicator.agree(Agreed(named(start)))
         assert events.degraded.empty()
         newest = own.committed()[0].path
         assert digest(replicas(first).committed()[0].path) == digest(newest)
@@ -140,15 +140,29 @@ def test_recycled_source_is_not_sent_as_the_old_window(shm: Path, own: OwnerWind
         file = commit(own, 0)
         submit_all(replicator, file)
         assert 'is lost' in events.next_degraded()
-        own.announce(named(0))
         own.persisted(named(3))
-        taken = [commit(own, start) for start in (3, 6, 9)]
+        taken = [commit(own, start) for start in (3, 6, 9, 12)]
         assert file in taken
         with serving(shm, 1, port) as server:
             wait_for(lambda: 'was recycled' in events.next_degraded())
             assert replica_starts(server) == []
             submit_all(replicator, own_file(own, 9))
             assert events.next_replicated() == named(9)
+
+
+def test_a_window_that_is_given_up_is_sent_no_further(shm: Path, own: OwnerWindows) -> None:
+    """Nor is it submitted anew, and its replica gives way to the next one."""
+    events = Events()
+    with serving(shm, 1) as server, replicating(events, server.address) as replicator:
+        for start in (0, 3):
+            submit_all(replicator, commit(own, start))
+            assert events.next_replicated() == named(start)
+        replicator.agree(Agreed(named(0), (3, 6)))
+        submit_all(replicator, commit(own, 6))
+        submit_all(replicator, commit(own, 9))
+        assert events.next_replicated() == named(9)
+        assert replica_starts(server) == [9, 0]
+        assert events.degraded.empty()
 
 
 def test_new_peers_take_over(shm: Path, own: OwnerWindows) -> None:

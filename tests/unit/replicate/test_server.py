@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.protocol import MAX_MESSAGE_BYTES, FetchHeaders, PutSlot, Refused
 from moevement_ext.replicate.server import ReplicaServer
@@ -64,7 +65,7 @@ def shared_server() -> Iterator[ReplicaServer]:
 @pytest.mark.parametrize('plan', ['../../evil', '', 'a-b'])
 def test_plan_from_the_wire_is_no_path(server: ReplicaServer, shm: Path, plan: str) -> None:
     connection = connected(server)
-    connection.send(PutSlot(OWNER, named(0, plan), 0, 64, 64, 0, None))
+    connection.send(PutSlot(OWNER, named(0, plan), 0, 64, 64, 0, Agreed()))
     reply = connection.receive_reply()
     assert isinstance(reply, Refused) and 'plan digest' in reply.reason
     connection.close()
@@ -72,10 +73,10 @@ def test_plan_from_the_wire_is_no_path(server: ReplicaServer, shm: Path, plan: s
 
 def test_oversized_claims_are_refused(server: ReplicaServer) -> None:
     connection = connected(server)
-    connection.send(PutSlot(OWNER, named(0), 0, 2**63, 64, 0, None))
+    connection.send(PutSlot(OWNER, named(0), 0, 2**63, 64, 0, Agreed()))
     reply = connection.receive_reply()
     assert isinstance(reply, Refused) and 'exceed the capacity' in reply.reason
-    connection.send(PutSlot(OWNER, named(0), 1, 64, 2**40, 0, None))
+    connection.send(PutSlot(OWNER, named(0), 1, 64, 2**40, 0, Agreed()))
     with pytest.raises(OSError):
         connection.receive_reply()
     connection.close()

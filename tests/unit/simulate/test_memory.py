@@ -10,22 +10,15 @@ import torch
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import p2p
 from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.memory.sizing import NOTHING_LOGGED, SLOT_ROOM_BYTES, window_file_bytes
 from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from moevement_ext.plan.byte_planner import OperatorBytes
-from moevement_ext.protect import protection
-from moevement_ext.replicate import host_memory
 from moevement_ext.simulate import memory
 from moevement_ext.simulate.layout import Batch, Layout, Precision
 from moevement_ext.simulate.model import ModelShape
 from moevement_ext.simulate.planning import ProtectionSettings
 
 MODEL = ModelShape('m', 8, 64, 4, 128, ffn_hidden_size=64)
-
-
-def test_constants_are_those_of_the_training():
-    assert memory.GENERATIONS == host_memory.GENERATIONS
-    assert memory.LEDGER_RECORDS == host_memory.LEDGER_RECORDS
-    assert memory.LATE_ITERATIONS == protection._LATE_ITERATIONS
 
 
 def test_settings_default_to_those_of_the_training():
@@ -55,26 +48,51 @@ def test_log_is_that_of_the_training(monkeypatch, stage, chunks, sequence_parall
     monkeypatch.setattr(
         p2p.parallel_state, 'get_pipeline_model_parallel_rank', lambda: stage, raising=True
     )
-    expected = p2p.logged_bytes_per_iteration(facts, chunks)
-    found = memory.logged_bytes_per_iteration(MODEL, layout, batch, Precision(), stage)
-    assert found == expected > 0
+    expected = p2p.logged_per_iteration(facts, chunks)
+    found = memory.logged_per_iteration(MODEL, layout, batch, Precision(), stage)
+    assert found == expected and found.iteration_bytes > found.record_bytes > 0
 
 
 def test_one_stage_logs_nothing():
-    assert memory.logged_bytes_per_iteration(MODEL, Layout(4), Batch(), Precision(), 0) == 0
+    nothing = memory.logged_per_iteration(MODEL, Layout(4), Batch(), Precision(), 0)
+    assert nothing == NOTHING_LOGGED
 
 
 def test_window_file_holds_any_plan():
     operators = [OperatorBytes('a', (1280, 0), (128, 0)), OperatorBytes('b', (640, 640), (64, 64))]
-    files = memory.window_file_bytes(operators, 3)
-    assert files == [PREAMBLE_BYTES + 1920 + 2 * 192, PREAMBLE_BYTES + 640 + 2 * 64]
+    files = memory.window_files(operators, 3)
+    room = PREAMBLE_BYTES + 3 * SLOT_ROOM_BYTES
+    assert files == [room + 1920 + 2 * 192 + 64, room + 640 + 2 * 64]
+
+
+def test_more_than_usual_beside_the_state_makes_a_file_larger():
+    assert window_file_bytes(2**30, 4, needed_bytes=2**30) == window_file_bytes(2**30, 4)
+    assert window_file_bytes(2**30, 4, needed_bytes=2**31) == 2**31
+
+
+@pytest.mark.parametrize(
+    ('pipeline', 'chunks', 'seconds', 'lag'),
+    [
+        (1, 1, 1.0, 0.1),
+        (4, 1, 1.0, 0.15),  # four stages are filled with 4 of 16 tensors, but not in a tenth
+        (4, 1, 2.0, 0.25),
+        (4, 1, 4.0, 0.4),
+        (4, 2, 1.0, 0.15),
+        (4, 2, 3.0, 0.375),
+        (4, 1, 2.5001, 0.251),
+    ],
+)
+def test_lag_is_the_part_of_the_log_that_is_written_by_then(pipeline, chunks, seconds, lag):
+    layout = Layout(32, pipeline=pipeline, chunks=chunks)
+    batch = Batch(global_batch_size=8 * layout.data)
+    assert memory.log_lag(layout, batch, seconds, iteration_s=10.0) == pytest.approx(lag)
 
 
 def test_equal_ranks_hold_as_much_for_others_as_others_for_them():
     files, logs = np.full(8, 1000), np.full(8, 10)
     plan = memory.fullest_node(files, logs, ranks_per_node=2, replicas=2)
     kinds = plan.by_kind()
-    assert (kinds['own_windows'], kinds['replicas']) == (2 * 3 * 1000, 2 * 2 * 3 * 1000)
+    assert (kinds['own_windows'], kinds['replicas']) == (2 * 2 * 1000, 2 * 2 * 2 * 1000)
     assert kinds['log_ring'] == 20
 
 

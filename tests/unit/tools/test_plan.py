@@ -219,14 +219,15 @@ def test_table_says_what_json_says(capsys):
 def test_flags_of_a_run_give_the_bytes_it_captured(capsys, cluster):
     """The slots that a run with these flags captured: 9672320, 8492672 and 8487104 bytes."""
     found = as_json(
-        capsys, '--cluster', cluster, '--gpus', 4, '--iteration-time', 1, '--', *MEGATRON
-    )
+        capsys, '--cluster', cluster, '--gpus', 4, '--iteration-time', 1, '--log-lag', 1, '--',
+        *MEGATRON,
+    )  # fmt: skip
     assert found['window'] == 3
     last = found['stages'][-1]
     assert last['stages'] == [1]
     # Of the rest, tensors are aligned to 64 bytes and routers have counters.
     assert last['slot_bytes'] == pytest.approx([9672320, 8492672, 8487104], rel=1e-4)
-    assert found['host_memory_bytes_per_node']['log_ring'] == 10485760
+    assert found['host_memory_bytes_per_node']['log_ring'] == 2 * (6 * 524288 + 262144)
     assert found['unused_flags'] == ['--sparse-ckpt', '--lr']
 
 
@@ -238,6 +239,20 @@ def test_flags_replace_values_of_a_preset(capsys):
     )  # fmt: skip
     assert found['gpus'] == 64 and found['replicas'] == 1 and found['log_bytes_per_node'] == 0
     assert sum(len(kind['stages']) for kind in found['stages']) == 4
+
+
+def test_log_has_room_for_as_long_as_persisting_takes(capsys, cluster):
+    """Two nodes of two ranks; an iteration is the most that there can be."""
+    argv = ['--cluster', cluster, '--gpus', 4, '--', *MEGATRON]
+    fast = as_json(capsys, '--iteration-time', 10, *argv)
+    slow = as_json(capsys, '--iteration-time', 0.001, '--hidden-fraction', 1, *argv)
+    told = as_json(capsys, '--iteration-time', 10, *argv, '--sparse-ckpt-log-lag', 0.5)
+    assert 0 < fast['log_lag'] < 0.5 and slow['log_lag'] == 1 and told['log_lag'] == 0.5
+    rings = [found['host_memory_bytes_per_node']['log_ring'] for found in (fast, told, slow)]
+    assert rings == sorted(rings) and rings[2] - rings[1] == 2 * 524288 // 2
+    # 0.5 GB/s leave a node of two ranks, twice the last slot of the larger stage at most
+    last = max(stage['slot_bytes'][-1] for stage in fast['stages'])
+    assert fast['persist_s'] == pytest.approx(0.1 + last / 1e9 + last / 0.25e9, rel=0.05)
 
 
 def test_own_flags_come_before_those_of_the_training(capsys):

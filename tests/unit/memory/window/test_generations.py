@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -85,11 +86,10 @@ def test_incomplete_window_is_not_committed(store: NodeStore) -> None:
     assert windows.committed() == []
 
 
-def test_announced_windows_stay_until_a_newer_one_is_persisted(store: NodeStore) -> None:
+def test_windows_stay_until_a_newer_one_is_persisted(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
     for start in (0, 3, 6):
         commit(windows, start)
-        windows.announce(named(start))
     assert windows.begin(named(9)) is None
     windows.persisted(named(0))
     assert windows.begin(named(9)) is None, 'nothing is older than the persisted window'
@@ -98,13 +98,17 @@ def test_announced_windows_stay_until_a_newer_one_is_persisted(store: NodeStore)
     assert starts(windows) == [9, 6, 3]
 
 
-def test_window_never_announced_is_recycled_but_not_the_persisted(store: NodeStore) -> None:
-    windows = OwnerWindows(store, 0, 0, capacity(), generations=2)
+def test_window_that_is_given_up_is_recycled_but_not_the_persisted(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity())
     commit(windows, 0)
     windows.persisted(named(0))
     commit(windows, 3)
+    assert windows.begin(named(6)) is None
+    windows.agree(Agreed(named(0), (3,)))
     commit(windows, 6)
     assert starts(windows) == [6, 0]
+    windows.agree(Agreed(named(0), (0, 3)))
+    assert windows.begin(named(9)) is None, 'what is persisted cannot be given up'
 
 
 def test_late_agreement_on_an_older_window_changes_nothing(store: NodeStore) -> None:
@@ -125,7 +129,6 @@ def test_rollback_frees_later_windows(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
     for start in (0, 3):
         commit(windows, start)
-        windows.announce(named(start))
     windows.persisted(named(3))
     open_file = windows.begin(named(6))
     assert open_file is not None
@@ -135,7 +138,6 @@ def test_rollback_frees_later_windows(store: NodeStore) -> None:
     with pytest.raises(ValueError, match='not open for writing'):
         write_slot(open_file, 0)
     commit(windows, 3)
-    windows.announce(named(3))
     commit(windows, 6)
     assert starts(windows) == [6, 3, 0]
 
@@ -154,7 +156,7 @@ def test_too_few_generations(store: NodeStore) -> None:
 
 def test_no_space_names_the_ranks(store: NodeStore) -> None:
     total = os.statvfs(store.root).f_blocks * os.statvfs(store.root).f_frsize
-    with pytest.raises(HostMemoryError, match='rank 2 cannot keep 3 windows of rank 5'):
+    with pytest.raises(HostMemoryError, match='rank 2 cannot keep 2 windows of rank 5'):
         OwnerWindows(store, 2, 5, total + 1)
 
 
@@ -172,7 +174,7 @@ def test_restart_keeps_committed_and_frees_the_rest(store: NodeStore) -> None:
 
     second = restart(store)
     adopted = OwnerWindows(second, 0, 0, capacity())
-    assert [name.split('-')[0] for name in file_names(adopted)] == ['free', 'free', 'window']
+    assert [name.split('-')[0] for name in file_names(adopted)] == ['free', 'window']
     assert {path.stat().st_ino for path in adopted.path.iterdir()} == inodes, 'no new memory'
     assert digest(adopted.committed()[0].path) == before
     adopted_file = adopted.file(named(0))
@@ -182,7 +184,7 @@ def test_restart_keeps_committed_and_frees_the_rest(store: NodeStore) -> None:
     second.close()
 
 
-def test_adopted_windows_count_as_announced(store: NodeStore) -> None:
+def test_adopted_windows_may_be_needed(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity(), generations=2)
     commit(windows, 0)
     commit(windows, 3)
@@ -206,8 +208,10 @@ def test_restart_with_other_sizes(store: NodeStore) -> None:
     adopted.persisted(named(3))
     commit(adopted, 3)
     commit(adopted, 6)
+    assert adopted.begin(named(9)) is None
+    adopted.agree(Agreed(named(3), (6,)))
     assert adopted.begin(named(9)) is not None
-    assert starts(adopted) == [3], 'window 6 was never announced'
+    assert starts(adopted) == [3]
     assert not (adopted.path / 'window-0-plan1.window').exists(), 'odd size is deleted in the end'
     second.close()
 
@@ -265,7 +269,7 @@ def test_committed_window_survives_sigkill(shm: Path, store: NodeStore) -> None:
     assert starts(windows) == [0]
     file = windows.file(named(0))
     assert file is not None and len(file.verify(Expected(RUN, TOPOLOGY, 0, named(0)))) == 3
-    assert len(file_names(windows)) == 3
+    assert len(file_names(windows)) == 2
 
 
 # Immutability (I3)
@@ -279,10 +283,10 @@ class Recycling(RuleBasedStateMachine):
         super().__init__()
         self._directory = tmpfs_directory()
         self.store = NodeStore(self._directory.__enter__(), 'run1', 'node0')
-        self.windows = OwnerWindows(self.store, 0, 0, capacity(), generations=3)
+        self.windows = OwnerWindows(self.store, 0, 0, capacity())
         self.next_start = 0
         self.open: WindowFile | None = None
-        self.announced: set[int] = set()
+        self.needed: set[int] = set()
         self.persisted = -1
         self.seen: dict[tuple[str, int], str] = {}
 
@@ -302,6 +306,7 @@ class Recycling(RuleBasedStateMachine):
         assert self.open is not None
         write_window(self.open)
         self.windows.commit(self.open)
+        self.needed.add(self.open.required_name().start)
         self.open = None
 
     @precondition(lambda self: self.open is not None)
@@ -314,25 +319,25 @@ class Recycling(RuleBasedStateMachine):
 
     @precondition(lambda self: self.windows.committed())
     @rule(data=st.data())
-    def announce(self, data: st.DataObject) -> None:
+    def give_up(self, data: st.DataObject) -> None:
         start = data.draw(st.sampled_from(starts(self.windows)))
-        self.windows.announce(named(start))
-        self.announced.add(start)
+        self.windows.agree(Agreed(None, (start,)))
+        if start > self.persisted:
+            self.needed.discard(start)
 
-    @precondition(lambda self: any(s in self.announced for s in starts(self.windows)))
+    @precondition(lambda self: self.needed)
     @rule(data=st.data())
     def persist(self, data: st.DataObject) -> None:
-        known = [start for start in starts(self.windows) if start in self.announced]
-        start = data.draw(st.sampled_from(known))
+        start = data.draw(st.sampled_from(sorted(self.needed)))
         self.windows.persisted(named(start))
         self.persisted = max(self.persisted, start)
 
     @rule()
     def crash_and_restart(self) -> None:
         self.store = restart(self.store)
-        self.windows = OwnerWindows(self.store, 0, 0, capacity(), generations=3)
+        self.windows = OwnerWindows(self.store, 0, 0, capacity())
         self.open = None
-        self.announced = set(starts(self.windows))
+        self.needed = set(starts(self.windows))
         self.persisted = -1
 
     @invariant()
@@ -347,12 +352,12 @@ class Recycling(RuleBasedStateMachine):
 
     @invariant()
     def what_may_be_needed_is_there(self) -> None:
-        needed = {start for start in self.announced if start >= self.persisted}
+        needed = {start for start in self.needed if start >= self.persisted}
         assert needed <= set(starts(self.windows))
 
     @invariant()
     def memory_is_bounded(self) -> None:
-        assert len(list(self.windows.path.iterdir())) == 3
+        assert len(list(self.windows.path.iterdir())) == 2
 
 
 Recycling.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
@@ -400,7 +405,6 @@ def test_readers_never_see_a_torn_window_under_its_name(store: NodeStore) -> Non
     reader.start()
     for index in range(300):
         commit(windows, 3 * index)
-        windows.announce(named(3 * index))
         windows.persisted(named(3 * index))
         if index % 10 == 0:  # let the reader see some whole ones too
             verified.clear()

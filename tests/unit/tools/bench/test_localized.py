@@ -110,7 +110,14 @@ def test_bytes_in_host_memory(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / 'upstream-log').write_bytes(bytes(size))
         (folder / 'free-0.window').write_bytes(bytes(7))
-    assert bench_localized.reserved(tmp_path) == (164, 150)
+    assert bench_localized.reserved(tmp_path) == 164
+
+
+def test_bytes_logged_in_an_iteration(tmp_path: Path) -> None:
+    """Four stages: 6 of the 8 ends of a stage face another one; 4 micro-batches of 4 samples."""
+    bench = bench_localized.Bench(tmp_path / 'text', tmp_path, window=4, iterations=12)
+    flags = bench._training_flags(12, tmp_path / 'digest.json')
+    assert bench_localized.logged_bytes(flags) == 6 * 4 * (4 * 128 * 256 * 2)
 
 
 def test_cpu_seconds() -> None:

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much host memory a job reserves: the arithmetic that training and planning share.
+
+Without torch. Bytes everywhere, per rank unless it says otherwise.
+"""
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from moevement_ext.memory.budget import RankMemory
+from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.window.format import PREAMBLE_BYTES
+from moevement_ext.memory.window.slot import align_up
+
+GENERATIONS = 2
+"""Files for the windows of one owner: the newest that is persisted everywhere, and the one that is
+captured or received. A file becomes free when its successor is persisted; until then no window
+begins (see `protect.lifecycle`)."""
+
+LEDGER_RECORDS = 4096
+
+SLOT_ROOM_BYTES = 128 * 1024
+"""For the header of a slot and the small state in it."""
+_PAYLOAD_PER_ROOM = 1024
+"""One more byte for so many of the payload: the alignment of its tensors, and router buffers."""
+
+
+class Logged(msgspec.Struct, frozen=True):
+    """What a rank logs of what it sends in one iteration, as regions of the ring; at most."""
+
+    iteration_bytes: int
+    """All of it; 0 where nothing is logged."""
+    record_bytes: int
+    """The largest record."""
+
+
+NOTHING_LOGGED = Logged(0, 0)
+
+
+def window_file_bytes(state_bytes: int, longest_window: int, needed_bytes: int = 0) -> int:
+    """Size of a window file.
+
+    Args:
+        state_bytes: weights and optimizer state in the largest window of that length, whatever the
+            order of the operators (`byte_planner.window_bytes_bound`), without alignment.
+        longest_window: W, iterations.
+        needed_bytes: what headers, alignment and buffers are known to take besides, if they are;
+            only more than usual counts.
+    """
+    room = align_up(state_bytes // _PAYLOAD_PER_ROOM) + longest_window * SLOT_ROOM_BYTES
+    return max(PREAMBLE_BYTES + align_up(state_bytes) + room, needed_bytes)
+
+
+def log_reach(longest_window: int) -> int:
+    """Whole iterations that the log must hold, besides the one in which a window is persisted.
+
+    A window that starts with the state after iteration s is replayed from what was sent in
+    iteration s+1 on. Its last slot is the state after s+W-1, copied while iteration s+W runs, and
+    it is persisted some time into that. Until then a recovery starts from the window before, hence
+    from iteration s-W+1: that is 2W - 1 whole iterations, and what was sent of iteration s+W.
+    """
+    return 2 * longest_window - 1
+
+
+def log_ring_bytes(own: Logged, most: Logged, longest_window: int, lag: float) -> int:
+    """Size of the ring of a rank's upstream log; 0 if it logs nothing.
+
+    Args:
+        own: what this rank logs.
+        most: what the rank logs that logs most; the lag is counted in it, since a stage at the end
+            of the pipeline sends as fast as others while micro-batches fill it.
+        longest_window: W, iterations.
+        lag: iterations from the beginning of the copy of a window's last slot until the window is
+            persisted. With 1 the log is never full: the next window does not begin before that.
+    """
+    if not own.iteration_bytes:
+        return 0
+    late = align_up(math.ceil(lag * most.iteration_bytes))
+    # A record does not wrap: what it leaves at the end of the ring is smaller than the largest.
+    return log_reach(longest_window) * own.iteration_bytes + late + own.record_bytes
+
+
+def rank_memory(window_file: int, replica_files: Iterable[int], log_ring: int) -> RankMemory:
+    """Everything that a rank keeps.
+
+    Args:
+        window_file: size of its window files.
+        replica_files: size of a window file of each rank that it holds replicas of.
+        log_ring: size of its log.
+    """
+    return RankMemory(
+        own_windows=GENERATIONS * window_file,
+        replicas=GENERATIONS * sum(replica_files),
+        ledger=Ledger.bytes_needed(LEDGER_RECORDS),
+        log_ring=log_ring,
+    )

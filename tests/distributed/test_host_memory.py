@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job reserves is what the plan says, and enough when windows are late."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
+from tools.plan import __main__ as plan
+
+BASE = (
+    '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
+    '--expert-model-parallel-size 2 --untie-embeddings-and-output-weights'
+).split()
+# Shards of the optimizer are padded to 128 elements; here there is nothing to pad.
+UNPADDED = '--hidden-size 128 --moe-ffn-hidden-size 64 --train-iters 4'.split()
+
+
+def reserved(job: Cluster) -> list[Counter[str]]:
+    """Bytes of each node by kind."""
+    found = []
+    for node in range(job.nodes):
+        root = job.node_memory(node)
+        files = [path.relative_to(root) for path in root.rglob('*') if path.is_file()]
+        kinds = Counter[str]()
+        for path in files:
+            kinds[kind(path)] += (root / path).stat().st_size
+        found.append(kinds)
+    return found
+
+
+def kind(path: Path) -> str:
+    """Of a file, by its place below the directory of a node."""
+    if path.suffix == '.window':
+        holder, owner = path.parts[:2]
+        return 'own_windows' if holder == owner else 'replicas'
+    return {'upstream-log': 'log_ring', 'ledger': 'ledger'}.get(path.name, path.name)
+
+
+def test_plan_says_to_the_byte_what_a_job_reserves(
+    cluster: Callable[..., Cluster], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = '--sparse-ckpt-window 2 --sparse-ckpt-log-lag 0.3'.split()
+    job = cluster(*BASE, *UNPADDED, *settings)
+    found: list[list[Counter[str]]] = []
+
+    def look(workers: list, start: object) -> None:
+        log = job.log(job.ranks - 1)
+        if log.exists() and 'iteration        1/' in log.read_text():
+            with suppress(FileNotFoundError):  # files are renamed meanwhile
+                found.append(reserved(job))
+
+    assert job.survive(strike=look) == {}
+    steady = next(sizes for sizes, again in pairwise(found) if sizes == again)
+    fullest = max(steady, key=Counter.total)
+
+    machine = tmp_path / 'cluster.json'
+    rates = dict.fromkeys(('copy_bytes_per_s', 'network_bytes_per_s', 'peak_flops'), 1e9)
+    sizes = dict.fromkeys(('gpu_memory_bytes', 'host_memory_bytes'), 1e11)
+    machine.write_text(json.dumps({'name': 'toy', 'gpus_per_node': 2, **rates, **sizes}))
+    capsys.readouterr()
+    arguments = ['--cluster', str(machine), '--gpus', '4', '--iteration-time', '1', '--json']
+    assert plan.main([*arguments, '--', *job.flags]) == 0
+    planned = json.loads(capsys.readouterr().out)['host_memory_bytes_per_node']
+    assert {name: size for name, size in planned.items() if name != 'total'} == fullest
+
+
+def test_slow_replicas_and_a_failed_capture_hold_windows_up_but_not_for_ever(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """Training waits, skips windows and goes on; the log, given room, still serves a replay."""
+    flags = [*BASE, '--train-iters', '15']
+    settings = '--sparse-ckpt-window 1 --sparse-ckpt-log-lag 12 --sparse-ckpt-max-wait 0.2'.split()
+    job = cluster(*flags, *settings)
+    mutation = 'mutations.protection:late_replicas_of_rank_1_and_a_failed_capture_on_rank_2'
+    assert job.survive(fail_at='3:12:forward', mutation=mutation, timeout_s=600.0) == {3: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+    output = job.output(0)
+    assert 'is skipped: the one before is not persisted' in output
+    assert 'is full' not in output
+    (recovered,) = job.events('recovered', rank=3)
+    assert recovered['scope'] == 'localized'
+    (failed,) = re.findall(r'window (\d+): ValueError: a capture that fails', output)
+    persisted = [event['start'] for event in job.events('window_persisted')]
+    assert int(failed) not in persisted and max(persisted) > int(failed), persisted

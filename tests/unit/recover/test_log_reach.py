@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log is as large as it must be, and no larger: whatever fails, it holds what a replay asks."""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moevement_ext.membership.report import Report
+from moevement_ext.memory.sizing import Logged, log_ring_bytes
+from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.upstream_log.record import Direction, LogGap, LogKey
+from moevement_ext.memory.upstream_log.ring import region_bytes
+from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
+from moevement_ext.recover.verdict import Localized, decide_recovery
+from tests.unit.memory.samples import tmpfs_directory
+
+STAGES = 3
+LAST = 1000
+
+
+class Shape(NamedTuple):
+    """One rank a stage, the middle one sends both ways."""
+
+    window: int
+    micro_batches: int
+    record_bytes: int
+    late: int
+    """Tensors that a stage sends in an iteration until the window before is persisted, at most."""
+
+    @property
+    def sends(self) -> list[int]:
+        """Tensors that each stage sends in an iteration."""
+        return [self.micro_batches, 2 * self.micro_batches, self.micro_batches]
+
+    def logged(self) -> list[Logged]:
+        record = region_bytes(self.record_bytes)
+        return [Logged(count * record, record) for count in self.sends]
+
+    def rings(self) -> list[int]:
+        """Sizes, for a lag of as many tensors as are late."""
+        logged = self.logged()
+        lag = self.late / max(self.sends)
+        return [log_ring_bytes(own, logged[1], self.window, lag) for own in logged]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    micro_batches = draw(st.integers(1, 4))
+    return Shape(
+        draw(st.integers(1, 4)), micro_batches, draw(st.integers(1, 300)),
+        draw(st.integers(0, 2 * micro_batches)),
+    )  # fmt: skip
+
+
+class Job:
+    """What three stages log and persist, record by record, in real logs."""
+
+    def __init__(self, shape: Shape, logs: list[UpstreamLog]) -> None:
+        self.shape = shape
+        self.logs = logs
+        self.committed = 0
+        self.sent = 0
+        self.persisted: int | None = None
+
+    def send(self) -> None:
+        """Every stage sends its next tensor of this iteration, if it has one left."""
+        iteration = self.committed + 1
+        start = iteration - self.shape.window
+        last_slot_is_copied = start >= 0 and start % self.shape.window == 0
+        if last_slot_is_copied and self.sent == self.shape.late:
+            self._persist(start)
+        for log, sends in zip(self.logs, self.shape.sends, strict=True):
+            if self.sent < sends:
+                log.append(
+                    iteration,
+                    Direction.DOWN,
+                    torch.ones(self.shape.record_bytes, dtype=torch.uint8),
+                )
+        self.sent += 1
+        if self.sent == max(self.shape.sends):
+            if last_slot_is_copied and self.sent == self.shape.late:
+                self._persist(start)
+            self.committed += 1
+            self.sent = 0
+
+    def _persist(self, start: int) -> None:
+        self.persisted = start
+        for log in self.logs:
+            log.drop_until(start)
+
+    def reports(self, lost: int, ahead: int | None) -> list[Report]:
+        """What all ranks say after the death of one; another may be an update ahead."""
+        committed = [self.committed + (rank == ahead) for rank in range(STAGES)]
+        windows = []
+        if self.persisted is not None:
+            window = Window(WindowName(self.persisted, 'plan'), self.shape.window)
+            windows = [HeldWindow(window, owner) for owner in range(STAGES)]
+        return [
+            Report(
+                survivor=rank != lost, node='node', pid=1, windows=windows,
+                committed=committed[rank], clean_at=committed[rank],
+                first_logged=self.logs[rank].first_iteration or 1,
+            )
+            for rank in range(STAGES)
+        ]  # fmt: skip
+
+    def holds(self, stage: int, iteration: int) -> bool:
+        """The log of a stage has all of an iteration."""
+        keys = (LogKey(iteration, Direction.DOWN, k) for k in range(self.shape.sends[stage]))
+        try:
+            return all(self.logs[stage].read(key, 20.0) is not None for key in keys)
+        except LogGap:
+            return False
+
+
+@contextmanager
+def running(shape: Shape, sizes: list[int]) -> Iterator[tuple[Job, list[str]]]:
+    """The job, and what its logs complain of."""
+    complaints: list[str] = []
+    with ExitStack() as stack:
+        folder = stack.enter_context(tmpfs_directory())
+        logs = []
+        for stage, size in enumerate(sizes):
+            log = UpstreamLog(
+                folder / f'log{stage}', size, torch.device('cpu'), 0.0, complaints.append
+            )
+            stack.callback(log.close)
+            logs.append(log)
+        yield Job(shape, logs), complaints
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes(), st.integers(0, 60), st.integers(0, STAGES - 1), st.none() | st.integers(0, 2))
+def test_whatever_the_verdict_asks_for_is_in_the_log(
+    shape: Shape, sends: int, lost: int, ahead: int | None
+) -> None:
+    """Also when one rank is an update ahead, and so a stage more than that of the dead replays."""
+    with running(shape, shape.rings()) as (job, complaints):
+        for _ in range(sends):
+            job.send()
+        assert complaints == []
+        in_update = job.sent == 0 and ahead not in (None, lost)
+        if in_update:  # every tensor of the next iteration has been sent
+            for _ in range(max(shape.sends)):
+                job.send()
+            job.committed -= 1
+            assert complaints == []
+        reports = job.reports(lost, ahead if in_update else None)
+        verdict = decide_recovery(reports, range(STAGES), False, LAST)
+        if job.persisted is None:
+            return
+        assert isinstance(verdict, Localized)
+        assert verdict.window is not None and verdict.window.start == job.persisted
+        for stage in set(range(STAGES)) - verdict.stages:
+            neighbours = {stage - 1, stage + 1} & verdict.stages
+            for iteration in range(job.persisted + 1, verdict.target + 1):
+                assert not neighbours or job.holds(stage, iteration)
+
+
+@pytest.mark.parametrize('window', [1, 2, 5])
+@pytest.mark.parametrize('late', [0, 3])
+def test_a_smaller_log_would_not_do(window: int, late: int) -> None:
+    """One record less, beyond the one that may be lost at the end of the ring."""
+    shape = Shape(window, 2, 64, late)
+    record = shape.logged()[1].record_bytes
+    smaller = [size - 2 * record for size in shape.rings()]
+    with running(shape, smaller) as (job, complaints):
+        for _ in range(10 * window * max(shape.sends)):
+            job.send()
+        assert any('is full' in text for text in complaints)
+
+
+def test_a_log_is_sized_for_the_lag_of_the_stage_that_sends_most() -> None:
+    own, most = Logged(640, 64), Logged(1280, 64)
+    assert log_ring_bytes(own, most, 1, 1.0) == 640 + 1280 + 64
+    assert log_ring_bytes(most, most, 3, 0.5) == 5 * 1280 + 640 + 64
+    assert log_ring_bytes(Logged(0, 0), most, 3, 1.0) == 0
+    assert log_ring_bytes(own, most, 1, 0.01) - 640 - 64 == 64 * math.ceil(12.8 / 64)
