@@ -176,9 +176,8 @@ class Boundary:
         self._iteration = 0
         self._sequence: dict[Direction, int] = {}
         self._shape = (_SAMPLES, _SEQUENCE, _HIDDEN)
-        sends = _MICRO_BATCHES * sum(other is not None for other in self.neighbours.values())
         record = region_bytes(4 * _SAMPLES * _SEQUENCE * _HIDDEN)
-        self.logged = Logged(sends * record, record)
+        self.logged = Logged(_MICRO_BATCHES * ((stage > 0) + (stage + 1 < stages)) * record, record)
 
     @property
     def neighbours(self) -> dict[Direction, int | None]:
