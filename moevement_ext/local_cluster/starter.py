@@ -67,7 +67,7 @@ class LocalStarter:
         self._template: Template | None = None
 
     def open(self, port: int) -> None:
-        """As `Starter` says; spares that know the store before are of no use any more."""
+        """Be ready for workers that meet at `port`; spares that know another store end."""
         self._environment = job_environment(self._config, port)
         if self._spares is not None:
             self._spares.close()
@@ -76,7 +76,7 @@ class LocalStarter:
             self._template = Template(self._config.program, self._environment)
 
     def start(self, rank: int, restarts: int) -> tuple[Child, bool]:
-        """As `Starter` says."""
+        """A new life of a rank: a hot spare, a fork of the template, or a new process."""
         assert self._spares is not None
         own = rank_environment(self._config, rank, restarts)
         log = self._config.log_of(rank)
@@ -91,7 +91,7 @@ class LocalStarter:
             return self._start_process(command, environment, output), False
 
     def keep_spares(self) -> None:
-        """As `Starter` says."""
+        """Start as many hot spares as are wanted."""
         assert self._spares is not None
         for _ in range(self._config.spares):
             self._spares.start()
@@ -100,7 +100,7 @@ class LocalStarter:
         """Nothing is ever due."""
 
     def close(self) -> None:
-        """As `Starter` says."""
+        """End spares and template."""
         if self._spares is not None:
             self._spares.close()
         if self._template is not None:

@@ -4,7 +4,7 @@
 from typing import NamedTuple
 
 ADDRESS_VARIABLE = 'MOEVEMENT_SUPERVISOR'
-"""Of the environment of an agent; it does not hand it on."""
+"""In the environment of an agent, which does not hand it on."""
 
 
 class Address(NamedTuple):

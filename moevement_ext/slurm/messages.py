@@ -25,7 +25,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     """A worker runs."""
 
     key: int
-    """Of its `Start`."""
+    """The one in its `Start`."""
     pid: int
     was_spare: bool
 

@@ -82,7 +82,7 @@ class SlurmStarter:
         self._gathered = False
 
     def open(self, port: int) -> None:
-        """As `Starter` says; at first, ask all hosts for an agent."""
+        """Be ready for workers that meet at `port`; at first, ask all hosts for an agent."""
         self._variables = job_variables(self._config, socket.gethostname(), port)
         if self._listener is None:
             self._listener = Listener(self._secret)
@@ -93,7 +93,7 @@ class SlurmStarter:
                 self._ask_for_agent(node)
 
     def start(self, rank: int, restarts: int) -> tuple[Child, bool]:
-        """As `Starter` says; the worker starts once its seat is taken."""
+        """A new life of a rank, which starts once its seat is taken."""
         seat = self._config.node_of(rank)
         own = {
             'RANK': str(rank),
@@ -111,7 +111,7 @@ class SlurmStarter:
         """Spare nodes have nothing else to do: they had them from the start."""
 
     def look(self) -> None:
-        """As `Starter` says.
+        """Do what is due: lost nodes, free hosts, agents that do not come.
 
         Raises:
             LaunchError: a seat is empty, and no host is there or may come to take it.
@@ -126,7 +126,7 @@ class SlurmStarter:
                 self._ask_for_agent(node)
 
     def close(self) -> None:
-        """As `Starter` says."""
+        """End all agents."""
         if self._listener is not None:
             self._listener.close()
         deadline = time.monotonic() + _CLOSING_S
