@@ -28,7 +28,7 @@ def expected(own_loop: Callable[[], Cluster], undisturbed: dict[str, dict]) -> d
     ('fail_at', 'replayed'),
     [
         ('1:11:p2p', {'1'}),  # the middle stage, within the pipeline
-        ('2:10:step', {'2'}),  # the last, within the update
+        pytest.param('2:10:step', {'2'}, marks=pytest.mark.thorough),  # the last, in the update
         ('0:9:optimizer,1:11:norm', {'0', '1'}),
     ],
 )

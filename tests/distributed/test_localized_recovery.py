@@ -52,8 +52,8 @@ LAYOUTS = {
     ),
     'fp16-skipped-steps': (
         '--fp16 --initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 1 '
-        f'--use-distributed-optimizer {PP_EP} {UNTIED} --calculate-per-token-loss',
-        4, '1:9:forward',
+        f'--use-distributed-optimizer {PP_EP} {UNTIED} --calculate-per-token-loss '
+        '--global-batch-size 8', 4, '1:9:forward',
     ),
     'before-the-first-update': (  # the first iterations overflow
         '--fp16 --initial-loss-scale 4194304 --hysteresis 1 '
@@ -103,6 +103,9 @@ QUICK_FAILURES = (
     'during detection', 'during regrouping', 'when a stage has caught up and is connected',
     'replacement dies converting', 'same rank right after recovery', 'two adjacent stages at once',
 )  # fmt: skip
+
+
+EVALUATION_AND_SAVE = 'evaluate', 'evaluate-forward', 'evaluated', 'save', 'saved'
 
 
 def flags_of(setup: str) -> list[str]:
@@ -231,7 +234,7 @@ def test_unaffected_stages_compute_nothing_again(cluster: Callable[..., Cluster]
     assert counts[1] == [6 * per_iteration]
 
 
-@pytest.mark.parametrize('phase', ['evaluate', 'evaluate-forward', 'evaluated', 'save', 'saved'])
+@pytest.mark.parametrize('phase', with_quick(EVALUATION_AND_SAVE, 'evaluate-forward', 'saved'))
 def test_death_in_evaluation_and_dense_checkpoint(
     phase: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -36,6 +36,7 @@ def test_one_agent_restarts_all_workers(
     check_recovered(job, reference(*FLAGS))
 
 
+@pytest.mark.thorough
 def test_two_agents_restart_their_own_workers(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

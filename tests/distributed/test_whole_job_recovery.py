@@ -59,10 +59,12 @@ SETUPS = {
         3,
         '1:8:step',
     ),
-    # The scale grows every second step, so iterations 5 and 7, both replayed, overflow and skip.
+    # The scale grows every second step, so iterations 5 and 7, both replayed, overflow and skip:
+    # with these batches.
     'fp16-dynamic-scale-per-token-loss': (
         '--fp16 --initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 1 '
-        f'--use-distributed-optimizer {PP_EP} {UNTIED} --calculate-per-token-loss',
+        f'--use-distributed-optimizer {PP_EP} {UNTIED} --calculate-per-token-loss '
+        '--global-batch-size 8',
         4,
         '1:9:forward',
     ),

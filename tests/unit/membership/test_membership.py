@@ -13,6 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.errors import EXIT_STUCK
+from moevement_ext.membership import membership
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import (
     EpochBroken,
@@ -64,7 +65,8 @@ def survivor(origin: int) -> Report:
 
 
 @pytest.fixture
-def job() -> Iterator[Job]:
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    monkeypatch.setattr(membership, '_CLOSING', timedelta(seconds=0.1))  # they close one by one
     with ThreadPoolExecutor(WORLD) as threads:
         made = Job(threads)
         yield made
