@@ -48,7 +48,7 @@ class RankSummary(msgspec.Struct, frozen=True):
     operators: str
     """Digest of its `RankOperators`."""
     tied: bool
-    """It holds weights that first and last stage share."""
+    """It holds weights that other stages have, too."""
     family: int
     """Lowest of the ranks that hold the same state."""
 
@@ -110,9 +110,9 @@ class Planner:
         ]
 
     @property
-    def tied(self) -> bool:
-        """First and last stage share the embedding's weights."""
-        return any(rank.tied for rank in self._ranks)
+    def tied(self) -> frozenset[int]:
+        """Stages that share weights; the embedding's, first and last one."""
+        return frozenset(rank.stage for rank in self._ranks if rank.tied)
 
     def schedule(self, origin: int, window: int, shares: Mapping[str, float]) -> ScheduledPlan:
         """The plan of this rank's stage from iteration `origin` on.

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -75,8 +75,8 @@ class Stages(Protocol):
         """Pipeline stage by rank."""
 
     @property
-    def tied(self) -> bool:
-        """First and last stage share weights."""
+    def tied(self) -> Collection[int]:
+        """Stages that share weights."""
 
     @property
     def replicas(self) -> Sequence[Sequence[int]]:

@@ -5,7 +5,7 @@ A pure function of what all ranks reported when they met, so every rank comes to
 without another exchange (paper section 3.4; DESIGN: the newest committed iteration wins).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -43,7 +43,7 @@ Verdict = Localized | WholeJob
 def decide_recovery(
     reports: Sequence[Report],
     stage_of: Sequence[int],
-    tied: bool,
+    tied: Collection[int],
     last_iteration: int,
     replicas: Sequence[Sequence[int]] = (),
     interleaved: bool = False,
@@ -53,7 +53,8 @@ def decide_recovery(
     Args:
         reports: by rank.
         stage_of: pipeline stage by rank.
-        tied: first and last stage share embedding weights: they replay together.
+        tied: stages that share weights, first and last one those of the embedding: they replay
+            together.
         last_iteration: at which training ends; a stage cannot come back after it.
         replicas: for each rank, the ranks that hold the same state (data parallelism without a
             sharded optimizer); empty if there is no such redundancy.
@@ -75,7 +76,7 @@ def decide_recovery(
         return WholeJob(f'iteration {target} was the last one')
     copies = _copies(behind, replicas, stage_of)
     lost = {stage_of[rank] for rank in behind if rank not in copies}
-    stages = _with_tied(lost, stage_of, tied)
+    stages = frozenset(lost | set(tied) if lost & set(tied) else lost)
     copies = {rank: replica for rank, replica in copies.items() if stage_of[rank] not in stages}
     ranks = frozenset(rank for rank, stage in enumerate(stage_of) if stage in stages)
     if not stages:
@@ -97,11 +98,6 @@ def _copies(
     }
     replaying = {stage_of[rank] for rank in behind if found.get(rank, NOWHERE) == NOWHERE}
     return {rank: replica for rank, replica in found.items() if stage_of[rank] not in replaying}
-
-
-def _with_tied(stages: set[int], stage_of: Sequence[int], tied: bool) -> frozenset[int]:
-    ends = {min(stage_of), max(stage_of)}
-    return frozenset(stages | ends if tied and stages & ends else stages)
 
 
 def _window(

@@ -111,6 +111,11 @@ CASES = {
         '--ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream '
         '--moe-shared-expert-intermediate-size 32',
     ),
+    'more-tokens': (  # the embedding is on both ends, which replay together
+        '1:8:forward,0:11:backward',
+        f'{BF16} --pipeline-model-parallel-size 4 {UNTIED} --mtp-num-layers 2 '
+        '--mtp-loss-scaling-factor 0.3 --mtp-detach-heads',
+    ),
     'expert-tensor-parallel': (
         '1:8:forward',
         f'{BF16} {PP2} {UNTIED} {TP2} --expert-model-parallel-size 2 '
@@ -138,3 +143,15 @@ def test_flags_that_are_recovered_locally(
     assert job.survive(fail_at=fail_at) == victims(fail_at)
     assert differences(undisturbed, read_digest(job)) == []
     check_localized(job)
+
+
+@pytest.mark.thorough
+def test_a_wrong_norm_of_detached_heads_is_noticed(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = [*CASES['more-tokens'][1].split(), '--train-iters', '12']
+    broken = cluster(*flags, '--sparse-ckpt-window', '3')
+    broken.survive(
+        fail_at='0:8:forward', mutation='mutations.localized:norm_of_detached_heads_wrong'
+    )
+    assert differences(reference(*flags), read_digest(broken)) != []

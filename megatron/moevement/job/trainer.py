@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config
 
 from megatron.moevement.counters import Counters
@@ -203,6 +204,7 @@ class MegatronTrainer:
                 yield
         finally:
             get_moe_metrics_tracker().clear()
+            MTPLossLoggingHelper.clean_metrics_in_tracker()
 
     def restore(self, state: bytes) -> None:
         """Put the process where the iteration after `state` starts."""
@@ -253,7 +255,8 @@ class MegatronTrainer:
         iteration_state.move_to(target, samples, counters)
         self._operations.base = decode_handover(others[0]).operations
         counters.num_floating_point_operations_so_far = self._operations.at(samples)
-        upstream.fill_first_step_caches(self.operators.optimizer)
+        config = get_model_config(self.operators.model[0])
+        upstream.fill_first_step_caches(self.operators.optimizer, config)
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
         """Put back what an iteration that was cut off has changed."""

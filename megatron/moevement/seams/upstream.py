@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import megatron.training.training as training
-from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
+from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP, SEPARATE_GRAD_NORM_GROUPS
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.moevement.counters import Counters
@@ -43,16 +43,21 @@ def without_connections(args: UpstreamArguments) -> Iterator[None]:
         args.fake_process_group = False
 
 
-def fill_first_step_caches(optimizer: Any) -> None:
-    """Ask now what optimizers find out together in their first step, and then remember.
+def fill_first_step_caches(optimizer: Any, config: Any) -> None:
+    """Tell an optimizer what it finds out together with others in its first step.
 
-    Without connections, so that every rank finds what it has itself: no gradient norm of its own,
-    as those are for multi-token prediction, which is not recovered locally. Some ranks may have
-    asked the others long ago, new ones never, and none before the first update: whoever still had
-    to ask in an iteration would wait for the rest for ever.
+    That is whether any rank has parameters with a gradient norm of their own: those of layers that
+    predict more tokens, where they are detached from the rest. Some ranks may have asked the
+    others long ago, new ones never, and none before the first update: whoever still had to ask in
+    an iteration would wait for the rest for ever.
+
+    Args:
+        optimizer: upstream's.
+        config: of the model.
     """
-    for group in SEPARATE_GRAD_NORM_GROUPS:
-        optimizer.has_grad_norm_group(group)
+    assert SEPARATE_GRAD_NORM_GROUPS == (MTP_GRAD_NORM_GROUP,)
+    detached = bool(config.mtp_num_layers and config.mtp_detach_heads)
+    optimizer._has_grad_norm_group_cache = {MTP_GRAD_NORM_GROUP: detached}
 
 
 def floating_point_operations(args: UpstreamArguments) -> float:

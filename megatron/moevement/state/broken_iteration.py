@@ -14,6 +14,7 @@ import torch
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config
 from megatron.training import global_vars
 
@@ -45,7 +46,7 @@ class BrokenIteration:
 
     def begin(self) -> None:
         """An iteration begins; a few small copies, allocated once."""
-        metrics = {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+        metrics = _metrics()
         for name in metrics.keys() - self._metrics.keys():
             self._metrics[name] = torch.empty_like(metrics[name])
         copy_all(self._kept, self._buffers)
@@ -54,11 +55,11 @@ class BrokenIteration:
     def put_back(self) -> None:
         """Undo what the iteration that began last has accumulated so far."""
         copy_all(self._buffers, self._kept)
-        for name, entry in get_moe_metrics_tracker().metrics.items():
+        for name, values in _metrics().items():
             if name in self._metrics:
-                entry.values.copy_(self._metrics[name])
+                values.copy_(self._metrics[name])
             else:
-                entry.values.zero_()
+                values.zero_()
 
     def reset_loop_state(self) -> None:
         """Make upstream's loop enterable again, wherever it was left.
@@ -95,6 +96,15 @@ class BrokenIteration:
             chunk.enable_forward_pre_hook()
 
 
+def _metrics() -> dict[str, torch.Tensor]:
+    """What upstream adds up over an iteration to log it, by name."""
+    of_experts = {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+    of_more_tokens = MTPLossLoggingHelper.tracker.items()
+    return of_experts | {
+        f'mtp {name}': values for name, values in of_more_tokens if torch.is_tensor(values)
+    }
+
+
 def _timers() -> list[Any]:
     """Upstream's, if its trainer runs; the model's configuration has none in an evaluation."""
     timers = global_vars._GLOBAL_TIMERS
@@ -111,6 +121,7 @@ def _check() -> None:
         (torch.autograd, ('_disable_profiler',)),
         (torch._C._autograd, ('_profiler_enabled',)),
         (get_moe_metrics_tracker(), ('metrics',)),
+        (MTPLossLoggingHelper, ('tracker', 'clean_metrics_in_tracker')),
     ):
         for name in names:
             if not hasattr(owner, name):

@@ -4,7 +4,7 @@
 An *operator* (paper section 3.1) is the unit of capture: one expert, one router, or the
 non-expert rest of a layer, the embedding, or the head (final norm and output layer). Names are the
 same on every rank that holds a part of the operator: `layer3.expert5` counts layers from 1 as
-upstream does and experts globally.
+upstream does and experts globally; `mtp1.expert5` is of the first layer that predicts more tokens.
 
 Checked against megatron-core 0.19.2.
 """
@@ -12,7 +12,7 @@ Checked against megatron-core 0.19.2.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
@@ -55,7 +55,7 @@ def operator_inventory(model: Sequence[torch.nn.Module]) -> dict[str, Operator]:
     heads: dict[str, Operator] = {}
     for index, chunk in enumerate(model):
         inner = _unwrap(chunk)
-        layers = dict(_layers(inner))
+        layers = _layers(inner)
         for name, parameter in inner.named_parameters():
             operator = _operator_of(name, layers)
             home = heads if operator.name == 'head' else operators
@@ -68,22 +68,26 @@ def operator_inventory(model: Sequence[torch.nn.Module]) -> dict[str, Operator]:
 
 
 def tied_operators(model: Sequence[torch.nn.Module], operators: dict[str, Operator]) -> list[str]:
-    """Operators whose weights are shared between the first and the last stage.
+    """Operators whose weights other stages have, too: the ends, or those that predict more tokens.
 
-    Their gradients are summed across the two stages, so they must thaw together: the planner puts
-    them into slot 0 on both.
+    Their gradients are summed across these stages, so they must thaw together: the planner puts
+    them into slot 0 on all of them.
     """
-    if not getattr(_unwrap(model[0]), 'share_embeddings_and_output_weights', False):
-        return []
-    return [name for name in ('embedding', 'head') if name in operators]
+    shared = set()
+    if getattr(_unwrap(model[0]), 'share_embeddings_and_output_weights', False):
+        shared = {'embedding', 'head'}
+    if getattr(get_model_config(model[0]), 'mtp_num_layers', None):
+        shared.add('embedding')
+    return [name for name in ('embedding', 'head') if name in shared & operators.keys()]
 
 
-def router_modules(model: Sequence[torch.nn.Module]) -> Iterator[tuple[int, Any]]:
-    """(global layer number, router module) of every Mixture-of-Experts layer of this rank."""
+def router_modules(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    """(name of the layer, router module) of every Mixture-of-Experts layer of this rank."""
     for chunk in model:
-        for module in _unwrap(chunk).modules():
-            if isinstance(module, BaseMoELayer):
-                yield module.layer_number, module.router
+        for layer in _layers(_unwrap(chunk)).values():
+            for module in layer.module.modules():
+                if isinstance(module, BaseMoELayer):
+                    yield layer.name, module.router
 
 
 def check_complete(
@@ -117,14 +121,23 @@ def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def _layers(inner: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Transformer layers by module path, multi-token-prediction layers left to the rest."""
-    for name, module in inner.named_modules():
-        if isinstance(module, BaseTransformerLayer) and name.startswith('decoder.layers.'):
-            yield name + '.', module
+class _Layer(NamedTuple):
+    name: str  # 'layer3', or 'mtp1' of those that predict more tokens, which count on their own
+    module: torch.nn.Module
 
 
-def _operator_of(name: str, layers: dict[str, torch.nn.Module]) -> Operator:
+def _layers(inner: torch.nn.Module) -> dict[str, _Layer]:
+    """Transformer layers by module path."""
+    blocks = {'decoder.layers.': 'layer', 'mtp.layers.': 'mtp'}
+    return {
+        f'{path}.': _Layer(f'{kind}{module.layer_number}', module)
+        for path, module in inner.named_modules()
+        for block, kind in blocks.items()
+        if isinstance(module, BaseTransformerLayer) and path.startswith(block)
+    }
+
+
+def _operator_of(name: str, layers: dict[str, _Layer]) -> Operator:
     for path, layer in layers.items():
         if name.startswith(path):
             return _operator_in_layer(name, layer)
@@ -133,14 +146,14 @@ def _operator_of(name: str, layers: dict[str, torch.nn.Module]) -> Operator:
     return Operator('embedding' if name.startswith('embedding.') else 'others', 'rest')
 
 
-def _operator_in_layer(name: str, layer: torch.nn.Module) -> Operator:
-    prefix = f'layer{layer.layer_number}'
+def _operator_in_layer(name: str, layer: _Layer) -> Operator:
+    prefix = layer.name
     if '.mlp.router.' in name:
         return Operator(f'{prefix}.router', 'router')
     match = _EXPERT.search(name)
     if match:
         local = int(match['sequential'] or match['grouped'])
-        expert = layer.mlp.local_expert_indices[local]  # type: ignore[union-attr, index]
+        expert = layer.module.mlp.local_expert_indices[local]  # type: ignore[union-attr, index]
         return Operator(f'{prefix}.expert{expert}', 'expert')
     if '.mlp.experts.' in name:
         return Operator(f'{prefix}.experts', 'expert')  # one tensor for all local experts

@@ -34,7 +34,7 @@ class TokenCounter:
         counts: list[list[int]] = self._counts.tolist()
         self._counts.zero_()
         return {
-            f'layer{layer}.expert{expert}': counts[index][expert]
+            f'{layer}.expert{expert}': counts[index][expert]
             for index, layer in enumerate(self._layers)
             for expert in range(self._counts.shape[1])
         }

@@ -118,3 +118,16 @@ def one_bit_wrong_in_the_replay() -> None:
         print(f'wrong bit in {name}')
 
     conversion.Conversion.run = run_with_a_wrong_bit
+
+
+def norm_of_detached_heads_wrong() -> None:
+    """Layers that predict more tokens, and are clipped on their own, are clipped too much."""
+    replaying = global_scalars.ScalarRecorder.replaying
+
+    def replaying_large(self, scalars):
+        first, *others = scalars.grad_norms
+        norms = [first, *(norm * 1e3 for norm in others)]
+        changed = global_scalars.GlobalScalars(norms, scalars.overflows, scalars.num_tokens)
+        return replaying(self, changed)
+
+    global_scalars.ScalarRecorder.replaying = replaying_large

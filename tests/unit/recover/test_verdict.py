@@ -30,10 +30,14 @@ class Job(NamedTuple):
         return decide_recovery(
             self.reports,
             self.stage_of,
-            self.tied,
+            self.tied_stages,
             last_iteration,
             interleaved=self.interleaved,
         )
+
+    @property
+    def tied_stages(self) -> set[int]:
+        return {min(self.stage_of), max(self.stage_of)} if self.tied else set()
 
     @property
     def survivors(self) -> list[int]:
@@ -353,7 +357,7 @@ def decide_with_replicas(job: Job) -> Verdict:
     replicas = [
         [r for r, other in enumerate(job.stage_of) if other == stage] for stage in job.stage_of
     ]
-    return decide_recovery(job.reports, job.stage_of, job.tied, LAST, replicas)
+    return decide_recovery(job.reports, job.stage_of, job.tied_stages, LAST, replicas)
 
 
 @given(job=jobs())
@@ -381,7 +385,7 @@ def test_a_stage_replays_whole_if_one_of_its_ranks_has_no_replica_left() -> None
     held = everywhere(4, NEW)
     reports = [survivor(9, windows=held), replacement(), replacement(), survivor(9)]
     replicas = [[0, 1], [0, 1], [2], [3]]
-    verdict = localized(decide_recovery(reports, [0, 0, 0, 1], False, LAST, replicas))
+    verdict = localized(decide_recovery(reports, [0, 0, 0, 1], (), LAST, replicas))
     assert (verdict.stages, verdict.copies) == ({0}, {})
 
 
@@ -414,5 +418,5 @@ def test_reports_travel_as_they_are() -> None:
 
 def test_a_new_process_is_never_clean_also_before_the_first_commit() -> None:
     reports = [survivor(NOWHERE, clean_at=NOWHERE), replacement()]
-    verdict = decide_recovery(reports, [0, 1], False, 100)
+    verdict = decide_recovery(reports, [0, 1], (), 100)
     assert isinstance(verdict, WholeJob)

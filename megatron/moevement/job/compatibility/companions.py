@@ -79,8 +79,6 @@ _COMPANIONS = {
         'inprocess_heartbeat_timeout inprocess_barrier_timeout inprocess_completion_timeout '
         'inprocess_last_call_wait inprocess_termination_grace_time inprocess_granularity '
         'inprocess_active_world_size inprocess_empty_cuda_cache',
-    'mtp_num_layers':
-        'mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads mtp_standalone',
     'fine_grained_activation_offloading':
         'offload_modules min_offloaded_tensor_size delay_offload_until_cuda_graph '
         'delta_offload_bytes_across_pp_ranks activation_offload_fraction '

@@ -160,6 +160,10 @@ EXACT = (
     group('layers of your own',
           'By reasoning, as far as their state is in parameters and registered buffers.',
           'spec enable_experimental'),
+    group('prediction of more tokens', f'{_FLAGS}[more-tokens]',
+          'mtp_num_layers mtp_loss_scaling_factor mtp_detach_heads'),
+    group('its one layer, repeated', 'By reasoning: one operator, whose gradients add up.',
+          'mtp_use_repeated_layer'),
     # Mixture of Experts
     group('experts', f'{_LOST_STAGE}[pp2-ep2-first-stage]',
           'num_experts moe_ffn_hidden_size moe_router_topk moe_aux_loss_coeff'),

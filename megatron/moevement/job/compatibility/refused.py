@@ -84,7 +84,7 @@ REFUSED = (
     Rule('--fake-process-group', GIVEN, 'leave it out', 'ranks that do not talk train nothing'),
     # Schedule
     Rule('--cuda-graph-impl', other_than('none'), 'use --cuda-graph-impl none',
-         'an iteration that is recorded cannot be replayed with frozen operators'),
+         'it sets --te-rng-tracker, the form of whose generators is not captured'),
     Rule('--use-grouped-gemm-for-shared-expert', GIVEN, 'leave out one of the two',
          'its delayed weight gradients cannot be left out for frozen operators', _DELAYED),
     Rule('--defer-embedding-wgrad-compute', GIVEN, 'leave it out',

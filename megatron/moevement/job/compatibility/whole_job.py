@@ -26,6 +26,11 @@ _BESIDE_NCCL = Condition(
     lambda settings: getattr(settings, 'distributed_backend', None) == 'nccl',
 )
 
+_PREDICTS_EARLY = Values(
+    'with m before the last stage', lambda value: 'm' in str(value).rpartition('|')[0]
+)
+
+_WIDER = 'what passes from such a stage is more than the log has room for'
 _DRAWS = 'an evaluation draws random numbers, which a stage that replays alone cannot draw again'
 _TWICE = 'an iteration may run twice, which a stage that replays alone cannot do'
 _HANDLES = 'memory of peers and handles to it are not reconnected in place'
@@ -38,8 +43,9 @@ WHOLE_JOB = (
     # Schedule
     Rule('TransformerConfig.variable_seq_lengths', GIVEN, 'use one length',
          'shapes are exchanged beside the log', dest='variable_seq_lengths'),
-    Rule('--mtp-num-layers', GIVEN, 'leave it out',
-         'its embedding is shared with the first stage, which would have to replay, too'),
+    Rule('--pipeline-model-parallel-layout', _PREDICTS_EARLY, 'put m into the last stage',
+         _WIDER),
+    Rule('--mtp-standalone', GIVEN, 'leave it out', _WIDER),
     Rule('--moe-shared-expert-overlap', GIVEN, 'leave it out', _HALF_DONE),
     Rule('--fine-grained-activation-offloading', GIVEN, 'leave it out', _HALF_DONE),
     Rule('--cpu-offloading-num-layers', above(0), 'leave it out', _HALF_DONE),
@@ -76,7 +82,8 @@ WHOLE_JOB = (
     Rule('--multiple-validation-sets', GIVEN, 'leave it out', _LENGTHS),
     Rule('--phase-transition-iterations', GIVEN, 'leave it out', _TOGETHER),
     # What follows an iteration
-    Rule('--async-save', GIVEN, 'leave it out', 'it keeps process groups of its own'),
+    Rule('--async-save', GIVEN, 'leave it out',
+         'ranks agree on the end of a save under way, of which a replacement does not know'),
     Rule('--non-persistent-ckpt-type', equal_to('local'), 'leave it out',
          'its replicas have process groups of their own'),
     Rule('--check-weight-hash-across-dp-replicas-interval', ANY, 'leave it out', _TOGETHER),

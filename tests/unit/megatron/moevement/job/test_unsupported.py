@@ -56,8 +56,8 @@ ARGUMENTS = {
     '--save-tokens-per-expert-interval': '5',
     '--logits-save-dir': 'logits',
     '--logits-load-dir': 'logits',
-    '--mtp-num-layers': '1',
     '--cpu-offloading-num-layers': '1',
+    '--pipeline-model-parallel-layout': 'Et|tt|m|L',
     '--rerun-mode': 'report_stats',
     '--num-distributed-optimizer-instances': '2',
     '--moe-token-dispatcher-type': 'flex',
@@ -140,6 +140,8 @@ def test_defaults_are_recovered_locally_but_for_gloo_beside_nccl() -> None:
         '--disable-gloo-process-groups --dataloader-type cyclic',
         '--disable-gloo-process-groups --non-persistent-ckpt-type global',
         '--disable-gloo-process-groups --num-distributed-optimizer-instances 1',
+        '--disable-gloo-process-groups --mtp-num-layers 1 '
+        '--pipeline-model-parallel-layout Et|tt|mL',
     ],
 )
 def test_other_values_are_recovered_locally(flags: str) -> None:

@@ -2,12 +2,18 @@
 """What a restart would go on from is what upstream would load."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
+
+from megatron.core.optimizer.optimizer import (  # noqa: E402
+    MTP_GRAD_NORM_GROUP,
+    ChainedOptimizer,
+)
 
 from megatron.moevement.seams import upstream  # noqa: E402
 from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402
@@ -35,3 +41,16 @@ def test_without_a_dense_checkpoint_there_is_none(tmp_path: Path) -> None:
     assert upstream.dense_checkpoint_iteration(parsed('--load', str(tmp_path / 'new'))) == -1
     finetuned = parsed('--finetune', '--load', str(tmp_path / 'new'))
     assert upstream.dense_checkpoint_iteration(finetuned) == -1
+
+
+@pytest.mark.parametrize(
+    ('layers', 'detached', 'own'), [(None, False, False), (2, False, False), (2, True, True)]
+)
+def test_every_rank_knows_of_norms_of_their_own(
+    layers: int | None, detached: bool, own: bool
+) -> None:
+    """Also one that has no such parameters: all compute every norm together."""
+    optimizer = ChainedOptimizer([])
+    config = SimpleNamespace(mtp_num_layers=layers, mtp_detach_heads=detached)
+    upstream.fill_first_step_caches(optimizer, config)
+    assert optimizer.has_grad_norm_group(MTP_GRAD_NORM_GROUP) is own
