@@ -16,6 +16,7 @@ from moevement_ext.memory import private
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.private import ForeignFileError
+from moevement_ext.memory.sizing import GENERATIONS
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -215,7 +216,7 @@ def as_second_user(*arguments: object) -> str:
 def test_a_second_user_on_the_node_works(public: Path) -> None:
     first = NodeStore(public, 'run-a', 'node0')
     OwnerWindows(first, 0, 0, capacity())
-    assert as_second_user(public, 'run-b') == '[]\n3\n'
+    assert as_second_user(public, 'run-b') == f'[]\n{GENERATIONS}\n'
     assert (public / 'run-b').stat().st_uid == NOBODY
     first.close()
 

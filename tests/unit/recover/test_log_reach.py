@@ -152,7 +152,7 @@ def test_whatever_the_verdict_asks_for_is_in_the_log(
             job.committed -= 1
             assert complaints == []
         reports = job.reports(lost, ahead if in_update else None)
-        verdict = decide_recovery(reports, range(STAGES), False, LAST)
+        verdict = decide_recovery(reports, range(STAGES), (), LAST)
         if job.persisted is None:
             return
         assert isinstance(verdict, Localized)
