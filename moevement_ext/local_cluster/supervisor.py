@@ -219,6 +219,7 @@ class Supervisor:
 
     def _start_all_again(self, worker: Worker, how: str) -> None:
         """The others wait for the dead worker, perhaps for ever, and nothing can wake them up."""
+        self._evict()  # one that ended because of a hung one asked for this first
         self._stop(self._living())
         errors = [at for any_worker in self.workers for at in any_worker.errors]
         self._refuse_in_vain(worker, how, errors)

@@ -20,8 +20,8 @@ STUCK_TIMEOUT_S = 10
 _BLOCK = 10
 _OF_BLOCK = 4
 """So many of each ten configurations have a feature."""
-_RAMP_FROM = SAMPLES // 2
-_RAMP_SAMPLES = 5 * SAMPLES
+_RAMP_TO = 2 * SAMPLES
+_RAMP_SAMPLES = 10 * SAMPLES
 _RAMP_TOKENS = _RAMP_SAMPLES * SEQUENCE
 
 
@@ -70,7 +70,7 @@ _ON = {
     '--recompute-num-layers 1',
     Feature.LOADER_WORKERS: '--num-workers 2',
     Feature.TENSORBOARD: '--tensorboard-dir {run}/tensorboard --tensorboard-log-interval 1',
-    Feature.RAMP_UP: f'--step-batch-size-schedule 0:{_RAMP_FROM},{_RAMP_TOKENS}:{SAMPLES}',
+    Feature.RAMP_UP: f'--step-batch-size-schedule 0:{SAMPLES},{_RAMP_TOKENS}:{_RAMP_TO}',
     Feature.TIED: '',
 }
 _OFF = {
@@ -102,9 +102,9 @@ class Configuration(NamedTuple):
     spares: int = 1
     launcher: Launcher = Launcher.LOCAL
     share_gpu: bool = False
+    """All ranks on the first GPU, rather than on the CPU."""
     fork: bool = False
     """Workers of the local launcher are forked from one process, instead of hot spares."""
-    """All ranks on the first GPU, rather than on the CPU."""
 
     def __str__(self) -> str:
         features = ', '.join(self.features) or 'no features'
@@ -192,9 +192,9 @@ class Configuration(NamedTuple):
         """By samples if their number grows, which upstream asks for."""
         if Feature.RAMP_UP not in self.features:
             return f'--train-iters {iterations} --lr-warmup-iters 3 --lr-decay-iters 200'
-        first = _RAMP_SAMPLES // _RAMP_FROM
-        samples = _RAMP_SAMPLES + (iterations - first) * SAMPLES
-        decay = 200 * SAMPLES
+        first = _RAMP_SAMPLES // SAMPLES
+        samples = _RAMP_SAMPLES + (iterations - first) * _RAMP_TO
+        decay = 200 * _RAMP_TO
         return f'--train-samples {samples} --lr-warmup-samples 24 --lr-decay-samples {decay}'
 
 
@@ -252,5 +252,5 @@ def allowed(feature: Feature, layout: Layout) -> bool:
     """
     if feature is not Feature.RAMP_UP:
         return True
-    micro_batches, rest = divmod(_RAMP_FROM, layout.dp)
+    micro_batches, rest = divmod(SAMPLES, layout.dp)
     return not rest and (layout.vp == 1 or micro_batches % layout.pp == 0)

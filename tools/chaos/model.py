@@ -9,8 +9,8 @@ from tools.lab import models
 
 RUN_ID = 'chaos'
 
-SAMPLES = 8
-"""Of an iteration."""
+SAMPLES = 4
+"""Of an iteration; at first, where the batch grows."""
 _LAYERS = 4
 _SIZES = ('pp', 'vp', 'tp', 'ep', 'dp')
 _LAYOUT = re.compile(rf'(?:{"|".join(_SIZES)})\d+(?:-(?:{"|".join(_SIZES)})\d+)*')

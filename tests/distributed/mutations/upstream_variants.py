@@ -14,7 +14,7 @@ from megatron.core.optimizer import clip_grads, distrib_optimizer
 import pretrain_gpt
 from megatron.moevement.state import frozen, iteration_state
 from tests.stand_ins import grouped_linear
-from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam
+from tests.stand_ins.fused_adam import FusedAdam
 
 
 def norm_as_tensor() -> None:
@@ -34,15 +34,10 @@ def fused_adam(kind: type[FusedAdam] = FusedAdam) -> None:
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
 
 
-def transformer_engine(adam: type[FusedAdam] = FusedAdam) -> None:
+def transformer_engine() -> None:
     """Its optimizer and its experts. These cannot be written to dense checkpoints."""
-    fused_adam(adam)
+    fused_adam()
     backends.LocalSpecProvider.grouped_mlp_modules = lambda *_: grouped_linear.experts()
-
-
-def older_transformer_engine() -> None:
-    """Groups that have no parameters on a rank count no steps there."""
-    transformer_engine(OlderFusedAdam)
 
 
 def delayed_gradients() -> None:

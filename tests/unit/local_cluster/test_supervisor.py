@@ -301,6 +301,22 @@ def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
     assert not any(job.running.store.check([f'evict/{rank}']) for rank in range(2))
 
 
+def test_worker_found_hung_is_named_though_all_start_again(job: Job) -> None:
+    """Who found it ends at once; its end may be seen before the order to kill the hung one."""
+
+    def other_finds_it_hung(event: Event) -> None:
+        if isinstance(event, WorkerStarted) and len(job.started()) == 2:
+            job.running.store.set('evict/1', str(event.pid))
+            (job.folder / 'found').touch()
+            assert dies(job.started(0)[0].pid)
+
+    job.on_event = other_finds_it_hung
+    job.finish_when = lambda: len(job.started()) == 4
+    assert job.run('0.0=exit:3:found', survive=False, nodes=2) == 0
+    [evicted] = [event for event in job.events if isinstance(event, WorkerEvicted)]
+    assert evicted == WorkerEvicted(1, job.started(1)[0].pid)
+
+
 # Output
 
 
