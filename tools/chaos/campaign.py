@@ -116,8 +116,8 @@ class Campaign:
             try:
                 with job:
                     last = self._iterations(configuration)
-                    kinds = configuration.kinds()
-                    FaultInjector(job, last, kinds, self.coverage, report).inject_all(faults)
+                    injector = FaultInjector(job, last, configuration, self.coverage, report)
+                    injector.inject_all(faults)
                 identical = self._compare(reference, read_digest(folder / 'digest.json'), number)
             except LabError as error:
                 failed = str(error)

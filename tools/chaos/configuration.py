@@ -14,8 +14,10 @@ from tools.lab.launch import Launch, Launcher
 
 AUTO = 'auto'
 LONGEST_WINDOW = 6
-HANG_TIMEOUT_S = 5
-STUCK_TIMEOUT_S = 10
+_HANG_TIMEOUT_S = 5
+_STUCK_TIMEOUT_S = 10
+_STUCK_TIMEOUT_OF_WRITERS_S = 40
+"""The training thread waits while upstream starts a process that writes checkpoints."""
 
 _BLOCK = 10
 _OF_BLOCK = 4
@@ -152,6 +154,15 @@ class Configuration(NamedTuple):
             impossible.add(Kind.DOUBLE)
         return [kind for kind in Kind if kind not in impossible]
 
+    def detection_s(self, kind: Kind) -> float:
+        """Seconds after which such a fault is noticed."""
+        return {Kind.STOP: _HANG_TIMEOUT_S, Kind.STUCK: self._stuck_timeout_s}.get(kind, 0)
+
+    @property
+    def _stuck_timeout_s(self) -> int:
+        asynchronous = Feature.ASYNC_SAVE in self.features
+        return _STUCK_TIMEOUT_OF_WRITERS_S if asynchronous else _STUCK_TIMEOUT_S
+
     def training_flags(self, data: Path, iterations: int, folder: Path) -> list[str]:
         """Flags of the run that nothing happens to.
 
@@ -183,10 +194,10 @@ class Configuration(NamedTuple):
         """
         flags = models.sparse_flags(memory, RUN_ID, self.window, events)
         flags += ['--sparse-ckpt-replicas', str(self.replicas)]
-        flags += ['--sparse-ckpt-hang-timeout', str(HANG_TIMEOUT_S)]
+        flags += ['--sparse-ckpt-hang-timeout', str(_HANG_TIMEOUT_S)]
         if self.window == AUTO:
             flags += ['--sparse-ckpt-max-window', str(LONGEST_WINDOW), *_RESTLESS.split()]
-        return [*flags, '--sparse-ckpt-stuck-timeout', str(STUCK_TIMEOUT_S)]
+        return [*flags, '--sparse-ckpt-stuck-timeout', str(self._stuck_timeout_s)]
 
     def _length(self, iterations: int) -> str:
         """By samples if their number grows, which upstream asks for."""

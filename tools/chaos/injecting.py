@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from moevement_ext.events import RecoveryPhase
 from tools.chaos.aiming import Aim
-from tools.chaos.configuration import HANG_TIMEOUT_S, STUCK_TIMEOUT_S
+from tools.chaos.configuration import Configuration
 from tools.chaos.drawing import Fault, Kind
 from tools.chaos.landing import Cell, Coverage, landed
 from tools.chaos.target import TargetJob
@@ -29,7 +29,6 @@ LAST_ITERATIONS = 6
 """At the end of a job that have no fault: a finished worker cannot help another to recover."""
 FEWEST_ITERATIONS = 3
 """Of a job, for each fault: what the fault and the survey of it take at least."""
-_DETECTION_S = {Kind.STOP: HANG_TIMEOUT_S, Kind.STUCK: STUCK_TIMEOUT_S}
 _ELSEWHERE = 1.4
 """Above this drawn number, which is up to 2, an aimed fault hits the first victim again."""
 
@@ -83,7 +82,7 @@ class FaultInjector:
     Args:
         job: runs and has events.
         last: number of its last iteration.
-        kinds: faults that it can have.
+        configuration: of the job.
         coverage: says what to aim at, and learns what was hit.
         report: called with each outcome.
     """
@@ -92,13 +91,13 @@ class FaultInjector:
         self,
         job: TargetJob,
         last: int,
-        kinds: Sequence[Kind],
+        configuration: Configuration,
         coverage: Coverage,
         report: Callable[[Outcome], None],
     ) -> None:
         self._job = job
         self._last = last
-        self._kinds = kinds
+        self._configuration = configuration
         self._coverage = coverage
         self._report = report
         self._back_at = 0.0
@@ -114,7 +113,7 @@ class FaultInjector:
         count = 0
         self._wait_for('protection', self._protected)
         for number, fault in enumerate(faults):
-            cell = self._coverage.aim(self._kinds) if fault.aimed else None
+            cell = self._coverage.aim(self._configuration.kinds()) if fault.aimed else None
             if not self._is_time(fault, cell, faults_left=len(faults) - number):
                 break
             self._report(self._outcome(fault, cell))
@@ -174,7 +173,7 @@ class FaultInjector:
         started_s = (
             start_up_s(events, last.time) if localized else launch_s(events, self._iterations())
         )
-        return _DETECTION_S.get(last.kind, 0) + started_s
+        return self._configuration.detection_s(last.kind) + started_s
 
     def _new_deaths(self) -> list[str]:
         new = {death.pid: death for death in self._job.unexpected if death.pid not in self._known}
