@@ -35,7 +35,7 @@ from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
 from moevement_ext.recover.localized import handovers
 from moevement_ext.recover.trainer import Trainer
-from moevement_ext.regroup import nccl_environment
+from moevement_ext.regroup import nccl_environment, waits
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +193,7 @@ class Job:
             return None
         config = self.rank.config
         timeouts = config.hang_timeout, config.stuck_timeout
+        waits.show()  # the guard ends who stands still, but for those that wait for others
         return Guard(store, self.rank.number, [int(pid) for pid in pids], *timeouts)
 
     def _start(self) -> Unprotected | WholeJob:

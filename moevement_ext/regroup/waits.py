@@ -49,6 +49,15 @@ def install() -> None:
     Work.wait = _wait  # type: ignore[method-assign, assignment]
 
 
+def show() -> None:
+    """Have all waits of this process be seen on the stack, where torch's leave no frame.
+
+    For processes whose waits need not be ended; those of `install` are seen, too. Idempotent.
+    """
+    if Work.wait is _torch_wait:
+        Work.wait = _shown  # type: ignore[method-assign, assignment]
+
+
 def end() -> None:
     """Make waits raise `WaitEnded`, those to come until `resume`, too. Any thread.
 
@@ -60,6 +69,10 @@ def end() -> None:
 def resume() -> None:
     """Operations of new backends are to be waited for. Training thread."""
     _ended.clear()
+
+
+def _shown(work: Work, timeout: timedelta | None = None) -> bool:
+    return _torch_wait(work) if timeout is None else _torch_wait(work, timeout)
 
 
 def _wait(work: Work, timeout: timedelta | None = None) -> bool:

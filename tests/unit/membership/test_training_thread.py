@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore, Work
 
 from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.training_thread import Look, TrainingThread
@@ -95,7 +96,11 @@ def test_a_thread_at_a_barrier_waits_for_others() -> None:
     assert all(look.waits_for_others for look in found[LOOKS // 2 :])
 
 
-def test_a_thread_in_a_collective_waits_for_others() -> None:
+@pytest.mark.parametrize('seen', [waits.install, waits.show])
+def test_a_thread_in_a_collective_waits_for_others(
+    seen: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Work, 'wait', waits._torch_wait)
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
 
     def peer() -> None:
@@ -107,7 +112,7 @@ def test_a_thread_in_a_collective_waits_for_others() -> None:
     helper = threading.Thread(target=peer, daemon=True)
     helper.start()
     mine = dist.ProcessGroupGloo(store.clone(), 0, 2, timedelta(seconds=60))
-    waits.install()
+    seen()
     try:
         with running(lambda: mine.barrier().wait()) as thread:
             found = looks(thread)
