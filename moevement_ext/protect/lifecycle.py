@@ -97,8 +97,8 @@ class WindowLife:
         After one wait in vain there are no more, until a window is persisted again. None: there is
         no file, the window is complete already, or another rank has given it up.
         """
-        if self._windows.file(name) is not None:
-            return None  # the window just recovered from; it is protected already
+        if self._windows.file(name) is not None or self._windows.is_persisted(name):
+            return None  # the state just recovered from; it is protected already
         if self._windows.is_given_up(name):
             return None
         try:

@@ -103,6 +103,19 @@ def test_recovered_run_has_the_bits_of_a_fault_free_run(
     assert not job.memory.exists(), 'host memory is given back at a clean exit'
 
 
+def test_windows_of_one_iteration_go_on_after_a_recovery(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """The new plan's first window would begin with the one that the job came back from."""
+    job = cluster(*BASE, '--sparse-ckpt-window', '1')
+    job.run(fail_at='1:5:forward')
+    job.run(fail_at='2:10:forward')
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    first, second = job.events('recovered')
+    assert second['iteration'] - second['replayed'] > first['iteration']
+
+
 def test_training_with_sparse_checkpointing_has_the_bits_of_plain_megatron(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

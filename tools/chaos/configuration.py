@@ -17,7 +17,7 @@ LONGEST_WINDOW = 6
 _HANG_TIMEOUT_S = 5
 _STUCK_TIMEOUT_S = 10
 _STUCK_TIMEOUT_OF_WRITERS_S = 40
-"""The training thread waits while upstream starts a process that writes checkpoints."""
+"""The training thread waits while upstream starts processes that write checkpoints."""
 
 _BLOCK = 10
 _OF_BLOCK = 4
@@ -160,8 +160,8 @@ class Configuration(NamedTuple):
 
     @property
     def _stuck_timeout_s(self) -> int:
-        asynchronous = Feature.ASYNC_SAVE in self.features
-        return _STUCK_TIMEOUT_OF_WRITERS_S if asynchronous else _STUCK_TIMEOUT_S
+        saves = Feature.SAVE in self.features or Feature.ASYNC_SAVE in self.features
+        return _STUCK_TIMEOUT_OF_WRITERS_S if saves else _STUCK_TIMEOUT_S
 
     def training_flags(self, data: Path, iterations: int, folder: Path) -> list[str]:
         """Flags of the run that nothing happens to.

@@ -153,6 +153,10 @@ class OwnerWindows:
         """Note that every rank agreed this window is persisted; older ones may be recycled."""
         self.agree(Agreed(name))
 
+    def is_persisted(self, name: WindowName) -> bool:
+        """True if this window is, one of another plan that begins with it, or a newer one."""
+        return self._agreed.is_persisted(name.start)
+
     def is_given_up(self, name: WindowName) -> bool:
         """True if this window will never be persisted, as another rank does not have it."""
         return self._agreed.is_given_up(name.start)

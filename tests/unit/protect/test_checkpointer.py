@@ -374,6 +374,25 @@ def test_after_a_rollback_later_windows_are_captured_again(training: Training) -
     assert digest(training.windows.committed()[-1].path) == before, 'what it was recovered from'
 
 
+def test_what_a_job_is_recovered_from_is_not_captured_by_another_plan(shm: Path) -> None:
+    """Only the first window of a start counts, so the file of the second would be lost for ever."""
+    plan = WindowPlan((NAMES,))
+    before = Training(shm, ScheduledPlan(0, plan, 'plan1'))
+    before.run_until(3)
+    before.stop()
+    after = Training(shm, ScheduledPlan(2, plan, 'plan2'), max_wait_s=0)
+    after.iteration = 2
+    after.heard.extend(window.name for window in after.windows.committed())
+    after.life.go_back_to(WindowName(2, 'plan1'))
+    try:
+        after.run_until(5)
+        assert WindowName(2, 'plan2') not in after.heard
+        assert after.heard[-2:] == [WindowName(3, 'plan2'), WindowName(4, 'plan2')]
+        assert after.checkpointer.statistics.skipped_windows == 0
+    finally:
+        after.stop()
+
+
 def test_captures_under_way_arrive_before_older_state_is_loaded(training: Training) -> None:
     training.run_until(W)
     gate, order = threading.Event(), list[str]()
