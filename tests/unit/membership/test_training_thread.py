@@ -2,16 +2,19 @@
 """A thread that stands still is told from one that moves and from one that waits for others."""
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore, Work
 
+from moevement_ext import faults
 from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.regroup import waits
@@ -51,6 +54,18 @@ def test_a_thread_that_is_stuck_stands_still_and_waits_for_nobody() -> None:
     release.set()
     assert last.still_s > LOOKS / 2 * 0.05 and not last.waits_for_others
     assert 'in run' in stack and 'body()' in stack
+
+
+def test_a_loader_that_hangs_on_purpose_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / f'stall.{os.getpid()}'
+    file.touch()
+    monkeypatch.setattr(faults, '_stall_file', str(tmp_path / 'stall'))
+    with running(faults.stall) as thread:
+        last = looks(thread)[-1]
+    file.unlink()
+    assert last.still_s > LOOKS / 2 * 0.05 and not last.waits_for_others
 
 
 def test_a_thread_that_computes_moves() -> None:
