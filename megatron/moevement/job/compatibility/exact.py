@@ -68,6 +68,8 @@ EXACT = (
           'distributed_backend'),
     # Gradients
     group('sharded optimizer', f'{_LOST_STAGE}[pp2-dp2-distributed]', 'use_distributed_optimizer'),
+    group('several sharded optimizers', f'{_FLAGS}[optimizer-instances]',
+          'num_distributed_optimizer_instances'),
     group('overlapped reductions', f'{_LOST_STAGE}[overlapped-reductions]',
           'overlap_grad_reduce overlap_param_gather'),
     group('buckets', f'{_FLAGS}[buckets]',
@@ -99,6 +101,7 @@ EXACT = (
     # Optimizer and schedules
     group('rates of the ends', f'{_UNEQUAL}[stage without embedding]',
           'decoupled_lr decoupled_min_lr'),
+    group('Muon', 'test_a_job_with_muon_is_recovered_locally', 'optimizer'),
     group('schedules', f'{_FLAGS}[rates-and-gradients]',
           'lr_decay_style lr_wsd_decay_style lr_wsd_decay_iters lr_decay_iters '
           'weight_decay_incr_style start_weight_decay end_weight_decay apply_wd_to_qk_layernorm '

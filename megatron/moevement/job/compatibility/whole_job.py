@@ -41,8 +41,6 @@ _TOGETHER = 'all ranks must do together what follows an iteration, also when it 
 
 WHOLE_JOB = (
     # Schedule
-    Rule('TransformerConfig.variable_seq_lengths', GIVEN, 'use one length',
-         'shapes are exchanged beside the log', dest='variable_seq_lengths'),
     Rule('--pipeline-model-parallel-layout', _PREDICTS_EARLY, 'put m into the last stage',
          _WIDER),
     Rule('--mtp-standalone', GIVEN, 'leave it out', _WIDER),
@@ -53,8 +51,6 @@ WHOLE_JOB = (
     Rule('--rerun-mode', equal_to('report_stats'), 'add --rerun-mode disabled',
          'every iteration runs twice, and what stages send is logged twice then'),
     # Communicators
-    Rule('--num-distributed-optimizer-instances', above(1), 'use one',
-         'reductions between instances have never been reconnected'),
     Rule('--moe-token-dispatcher-type', equal_to('flex'),
          'use --moe-token-dispatcher-type alltoall', _HANDLES),
     Rule('--tp-comm-overlap', GIVEN, 'leave it out', _HANDLES),
