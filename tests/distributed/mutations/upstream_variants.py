@@ -50,11 +50,15 @@ def different_lengths() -> None:
     """Every other sequence is cut in half."""
     _with_setting('variable_seq_lengths')
     get_batch = pretrain_gpt.get_batch
+    parts = {'tokens': slice(1, None), 'labels': slice(-1)}
 
     def get_shorter(*args: Any) -> dict[str, Any]:
         batch = get_batch(*args)
-        if batch['tokens'] is not None and int(batch['tokens'].sum()) % 2:
-            half = batch['tokens'].shape[-1] // 2
+        # The first stage has the tokens, the last the labels, which are one ahead.
+        seen = next((batch[name][:, part] for name, part in parts.items()
+                     if batch[name] is not None), None)  # fmt: skip
+        if seen is not None and int(seen.sum()) % 2:
+            half = (seen.shape[-1] + 1) // 2
             for name, held in batch.items():
                 if held is not None:
                     batch[name] = held[..., :half, :half] if held.dim() == 4 else held[..., :half]
