@@ -52,9 +52,9 @@ _TRIED = (
 )
 
 _LOCALIZED = (
-    'For values that no rule above names. Sequences of different lengths '
-    '(`TransformerConfig.variable_seq_lengths`, which no flag sets) are among them, up to '
-    '`--seq-length`, by which the upstream log is sized: '
+    'For values that no rule above names. Sequences of different lengths\n'
+    '(`TransformerConfig.variable_seq_lengths`, which no flag sets) are among them, up to\n'
+    '`--seq-length`, by which the upstream log is sized:\n'
     '`test_sequences_of_different_lengths_are_recovered_locally`.'
 )
 
