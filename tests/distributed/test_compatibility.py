@@ -150,6 +150,21 @@ def test_flags_that_are_recovered_locally(
 
 
 @pytest.mark.thorough
+def test_shared_experts_that_overlap_are_recovered_locally(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """Rank 0 waits for tokens of rank 1, with its shared experts half done."""
+    flags = [
+        *f'{BF16} {PP_EP} {UNTIED} --train-iters 12 --moe-token-dispatcher-type alltoall'.split(),
+        *'--moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap'.split(),
+    ]
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    assert job.survive(mutation='mutations.upstream_variants:dies_within_a_layer') == {1: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+    check_localized(job)
+
+
+@pytest.mark.thorough
 def test_sequences_of_different_lengths_are_recovered_locally(
     cluster: Callable[..., Cluster],
 ) -> None:

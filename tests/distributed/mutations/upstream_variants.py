@@ -4,15 +4,19 @@
 Also with a step of recovery left out that only these need.
 """
 
+import os
+import signal
 from contextlib import nullcontext
 from typing import Any
 
 from megatron.core import optimizer as upstream
 from megatron.core.models import backends
 from megatron.core.optimizer import clip_grads, distrib_optimizer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 import pretrain_gpt
 from megatron.moevement.state import frozen, iteration_state
+from moevement_ext import faults
 from tests.stand_ins import grouped_linear
 from tests.stand_ins.fused_adam import FusedAdam
 
@@ -44,6 +48,20 @@ def delayed_gradients() -> None:
     """Experts compute the gradients of their weights later; upstream's parser wants the rest."""
     transformer_engine()
     _with_setting('delay_wgrad_compute')
+
+
+def dies_within_a_layer() -> None:
+    """Rank 1, in iteration 8 of its first life, when shared experts overlap with the exchange."""
+    if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) != ('1', '0'):
+        return
+    begin = SharedExpertMLP.pre_forward_comm
+
+    def begin_or_die(*args: Any, **settings: Any) -> None:
+        if faults._iteration >= 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin(*args, **settings)
+
+    SharedExpertMLP.pre_forward_comm = begin_or_die
 
 
 def different_lengths() -> None:

@@ -175,6 +175,8 @@ EXACT = (
           'moe_shared_expert_intermediate_size moe_shared_expert_gate '
           'moe_router_score_function moe_router_num_groups moe_router_group_topk '
           'moe_router_topk_scaling_factor moe_router_dtype moe_z_loss_coeff'),
+    group('shared experts beside the exchange of tokens',
+          'test_shared_experts_that_overlap_are_recovered_locally', 'moe_shared_expert_overlap'),
     group('losses that balance', f'{_FLAGS}[global-aux-loss]',
           'moe_router_load_balancing_type moe_router_pre_softmax moe_token_dispatcher_type'),
     group('bias of experts', f'{_LOST_STAGE}[router-bias]',

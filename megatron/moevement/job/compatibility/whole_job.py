@@ -44,7 +44,6 @@ WHOLE_JOB = (
     Rule('--pipeline-model-parallel-layout', _PREDICTS_EARLY, 'put m into the last stage',
          _WIDER),
     Rule('--mtp-standalone', GIVEN, 'leave it out', _WIDER),
-    Rule('--moe-shared-expert-overlap', GIVEN, 'leave it out', _HALF_DONE),
     Rule('--fine-grained-activation-offloading', GIVEN, 'leave it out', _HALF_DONE),
     Rule('--cpu-offloading-num-layers', above(0), 'leave it out', _HALF_DONE),
     Rule('--check-for-large-grads', GIVEN, 'add --rerun-mode disabled', _TWICE, _VALIDATED),
