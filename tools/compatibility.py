@@ -51,6 +51,13 @@ _TRIED = (
     'Each is tried with parsed flags in `tests/unit/megatron/moevement/job/test_unsupported.py`.'
 )
 
+_LOCALIZED = (
+    'For values that no rule above names. Sequences of different lengths\n'
+    '(`TransformerConfig.variable_seq_lengths`, which no flag sets) are among them, up to\n'
+    '`--seq-length`, by which the upstream log is sized:\n'
+    '`test_sequences_of_different_lengths_are_recovered_locally`.'
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the document anew."""
@@ -70,7 +77,7 @@ def document() -> str:
         _versions(),
         f'## Refused\n\n{_TRIED}\n\n{_rules(REFUSED)}',
         f'## Whole job only\n\n{_TRIED}\n\n{_rules(WHOLE_JOB)}',
-        '## Localized\n\nFor values that no rule above names.\n\n' + _groups(EXACT, flags),
+        f'## Localized\n\n{_LOCALIZED}\n\n' + _groups(EXACT, flags),
         '## With another flag\n\n' + _companions(flags),
         '## Without effect\n\n' + '\n'.join(_lists(WITHOUT_EFFECT, flags)),
     )

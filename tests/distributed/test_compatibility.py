@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
-from tests.distributed.test_localized_recovery import BASE, BF16, check_localized, victims
+from tests.distributed.test_localized_recovery import BASE, BF16, PP_EP, check_localized, victims
 
 UNTIED = '--untie-embeddings-and-output-weights'
 PP2 = '--pipeline-model-parallel-size 2'
@@ -111,6 +111,10 @@ CASES = {
         '--ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream '
         '--moe-shared-expert-intermediate-size 32',
     ),
+    'optimizer-instances': (
+        '1:9:reduce',
+        f'{BF16} {PP2} {UNTIED} --num-distributed-optimizer-instances 2',
+    ),
     'more-tokens': (  # the embedding is on both ends, which replay together
         '1:8:forward,0:11:backward',
         f'{BF16} --pipeline-model-parallel-size 4 {UNTIED} --mtp-num-layers 2 '
@@ -142,6 +146,48 @@ def test_flags_that_are_recovered_locally(
     job = cluster(*flags, '--sparse-ckpt-window', '3')
     assert job.survive(fail_at=fail_at) == victims(fail_at)
     assert differences(undisturbed, read_digest(job)) == []
+    check_localized(job)
+
+
+@pytest.mark.thorough
+def test_shared_experts_that_overlap_are_recovered_locally(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """Rank 0 waits for tokens of rank 1, with its shared experts half done."""
+    flags = [
+        *f'{BF16} {PP_EP} {UNTIED} --train-iters 12 --moe-token-dispatcher-type alltoall'.split(),
+        *'--moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap'.split(),
+    ]
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    assert job.survive(mutation='mutations.upstream_variants:dies_within_a_layer') == {1: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+    check_localized(job)
+
+
+@pytest.mark.thorough
+def test_sequences_of_different_lengths_are_recovered_locally(
+    cluster: Callable[..., Cluster],
+) -> None:
+    """Their shapes come from the log, like the tensors."""
+    flags = [*f'{BASE} --train-iters 12'.split()]
+    variant = 'mutations.upstream_variants:different_lengths'
+    undisturbed = cluster(*flags, sparse=False)
+    undisturbed.finish(mutation=variant)
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    assert job.survive(fail_at='1:8:forward', mutation=variant) == {1: 1}
+    assert differences(read_digest(undisturbed), read_digest(job)) == []
+    check_localized(job)
+
+
+@pytest.mark.thorough
+def test_a_job_with_muon_is_recovered_locally(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    pytest.importorskip('emerging_optimizers')
+    flags = f'--bf16 {PP_EP} {UNTIED} --optimizer muon --train-iters 12'.split()
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    assert job.survive(fail_at='1:8:forward') == {1: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
     check_localized(job)
 
 

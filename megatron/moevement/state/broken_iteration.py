@@ -14,6 +14,7 @@ import torch
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config
 from megatron.training import global_vars
@@ -79,6 +80,7 @@ class BrokenIteration:
         for chunk in self._model:
             chunk.train()
             self._release_chunk(chunk)
+            _reset_shared_experts(chunk)
 
     def _release_chunk(self, chunk: Any) -> None:
         """Forget collectives under way, and leave the hooks as a fresh model has them."""
@@ -94,6 +96,15 @@ class BrokenIteration:
             group.grad_reduce_finished = False
         if chunk.ddp_config.overlap_param_gather and not chunk.remove_forward_pre_hook_handles:
             chunk.enable_forward_pre_hook()
+
+
+def _reset_shared_experts(chunk: Any) -> None:
+    """Those that overlap with the exchange of tokens know how far they are in a layer."""
+    for module in chunk.modules():
+        if isinstance(module, SharedExpertMLP) and module.config.moe_shared_expert_overlap:
+            module._overlap_state = SharedExpertState.IDLE
+            module.cached_fc1_input = module.cached_fc2_input = None
+            module.cached_fc2_output = module.cached_output = None
 
 
 def _metrics() -> dict[str, torch.Tensor]:
@@ -115,6 +126,7 @@ def _check() -> None:
     for owner, names in (
         (RerunState, ('NOT_RUNNING_YET',)),
         (RerunMode, ('DISABLED',)),
+        (SharedExpertState, ('IDLE',)),
         (get_rerun_state_machine(), ('state', 'mode', 'saved_state', 'current_iteration')),
         (Timers(0, 'minmax'), ('_timers',)),
         (global_vars, ('_GLOBAL_TIMERS',)),

@@ -26,6 +26,9 @@ from megatron.moevement.state import stored
 from megatron.moevement.state.broadcast import broadcast_packed
 from moevement_ext.errors import SparseCheckpointError
 
+_KNOWN = ('FusedAdam', 'TensorParallelMuon')
+"""Optimizers beside torch's Adam, by class; their packages need not be installed."""
+
 
 @dataclass
 class ParameterState:
@@ -109,7 +112,7 @@ def parameter_states(
     """
     states: dict[torch.nn.Parameter, ParameterState] = {}
     for inner in chained(optimizer):
-        _require_adam(inner.optimizer)
+        _require_known(inner.optimizer)
         _allocate(inner)
         for state in _states_of(inner, names):
             states[state.parameter] = state
@@ -131,7 +134,7 @@ def counts_steps_per_parameter(inner: torch.optim.Optimizer) -> bool:
 
 
 def _allocate(optimizer: Any) -> None:
-    """Create Adam's state now, as its first step would, so that captures have fixed sources."""
+    """Create the state now, as the first step would, so that captures have fixed sources."""
     inner = optimizer.optimizer
     if optimizer.config.use_precision_aware_optimizer:
         _allocate_low_precision(inner)
@@ -168,11 +171,11 @@ def _states_of(optimizer: Any, names: dict[torch.nn.Parameter, str]) -> Iterator
         )
 
 
-def _require_adam(inner: Any) -> None:
-    if not isinstance(inner, torch.optim.Adam) and type(inner).__name__ != 'FusedAdam':
+def _require_known(inner: Any) -> None:
+    if not isinstance(inner, torch.optim.Adam) and type(inner).__name__ not in _KNOWN:
         raise SparseCheckpointError(
-            f'--sparse-ckpt supports Adam; the inner optimizer is {type(inner).__name__}. '
-            'Use --optimizer adam or train without --sparse-ckpt.'
+            f'--sparse-ckpt supports Adam and Muon; the inner optimizer is {type(inner).__name__}. '
+            'Use --optimizer adam or muon, or train without --sparse-ckpt.'
         )
 
 

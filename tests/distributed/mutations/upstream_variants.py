@@ -4,15 +4,19 @@
 Also with a step of recovery left out that only these need.
 """
 
+import os
+import signal
 from contextlib import nullcontext
 from typing import Any
 
 from megatron.core import optimizer as upstream
 from megatron.core.models import backends
 from megatron.core.optimizer import clip_grads, distrib_optimizer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 import pretrain_gpt
 from megatron.moevement.state import frozen, iteration_state
+from moevement_ext import faults
 from tests.stand_ins import grouped_linear
 from tests.stand_ins.fused_adam import FusedAdam
 
@@ -43,14 +47,54 @@ def transformer_engine() -> None:
 def delayed_gradients() -> None:
     """Experts compute the gradients of their weights later; upstream's parser wants the rest."""
     transformer_engine()
+    _with_setting('delay_wgrad_compute')
+
+
+def dies_within_a_layer() -> None:
+    """Rank 1, in iteration 8 of its first life, when shared experts overlap with the exchange."""
+    if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) != ('1', '0'):
+        return
+    begin = SharedExpertMLP.pre_forward_comm
+
+    def begin_or_die(*args: Any, **settings: Any) -> None:
+        if faults._iteration >= 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin(*args, **settings)
+
+    SharedExpertMLP.pre_forward_comm = begin_or_die
+
+
+def different_lengths() -> None:
+    """Every other sequence is cut in half."""
+    _with_setting('variable_seq_lengths')
+    get_batch = pretrain_gpt.get_batch
+    parts = {'tokens': slice(1, None), 'labels': slice(-1)}
+
+    def get_shorter(*args: Any) -> dict[str, Any]:
+        batch = get_batch(*args)
+        # The first stage has the tokens, the last the labels, which are one ahead.
+        seen = next((batch[name][:, part] for name, part in parts.items()
+                     if batch[name] is not None), None)  # fmt: skip
+        if seen is not None and int(seen.sum()) % 2:
+            half = (seen.shape[-1] + 1) // 2
+            for name, held in batch.items():
+                if held is not None:
+                    batch[name] = held[..., :half, :half] if held.dim() == 4 else held[..., :half]
+        return batch
+
+    pretrain_gpt.get_batch = get_shorter
+
+
+def _with_setting(name: str) -> None:
+    """One that upstream's parser does not give here."""
     parse = pretrain_gpt.parse_and_validate_args
 
-    def parse_with_delay(**given: Any) -> Any:
+    def parse_with_setting(**given: Any) -> Any:
         args = parse(**given)
-        args.delay_wgrad_compute = True
+        setattr(args, name, True)
         return args
 
-    pretrain_gpt.parse_and_validate_args = parse_with_delay
+    pretrain_gpt.parse_and_validate_args = parse_with_setting
 
 
 def delayed_gradients_of_frozen_asked_for() -> None:

@@ -68,6 +68,8 @@ EXACT = (
           'distributed_backend'),
     # Gradients
     group('sharded optimizer', f'{_LOST_STAGE}[pp2-dp2-distributed]', 'use_distributed_optimizer'),
+    group('several sharded optimizers', f'{_FLAGS}[optimizer-instances]',
+          'num_distributed_optimizer_instances'),
     group('overlapped reductions', f'{_LOST_STAGE}[overlapped-reductions]',
           'overlap_grad_reduce overlap_param_gather'),
     group('buckets', f'{_FLAGS}[buckets]',
@@ -99,6 +101,7 @@ EXACT = (
     # Optimizer and schedules
     group('rates of the ends', f'{_UNEQUAL}[stage without embedding]',
           'decoupled_lr decoupled_min_lr'),
+    group('Muon', 'test_a_job_with_muon_is_recovered_locally', 'optimizer'),
     group('schedules', f'{_FLAGS}[rates-and-gradients]',
           'lr_decay_style lr_wsd_decay_style lr_wsd_decay_iters lr_decay_iters '
           'weight_decay_incr_style start_weight_decay end_weight_decay apply_wd_to_qk_layernorm '
@@ -172,6 +175,8 @@ EXACT = (
           'moe_shared_expert_intermediate_size moe_shared_expert_gate '
           'moe_router_score_function moe_router_num_groups moe_router_group_topk '
           'moe_router_topk_scaling_factor moe_router_dtype moe_z_loss_coeff'),
+    group('shared experts beside the exchange of tokens',
+          'test_shared_experts_that_overlap_are_recovered_locally', 'moe_shared_expert_overlap'),
     group('losses that balance', f'{_FLAGS}[global-aux-loss]',
           'moe_router_load_balancing_type moe_router_pre_softmax moe_token_dispatcher_type'),
     group('bias of experts', f'{_LOST_STAGE}[router-bias]',

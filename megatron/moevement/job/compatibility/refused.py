@@ -12,6 +12,7 @@ from megatron.moevement.job.compatibility.rule import (
     GIVEN,
     Condition,
     Rule,
+    Values,
     above,
     equal_to,
     other_than,
@@ -28,6 +29,23 @@ _FIRST = 'write a first checkpoint without --sparse-ckpt, and --load that'
 _DELAYED = Condition(
     'with --delay-wgrad-compute', lambda settings: bool(getattr(settings, 'delay_wgrad_compute', 0))
 )
+_NEITHER_ADAM_NOR_MUON = Values(
+    'other than adam, and than muon with --muon-scalar-optimizer adam and without '
+    '--use-distributed-optimizer', lambda value: value != 'adam',
+)  # fmt: skip
+
+
+def _is_not_replicated_muon(settings: object) -> bool:
+    # Upstream's validation makes of the one flag the other setting.
+    sharded = ('use_distributed_optimizer', 'use_layer_wise_distributed_optimizer')
+    return (
+        getattr(settings, 'optimizer', None) != 'muon'
+        or any(getattr(settings, name, False) for name in sharded)
+        or getattr(settings, 'muon_scalar_optimizer', None) != 'adam'
+    )
+
+
+_NOT_REPLICATED_MUON = Condition('', _is_not_replicated_muon)
 _FORGETS = 'a restart from a newer dense checkpoint would go on with another state than it had'
 
 
@@ -49,8 +67,9 @@ _LOSES_SCALES = 'upstream writes such moments without their scales where it hold
 
 REFUSED = (
     # Optimizer and precision
-    Rule('--optimizer', other_than('adam'), 'use --optimizer adam',
-         'what other optimizers keep is not captured'),
+    Rule('--optimizer', _NEITHER_ADAM_NOR_MUON,
+         'use --optimizer adam, or muon without --use-distributed-optimizer',
+         'what other optimizers keep is not captured', _NOT_REPLICATED_MUON),
     Rule('--use-precision-aware-optimizer', GIVEN, 'install it, or leave the flag out',
          'no other Adam has state of 16 and 8 bits', WITHOUT_ADAM),
     Rule('--fp16', GIVEN, 'add --accumulate-allreduce-grads-in-fp32',

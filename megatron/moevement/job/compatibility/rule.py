@@ -56,7 +56,7 @@ class Rule:
     """A kind of recovery does not go with some values of a flag."""
 
     flag: str
-    """As the user writes it; of a setting that has no flag, its name in the configuration."""
+    """As the user writes it."""
     values: Values
     remedy: str
     """What to do instead, as a command: 'leave it out'."""

@@ -41,20 +41,15 @@ _TOGETHER = 'all ranks must do together what follows an iteration, also when it 
 
 WHOLE_JOB = (
     # Schedule
-    Rule('TransformerConfig.variable_seq_lengths', GIVEN, 'use one length',
-         'shapes are exchanged beside the log', dest='variable_seq_lengths'),
     Rule('--pipeline-model-parallel-layout', _PREDICTS_EARLY, 'put m into the last stage',
          _WIDER),
     Rule('--mtp-standalone', GIVEN, 'leave it out', _WIDER),
-    Rule('--moe-shared-expert-overlap', GIVEN, 'leave it out', _HALF_DONE),
     Rule('--fine-grained-activation-offloading', GIVEN, 'leave it out', _HALF_DONE),
     Rule('--cpu-offloading-num-layers', above(0), 'leave it out', _HALF_DONE),
     Rule('--check-for-large-grads', GIVEN, 'add --rerun-mode disabled', _TWICE, _VALIDATED),
     Rule('--rerun-mode', equal_to('report_stats'), 'add --rerun-mode disabled',
          'every iteration runs twice, and what stages send is logged twice then'),
     # Communicators
-    Rule('--num-distributed-optimizer-instances', above(1), 'use one',
-         'reductions between instances have never been reconnected'),
     Rule('--moe-token-dispatcher-type', equal_to('flex'),
          'use --moe-token-dispatcher-type alltoall', _HANDLES),
     Rule('--tp-comm-overlap', GIVEN, 'leave it out', _HANDLES),
