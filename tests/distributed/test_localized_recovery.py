@@ -55,6 +55,11 @@ LAYOUTS = {
         f'--use-distributed-optimizer {PP_EP} {UNTIED} --calculate-per-token-loss '
         '--global-batch-size 8', 4, '1:9:forward',
     ),
+    'fp16-hysteresis-skips-on-both-sides': (  # as in `test_whole_job_recovery`
+        '--fp16 --initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 2 '
+        f'--min-loss-scale 2048 --use-distributed-optimizer {PP_EP} {UNTIED} '
+        '--calculate-per-token-loss --global-batch-size 8', 2, '1:6:forward',
+    ),
     'before-the-first-update': (  # the first iterations overflow
         '--fp16 --initial-loss-scale 4194304 --hysteresis 1 '
         f'--use-distributed-optimizer {PP_EP} {UNTIED}', 2, '1:5:forward',

@@ -16,6 +16,11 @@ UNTIED = '--untie-embeddings-and-output-weights'
 ITERATIONS = '--train-iters 12'
 BASE = f'{BF16} {PP_EP} {UNTIED} {ITERATIONS}'.split()
 
+FP16_HYSTERESIS = (
+    '--fp16 --initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 2 --min-loss-scale 2048 '
+    f'--use-distributed-optimizer {PP_EP} {UNTIED} --calculate-per-token-loss --global-batch-size 8'
+)
+
 # Each line: precision and optimizer, layout, features; window; where it dies.
 SETUPS = {
     'bf16-distributed-pp2-ep2': (f'{BF16} {PP_EP} {UNTIED}', 3, '1:8:forward'),
@@ -68,6 +73,21 @@ SETUPS = {
         4,
         '1:9:forward',
     ),
+    # Two skips in a row before the scale goes down, here to its lower bound. Iteration 5 is the
+    # last one that is replayed, 6 the first one after that, and both are skipped.
+    'fp16-hysteresis-skips-on-both-sides': (FP16_HYSTERESIS, 2, '1:6:forward'),
+    'fp16-plain-dp2-pp2-skips': (
+        '--fp16 --initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 1 '
+        f'--pipeline-model-parallel-size 2 {UNTIED} --calculate-per-token-loss',
+        3,
+        '1:9:forward',
+    ),
+    'fp16-fixed-scale': (
+        f'--fp16 --loss-scale 1024 --use-distributed-optimizer {PP_EP} {UNTIED}',
+        3,
+        '1:8:forward',
+    ),
+    'bf16-fixed-scale': (f'{BF16} --loss-scale 1024 {PP_EP} {UNTIED}', 3, '1:8:forward'),
     'dense-layers-shared-experts-etp': (
         f'{BF16} {PP_EP} {UNTIED} --moe-layer-freq [0,1,1,1] '
         '--moe-shared-expert-intermediate-size 32',
@@ -169,21 +189,32 @@ def test_everything_killed_at_an_arbitrary_moment(
     assert differences(reference(*BASE), read_digest(job)) == []
 
 
+def skipped_in(job: Cluster, life: int = 0) -> set[int]:
+    """Iterations of one life of which some rank says that their step was skipped."""
+    lines = re.finditer(r'iteration +(\d+)/.*skipped iterations: +[1-9]', job.output(life))
+    return {int(found[1]) for found in lines}
+
+
 def test_skipped_steps_are_replayed_as_skips(cluster: Callable[..., Cluster]) -> None:
     setup, window, fail_at = SETUPS['fp16-dynamic-scale-per-token-loss']
     job = cluster(*_flags(setup), '--sparse-ckpt-window', str(window))
     job.run(fail_at=fail_at)
-    skipped = [
-        int(found[1])
-        for found in re.finditer(
-            r'iteration +(\d+)/.*skipped iterations: +[1-9]', job.output(life=0)
-        )
-    ]
-    assert {5, 7} <= set(skipped) and not {6, 8} & set(skipped)
+    skipped = skipped_in(job)
+    assert {5, 7} <= skipped and not {6, 8} & skipped
+
+
+@pytest.mark.thorough
+def test_steps_on_both_sides_of_a_failure_are_skipped(cluster: Callable[..., Cluster]) -> None:
+    job = cluster(*_flags(FP16_HYSTERESIS), sparse=False)
+    job.finish()
+    assert {5, 6} <= skipped_in(job)
+    scales = re.findall(r'loss scale: ([0-9.]+)', job.output(life=0))
+    assert min(map(float, scales)) == 2048.0, 'its lower bound'
 
 
 MUTATIONS = {
     'overflow_not_replayed': _flags(SETUPS['fp16-dynamic-scale-per-token-loss'][0]),
+    'scaler_not_restored': _flags(SETUPS['fp16-dynamic-scale-per-token-loss'][0]),
     'moments_not_restored': BASE,
     'step_not_restored': BASE,
     'norm_not_replayed': BASE,

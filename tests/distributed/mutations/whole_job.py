@@ -24,6 +24,11 @@ def rng_not_restored() -> None:
     iteration_state.restore_rng = lambda state: None
 
 
+def scaler_not_restored() -> None:
+    """The loss scale and its trackers start again."""
+    iteration_state._restore_scaler = lambda scaler, state: None
+
+
 def norm_not_replayed() -> None:
     """The clip factor of a replay comes from the gradients of the active operators only."""
     original = global_scalars.ScalarRecorder.replaying

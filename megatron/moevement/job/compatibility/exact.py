@@ -87,9 +87,9 @@ EXACT = (
     # Precision
     group('bf16', f'{_LOST_STAGE}[pp4-middle-stage]', 'bf16'),
     group('fp16 with a dynamic scale', f'{_LOST_STAGE}[fp16-skipped-steps]',
-          'fp16 initial_loss_scale loss_scale_window hysteresis'),
-    group('lower bound of the scale', 'By reasoning: the scale is captured with its trackers.',
-          'min_loss_scale'),
+          'fp16 initial_loss_scale loss_scale_window'),
+    group('hysteresis and lower bound of the scale',
+          f'{_LOST_STAGE}[fp16-hysteresis-skips-on-both-sides]', 'hysteresis min_loss_scale'),
     group('fp16 with a fixed scale', f'{_FLAGS}[fp16-and-different-replicas]',
           'loss_scale fp16_lm_cross_entropy accumulate_allreduce_grads_in_fp32 '
           'apply_query_key_layer_scaling attention_softmax_in_fp32'),
