@@ -162,8 +162,21 @@ class History:
     @cached_property
     def spans(self) -> dict[int, list[Span]]:
         """What each rank did, from its first process on."""
+        ends = {
+            rank: events[-1].time if isinstance(events[-1], Finished) else self.end
+            for rank, events in self.by_rank.items()
+        }
+        return {rank: _spans(self._turns[rank], ends[rank]) for rank in self.ranks}
+
+    @cached_property
+    def _turns(self) -> dict[int, list[tuple[float, Doing]]]:
         noticed = [event.time for event in kind_of(self.events, FailureDetected)]
-        return {rank: _spans(self.by_rank[rank], noticed, self.end) for rank in self.ranks}
+        return {rank: _turns(self.by_rank[rank], noticed) for rank in self.ranks}
+
+    @cached_property
+    def doing(self) -> dict[int, Doing]:
+        """What each rank does now."""
+        return {rank: turns[-1][1] for rank, turns in self._turns.items()}
 
     @cached_property
     def trained_from(self) -> float:
@@ -323,10 +336,9 @@ def together(lanes: Sequence[Sequence[Span]]) -> list[Span]:
 _GRAVEST_FIRST = (Doing.STARTING, Doing.REPLAYING, Doing.WAITING, Doing.TRAINING)
 
 
-def _spans(events: Sequence[Event], noticed: Sequence[float], end: float) -> list[Span]:
-    """Of one rank. `noticed`: when any rank noticed a failure."""
-    turns = list(_turns(events, noticed))
-    ends = [*(time for time, _ in turns[1:]), events[-1].time if _over(events) else end]
+def _spans(turns: Sequence[tuple[float, Doing]], end: float) -> list[Span]:
+    """From turn to turn, the last one up to `end`."""
+    ends = [*(time for time, _ in turns[1:]), end]
     spans = [
         Span(doing, start, stop)
         for (start, doing), stop in zip(turns, ends, strict=True)
@@ -335,12 +347,8 @@ def _spans(events: Sequence[Event], noticed: Sequence[float], end: float) -> lis
     return together([spans])
 
 
-def _over(events: Sequence[Event]) -> bool:
-    return isinstance(events[-1], Finished)
-
-
 def _turns(events: Sequence[Event], noticed: Sequence[float]) -> list[tuple[float, Doing]]:
-    """When a rank began to do what."""
+    """When a rank began to do what. `noticed`: when any rank noticed a failure."""
     turns: list[tuple[float, Doing]] = []
     fresh = False  # set up, and nothing trained since
     before = 0.0
