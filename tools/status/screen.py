@@ -104,7 +104,7 @@ def _headline(history: History, now: float) -> Text:
         reasons = '; '.join(last.reasons) or 'all workers start again'
         lasting = duration(max(now - last.start, 0.0))
         return Text(f'RECOVERING for {lasting}: {reasons}{quiet}', 'bold yellow')
-    if now - history.begun and history.trained_from >= history.end:
+    if history.trained_from >= history.end:
         return Text(f'starting{quiet}', 'bold')
     return Text(f'training, iteration {history.iteration}{quiet}', 'bold green')
 
