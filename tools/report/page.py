@@ -16,7 +16,11 @@ from tools.report import lanes, protection
 from tools.report.forecast import Plan, compare
 
 _DETAILED = 40  # recoveries that are drawn; the table has all
-_PHASE_CLASSES = 7  # colours in the template
+_PHASES = {
+    'detect': 0, 'find': 0, 'unblock': 1, 'respawn': 2, 'load': 2, 'regroup': 3, 'fetch': 4,
+    'obtain': 4, 'convert': 5, 'catch_up': 6,
+}  # fmt: skip
+"""Colour in the template, by phase of a localized recovery or of one of the whole job."""
 _NOTES = 20
 
 
@@ -160,8 +164,8 @@ def _recovery(
         'gave_up': episode.gave_up,
         'phases': [
             Part(name.replace('_', ' '), seconds / total, duration(seconds),
-                 f'phase{place % _PHASE_CLASSES}')
-            for place, (name, seconds) in enumerate(episode.phases.items())
+                 f'phase{_PHASES[name]}' if name in _PHASES else 'other')
+            for name, seconds in episode.phases.items()
         ],
         'timeline': lanes.timeline(drawn, episode.start - margin, end + margin)
         if detailed else None,

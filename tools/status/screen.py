@@ -42,8 +42,8 @@ def show(history: History, now: float) -> Group:
     if reduced:
         newest = reduced[-1]
         parts.append(Text(
-            f'protection was reduced {len(reduced)} times, last {duration(now - newest.time)} ago '
-            f'on rank {newest.rank}: {newest.reason}', 'yellow',
+            f'times that protection was reduced: {len(reduced)}, last '
+            f'{duration(now - newest.time)} ago on rank {newest.rank}: {newest.reason}', 'yellow',
         ))  # fmt: skip
     return Group(*parts)
 
@@ -128,11 +128,12 @@ def _protection(history: History) -> Text:
     newest = history.newest_window
     if newest is None:
         return Text('no window is safe on all ranks yet: a failure starts over', 'red')
-    window = max((len(slots) for slots in history.slots.values()), default=1)
     age = history.iteration - newest
-    late = age > _LATE_WINDOWS * window
     text = f'newest window that all have begins at {newest}, {age} iterations ago'
-    return Text(f'{text}; windows of {window}', 'red' if late else '')
+    if not history.slots:  # an older version wrote the events
+        return Text(text)
+    window = max(len(slots) for slots in history.slots.values())
+    return Text(f'{text}; windows of {window}', 'red' if age > _LATE_WINDOWS * window else '')
 
 
 def _stages(history: History) -> Table:

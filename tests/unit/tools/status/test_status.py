@@ -77,7 +77,7 @@ def test_silent_and_missing_ranks() -> None:
 def test_reduced_protection() -> None:
     reduced = event(ProtectionReduced, 3, 21.0, reason='a peer is slow')
     text = shown(sorted([*until(22), reduced], key=lambda one: one.time), 23.0)
-    assert 'reduced 1 times, last 2.0 s ago on rank 3: a peer is slow' in text
+    assert 'protection was reduced: 1, last 2.0 s ago on rank 3: a peer is slow' in text
 
 
 class TestFollower:
