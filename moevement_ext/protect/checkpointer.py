@@ -238,6 +238,7 @@ class SparseCheckpointer:
     def _seal(self, window: _Writing, header: SlotHeader) -> None:
         """Seal a slot, all copies of which have arrived. Called on the sealing thread."""
         faults.point(Phase.SEAL)
+        self.statistics.copy_bytes_per_s = self._copier.bytes_per_s()
         if not window.given_up:
             self._life.sealed(window.file, header)
         self._ended(window)

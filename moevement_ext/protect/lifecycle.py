@@ -151,10 +151,23 @@ class WindowLife:
         file.seal_slot(header)
         if header.slot == header.window - 1:
             self._windows.commit(file)
-            committed = WindowCommitted(start=header.start, plan=header.plan)
-            self.statistics.events.emit(committed)
+            self._note_committed(file, header)
         faults.point(Phase.REPLICATE)
         self._replicator.submit(file, header.slot)
+
+    def _note_committed(self, file: WindowFile, last: SlotHeader) -> None:
+        figures = self.statistics
+        figures.events.emit(
+            WindowCommitted(
+                start=last.start,
+                plan=last.plan,
+                slots=[file.header(slot).payload_bytes for slot in range(last.window)],
+                training_s=round(figures.training_s, 6),
+                exposed_s=round(figures.exposed_s, 6),
+                copy_bytes_per_s=figures.copy_bytes_per_s,
+                send_bytes_per_s=self._replicator.bytes_per_s(),
+            )
+        )
 
     def replicated(self, window: WindowName) -> None:
         """Report a window that all holders have. Called by the replicator's thread."""

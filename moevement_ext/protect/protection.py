@@ -12,9 +12,9 @@ import msgspec
 import torch
 
 from moevement_ext.capture.operators import Operators
-from moevement_ext.config import AUTO, OFF
+from moevement_ext.config import AUTO, OFF, node_name
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.events import ProtectionReduced, Replanned
+from moevement_ext.events import Protected, ProtectionReduced, Replanned
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.file import WindowFile
@@ -132,6 +132,7 @@ class Protection:
             store.clone(), rank.number, rank.world_size, present, self._decide, self._adopt
         )
         self._started = True
+        rank.events.emit(self._description())
 
     def captured_after(self, start: int) -> list[SlotHeader]:
         """What tells if a recovery from the window at `start` is exact: newer slots, if wanted."""
@@ -236,7 +237,7 @@ class Protection:
             slot_bytes=of_rank.slot_bytes,
             skipped_windows=of_rank.skipped_windows,
             copy_bytes_per_s=self.checkpointer.copy_bytes_per_s(),
-            host_memory=msgspec.structs.asdict(self.memory.plan.ranks[self._rank.number]),
+            host_memory=self._reserved(),
         )
 
     def drain(self) -> None:
@@ -283,6 +284,27 @@ class Protection:
             memory.give_up()
         raise problem or HostMemoryError('another rank cannot reserve its host memory')
 
+    def _description(self) -> Protected:
+        rank, planner = self._rank, self.planner
+        return Protected(
+            node=node_name(),
+            stage=planner.place.stage,
+            world_size=rank.world_size,
+            copies=1 + len(planner.place.replicas),
+            replicas=len(self._reached),
+            window=self.checkpointer.schedule.plan.window,
+            host_memory=self._reserved(),
+            operators={
+                name: (held.full_bytes, held.light_bytes)
+                for name, held in self._operators.slices.items()
+            },
+            experts=[name for name, kind in self._operators.kinds.items() if kind == 'expert'],
+        )
+
+    def _reserved(self) -> dict[str, int]:
+        """Bytes of host memory of this rank, by kind."""
+        return msgspec.structs.asdict(self.memory.plan.ranks[self._rank.number])
+
     def _schedule(self, parameters: PlanParameters) -> ScheduledPlan:
         schedule = self.planner.schedule(parameters.origin, parameters.window, parameters.shares)
         self._parameters[schedule.origin, schedule.digest] = parameters
@@ -315,8 +337,12 @@ class Protection:
     def _adopt(self, parameters: PlanParameters) -> None:
         """On the replanner's thread."""
         self.checkpointer.schedule_next(self._schedule(parameters))
+        own = self._operators.slices
         self._rank.events.emit(
             Replanned(
-                origin=parameters.origin, window=parameters.window, version=parameters.version
+                origin=parameters.origin,
+                window=parameters.window,
+                version=parameters.version,
+                shares={name: share for name, share in parameters.shares.items() if name in own},
             )
         )

@@ -47,6 +47,8 @@ class CaptureStatistics:
     """Payload of all slots."""
     slot_bytes: int = 0
     """Payload of the newest slot."""
+    copy_bytes_per_s: float | None = None
+    """Measured rate of the copies of all sealed slots; None before the first."""
     skipped_windows: int = 0
     """Windows for which there was no free file."""
     failures: int = 0

@@ -78,7 +78,7 @@ class ReplicaClient:
 
     def put_slot(
         self, owner: int, file: WindowFile, slot: int, agreed: Agreed = NOTHING_AGREED
-    ) -> None:
+    ) -> int:
         """Send a sealed slot of the window in `file`; nothing is sent that is there already.
 
         Args:
@@ -86,6 +86,9 @@ class ReplicaClient:
             file: the window, perhaps not yet complete.
             slot: index of the slot.
             agreed: what is known of all ranks' windows; lets the peer recycle.
+
+        Returns:
+            Bytes that were sent.
         """
         blob = file.slot_blob(slot)
         request = PutSlot(
@@ -97,15 +100,17 @@ class ReplicaClient:
             frame_checksum=frame_checksum(blob.frame),
             agreed=agreed,
         )
-        with self._exchange(len(blob.payload) + len(blob.frame)) as connection:
+        nbytes = len(blob.payload) + len(blob.frame)
+        with self._exchange(nbytes) as connection:
             connection.send(request)
             reply = _reply(connection)
             if isinstance(reply, Ack):
-                return
+                return 0
             _require(reply, Proceed)
             connection.send_bytes(blob.payload)
             connection.send_bytes(blob.frame)
             _expect(connection, Ack)
+            return nbytes
 
     def commit(self, owner: int, window: WindowName, nbytes: int = 0) -> None:
         """Have the peer verify and commit a window whose slots were all sent.

@@ -96,6 +96,7 @@ class Replicator:
         self._jobs: deque[_Job] = deque()
         self._reports: deque[str] = deque(maxlen=16)
         self._agreed = Agreed()
+        self._sent = 0, 0.0  # bytes, seconds
         self._stopping = threading.Event()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f'replicator-{owner}', daemon=True)
@@ -160,6 +161,11 @@ class Replicator:
             self._retired.extend(peer.client for peer in self._peers.values())
             self._peers = {rank: _Peer(client) for rank, client in peers.items()}
             self._changed.notify()
+
+    def bytes_per_s(self) -> float | None:
+        """Rate at which peers took slots, bytes/s; None before the first. Called by any thread."""
+        nbytes, seconds = self._sent
+        return nbytes / seconds if nbytes and seconds else None
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """End the thread after the exchange it is in; windows not yet sent are left."""
@@ -246,7 +252,10 @@ class Replicator:
         return None
 
     def _send(self, job: _Job, slot: int, peer: _Peer) -> None:
-        peer.client.put_slot(self.owner, job.file, slot, self._agreed)
+        began = time.perf_counter()
+        nbytes = peer.client.put_slot(self.owner, job.file, slot, self._agreed)
+        if nbytes:
+            self._sent = self._sent[0] + nbytes, self._sent[1] + time.perf_counter() - began
         with self._changed:
             if job in self._jobs:  # not dropped meanwhile
                 peer.sent.add((job.name, slot))

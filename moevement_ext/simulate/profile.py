@@ -62,20 +62,25 @@ class Profile:
     """Rate of copies to host memory, while training."""
     network_bytes_per_s: float
     """This rank's share of its node's links."""
-    disk_bytes_per_s: float
-    """This rank's share of the storage."""
+    disk_bytes_per_s: float | None = None
+    """This rank's share of the storage; None: not known, and only some systems need it."""
     replicas: int = 1
     """Copies of captured state on other nodes."""
     hidden_fraction: float = DEFAULT_HIDDEN_FRACTION
     """Part of an iteration beside which a copy is free."""
     restart_s: float = 0.0
     """Seconds from a failure until state can be loaded: detection, new process, new groups."""
+    mtbf_s: float | None = None
+    """Mean seconds between failures of the job; None: not known."""
     pipeline: Pipeline = Pipeline()
 
     def __post_init__(self) -> None:
         fields.require(self.format == FORMAT, 'format', self.format, f'must be {FORMAT!r}')
-        for name in ('iteration_s', 'copy_bytes_per_s', 'network_bytes_per_s', 'disk_bytes_per_s'):
+        for name in ('iteration_s', 'copy_bytes_per_s', 'network_bytes_per_s'):
             fields.positive(name, getattr(self, name))
+        for name in ('disk_bytes_per_s', 'mtbf_s'):
+            if getattr(self, name) is not None:
+                fields.positive(name, getattr(self, name))
         fields.require(bool(self.operators), 'operators', (), 'list at least one operator')
         fields.whole('replicas', self.replicas, least=0)
         inside = 0 < self.hidden_fraction <= 1
@@ -98,6 +103,18 @@ class Profile:
         if self.replicas == 0:
             return self.copy_bytes_per_s
         return min(self.copy_bytes_per_s, self.network_bytes_per_s / self.replicas)
+
+    @property
+    def written_s(self) -> float:
+        """Seconds to write all operators to the storage, or to read them.
+
+        Raises:
+            FieldError: its rate is not known.
+        """
+        if self.disk_bytes_per_s is None:
+            problem = 'is missing; the profile does not say it, and this system uses a disk'
+            raise fields.FieldError('disk_bytes_per_s', problem)
+        return self.state_bytes / self.disk_bytes_per_s
 
     @property
     def hidden_s(self) -> float:

@@ -154,7 +154,7 @@ def _checkfreq(name: str, options: Options, profile: Profile | None) -> System:
         return _given_dense(name, options, profile)
     fields.positive('overhead_bound', options.overhead_bound)
     stall_s = max(0.0, profile.state_bytes / profile.copy_bytes_per_s - profile.hidden_s)
-    written_s = profile.state_bytes / profile.disk_bytes_per_s
+    written_s = profile.written_s
     tuned = stall_s / (options.overhead_bound * profile.iteration_s)
     interval = max(1, math.ceil(tuned), math.ceil(written_s / profile.iteration_s))
     restart_s = profile.restart_s + written_s + _lag_s(written_s / profile.iteration_s, profile)
@@ -224,7 +224,7 @@ def _moc(name: str, options: Options, profile: Profile | None) -> System:
     copy_s = profile.state_bytes / profile.copy_bytes_per_s
     stall_s = max(0.0, copy_s - interval * profile.hidden_s)
     lag_s = _lag_s(min(interval, copy_s / profile.hidden_s), profile)
-    restart_s = profile.restart_s + profile.state_bytes / profile.disk_bytes_per_s + lag_s
+    restart_s = profile.restart_s + profile.written_s + lag_s
     full = _dense(options, interval=interval, stall_s=stall_s, restart_s=restart_s)
     return _partial(name, full, partial, options, shares)
 

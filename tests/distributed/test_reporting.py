@@ -16,6 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tools.lab.history import read_history, shares
+from tools.report.page import render
+from tools.simulate.run_profile import derive
 
 RANKS = 2
 ITERATIONS = 12
@@ -133,6 +136,7 @@ def test_recovered_run_reports_and_evaluates_like_the_fault_free_one(
     assert [line for line in upstream_lines(job, 1) if line in lines]
     for rank in range(RANKS):
         check_events(job.events(rank=rank), rank)
+    check_tools(job.directory / 'events')
 
 
 def check_events(events: list[dict], rank: int) -> None:
@@ -163,6 +167,22 @@ def check_recovery(events: list[dict]) -> None:
     assert tuple(recovered['seconds']) == RECOVERY_PHASES
     assert all(seconds >= 0 for seconds in recovered['seconds'].values())
     assert recovered['seconds']['convert'] > 0
+
+
+def check_tools(events: Path) -> None:
+    """What the tools read out of the events of a real run."""
+    history = read_history(events)
+    [episode] = history.episodes
+    assert (episode.scope, episode.replaced) == ('whole job', [0, 1])
+    assert (history.finished, history.iteration) == (True, ITERATIONS)
+    assert [place.stage for _, place in sorted(history.places.items())] == [0, 1]
+    time = shares(history)
+    assert time is not None and 0 < time.ettr < 1
+    assert f'{time.ettr:.1%}' in render(history, 'run', None)
+    profile = derive(events, {'network_bytes_per_s': 1e9})  # one node holds no replicas
+    assert profile.pipeline.stages == 2 and profile.iteration_s > 0
+    assert profile.mtbf_s == history.mtbf_s is not None
+    assert 0 < profile.restart_s < time.recovering
 
 
 def test_metrics_of_a_job_that_lost_a_worker(cluster: Callable[..., Cluster]) -> None:

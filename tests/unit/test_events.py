@@ -53,10 +53,42 @@ _VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0'
     [
         (events.WorkerStarted(start_up_s=0.5), ',"start_up_s":0.5'),
         (events.WindowCommitted(start=4, plan='a'), ',"start":4,"plan":"a"'),
+        (
+            events.Protected(
+                node='n0',
+                stage=1,
+                world_size=4,
+                copies=2,
+                replicas=1,
+                window=2,
+                host_memory={'ledger': 8},
+                operators={'layers.1.router': (12, 2)},
+                experts=[],
+            ),
+            ',"node":"n0","stage":1,"world_size":4,"copies":2,"replicas":1,"window":2,'
+            '"host_memory":{"ledger":8},"operators":{"layers.1.router":[12,2]},"experts":[]',
+        ),
+        (
+            events.WindowCommitted(
+                start=4,
+                plan='a',
+                slots=[7, 8],
+                training_s=1.5,
+                exposed_s=0.25,
+                copy_bytes_per_s=9.0,
+                send_bytes_per_s=None,
+            ),
+            ',"start":4,"plan":"a","slots":[7,8],"training_s":1.5,"exposed_s":0.25,'
+            '"copy_bytes_per_s":9.0,"send_bytes_per_s":null',
+        ),
         (events.WindowPersisted(start=4, plan='a'), ',"start":4,"plan":"a"'),
         (
             events.Replanned(origin=8, window=2, version=1),
             ',"origin":8,"window":2,"version":1',
+        ),
+        (
+            events.Replanned(origin=8, window=2, version=1, shares={'layers.1.expert.0': 0.5}),
+            ',"origin":8,"window":2,"version":1,"shares":{"layers.1.expert.0":0.5}',
         ),
         (events.ProtectionReduced(reason='full'), ',"reason":"full"'),
         (events.FailureDetected(reason='rank 2'), ',"reason":"rank 2"'),

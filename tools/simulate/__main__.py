@@ -8,10 +8,12 @@ r"""What a fault-tolerance system costs and saves: in closed form, and simulated
     python -m tools.simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours ...
     python -m tools.simulate timeline --trace failures.csv --systems gemini,ours \
         --plot goodput.png ...
+    python -m tools.simulate profile runs/events -o run.json
+    python -m tools.simulate --system ours --profile runs/events --mtbf 0.5x
     python -m tools.simulate paper
 
 ETTR is the share of wall-clock time that goes into iterations which are kept. Semantics, formulas
-and systems: docs/simulator.md. `sweep`, `timeline` and `paper` have a --help of their own.
+and systems: docs/simulator.md. `sweep`, `timeline`, `profile` and `paper` have their own --help.
 
 Exit status: 0 done, 2 a flag or file that breaks a rule, or a plan that is not feasible.
 """
@@ -40,7 +42,7 @@ from moevement_ext.simulate.trace import TraceError
 from tools.simulate import flags
 
 BAD_INPUT = (FieldError, ProfileError, TraceError, InfeasiblePlan)
-SUBCOMMANDS = ('sweep', 'timeline', 'paper')
+SUBCOMMANDS = ('sweep', 'timeline', 'profile', 'paper')
 
 
 def answer(scenario: flags.Scenario, name: str) -> dict[str, object]:
@@ -184,7 +186,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _subcommand(name: str, argv: Sequence[str]) -> int:
-    module = {'paper': 'paper.__main__', 'sweep': 'sweep', 'timeline': 'timeline'}
+    module = {
+        'paper': 'paper.__main__', 'profile': 'run_profile', 'sweep': 'sweep',
+        'timeline': 'timeline',
+    }  # fmt: skip
     return int(import_module(f'tools.simulate.{module[name]}').main(argv))
 
 

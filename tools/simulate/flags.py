@@ -20,6 +20,7 @@ from moevement_ext.simulate.profile import Profile, read_profile
 from moevement_ext.simulate.runs import Run
 from moevement_ext.simulate.systems import INTERVAL_RULES, Options, System, build
 from moevement_ext.simulate.trace import Trace, read_trace
+from tools.simulate import run_profile
 
 GB = 1e9
 
@@ -41,6 +42,19 @@ FLAG_OF_FIELD = {
     'count': '--spares',
 }
 """Where the flag is not the field's own name."""
+
+
+class Times(NamedTuple):
+    """A multiple of what the profile says."""
+
+    factor: float
+
+
+def mtbf(text: str) -> float | Times:
+    """Seconds, or `0.5x`."""
+    value = float(text.removesuffix('x'))
+    return Times(value) if text.endswith('x') else value
+
 
 LENGTH_MATTERS = ('moc', 'moetion')
 """Systems that count the tokens lost in a job."""
@@ -76,7 +90,12 @@ _COSTS = [
     _Flag('--skew', float, "of the experts' popularity, 0 (none) to below 1 (drawn at random)"),
 ]  # fmt: skip
 _MACHINE = [
-    _Flag('--profile', Path, 'JSON file with what was measured; prices what no flag gives'),
+    _Flag(
+        '--profile',
+        Path,
+        'what was measured, to price what no flag gives: a JSON file, or the '
+        'folder of --sparse-ckpt-events of a run',
+    ),
     _Flag('--copy-bandwidth', float, "GB/s of a rank to host memory, instead of the profile's"),
     _Flag('--network-bandwidth', float, "GB/s of a rank's share of the network"),
     _Flag('--disk-bandwidth', float, "GB/s of a rank's share of the storage"),
@@ -86,7 +105,12 @@ _MACHINE = [
     _Flag('--copies', int, 'nodes of a stage that hold the same state'),
 ]
 _FAILURES = [
-    _Flag('--mtbf', float, 'mean seconds between failures of the job (inf: none)'),
+    _Flag(
+        '--mtbf',
+        mtbf,
+        'mean seconds between failures of the job (inf: none), or as 0.5x: so '
+        'many times what the profile says, which is the default',
+    ),
     _Flag('--gpus', int, 'of the job; with --gpu-hours-per-failure instead of --mtbf'),
     _Flag('--gpu-hours-per-failure', float, 'e.g. 50000 (Llama 3), 30000, 7500 (OPT-175B)'),
     _Flag('--weibull-shape', float, 'of the gaps; below 1 failures come in bunches', 1.0),
@@ -177,7 +201,7 @@ def scenario(args: argparse.Namespace) -> Scenario:
     """Raises FieldError, ProfileError, TraceError."""
     profile = _profile(args)
     pipeline = _pipeline(args, profile)
-    process = _process(args)
+    process = _process(args, profile)
     if isinstance(process, Trace):
         pipeline = replace(pipeline, nodes=args.nodes or max(pipeline.nodes, len(process.names)))
     spares = None
@@ -216,13 +240,17 @@ def scenario(args: argparse.Namespace) -> Scenario:
 def _profile(args: argparse.Namespace) -> Profile | None:
     if args.profile is None:
         return None
-    profile = read_profile(args.profile)
-    given = {
+    flags = {
         'copy_bytes_per_s': args.copy_bandwidth,
         'network_bytes_per_s': args.network_bandwidth,
         'disk_bytes_per_s': args.disk_bandwidth,
     }
-    return replace(profile, **{name: gb * GB for name, gb in given.items() if gb is not None})
+    given = {name: gb * GB for name, gb in flags.items() if gb is not None}
+    if args.profile.is_dir():
+        if args.recovery == 'localized' and args.micro_batches is None:
+            raise FieldError('micro_batches', 'is missing; the events of a run do not say it')
+        return run_profile.derive(args.profile, given)
+    return replace(read_profile(args.profile), **given)
 
 
 def _pipeline(args: argparse.Namespace, profile: Profile | None) -> Pipeline:
@@ -234,10 +262,10 @@ def _pipeline(args: argparse.Namespace, profile: Profile | None) -> Pipeline:
     return replace(base, **given)
 
 
-def _process(args: argparse.Namespace) -> Process:
+def _process(args: argparse.Namespace, profile: Profile | None) -> Process:
     if args.trace is not None:
         return read_trace(args.trace)
-    mtbf_s = args.mtbf
+    mtbf_s = _mtbf_s(args, profile)
     if mtbf_s is None:
         if args.gpus is None or args.gpu_hours_per_failure is None:
             raise FieldError('mtbf', 'is missing; give it, or --gpus and --gpu-hours-per-failure')
@@ -250,6 +278,18 @@ def _process(args: argparse.Namespace) -> Process:
             raise FieldError('shape', 'cannot be combined with --neighbours or --repeat')
         return Correlated(mtbf_s, args.neighbours, args.repeat, args.repeat_after)
     return Renewal(mtbf_s, args.weibull_shape)
+
+
+def _mtbf_s(args: argparse.Namespace, profile: Profile | None) -> float | None:
+    """Seconds, if the flag or else the profile says so; a rate by GPUs goes before the profile."""
+    if isinstance(args.mtbf, float | int):
+        return args.mtbf
+    measured = profile.mtbf_s if profile else None
+    if isinstance(args.mtbf, Times):
+        if measured is None:
+            raise FieldError('mtbf', 'is a multiple, but there is no profile of a run that failed')
+        return measured * args.mtbf.factor
+    return None if args.gpu_hours_per_failure is not None else measured
 
 
 def _shares(args: argparse.Namespace, profile: Profile | None) -> np.ndarray | None:

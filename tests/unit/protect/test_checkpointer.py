@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
-from moevement_ext.events import EventLog
+from moevement_ext.events import Event, EventLog, WindowCommitted
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.expected import Expected
@@ -187,6 +187,22 @@ def test_a_window_is_committed_every_w_iterations(training: Training) -> None:
     statistics = training.checkpointer.statistics
     assert (statistics.persisted, statistics.iterations) == (9, 12)
     assert statistics.failures == statistics.skipped_windows == 0
+
+
+def test_a_committed_window_says_what_it_took(training: Training) -> None:
+    said: list[Event] = []
+    training.events.listeners.append(said.append)
+    training.checkpointer.statistics.training_s = 1.25
+    training.run_until(W + 1)
+    [committed] = [event for event in said if isinstance(event, WindowCommitted)]
+    _, headers = verified(training, 0)
+    assert committed.slots == [header.payload_bytes for header in headers]
+    assert (committed.start, committed.training_s) == (0, 1.25)
+    statistics = training.checkpointer.statistics
+    assert isinstance(committed.exposed_s, float)
+    assert 0 < committed.exposed_s <= statistics.exposed_s
+    assert isinstance(committed.copy_bytes_per_s, float) and committed.copy_bytes_per_s > 0
+    assert committed.send_bytes_per_s is None  # there is no holder
 
 
 def test_training_alone_without_draining_captures_the_same(training: Training) -> None:

@@ -86,6 +86,20 @@ def test_slots_are_sent_as_they_are_sealed(shm: Path, own: OwnerWindows) -> None
         assert digest(replicas(first).committed()[0].path) == digest(newest)
 
 
+def test_the_rate_is_of_what_was_sent(shm: Path, own: OwnerWindows) -> None:
+    events = Events()
+    with serving(shm, 1) as server, replicating(events, server.address) as replicator:
+        assert replicator.bytes_per_s() is None
+        file = commit(own, 0)
+        submit_all(replicator, file)
+        assert events.next_replicated() == named(0)
+        rate = replicator.bytes_per_s()
+        assert rate is not None and rate > 0
+        submit_all(replicator, file)  # the peer has it already
+        assert events.next_replicated() == named(0)
+        assert replicator.bytes_per_s() == rate
+
+
 def test_lost_peer_is_reported_and_caught_up_when_it_is_back(shm: Path, own: OwnerWindows) -> None:
     events = Events()
     port = free_port()

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of events, without a program that shows it."""
+
+from moevement_ext.events import FailureDetected
+from moevement_ext.metrics.instruments import INSTRUMENTS, Instrument, Kind
+from moevement_ext.metrics.observer import Observer
+
+
+class Noted:
+    """A recorder that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.added: list[tuple[str, float]] = []
+
+    def add(self, instrument: Instrument, amount: float, label: str | None = None) -> None:
+        self.added.append((instrument.name, amount))
+
+    def set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
+        raise AssertionError('nothing has a value yet')
+
+    def close(self) -> None:
+        pass
+
+
+def test_counters_begin_at_zero_so_that_a_rate_sees_the_first_event() -> None:
+    recorder = Noted()
+    observer = Observer([recorder])
+    counters = [one.name for one in INSTRUMENTS if one.kind is Kind.COUNTER and one.label is None]
+    assert recorder.added == [(name, 0) for name in counters]
+    recorder.added.clear()
+    observer.event(FailureDetected(reason='rank 2'))
+    assert recorder.added == [('moevement_failures_detected', 1)]
+    observer.close()

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of a run, read out of its events."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moevement_ext.events import FailureDetected, NextTier, Recovered, WindowCommitted
+from tests.unit.tools.runs import EXPOSED_S, LOST, localized_run, restarted_run, starts, write
+from tests.unit.tools.samples import event
+from tools.lab.errors import LabError
+from tools.lab.history import History, read_history, shares, together
+from tools.lab.plots import Doing, Span
+
+TRAINING, WAITING, STARTING, REPLAYING = (
+    Doing.TRAINING, Doing.WAITING, Doing.STARTING, Doing.REPLAYING,
+)  # fmt: skip
+
+
+class TestLocalized:
+    history = History(localized_run())
+
+    def test_each_rank_does_one_thing_at_a_time(self) -> None:
+        begin, end = [(STARTING, 0.0, 2.0), (TRAINING, 2.0, 10.5)], (TRAINING, 15.0, 26.0)
+        assert self.history.spans == {
+            0: [*begin, (WAITING, 10.5, 15.0), end],
+            1: [*begin, (WAITING, 10.5, 15.0), end],
+            2: [*begin, (STARTING, 10.5, 13.0), (REPLAYING, 13.0, 15.0), end],
+            3: [*begin, (WAITING, 10.5, 13.0), (REPLAYING, 13.0, 15.0), end],
+        }
+
+    def test_one_failure(self) -> None:
+        [episode] = self.history.episodes
+        assert (episode.start, episode.end, episode.scope) == (10.5, 15.0, 'localized')
+        assert episode.reasons == ['rank 2 (pid 12) was killed by SIGKILL']
+        assert (episode.replaced, episode.stages) == ([LOST], [1])
+        assert (episode.replayed, episode.verified, episode.differing) == (4, 6, [])
+        assert episode.phases['respawn'] == 2.0
+
+    def test_where_time_went(self) -> None:
+        found = shares(self.history)
+        assert found is not None
+        assert found.wall == pytest.approx(26.0)
+        assert found.useful == pytest.approx(18 * (1 - EXPOSED_S))
+        assert found.exposed == pytest.approx(18 * EXPOSED_S)
+        assert (found.recovering, found.starting) == (4.5, 2.0)
+        assert found.other == pytest.approx(26 - 18 - 4.5 - 2)
+        assert found.ettr == pytest.approx(16.2 / 26)
+
+    def test_only_undisturbed_iterations_tell_the_pace(self) -> None:
+        """Rank 2's second process begins to count at 0 again, and others replay in between."""
+        counted = {rank: sum(p.iterations for p in found)
+                   for rank, found in self.history.progress.items()}  # fmt: skip
+        assert counted == dict.fromkeys(range(4), 6 + 8)
+        assert self.history.pace == pytest.approx((1.0, EXPOSED_S))
+
+    def test_figures(self) -> None:
+        history = self.history
+        assert (history.begun, history.end, history.finished) == (0.0, 26.0, True)
+        assert (history.iteration, history.kept, history.newest_window) == (18, 18, 16)
+        assert history.mtbf_s == 24.0
+        assert history.slots == dict.fromkeys(range(4), [300, 240])
+        assert set(history.persisting_s) == {0.25}
+
+
+def test_a_job_that_was_restarted_as_a_whole() -> None:
+    history = History(restarted_run())
+    assert history.spans[0] == [
+        (STARTING, 0.0, 2.0), (TRAINING, 2.0, 11.0), (STARTING, 11.0, 12.5),
+        (REPLAYING, 12.5, 15.0), (TRAINING, 15.0, 26.0),
+    ]  # fmt: skip
+    [episode] = history.episodes
+    assert (episode.start, episode.end, episode.scope) == (11.0, 15.0, 'whole job')
+    assert episode.replaced == [0, 1, 2, 3]
+    assert episode.differing == [(3, 'layer1.router')]
+
+
+def test_the_job_is_not_back_yet() -> None:
+    events = [one for one in localized_run() if one.time < 14]
+    [episode] = History(events).episodes
+    assert (episode.start, episode.end, episode.scope) == (10.5, None, 'not over')
+
+
+def test_a_hot_spare_is_not_a_process_that_started_before_the_failure() -> None:
+    spare = starts(LOST, 1.0, 99, start_up_s=10.0)  # it waited; its program began at 11 s
+    events = [one for one in localized_run() if one.time < 11 and one.pid != 99]
+    spans = History([*events, *spare]).spans[LOST]
+    assert spans == [(STARTING, 0.0, 2.0), (TRAINING, 2.0, 10.5), (STARTING, 10.5, 12.0)]
+
+
+def test_from_a_checkpoint_after_what_was_tried() -> None:
+    lost = {
+        one.rank: event(NextTier, one.rank, 12.3, pid=one.pid, tier='disk', reason='no window')
+        for one in restarted_run()
+        if isinstance(one, FailureDetected)
+    }
+    events = [one for one in restarted_run() if not isinstance(one, FailureDetected | Recovered)]
+    events = [one for one in events if one.name != 'recovery_started']
+    history = History(sorted([*events, *lost.values()], key=lambda one: one.time))
+    [episode] = history.episodes
+    assert (episode.start, episode.end) == (11.0, 13.0)
+    assert episode.scope == 'from a checkpoint or the start'
+    assert [(step.tier, step.reason) for step in episode.gave_up] == [('disk', 'no window')]
+
+
+def test_a_second_failure_in_a_recovery_belongs_to_the_first() -> None:
+    second = event(FailureDetected, 0, 14.0, pid=10, iteration=8, reason='rank 3 is gone')
+    events = sorted([*localized_run(), second], key=lambda one: one.time)
+    [episode] = History(events).episodes
+    assert episode.reasons == ['rank 2 (pid 12) was killed by SIGKILL', 'rank 3 is gone']
+
+
+def test_events_of_an_older_version_do_not_tell_the_pace() -> None:
+    old = [
+        event(WindowCommitted, one.rank, one.time, pid=one.pid, iteration=one.iteration,
+              start=one.start, plan=one.plan) if isinstance(one, WindowCommitted) else one
+        for one in localized_run()
+    ]  # fmt: skip
+    history = History(old)
+    assert history.pace is None and shares(history) is None and history.slots == {}
+    assert len(history.episodes) == 1
+
+
+def test_several_ranks_as_one() -> None:
+    assert together([
+        [Span(TRAINING, 0, 4), Span(WAITING, 4, 9), Span(TRAINING, 9, 12)],
+        [Span(TRAINING, 0, 5), Span(STARTING, 5, 7), Span(REPLAYING, 7, 9), Span(TRAINING, 9, 10)],
+    ]) == [
+        (TRAINING, 0, 4), (WAITING, 4, 5), (STARTING, 5, 7), (REPLAYING, 7, 9), (TRAINING, 9, 12),
+    ]  # fmt: skip
+
+
+class TestFiles:
+    def test_what_was_written_is_read(self, tmp_path: Path) -> None:
+        history = read_history(write(tmp_path, localized_run()))
+        assert list(history.events) == localized_run()
+
+    def test_no_events(self, tmp_path: Path) -> None:
+        with pytest.raises(LabError, match='no events .*give the folder of --sparse-ckpt-events'):
+            read_history(tmp_path)
+
+    def test_other_files(self, tmp_path: Path) -> None:
+        (tmp_path / 'rank0.jsonl').write_bytes(msgspec.json.encode([1]) + b'\n')
+        with pytest.raises(LabError, match='rank<N>.jsonl holds no events'):
+            read_history(tmp_path)

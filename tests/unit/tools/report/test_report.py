@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page about a run."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from moevement_ext.events import ProtectionReduced
+from tests.unit.tools.runs import localized_run, restarted_run, write
+from tests.unit.tools.samples import event
+from tools.lab.history import History
+from tools.plan import __main__ as plan
+from tools.report.__main__ import main
+from tools.report.lanes import of_run, timeline
+from tools.report.page import render
+
+
+class Page(HTMLParser):
+    """Text and attributes of a page; fails on a tag that is not closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.words = ''
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ('meta', 'br'):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if 'style' not in self.open:
+            self.words += f' {data}'
+
+    @property
+    def text(self) -> str:
+        return ' '.join(self.words.split())
+
+
+def report(tmp_path: Path, *flags: str) -> Page:
+    target = tmp_path / 'pages' / 'report.html'
+    assert main([str(tmp_path / 'events'), '-o', str(target), *flags]) == 0
+    return Page(target.read_text('utf-8'))
+
+
+def test_a_run_that_lost_a_stage(tmp_path: Path) -> None:
+    write(tmp_path / 'events', localized_run())
+    page = report(tmp_path, '--title', 'a <run>')
+    assert page.text.startswith('a <run> a <run> 1970')
+    assert '1970-01-01 00:00:00 to 1970-01-01 00:00:26 UTC, 26.0 s; 4 ranks' in page.text
+    verdict = 'Finished. 1 failure, recovered. All 6 operators that could be compared were equal'
+    assert verdict in page.text
+    assert 'effective training time 62.3% of 26.0 s' in page.text
+    assert 'failures and recoveries: 4.5 s' in page.text
+    assert '1 1970-01-01 00:00:10 localized 2 1 4 6 0 4.5 s' in page.text
+    assert '1: rank 2 (pid 12) was killed by SIGKILL' in page.text
+    assert 'respawn: 2.0 s' in page.text
+    assert 'slot 0 300 bytes slot 1 240 bytes whole state 492 bytes' in page.text
+    assert 'node2 1 1.95 KiB 48 bytes 2 KiB' in page.text
+    assert 'Protection was never reduced.' in page.text
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+    write(tmp_path / 'events', localized_run())
+    page = report(tmp_path)
+    assert not [tag for tag, _ in page.tags if tag in ('script', 'link', 'img', 'iframe', 'object')]
+    links = [value for _, found in page.tags for name, value in found.items() if name == 'href']
+    assert links == ['#recovery1']
+    html = (tmp_path / 'pages' / 'report.html').read_text()
+    assert not re.search(r'https?:|//|@import|url\(', html)
+    assert '@media (prefers-color-scheme: dark)' in html
+    styles = html[: html.index('</style>')]
+    used = {name for _, found in page.tags for name in (found.get('class') or '').split()}
+    assert not [name for name in used - {'folds'} if f'.{name}' not in styles]
+
+
+def test_what_went_wrong_is_said(tmp_path: Path) -> None:
+    trying = [
+        event(ProtectionReduced, 0, 9.0 + n, reason=f'<peer> is lost; next attempt in {n} s')
+        for n in range(3)
+    ]
+    events = sorted([*restarted_run(), *trying], key=lambda one: one.time)
+    page = Page(render(History(events), 'run', None))
+    assert '1 recovered operators DIFFER' in page.text
+    assert 'rank 3: layer1.router differs from what was captured' in page.text
+    assert 'Protection was reduced: <peer> is lost (3 times)' in page.text
+    assert '1: all workers were started again' in page.text
+
+
+def test_a_run_that_has_just_begun() -> None:
+    events = [one for one in localized_run() if one.time < 2]
+    page = Page(render(History(events), 'run', None))
+    assert 'Not finished. Nothing failed.' in page.text
+    assert 'effective training time not recorded' in page.text
+
+
+def test_many_ranks_are_drawn_by_stage() -> None:
+    events = [
+        event(type(one), 4 * copy + one.rank, one.time, pid=1000 * copy + one.pid,
+              iteration=one.iteration, **one.own_fields())
+        for copy in range(20) for one in localized_run()
+    ]  # fmt: skip
+    drawn = of_run(History(events))
+    assert [(group.title, [name for name, _ in group.lanes]) for group in drawn] == [
+        ('stage 0', ['40 ranks']), ('stage 1', ['40 ranks']),
+    ]  # fmt: skip
+
+
+def test_pieces_fill_the_stretch_that_is_shown() -> None:
+    history = History(localized_run())
+    shown = timeline(of_run(history), 12.0, 16.0)
+    (_, [_, _]), (title, [lost, _]) = shown.groups
+    assert title == 'stage 1' and lost.name == 'rank 2'
+    assert [(piece.style, piece.left, piece.width) for piece in lost.pieces] == [
+        ('starting', 0.0, 25.0), ('replaying', 25.0, 50.0), ('training', 75.0, 25.0),
+    ]  # fmt: skip
+
+
+def test_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = '--model deepseek-moe --cluster a100 --iteration-time 2 --mtbf 600 --json'.split()
+    assert plan.main(flags) == 0
+    said = capsys.readouterr().out
+    (tmp_path / 'plan.json').write_text(said)
+    planned = msgspec.json.decode(said)
+    write(tmp_path / 'events', localized_run())
+    text = report(tmp_path, '--plan', str(tmp_path / 'plan.json')).text
+    assert 'iteration 2.0 s 900 ms' in text
+    assert 'time between failures 10 min 00 s 24.0 s' in text
+    assert f'ETTR at the planned failure rate {planned["ettr_first_order"]:.4f}' in text
+    busy = planned['iteration_s'] / (planned['iteration_s'] + planned['overhead_s'])
+    here = busy / (1 + planned['expected_recovery_s'] / 24)
+    assert f'ETTR at the failure rate of the run {here:.4f} 0.6231' in text
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        (['nowhere', '-o', 'x'], r'nowhere: there are no events .*--sparse-ckpt-events'),
+        (['events', '-o', 'x', '--plan', 'nowhere'], r'--plan nowhere: No such file'),
+        (['events', '-o', 'x', '--plan', 'events/rank0.jsonl'], r'tools.plan --json` printed'),
+        (['events', '-o', 'events'], r'--output events: Is a directory'),
+    ],
+)
+def test_mistakes_end_in_one_line(
+    flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(tmp_path / 'events', localized_run())
+    monkeypatch.chdir(tmp_path)
+    assert main(flags) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith('report: ') and re.search(message, line)

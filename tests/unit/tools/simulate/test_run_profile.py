@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the events of a run to what the simulator says of it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_ext.events import Protected, Replanned, WindowCommitted
+from moevement_ext.simulate.pipeline import Pipeline
+from moevement_ext.simulate.profile import OperatorProfile, Profile, ProfileError, read_profile
+from tests.unit.tools.runs import EXPOSED_S, localized_run, write
+from tests.unit.tools.samples import event
+from tools.simulate import __main__ as simulate
+from tools.simulate.run_profile import derive
+
+MTBF_S = 24.0
+"""Of the sample run: one failure in so many seconds."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write(tmp_path / 'events', localized_run())
+
+
+def changed(kind: type[Any], **fields: Any) -> list[Any]:
+    """The sample run with other fields in the events of a kind."""
+    return [
+        event(kind, one.rank, one.time, pid=one.pid, iteration=one.iteration,
+              **{**one.own_fields(), **fields}) if isinstance(one, kind) else one
+        for one in localized_run()
+    ]  # fmt: skip
+
+
+def test_what_the_events_say(run: Path) -> None:
+    found = derive(run, {})
+    assert found.iteration_s == pytest.approx(1 - EXPOSED_S)
+    assert (found.copy_bytes_per_s, found.network_bytes_per_s) == (1e9, 1e8)
+    assert found.disk_bytes_per_s is None
+    assert (found.replicas, found.mtbf_s) == (1, MTBF_S)
+    assert found.restart_s == pytest.approx(4.5 - 2)  # without convert and catch_up
+    assert found.pipeline == Pipeline(nodes=4, stages=2)
+    assert found.operators == (
+        OperatorProfile('layer1.router', 12, 2),
+        OperatorProfile('layer1.expert0', 240, 40, 1.0),
+        OperatorProfile('layer1.expert1', 240, 40, 1.0),
+    )
+
+
+def test_popularity_once_it_was_seen(tmp_path: Path) -> None:
+    shares = {'layer1.expert0': 0.75}
+    plans = [
+        event(Replanned, rank, 5.0, pid=10 + rank, origin=8, window=2, version=1, shares=shares)
+        for rank in range(4)
+    ]
+    events = sorted([*localized_run(), *plans], key=lambda one: one.time)
+    found = derive(write(tmp_path, events), {})
+    assert [one.tokens for one in found.operators] == [None, 0.75, 0.0]
+
+
+def test_the_rank_that_holds_most_and_the_slowest_rates(tmp_path: Path) -> None:
+    events = [
+        event(Protected, 1, one.time, pid=one.pid,
+              **{**one.own_fields(), 'operators': {'embedding': (999, 99)}, 'experts': []})
+        if isinstance(one, Protected) and one.rank == 1 else one
+        for one in changed(WindowCommitted, copy_bytes_per_s=5e8)
+    ]  # fmt: skip
+    found = derive(write(tmp_path, events), {})
+    assert found.operators == (OperatorProfile('embedding', 999, 99),)
+    assert found.copy_bytes_per_s == 5e8
+
+
+def test_copies_are_those_on_other_nodes(tmp_path: Path) -> None:
+    found = derive(write(tmp_path, changed(Protected, copies=2)), {})
+    assert found.pipeline == Pipeline(nodes=4, stages=2, copies=2)
+
+
+def test_without_a_failure_the_launch_tells_the_restart(tmp_path: Path) -> None:
+    found = derive(write(tmp_path, [one for one in localized_run() if one.time < 10.2]), {})
+    assert (found.restart_s, found.mtbf_s) == (2.0, None)
+    assert 'nothing failed' in found.source
+
+
+@pytest.mark.parametrize(
+    ('events', 'message'),
+    [
+        ([], 'there are no events'),
+        ([one for one in localized_run() if one.time < 5], 'give those of a longer run'),
+        (changed(WindowCommitted, send_bytes_per_s=None), 'give --network-bandwidth'),
+    ],
+    ids=['none', 'too few', 'no replicas'],
+)
+def test_what_is_missing_is_named(events: list[Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=message):
+        derive(write(tmp_path, events), {})
+
+
+def test_the_file_says_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = run / 'profiles' / 'run.json'
+    argv = ['profile', str(run), '-o', str(target), '--disk-bandwidth', '2']
+    assert simulate.main(argv) == 0
+    assert '3 operators, 0.9 s per iteration, a failure every 24 s' in capsys.readouterr().out
+    found = read_profile(target)
+    assert isinstance(found, Profile)
+    assert (found.disk_bytes_per_s, found.mtbf_s, found.pipeline.stages) == (2e9, MTBF_S, 2)
+    assert simulate.main(['profile', str(run / 'nothing'), '-o', str(target)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.match('simulate profile: .*nothing: .*--sparse-ckpt-events', line)
+
+
+class TestOneCommand:
+    def answer(self, capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+        flags = ['--system', 'ours', '--json', '--hours', '1', *argv]
+        assert simulate.main(flags) == 0
+        return json.loads(capsys.readouterr().out)
+
+    def test_half_the_time_between_failures(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        as_it_was = self.answer(capsys, '--profile', str(run))
+        worse = self.answer(capsys, '--profile', str(run), '--mtbf', '0.5x')
+        assert (as_it_was['mtbf_s'], worse['mtbf_s']) == (MTBF_S, MTBF_S / 2)
+        assert worse['ettr_exact'] < as_it_was['ettr_exact'] < 1
+        assert self.answer(capsys, '--profile', str(run), '--mtbf', '60')['mtbf_s'] == 60
+
+    def test_localized(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        plain = self.answer(capsys, '--profile', str(run))
+        local = self.answer(
+            capsys, '--profile', str(run), '--recovery', 'localized', '--micro-batches', '4'
+        )
+        assert local['expected_recovery_s'] < plain['expected_recovery_s']
+
+    @pytest.mark.parametrize(
+        ('flags', 'message'),
+        [
+            (['--recovery', 'localized'], '--micro-batches is missing; the events'),
+            (['--system', 'checkfreq'], '--disk-bandwidth is missing'),
+        ],
+    )
+    def test_what_events_do_not_say(
+        self, flags: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            simulate.main(['--system', 'ours', '--profile', str(run), *flags])
+        assert message in capsys.readouterr().err
+
+    def test_a_multiple_of_nothing(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        calm = write(tmp_path, [one for one in localized_run() if one.time < 10.2])
+        with pytest.raises(SystemExit):
+            simulate.main(['--system', 'ours', '--profile', str(calm), '--mtbf', '2x'])
+        assert '--mtbf is a multiple, but there is no profile of a run that failed' in (
+            capsys.readouterr().err
+        )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running job in the terminal."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from moevement_ext.events import Event, ProtectionReduced, WindowPersisted
+from tests.unit.tools.runs import LOST, localized_run, of_rank, write
+from tests.unit.tools.samples import event
+from tools.lab.history import History
+from tools.lab.plots import Doing
+from tools.status.__main__ import main
+from tools.status.following import Follower
+from tools.status.screen import missing, show, silent, stages
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def until(seconds: float) -> list[Event]:
+    return [one for one in localized_run() if one.time < seconds]
+
+
+def shown(events: list[Event], now: float) -> str:
+    console = Console(width=160, force_terminal=False)
+    with console.capture() as capture:
+        console.print(show(History(events), now))
+    return ' '.join(re.sub(r'[│┃━─┏┓┡┩└┘┳┴╇┼]', ' ', capture.get()).split())
+
+
+def test_training() -> None:
+    text = shown(until(22), 23.0)
+    assert text.startswith('training, iteration 14, last event 1.8 s ago')
+    assert 'iteration 1.0 s, 10.00% of it held up by checkpointing' in text
+    assert 'newest window that all have begins at 12, 2 iterations ago; windows of 2' in text
+    assert 'Newest of 1 failures' in text and 'localized 2 4 6 0 4.5 s' in text
+
+
+def test_recovering() -> None:
+    text = shown(until(14), 14.5)
+    assert 'RECOVERING for 4.0 s: rank 2 (pid 12) was killed by SIGKILL' in text
+    history = History(until(14))
+    lost = stages(history)[1]
+    assert (lost.title, lost.ranks, lost.doing) == ('1', [2, 3], {Doing.REPLAYING: 2})
+    assert stages(history)[0].doing == {Doing.WAITING: 2}
+
+
+def test_starting_and_finished() -> None:
+    assert shown(until(1.5), 1.5).startswith('starting')
+    assert 'no window is safe on all ranks yet' in shown(until(3), 3.0)
+    assert shown(localized_run(), 99.0).startswith('finished at iteration 18')
+
+
+def test_a_window_that_is_not_safe_for_long_stands_out() -> None:
+    stuck = [one for one in localized_run(finished=False)
+             if not (isinstance(one, WindowPersisted) and one.start > 8)]  # fmt: skip
+    console = Console(width=160, force_terminal=True, color_system='standard')
+    with console.capture() as capture:
+        console.print(show(History(stuck), 27.0))
+    assert '\x1b[31mnewest window that all have begins at 8, 10 iterations ago' in capture.get()
+    assert '\x1b[31mnewest' not in shown(until(22), 23.0)
+
+
+def test_silent_and_missing_ranks() -> None:
+    events = [one for one in localized_run(finished=False) if one.rank != 1 or one.time < 18]
+    assert silent(History(events)) == [1]
+    assert silent(History(localized_run(finished=False))) == []
+    assert missing(History([one for one in localized_run() if one.rank != 1])) == [1]
+    assert 'MISSING ranks 1' in shown([one for one in localized_run() if one.rank != 1], 30.0)
+
+
+def test_reduced_protection() -> None:
+    reduced = event(ProtectionReduced, 3, 21.0, reason='a peer is slow')
+    text = shown(sorted([*until(22), reduced], key=lambda one: one.time), 23.0)
+    assert 'protection was reduced: 1, last 2.0 s ago on rank 3: a peer is slow' in text
+
+
+class TestFollower:
+    def test_what_is_appended_is_read_once(self, tmp_path: Path) -> None:
+        follower = Follower(tmp_path)
+        assert not follower.look()
+        write(tmp_path, until(12))
+        assert follower.look() and not follower.look()
+        write(tmp_path, [one for one in localized_run() if one.time >= 12])
+        assert follower.look()
+        assert follower.events == localized_run()
+
+    def test_a_line_that_is_being_written_comes_later(self, tmp_path: Path) -> None:
+        follower = Follower(tmp_path)
+        line = write(tmp_path / 'whole', of_rank(until(12), LOST)) / f'rank{LOST}.jsonl'
+        whole = line.read_bytes()
+        half = tmp_path / f'rank{LOST}.jsonl'
+        half.write_bytes(whole[:-5])
+        assert follower.look()
+        count = len(follower.events)
+        half.write_bytes(whole)
+        assert follower.look() and len(follower.events) == count + 1
+
+
+def test_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(write(tmp_path, until(22))), '--once']) == 0
+    assert 'training, iteration 14' in capsys.readouterr().out
+
+
+def test_it_follows_a_job_to_its_end(tmp_path: Path) -> None:
+    write(tmp_path, until(12))
+    command = [sys.executable, '-m', 'tools.status', str(tmp_path), '--every', '0.05']
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as shell:
+        time.sleep(0.2)
+        assert shell.poll() is None
+        write(tmp_path, [one for one in localized_run() if one.time >= 12])
+        said, _ = shell.communicate(timeout=120)
+    assert shell.returncode == 0 and 'finished at iteration 18' in said
+
+
+@pytest.mark.parametrize('flags', [[], ['--once']])
+def test_mistakes_end_in_one_line(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / 'nowhere'), *flags]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.match(r'status: .*nowhere: .*--sparse-ckpt-events', line)

@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of a run over time, from its events: what ranks did, failures, where time went."""
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from msgspec import UNSET
+
+from moevement_ext.events import (
+    Event,
+    FailureDetected,
+    Finished,
+    NextTier,
+    Protected,
+    ProtectionReduced,
+    Recovered,
+    RecoveryPhase,
+    RecoveryStarted,
+    WindowCommitted,
+    WindowPersisted,
+    WorkerStarted,
+)
+from tools.lab.errors import LabError
+from tools.lab.evidence import kind_of, read_events
+from tools.lab.plots import Doing, Span
+
+
+class Progress(NamedTuple):
+    """Undisturbed iterations of one rank, from one committed window to the next."""
+
+    time: float
+    """Seconds since the epoch at which the later window was committed."""
+    iterations: int
+    training_s: float
+    exposed_s: float
+    """Seconds by which sparse checkpointing held them up."""
+
+
+class Pace(NamedTuple):
+    """Mean seconds of an undisturbed iteration."""
+
+    iteration_s: float
+    exposed_s: float
+    """Of them, those by which sparse checkpointing held it up."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """From a failure until all ranks train again; one that was struck again is one episode."""
+
+    start: float
+    """Seconds since the epoch at which the first rank stopped training."""
+    end: float | None
+    """When the last one was back; None: not all are."""
+    events: Sequence[Event]
+    """Within it, of all ranks."""
+
+    @property
+    def reasons(self) -> list[str]:
+        """What survivors noticed, each once."""
+        found = (event.reason for event in kind_of(self.events, FailureDetected))
+        return list(dict.fromkeys(reason for reason in found if isinstance(reason, str)))
+
+    @property
+    def replaced(self) -> list[int]:
+        """Ranks that got a new process."""
+        return sorted({event.rank for event in kind_of(self.events, WorkerStarted)})
+
+    @property
+    def recovered(self) -> list[Recovered]:
+        """The newest report of each rank."""
+        return list({event.rank: event for event in kind_of(self.events, Recovered)}.values())
+
+    @property
+    def gave_up(self) -> list[NextTier]:
+        """What did not work on the way, each once."""
+        found = {(event.tier, event.reason): event for event in kind_of(self.events, NextTier)}
+        return list(found.values())
+
+    @property
+    def scope(self) -> str:
+        """How the job came back."""
+        if self.end is None:
+            return 'not over'
+        if not self.recovered:
+            return 'from a checkpoint or the start'
+        return 'localized' if all(event.localized for event in self.recovered) else 'whole job'
+
+    @property
+    def stages(self) -> list[int]:
+        """Pipeline stages that went back, of a localized recovery."""
+        found = (event.stages for event in self.recovered if event.stages is not UNSET)
+        return sorted({stage for stages in found for stage in stages})
+
+    @property
+    def replayed(self) -> int:
+        """Iterations computed again, on the rank with most of them."""
+        return max((event.replayed for event in self.recovered), default=0)
+
+    @property
+    def verified(self) -> int:
+        """Operators compared with captures, over all ranks."""
+        return sum(event.verified for event in self.recovered)
+
+    @property
+    def differing(self) -> list[tuple[int, str]]:
+        """Rank and operator of each recovered state that was another."""
+        return [(event.rank, name) for event in self.recovered for name in event.differing]
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, on the rank whose phases take longest together."""
+        all_ranks = (event.seconds for event in self.recovered)
+        return max(all_ranks, key=lambda seconds: sum(seconds.values()), default={})
+
+
+class History:
+    """A run in the order of time.
+
+    Args:
+        events: of all ranks, at least one, in the order of time.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = events
+        self.by_rank: dict[int, list[Event]] = defaultdict(list)
+        for event in events:
+            self.by_rank[event.rank].append(event)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that wrote something."""
+        return sorted(self.by_rank)
+
+    @cached_property
+    def begun(self) -> float:
+        """When the first process was created, in seconds since the epoch."""
+        created = (event.time - event.start_up_s for event in kind_of(self.events, WorkerStarted))
+        return min(created, default=self.events[0].time)
+
+    @property
+    def end(self) -> float:
+        """The newest event."""
+        return self.events[-1].time
+
+    @property
+    def finished(self) -> bool:
+        """All ranks ended well."""
+        return all(isinstance(events[-1], Finished) for events in self.by_rank.values())
+
+    @cached_property
+    def places(self) -> dict[int, Protected]:
+        """The newest description of each rank."""
+        return {event.rank: event for event in kind_of(self.events, Protected)}
+
+    @cached_property
+    def spans(self) -> dict[int, list[Span]]:
+        """What each rank did, from its first process on."""
+        ends = {
+            rank: events[-1].time if isinstance(events[-1], Finished) else self.end
+            for rank, events in self.by_rank.items()
+        }
+        return {rank: _spans(self._turns[rank], ends[rank]) for rank in self.ranks}
+
+    @cached_property
+    def _turns(self) -> dict[int, list[tuple[float, Doing]]]:
+        noticed = [event.time for event in kind_of(self.events, FailureDetected)]
+        return {rank: _turns(self.by_rank[rank], noticed) for rank in self.ranks}
+
+    @cached_property
+    def doing(self) -> dict[int, Doing]:
+        """What each rank does now."""
+        return {rank: turns[-1][1] for rank, turns in self._turns.items()}
+
+    @cached_property
+    def trained_from(self) -> float:
+        """When the last rank was set up for the first time."""
+        first = (next((s.start for s in spans if s.doing is Doing.TRAINING), self.end)
+                 for spans in self.spans.values())  # fmt: skip
+        return max(first)
+
+    @cached_property
+    def episodes(self) -> list[Episode]:
+        """All failures, the first one first."""
+        stops = sorted(
+            (span.start, span.end)
+            for spans in self.spans.values()
+            for span in spans
+            if span.doing is not Doing.TRAINING and span.start > self.trained_from
+        )
+        merged: list[list[float]] = []
+        for start, end in stops:
+            if merged and start <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([start, end])
+        return [
+            Episode(start, None if end >= self.end and not self.finished else end,
+                    [event for event in self.events if start <= event.time <= end])
+            for start, end in merged
+        ]  # fmt: skip
+
+    @cached_property
+    def progress(self) -> dict[int, list[Progress]]:
+        """Undisturbed iterations of each rank."""
+        return {rank: list(_progress(events)) for rank, events in self.by_rank.items()}
+
+    @cached_property
+    def pace(self) -> Pace | None:
+        """Over all ranks; None where the events do not say."""
+        pieces = [piece for pieces in self.progress.values() for piece in pieces]
+        iterations = sum(piece.iterations for piece in pieces)
+        if not iterations:
+            return None
+        return Pace(
+            sum(piece.training_s for piece in pieces) / iterations,
+            sum(piece.exposed_s for piece in pieces) / iterations,
+        )
+
+    @property
+    def iteration(self) -> int:
+        """The newest one that a rank has committed."""
+        return max(event.iteration for event in self.events)
+
+    @cached_property
+    def kept(self) -> int:
+        """Iterations trained since the run began, each counted once."""
+        starts = (event.start for event in kind_of(self.events, WindowCommitted))
+        return self.iteration - min(starts, default=self.iteration)
+
+    @property
+    def mtbf_s(self) -> float | None:
+        """Mean seconds from a failure to the next; None without one."""
+        count = len(self.episodes)
+        return (self.end - self.trained_from) / count if count else None
+
+    def newest[E: Event](self, kind: type[E]) -> dict[int, E]:
+        """The newest event of a kind of each rank that has one."""
+        return {event.rank: event for event in kind_of(self.events, kind)}
+
+    @cached_property
+    def slots(self) -> dict[int, list[int]]:
+        """Bytes of each slot of the newest window of each rank that says so."""
+        newest = self.newest(WindowCommitted)
+        return {rank: event.slots for rank, event in newest.items() if event.slots is not UNSET}
+
+    @cached_property
+    def persisting_s(self) -> list[float]:
+        """Seconds from a window's last slot until all ranks and holders have it, of each rank."""
+        committed: dict[tuple[int, int, str], float] = {}
+        found = []
+        for event in self.events:
+            if isinstance(event, WindowCommitted):
+                committed[event.pid, event.start, event.plan] = event.time
+            elif isinstance(event, WindowPersisted):
+                began = committed.pop((event.pid, event.start, event.plan), None)
+                found += [] if began is None else [event.time - began]
+        return found
+
+    @property
+    def newest_window(self) -> int | None:
+        """Start of the newest window that all ranks know to be persisted; None: there is none."""
+        known = self.newest(WindowPersisted)
+        if known.keys() != self.by_rank.keys():
+            return None
+        return min(event.start for event in known.values())
+
+    def reduced(self) -> list[ProtectionReduced]:
+        """All that protection lacked, in the order of time."""
+        return kind_of(self.events, ProtectionReduced)
+
+
+class Shares(NamedTuple):
+    """Where the wall time of a run went, in seconds."""
+
+    useful: float
+    """In iterations that were kept, without what held them up."""
+    exposed: float
+    """Added to these by sparse checkpointing."""
+    recovering: float
+    """From each failure until all trained again."""
+    starting: float
+    """Until all ranks were set up."""
+    other: float
+    """All else: evaluation, dense saves, iterations that were not kept."""
+
+    @property
+    def wall(self) -> float:
+        """All together."""
+        return sum(self)
+
+    @property
+    def ettr(self) -> float:
+        """Effective training time ratio."""
+        return self.useful / self.wall
+
+
+def shares(history: History) -> Shares | None:
+    """Where time went; None where the events do not say how long iterations take."""
+    pace = history.pace
+    if pace is None:
+        return None
+    recovering = sum((e.end or history.end) - e.start for e in history.episodes)
+    starting = history.trained_from - history.begun
+    training = history.kept * pace.iteration_s
+    exposed = history.kept * pace.exposed_s
+    other = history.end - history.begun - training - recovering - starting
+    return Shares(training - exposed, exposed, recovering, starting, max(other, 0.0))
+
+
+def together(lanes: Sequence[Sequence[Span]]) -> list[Span]:
+    """What several ranks do as one: at any time what keeps most of the job waiting."""
+    changes: dict[float, Counter[Doing]] = defaultdict(Counter)
+    for span in itertools.chain.from_iterable(lanes):
+        changes[span.start][span.doing] += 1
+        changes[span.end][span.doing] -= 1
+    merged: list[Span] = []
+    present: Counter[Doing] = Counter()
+    for start, end in itertools.pairwise(sorted(changes)):
+        present.update(changes[start])
+        doing = next((doing for doing in _GRAVEST_FIRST if present[doing]), None)
+        if doing is None:
+            continue
+        if merged and merged[-1].doing is doing and merged[-1].end == start:
+            start = merged.pop().start
+        merged.append(Span(doing, start, end))
+    return merged
+
+
+_GRAVEST_FIRST = (Doing.STARTING, Doing.REPLAYING, Doing.WAITING, Doing.TRAINING)
+
+
+def _spans(turns: Sequence[tuple[float, Doing]], end: float) -> list[Span]:
+    """From turn to turn, the last one up to `end`."""
+    ends = [*(time for time, _ in turns[1:]), end]
+    spans = [
+        Span(doing, start, stop)
+        for (start, doing), stop in zip(turns, ends, strict=True)
+        if stop > start
+    ]
+    return together([spans])
+
+
+def _turns(events: Sequence[Event], noticed: Sequence[float]) -> list[tuple[float, Doing]]:
+    """When a rank began to do what. `noticed`: when any rank noticed a failure."""
+    turns: list[tuple[float, Doing]] = []
+    fresh = False  # set up, and nothing trained since
+    before = 0.0
+    for event in events:
+        match event:
+            case WorkerStarted():
+                created = event.time - event.start_up_s
+                gone = (time for time in noticed if before < time < event.time)
+                # A hot spare was created long before the rank was lost.
+                stopped = min(gone, default=max(created, before)) if before else created
+                turns.append((stopped, Doing.STARTING))
+            case Protected() if turns and turns[-1][1] is Doing.STARTING:
+                turns.append((event.time, Doing.TRAINING))
+                fresh = True
+            case RecoveryPhase() | RecoveryStarted() | FailureDetected() if fresh:
+                turns.pop()  # it was set up for a recovery
+                fresh = False
+            case FailureDetected() if event.reason is not UNSET:
+                turns.append((event.time, Doing.WAITING))
+            case WindowCommitted():
+                fresh = False
+                if turns and turns[-1][1] is Doing.STARTING:
+                    turns.append((event.time, Doing.TRAINING))
+            case Recovered():
+                turns.append((event.time, Doing.TRAINING))
+        if isinstance(event, RecoveryStarted):
+            turns.append((event.time, Doing.REPLAYING))
+        before = event.time
+    return turns or [(events[0].time, Doing.TRAINING)]
+
+
+def _progress(events: Iterable[Event]) -> Iterator[Progress]:
+    """Of one rank: pairs of windows between which nothing happened."""
+    before: WindowCommitted | None = None
+    for event in events:
+        if isinstance(event, WindowCommitted):
+            if before is not None and before.pid == event.pid:
+                yield from _piece(before, event)
+            before = event
+        elif not isinstance(event, WindowPersisted | ProtectionReduced):
+            before = None if _disturbs(event) else before
+
+
+def _disturbs(event: Event) -> bool:
+    return isinstance(event, FailureDetected | RecoveryStarted | RecoveryPhase | Recovered)
+
+
+def _piece(before: WindowCommitted, after: WindowCommitted) -> Iterator[Progress]:
+    iterations = after.iteration - before.iteration
+    if iterations > 0 and isinstance(before.training_s, float | int):
+        assert isinstance(after.training_s, float | int)
+        assert isinstance(before.exposed_s, float | int)
+        assert isinstance(after.exposed_s, float | int)
+        yield Progress(
+            after.time, iterations,
+            after.training_s - before.training_s, after.exposed_s - before.exposed_s,
+        )  # fmt: skip
+
+
+def read_history(folder: Path) -> History:
+    """The run whose events lie in a folder.
+
+    Raises:
+        LabError: there are none, or a file holds something else.
+    """
+    try:
+        events = read_events(folder)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise LabError(
+            f'{folder}: a file rank<N>.jsonl holds no events: {error}; give the folder of '
+            '--sparse-ckpt-events'
+        ) from error
+    if not events:
+        raise LabError(
+            f'{folder}: there are no events (rank<N>.jsonl) in it; give the folder of '
+            '--sparse-ckpt-events'
+        )
+    return History(events)

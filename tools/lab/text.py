@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures as people read them."""
+
+import math
+
+_UNITS = ('KiB', 'MiB', 'GiB', 'TiB')
+
+
+def duration(seconds: float) -> str:
+    """`3 ms`, `4.2 s`, `3 min 05 s`, `2 h 07 min`, `5 d 04 h`."""
+    if seconds < 1:
+        return f'{1000 * seconds:.3g} ms' if seconds else '0 s'
+    if seconds < 60:
+        return f'{seconds:.1f} s'
+    whole = round(seconds)
+    if whole < 3600:
+        return f'{whole // 60} min {whole % 60:02} s'
+    if whole < 86400:
+        return f'{whole // 3600} h {whole % 3600 // 60:02} min'
+    return f'{whole // 86400} d {whole % 86400 // 3600:02} h'
+
+
+def size(nbytes: float) -> str:
+    """Bytes with three digits and a binary unit."""
+    if nbytes < 1024:
+        return f'{nbytes:.0f} bytes'
+    power = min(int(math.log(nbytes, 1024)), len(_UNITS))
+    value = nbytes / 1024**power
+    return (
+        f'{value:.0f} {_UNITS[power - 1]}' if value >= 100 else f'{value:.3g} {_UNITS[power - 1]}'
+    )

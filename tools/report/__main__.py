@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Writes one page about a run, from its events (`--sparse-ckpt-events`).
+
+    python -m tools.report runs/events -o report.html
+    python -m tools.plan --json ... > plan.json
+    python -m tools.report runs/events -o report.html --plan plan.json
+
+What each rank did when, where the time went (effective training time ratio), each failure with the
+phases of its recovery and what was verified, host memory and slots. With a plan, its forecast
+beside what was measured. The page needs nothing but itself: no network, no script. Of a run that is
+not over it shows the state of now.
+
+Exit status: 0 done, 2 there is nothing to report on, or the page cannot be written.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.lab.errors import LabError
+from tools.lab.history import read_history
+from tools.report.forecast import read_plan
+from tools.report.page import render
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog='report', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
+    parser.add_argument('-o', '--output', type=Path, required=True, help='HTML file to write')
+    parser.add_argument('--plan', type=Path, help='what `python -m tools.plan --json` printed')
+    parser.add_argument('--title', help='name of the run (default: the folder)')
+    args = parser.parse_args(argv)
+    try:
+        plan = None if args.plan is None else read_plan(args.plan)
+        page = render(read_history(args.events), args.title or str(args.events), plan)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(page, 'utf-8')
+    except LabError as error:
+        print(f'report: {error}', file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f'report: --output {args.output}: {error.strerror}', file=sys.stderr)
+        return 2
+    print(args.output)
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

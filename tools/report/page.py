@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page: what a history says, put into the template."""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from tools.lab.history import Episode, History, shares
+from tools.lab.text import duration, size
+from tools.report import lanes, protection
+from tools.report.forecast import Plan, compare
+
+_DETAILED = 40  # recoveries that are drawn; the table has all
+_PHASES = {
+    'detect': 0, 'find': 0, 'unblock': 1, 'respawn': 2, 'load': 2, 'regroup': 3, 'fetch': 4,
+    'obtain': 4, 'convert': 5, 'catch_up': 6,
+}  # fmt: skip
+"""Colour in the template, by phase of a localized recovery or of one of the whole job."""
+_NOTES = 20
+
+
+class Tile(NamedTuple):
+    """A figure above all others."""
+
+    name: str
+    value: str
+    remark: str = ''
+
+
+class Part(NamedTuple):
+    """A piece of a bar."""
+
+    name: str
+    share: float
+    """Of the bar, 0 to 1."""
+    text: str
+    style: str
+    """Class in the template."""
+
+
+def render(history: History, title: str, plan: Plan | None) -> str:
+    """HTML of the whole page.
+
+    Args:
+        history: of the run.
+        title: its name.
+        plan: a forecast to compare with.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {'duration': duration, 'size': size, 'moment': _moment}
+    time = shares(history)
+    drawn = lanes.of_run(history)
+    return environment.get_template('page.html.j2').render(
+        title=title,
+        history=history,
+        verdict=_verdict(history),
+        tiles=_tiles(history),
+        time=None if time is None else _time_parts(history),
+        timeline=lanes.timeline(drawn, history.begun, history.end),
+        failures=lanes.marks(history),
+        recoveries=[_recovery(n, episode, history, drawn) for n, episode in _numbered(history)],
+        pace=protection.pace_chart(history),
+        slots=protection.slot_bars(history),
+        memory=protection.memory_rows(history),
+        protection=protection.figures(history),
+        notes=_notes(history),
+        forecast=[] if plan is None else compare(plan, history, time),
+    )
+
+
+def _moment(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).strftime('%Y-%m-%d %H:%M:%S')
+
+
+def _numbered(history: History) -> list[tuple[int, Episode]]:
+    return list(enumerate(history.episodes, 1))
+
+
+def _verdict(history: History) -> str:
+    """The state of the run in a sentence or two."""
+    found = history.episodes
+    differing = sum(len(episode.differing) for episode in found)
+    verified = sum(episode.verified for episode in found)
+    if not found:
+        failures = 'Nothing failed.'
+    elif found[-1].end is None:
+        failures = f'{len(found)} failures; the job is not back from the last one.'
+    else:
+        failures = f'{len(found)} failures, all of them recovered.'
+        failures = failures.replace('1 failures, all of them', '1 failure,')
+    if differing:
+        bits = f' {differing} recovered operators DIFFER from what had been captured.'
+    elif verified:
+        bits = f' All {verified} operators that could be compared were equal, bit for bit.'
+    else:
+        bits = ''
+    return f'{"Finished" if history.finished else "Not finished"}. {failures}{bits}'
+
+
+def _tiles(history: History) -> list[Tile]:
+    time, pace, found = shares(history), history.pace, history.episodes
+    downs = [episode.end - episode.start for episode in found if episode.end is not None]
+    return [
+        Tile('effective training time', f'{time.ettr:.1%}' if time else 'not recorded',
+             f'of {duration(time.wall)}' if time else ''),
+        Tile('iterations', str(history.iteration),
+             f'{duration(pace.iteration_s)} each' if pace else ''),
+        Tile('held up by checkpointing', f'{pace.exposed_s / pace.iteration_s:.2%}' if pace else
+             'not recorded', f'{duration(pace.exposed_s)} per iteration' if pace else ''),
+        Tile('failures', str(len(found)),
+             f'{duration(statistics.median(downs))} until back, median' if downs else ''),
+        Tile('replayed iterations', str(sum(episode.replayed for episode in found)),
+             'on the stages that went back' if found else ''),
+        Tile('verified operators', str(sum(episode.verified for episode in found)),
+             f'{sum(len(episode.differing) for episode in found)} differ' if found else ''),
+    ]  # fmt: skip
+
+
+def _time_parts(history: History) -> list[Part]:
+    time = shares(history)
+    assert time is not None
+    names = {
+        'useful': 'iterations that were kept', 'exposed': 'held up by sparse checkpointing',
+        'recovering': 'failures and recoveries', 'starting': 'until all ranks were set up',
+        'other': 'all else (evaluation, saves, iterations done again)',
+    }  # fmt: skip
+    return [
+        Part(names[name], seconds / time.wall, duration(seconds), name)
+        for name, seconds in time._asdict().items()
+    ]
+
+
+def _recovery(
+    number: int, episode: Episode, history: History, drawn: Sequence[lanes.Lanes]
+) -> dict[str, object]:
+    """A row of the table of recoveries, and its drawing."""
+    end = episode.end or history.end
+    total = sum(episode.phases.values()) or 1.0
+    margin = max((end - episode.start) / 8, 0.5)
+    detailed = number > len(history.episodes) - _DETAILED
+    return {
+        'number': number,
+        'at': episode.start,
+        'seconds': end - episode.start,
+        'over': episode.end is not None,
+        'scope': episode.scope,
+        'reasons': episode.reasons,
+        'replaced': episode.replaced,
+        'stages': episode.stages,
+        'replayed': episode.replayed,
+        'verified': episode.verified,
+        'differing': episode.differing,
+        'gave_up': episode.gave_up,
+        'phases': [
+            Part(name.replace('_', ' '), seconds / total, duration(seconds),
+                 f'phase{_PHASES[name]}' if name in _PHASES else 'other')
+            for name, seconds in episode.phases.items()
+        ],
+        'timeline': lanes.timeline(drawn, episode.start - margin, end + margin)
+        if detailed else None,
+    }  # fmt: skip
+
+
+def _notes(history: History) -> list[str]:
+    """What reduced protection, the newest last; a thing tried again and again is counted."""
+    reasons = (event.reason.partition('; next attempt')[0] for event in history.reduced())
+    counts = Counter(reasons)
+    found = [reason if n == 1 else f'{reason} ({n} times)' for reason, n in counts.items()]
+    return found[-_NOTES:]

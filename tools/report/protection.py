@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What protection is like: pace, slots, host memory, how long windows take to be safe."""
+
+import statistics
+from collections import defaultdict
+from typing import NamedTuple
+
+from moevement_ext.events import Replanned
+from tools.lab.history import History, Progress
+from tools.lab.text import duration, size
+
+_BINS = 120
+
+
+class Chart(NamedTuple):
+    """A line over the time of the run, in a box of 100 by 100 whose origin is above left."""
+
+    points: str
+    """Of an SVG path."""
+    highest: str
+    """What the upper edge stands for."""
+
+
+class Bar(NamedTuple):
+    """One of several bars of the same scale."""
+
+    name: str
+    percent: float
+    """Of the longest."""
+    text: str
+
+
+class MemoryRow(NamedTuple):
+    """Host memory reserved on one node."""
+
+    node: str
+    ranks: int
+    kinds: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.kinds.values())
+
+
+def pace_chart(history: History) -> Chart | None:
+    """Seconds per undisturbed iteration, mean over ranks; gaps where a failure struck."""
+    length = max(history.end - history.begun, 1e-3)
+    bins: dict[int, list[Progress]] = defaultdict(list)
+    for pieces in history.progress.values():
+        for piece in pieces:
+            share = (piece.time - history.begun) / length
+            bins[min(int(share * _BINS), _BINS - 1)].append(piece)
+    if len(bins) < 2:
+        return None
+    means = {
+        place: sum(p.training_s for p in found) / sum(p.iterations for p in found)
+        for place, found in bins.items()
+    }
+    highest = 1.1 * max(means.values())
+    points = [
+        f'{100 * (place + 0.5) / _BINS:.2f},{100 - 100 * seconds / highest:.2f}'
+        for place, seconds in sorted(means.items())
+    ]
+    return Chart('M' + ' L'.join(points), duration(highest))
+
+
+def slot_bars(history: History) -> list[Bar]:
+    """The newest window of the rank that captures most, and its whole state."""
+    if not history.slots:
+        return []
+    rank, slots = max(history.slots.items(), key=lambda item: max(item[1]))
+    place = history.places.get(rank)
+    dense = sum(full for full, _ in place.operators.values()) if place else 0
+    longest = max(*slots, dense, 1)
+    bars = [Bar(f'slot {n}', 100 * slot / longest, size(slot)) for n, slot in enumerate(slots)]
+    whole = [Bar('whole state', 100 * dense / longest, size(dense))] if dense else []
+    return [*bars, *whole]
+
+
+def memory_rows(history: History) -> list[MemoryRow]:
+    """Host memory of each node, as its ranks reserved it."""
+    kinds: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    ranks: dict[str, int] = defaultdict(int)
+    for place in history.places.values():
+        ranks[place.node] += 1
+        for kind, nbytes in place.host_memory.items():
+            kinds[place.node][kind] += nbytes
+    return [MemoryRow(node, ranks[node], dict(kinds[node])) for node in sorted(kinds)]
+
+
+def figures(history: History) -> dict[str, str]:
+    """Names and values."""
+    found: dict[str, str] = {}
+    if history.slots:
+        found['iterations per window'] = str(max(len(slots) for slots in history.slots.values()))
+    if history.places:
+        replicas = min(place.replicas for place in history.places.values())
+        found['copies in other failure domains'] = str(replicas)
+    if history.persisting_s:
+        middle, worst = statistics.median(history.persisting_s), max(history.persisting_s)
+        text = f'{duration(middle)} (median), {duration(worst)} at most'
+        found['from the last slot until all have the window'] = text
+    newest = history.newest_window
+    if newest is not None:
+        age = history.iteration - newest
+        found['newest window that all have'] = f'begins at {newest}, {age} iterations ago'
+    plans = {event.version for event in history.newest(Replanned).values()}
+    if plans:
+        found['times windows were planned anew'] = str(max(plans))
+    return found

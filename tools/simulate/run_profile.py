@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The profile of a run that the simulator starts from, out of its events.
+
+    python -m tools.simulate profile runs/events -o run.json
+    python -m tools.simulate --system ours --profile run.json --mtbf 0.5x
+
+`--profile` takes the folder itself as well. Events do not say how fast disks are
+(`--disk-bandwidth`), nor how many micro-batches an iteration has (`--micro-batches`). Without
+replicas they do not say how fast the network is (`--network-bandwidth`).
+
+Exit status: 0 done, 2 the events do not say enough, or the profile cannot be written.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from msgspec import UNSET
+
+from moevement_ext.events import Protected, Replanned, WindowCommitted
+from moevement_ext.simulate.fields import FieldError
+from moevement_ext.simulate.pipeline import Pipeline
+from moevement_ext.simulate.profile import FORMAT, OperatorProfile, Profile, ProfileError
+from tools.lab.errors import LabError
+from tools.lab.figures import write_json
+from tools.lab.history import Episode, History, read_history
+
+_COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
+"""Phases of a recovery that the simulator computes by itself."""
+
+
+def derive(folder: Path, given: Mapping[str, float]) -> Profile:
+    """The profile of a run.
+
+    Args:
+        folder: of its events.
+        given: fields that are not to be measured.
+
+    Raises:
+        ProfileError: there are no events, or they do not say enough.
+        FieldError: a field breaks its rule.
+    """
+    try:
+        history = read_history(folder)
+    except LabError as error:
+        raise ProfileError(str(error)) from error
+    pace, places = history.pace, history.places
+    if pace is None or not places:
+        raise ProfileError(
+            f'{folder}: no rank has trained from one window to the next yet, or an older version '
+            'wrote the events; give those of a longer run'
+        )
+    largest = max(places.values(), key=lambda place: sum(full for full, _ in _sizes(place)))
+    restart_s, how = _restart(history)
+    measured: dict[str, float | None] = {
+        'copy_bytes_per_s': _slowest(history, 'copy_bytes_per_s'),
+        'network_bytes_per_s': _slowest(history, 'send_bytes_per_s'),
+        **given,
+    }
+    for name, flag in (('copy_bytes_per_s', '--copy-bandwidth'),
+                       ('network_bytes_per_s', '--network-bandwidth')):  # fmt: skip
+        if measured[name] is None:
+            raise ProfileError(f'{folder}: the events do not say {name}; give {flag}')
+    return Profile(
+        format=FORMAT,
+        name=str(folder),
+        source=f'Events of a run of {len(history.ranks)} ranks up to iteration '
+        f'{history.iteration}; rank {largest.rank} holds most. Rates: of the slowest rank. '
+        f'Restart: {how}.',
+        iteration_s=pace.iteration_s - pace.exposed_s,
+        operators=_operators(history, largest),
+        replicas=min(place.replicas for place in places.values()),
+        restart_s=restart_s,
+        mtbf_s=history.mtbf_s,
+        pipeline=_pipeline(places),
+        **measured,  # type: ignore[arg-type]
+    )
+
+
+def _sizes(place: Protected) -> list[tuple[int, int]]:
+    return list(place.operators.values())
+
+
+def _operators(history: History, place: Protected) -> tuple[OperatorProfile, ...]:
+    """What a rank holds; experts alike until their popularity was seen."""
+    plans = history.newest(Replanned)
+    newest = plans[place.rank].shares if place.rank in plans else UNSET
+    shares = newest or {}
+    experts = set(place.experts)
+    return tuple(
+        OperatorProfile(name, full, light, shares.get(name, 0.0 if shares else 1.0)
+                        if name in experts else None)
+        for name, (full, light) in place.operators.items()
+    )  # fmt: skip
+
+
+def _slowest(history: History, field: str) -> float | None:
+    """The least of the newest rates of all ranks; None where none has one."""
+    rates = (getattr(event, field) for event in history.newest(WindowCommitted).values())
+    return min((rate for rate in rates if isinstance(rate, float | int)), default=None)
+
+
+def _restart(history: History) -> tuple[float, str]:
+    """Seconds from a failure until state can be loaded, and where they are from."""
+    back = [_restart_of(episode) for episode in history.episodes if episode.recovered]
+    if back:
+        return statistics.median(back), f'median of {len(back)} recoveries, without the replay'
+    return history.trained_from - history.begun, 'as long as the launch, for nothing failed'
+
+
+def _restart_of(episode: Episode) -> float:
+    """The time of a recovery in which nothing was loaded or computed again."""
+    end = episode.end if episode.end is not None else episode.events[-1].time
+    again = sum(episode.phases.get(name, 0.0) for name in _COMPUTED_AGAIN)
+    return max(end - episode.start - again, 0.0)
+
+
+def _pipeline(places: Mapping[int, Protected]) -> Pipeline:
+    """Nodes and stages; where they do not divide evenly, each stage counts as a node."""
+    stages = 1 + max(place.stage for place in places.values())
+    nodes = len({place.node for place in places.values()})
+    if nodes % stages and stages % nodes:
+        nodes = stages
+    copies = min(place.copies for place in places.values())
+    return Pipeline(nodes, stages, copies=math.gcd(copies, nodes // stages) or 1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog='simulate profile',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
+    parser.add_argument('-o', '--output', type=Path, required=True, help='JSON file to write')
+    for name, field in (('network', 'network_bytes_per_s'), ('disk', 'disk_bytes_per_s')):
+        parser.add_argument(
+            f'--{name}-bandwidth', type=float, dest=field, metavar='GB/s',
+            help='of a rank; events may not say it',
+        )  # fmt: skip
+    args = parser.parse_args(argv)
+    fields = ('network_bytes_per_s', 'disk_bytes_per_s')
+    given = {name: 1e9 * getattr(args, name) for name in fields if getattr(args, name) is not None}
+    try:
+        profile = derive(args.events, given)
+        write_json(args.output, profile)
+    except (ProfileError, FieldError) as error:
+        print(f'simulate profile: {error}', file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f'simulate profile: --output {args.output}: {error.strerror}', file=sys.stderr)
+        return 2
+    seen = 'nothing failed' if profile.mtbf_s is None else f'a failure every {profile.mtbf_s:.0f} s'
+    print(f'{args.output}: {len(profile.operators)} operators, '
+          f'{profile.iteration_s:.3g} s per iteration, {seen}')  # fmt: skip
+    return 0

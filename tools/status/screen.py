@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the terminal shows of a job."""
+
+from collections import Counter
+from datetime import datetime
+from typing import NamedTuple
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from tools.lab.history import Episode, History, Pace, shares
+from tools.lab.plots import Doing
+from tools.lab.text import duration
+
+_RECOVERIES = 5
+_RECENT = 5  # windows of each rank that make up the present pace
+_LATE_WINDOWS = 3  # as the alert of the same meaning
+
+
+class Stage(NamedTuple):
+    """A stage of the pipeline, or all ranks where stages are not known."""
+
+    title: str
+    ranks: list[int]
+    doing: Counter[Doing]
+    iterations: tuple[int, int]
+    """Least and greatest that its ranks have committed."""
+
+
+def show(history: History, now: float) -> Group:
+    """All of it.
+
+    Args:
+        history: of the job so far.
+        now: seconds since the epoch.
+    """
+    parts: list[Text | Table] = [_headline(history, now), _figures(history), _stages(history)]
+    if history.episodes:
+        parts.append(_recoveries(history, now))
+    reduced = history.reduced()
+    if reduced:
+        newest = reduced[-1]
+        parts.append(Text(
+            f'times that protection was reduced: {len(reduced)}, last '
+            f'{duration(now - newest.time)} ago on rank {newest.rank}: {newest.reason}', 'yellow',
+        ))  # fmt: skip
+    return Group(*parts)
+
+
+def stages(history: History) -> list[Stage]:
+    """What the ranks of each stage do now."""
+    ranks: dict[int | None, list[int]] = {}
+    for rank in history.ranks:
+        place = history.places.get(rank)
+        ranks.setdefault(place.stage if place else None, []).append(rank)
+    newest = {rank: events[-1].iteration for rank, events in history.by_rank.items()}
+    return [
+        Stage(
+            'all' if stage is None else str(stage),
+            members,
+            Counter(history.doing[rank] for rank in members),
+            (min(newest[rank] for rank in members), max(newest[rank] for rank in members)),
+        )
+        for stage, members in sorted(
+            ranks.items(), key=lambda item: -1 if item[0] is None else item[0]
+        )
+    ]
+
+
+def silent(history: History) -> list[int]:
+    """Ranks that committed nothing while others went on for two windows; none in a recovery."""
+    if history.episodes and history.episodes[-1].end is None:
+        return []
+    window = max((len(slots) for slots in history.slots.values()), default=1)
+    newest = {
+        rank: max(event.iteration for event in events) for rank, events in history.by_rank.items()
+    }
+    return [rank for rank, at in newest.items() if max(newest.values()) - at > 2 * window]
+
+
+def missing(history: History) -> list[int]:
+    """Ranks of which there is no event at all."""
+    size = max((place.world_size for place in history.places.values()), default=0)
+    return sorted(set(range(size)) - history.by_rank.keys())
+
+
+def recent_pace(history: History) -> Pace | None:
+    """Of the newest undisturbed iterations; None before there are some."""
+    pieces = [piece for found in history.progress.values() for piece in found[-_RECENT:]]
+    iterations = sum(piece.iterations for piece in pieces)
+    if not iterations:
+        return None
+    return Pace(sum(piece.training_s for piece in pieces) / iterations,
+                sum(piece.exposed_s for piece in pieces) / iterations)  # fmt: skip
+
+
+def _headline(history: History, now: float) -> Text:
+    quiet = f', last event {duration(max(now - history.end, 0.0))} ago'
+    if history.finished:
+        return Text(f'finished at iteration {history.iteration}', 'bold green')
+    last = history.episodes[-1] if history.episodes else None
+    if last is not None and last.end is None:
+        reasons = '; '.join(last.reasons) or 'all workers start again'
+        lasting = duration(max(now - last.start, 0.0))
+        return Text(f'RECOVERING for {lasting}: {reasons}{quiet}', 'bold yellow')
+    if history.trained_from >= history.end:
+        return Text(f'starting{quiet}', 'bold')
+    return Text(f'training, iteration {history.iteration}{quiet}', 'bold green')
+
+
+def _figures(history: History) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    pace, time = recent_pace(history), shares(history)
+    if pace is not None:
+        held = f'{pace.exposed_s / pace.iteration_s:.2%} of it held up by checkpointing'
+        table.add_row('iteration', f'{duration(pace.iteration_s)}, {held}')
+    if time is not None:
+        table.add_row('effective training time', f'{time.ettr:.1%} of {duration(time.wall)}')
+    table.add_row('protection', _protection(history))
+    for title, ranks in (('SILENT ranks', silent(history)), ('MISSING ranks', missing(history))):
+        if ranks:
+            table.add_row(title, Text(' '.join(map(str, ranks)), 'bold red'))
+    return table
+
+
+def _protection(history: History) -> Text:
+    newest = history.newest_window
+    if newest is None:
+        return Text('no window is safe on all ranks yet: a failure starts over', 'red')
+    age = history.iteration - newest
+    text = f'newest window that all have begins at {newest}, {age} iterations ago'
+    if not history.slots:  # an older version wrote the events
+        return Text(text)
+    window = max(len(slots) for slots in history.slots.values())
+    return Text(f'{text}; windows of {window}', 'red' if age > _LATE_WINDOWS * window else '')
+
+
+def _stages(history: History) -> Table:
+    table = Table(title='Stages', title_justify='left')
+    for column in ('stage', 'ranks', *Doing, 'iteration'):
+        table.add_column(column, justify='right')
+    for stage in stages(history):
+        least, greatest = stage.iterations
+        table.add_row(
+            stage.title, str(len(stage.ranks)),
+            *(str(stage.doing[doing] or '') for doing in Doing),
+            str(least) if least == greatest else f'{least} to {greatest}',
+        )  # fmt: skip
+    return table
+
+
+def _recoveries(history: History, now: float) -> Table:
+    found = history.episodes
+    table = Table(title=f'Newest of {len(found)} failures', title_justify='left')
+    for column in ('at', 'came back', 'replaced ranks', 'replayed', 'verified', 'differ', 'lasted'):
+        table.add_column(column, justify='left' if column == 'came back' else 'right')
+    for episode in found[-_RECOVERIES:]:
+        table.add_row(*_row(episode, now), style='bold red' if episode.differing else None)
+    return table
+
+
+def _row(episode: Episode, now: float) -> list[str]:
+    end = now if episode.end is None else episode.end
+    return [
+        datetime.fromtimestamp(episode.start).strftime('%m-%d %H:%M:%S'),
+        episode.scope,
+        ' '.join(map(str, episode.replaced)) or '–',
+        str(episode.replayed),
+        str(episode.verified),
+        str(len(episode.differing)),
+        duration(max(end - episode.start, 0.0)),
+    ]
