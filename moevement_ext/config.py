@@ -32,6 +32,12 @@ class SparseCheckpointConfig:
     """Copies of each rank's windows on other failure domains."""
     dir: str = f'/dev/shm/moevement-{os.geteuid()}'
     """Directory in a tmpfs, of this user."""
+    disk: str | None = None
+    """Directory on a file system to which persisted windows are copied; None: to none."""
+    disk_every: int = 100
+    """Iterations at least between the starts of two windows on disk."""
+    disk_gb_per_s: float = 1.0
+    """GB (10^9 bytes) a second at which a rank writes to the disk, and reads back, at most."""
     run_id: str | None = None
     """Names the run; a job launched again with the same id finds its windows."""
     host_memory_gb: float | None = None
@@ -110,6 +116,16 @@ class SparseCheckpointConfig:
         if not os.path.isabs(self.dir):
             raise ConfigurationError(
                 f'--sparse-ckpt-dir {self.dir!r} must be an absolute path, in a tmpfs.'
+            )
+        self._check_disk()
+
+    def _check_disk(self) -> None:
+        if self.disk is not None and not os.path.isabs(self.disk):
+            raise ConfigurationError(f'--sparse-ckpt-disk {self.disk!r} must be an absolute path.')
+        _at_least('--sparse-ckpt-disk-every', self.disk_every, 1)
+        if not self.disk_gb_per_s > 0:
+            raise ConfigurationError(
+                f'--sparse-ckpt-disk-gb-per-s {self.disk_gb_per_s:g} must be above 0.'
             )
 
     @property

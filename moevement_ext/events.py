@@ -29,6 +29,7 @@ class EventName(enum.StrEnum):
     PROTECTED = 'protected'
     WINDOW_COMMITTED = 'window_committed'
     WINDOW_PERSISTED = 'window_persisted'
+    WINDOW_ON_DISK = 'window_on_disk'
     REPLANNED = 'replanned'
     PROTECTION_REDUCED = 'protection_reduced'
     FAILURE_DETECTED = 'failure_detected'
@@ -123,6 +124,17 @@ class WindowPersisted(Event, frozen=True, kw_only=True):
     """Digest of the plan that cut it into slots."""
 
 
+class WindowOnDisk(Event, frozen=True, kw_only=True):
+    """This rank knows that all ranks have a window on disk, read back and right."""
+
+    name = EventName.WINDOW_ON_DISK
+
+    start: int
+    """First iteration of the window."""
+    plan: str
+    """Digest of the plan that cut it into slots."""
+
+
 class Replanned(Event, frozen=True, kw_only=True):
     """All ranks have agreed on another plan."""
 
@@ -176,6 +188,9 @@ class RecoveryStarted(Event, frozen=True, kw_only=True):
     """First iteration of the window from which it starts."""
     dense_at: int
     """Iteration of the last slot of that window, after which the state is dense."""
+    source: str | UnsetType = UNSET
+    """Where this rank has the window from: `own memory`, `rank <holder>` or `disk`; not set in a
+    localized recovery, which fetches it while it replays."""
 
 
 class Recovered(Event, frozen=True, kw_only=True):

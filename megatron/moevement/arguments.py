@@ -62,6 +62,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help='Directory for windows on every node, in a tmpfs.',
     )
     group.add_argument(
+        '--sparse-ckpt-disk',
+        default=None,
+        metavar='DIR',
+        help='Copy windows to this directory, on a disk of each node or a shared file system, for '
+        'when the memory of all nodes is lost. It takes a third window file in host memory.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-disk-every',
+        type=int,
+        default=_DEFAULTS.disk_every,
+        metavar='N',
+        help='Iterations at least between two windows on disk.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-disk-gb-per-s',
+        type=float,
+        default=_DEFAULTS.disk_gb_per_s,
+        help='GB a second at which each rank writes windows to the disk, and reads them back, at '
+        'most.',
+    )
+    group.add_argument(
         '--sparse-ckpt-run-id',
         default=None,
         help='Names the run. A job launched again with the same id recovers from its windows. '

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from moevement_ext.config import node_name
-from moevement_ext.errors import HostMemoryError
+from moevement_ext.errors import HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
 from moevement_ext.job.localized import Localized
 from moevement_ext.job.unprotected import Unprotected
@@ -27,8 +27,10 @@ from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
+from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import NOTHING_LOGGED
+from moevement_ext.memory.window.name import WindowName
 from moevement_ext.metrics import start as metrics
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection
@@ -52,6 +54,9 @@ class Job:
     Args:
         rank: this rank.
         membership: this process among the others; None where a failure restarts the whole job.
+
+    Raises:
+        UserError: windows cannot be kept in `--sparse-ckpt-disk`.
     """
 
     def __init__(self, rank: Rank, membership: Membership | None) -> None:
@@ -62,6 +67,8 @@ class Job:
         self.joining = membership is not None and membership.joining
         """This process takes the place of a lost one in a running job."""
         self.protection: Protection | None = None
+        self._disk = self._open_disk()
+        self._on_disk: WindowName | None = None
         self._restart: Restart | None = None
         self._mode: Unprotected | WholeJob | None = None
         self._guard: Guard | None = None
@@ -100,6 +107,7 @@ class Job:
             self._restart = self._obtain(predecessor, find_s)
             if self._restart is None:
                 load_dense()
+        self._continue_on_disk(predecessor)
 
     def _find(
         self, dense_iteration: int, last_iteration: int | None
@@ -109,8 +117,40 @@ class Job:
             return None, 0.0
         began = time.perf_counter()
         store = NodeStore(Path(self.rank.config.dir), self.rank.run_id, node_name())
-        found = whole_job.find(store, self.rank, dense_iteration, last_iteration)
+        found = whole_job.find(store, self._disk, self.rank, dense_iteration, last_iteration)
         return found, time.perf_counter() - began
+
+    def _open_disk(self) -> DiskWindows | None:
+        """The disk of this rank; one that joins a running job goes on without it if need be."""
+        if self.rank.config.disk is None:
+            return None
+        try:
+            root = Path(self.rank.config.disk)
+            return DiskWindows(root, self.rank.run_id, self.rank.number)
+        except UserError as error:
+            if not self.joining:
+                raise
+            self._without_disk(str(error))
+            return None
+
+    def _without_disk(self, reason: str) -> None:
+        self.rank.events.emit(ProtectionReduced(reason=reason))
+        logger.warning('sparse checkpointing: protection is reduced: %s', reason)
+
+    def _continue_on_disk(self, predecessor: whole_job.Predecessor | None) -> None:
+        """Nobody recovers any more from windows on disk after the one that this life starts from.
+
+        They belong to a past that is not continued.
+        """
+        if self._disk is None or predecessor is None:
+            return
+        start = -1 if self._restart is None else self._restart.conversion.window.start
+        try:
+            self._disk.set_aside_after(start, self.rank.identity)
+        except OSError as error:
+            self._without_disk(f'windows on disk: {error}')
+        kept = (window.name for window in predecessor.on_disk if window.start <= start)
+        self._on_disk = next(kept, None)
 
     def _protect(self, required: bool) -> None:
         """Reserve host memory and connect to the peers; without it training is unprotected.
@@ -127,6 +167,7 @@ class Job:
                 trainer.tokens,
                 trainer.state_bytes(),
                 trainer.pipeline.logged if self.membership is not None else NOTHING_LOGGED,
+                self._disk,
             )
         except HostMemoryError as error:  # on all ranks or on none
             if required or config.strict or config.host_memory_gb is not None:
@@ -143,17 +184,20 @@ class Job:
         began = time.perf_counter()
         captured = self.protection.captured_after(predecessor.candidates[0].start)
         check = self.trainer.operators.check
-        conversion = whole_job.obtain(self.protection.memory, predecessor, self.rank, check)
-        if conversion is None:
+        source = whole_job.obtain(self.protection.memory, predecessor, self.rank, check)
+        if source is None:
             return None
+        conversion = source.conversion
         seconds = {'find': find_s, 'obtain': time.perf_counter() - began}
         first, last = conversion.first, conversion.last
-        started = RecoveryStarted(start=first.iteration, dense_at=last.iteration)
+        started = RecoveryStarted(
+            start=first.iteration, dense_at=last.iteration, source=source.tier
+        )
         self.rank.events.emit(started)
         # The data iterators are built next: training data from where the replay starts,
         # validation data from where it ends (a replay does not evaluate).
         self.trainer.set_counters(first.state, validation=last.state)
-        return Restart(predecessor, conversion, captured, seconds)
+        return Restart(predecessor, conversion, source.tier, captured, seconds)
 
     # Training
 
@@ -211,7 +255,7 @@ class Job:
             self.trainer.set_counters(self._restart.conversion.last.state)
         self.trainer.start()
         iteration = self.trainer.iteration
-        self.protection.start(self.protection.first_plan(iteration), store)
+        self.protection.start(self.protection.first_plan(iteration), store, self._on_disk)
         if self._restart is not None:
             conversion = self._restart.conversion
             self.protection.windows.replicate_again(conversion.window, conversion.file())

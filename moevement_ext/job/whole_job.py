@@ -28,6 +28,8 @@ class Restart:
 
     predecessor: whole_job.Predecessor
     conversion: Conversion
+    source: str
+    """Where this rank's part of its window was."""
     captured: list[SlotHeader]
     """Newer slots, which tell whether the recovery is exact."""
     seconds: dict[str, float]
@@ -153,7 +155,8 @@ class WholeJob:
         self._restart.seconds |= {'load': conversion.load_s, 'convert': conversion.replay_s}
         self._caught_up_from = time.perf_counter()
         if self.rank.number == self.rank.world_size - 1:
-            print(conversion_line(first.iteration, last.iteration), flush=True)
+            line = conversion_line(first.iteration, last.iteration, self._restart.source)
+            print(line, flush=True)
         if self._catch_up_to <= last.iteration:
             self._recovered()
 

@@ -36,12 +36,8 @@ class NodeStore:
     """
 
     def __init__(self, root: Path, run_id: str, node: str) -> None:
-        for flag, part in (('--sparse-ckpt-run-id', run_id), ('node name', node)):
-            if not _PATH_PART.fullmatch(part):
-                raise ConfigurationError(
-                    f'{flag} {part!r} is used as a directory name: it must begin with a letter '
-                    f'or digit and have only letters, digits, ".", "_" and "-"'
-                )
+        require_directory_name('--sparse-ckpt-run-id', run_id)
+        require_directory_name('node name', node)
         self.root = Path(root)
         self.run_id = run_id
         self.path = self.root / run_id / node
@@ -120,6 +116,19 @@ class NodeStore:
                 continue  # another rank was faster
             except OSError:
                 return  # not empty: others are still there
+
+
+def require_directory_name(flag: str, part: str) -> None:
+    """Refuse what cannot be the name of a directory.
+
+    Raises:
+        ConfigurationError: it cannot; the message names the flag.
+    """
+    if not _PATH_PART.fullmatch(part):
+        raise ConfigurationError(
+            f'{flag} {part!r} is used as a directory name: it must begin with a letter '
+            f'or digit and have only letters, digits, ".", "_" and "-"'
+        )
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, Path]]:

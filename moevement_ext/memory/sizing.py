@@ -82,16 +82,19 @@ def log_ring_bytes(own: Logged, most: Logged, longest_window: int, lag: float) -
     return log_reach(longest_window) * own.iteration_bytes + late + own.record_bytes
 
 
-def rank_memory(window_file: int, replica_files: Iterable[int], log_ring: int) -> RankMemory:
+def rank_memory(
+    window_file: int, replica_files: Iterable[int], log_ring: int, disk: bool = False
+) -> RankMemory:
     """Everything that a rank keeps.
 
     Args:
         window_file: size of its window files.
         replica_files: size of a window file of each rank that it holds replicas of.
         log_ring: size of its log.
+        disk: windows are copied to disk: one is held for that while two take turns.
     """
     return RankMemory(
-        own_windows=GENERATIONS * window_file,
+        own_windows=(GENERATIONS + disk) * window_file,
         replicas=GENERATIONS * sum(replica_files),
         ledger=Ledger.bytes_needed(LEDGER_RECORDS),
         log_ring=log_ring,

@@ -53,6 +53,7 @@ CAPTURED = _counter('captured_bytes', 'Payload of the slots that were captured.'
 SKIPPED = _counter('skipped_windows', 'Windows for which there was no free file.')
 COMMITTED = _counter('windows_committed', 'Windows complete in the host memory of this rank.')
 PERSISTED = _counter('windows_persisted', 'Windows that all ranks and holders have.')
+ON_DISK = _counter('windows_on_disk', 'Windows that all ranks have on disk.')
 REDUCED = _counter('protection_reduced', 'Times that training went on with less protection.')
 FAILURES = _counter('failures_detected', 'Failures of any rank that this one noticed.')
 RECOVERIES = _counter('recoveries', 'Recoveries that this rank took part in.', 'scope')

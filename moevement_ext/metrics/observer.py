@@ -12,6 +12,7 @@ from moevement_ext.events import (
     ProtectionReduced,
     Recovered,
     WindowCommitted,
+    WindowOnDisk,
     WindowPersisted,
 )
 from moevement_ext.metrics import instruments as of
@@ -75,6 +76,8 @@ class Observer:
                 self._add(of.COMMITTED)
             case WindowPersisted():
                 self._add(of.PERSISTED)
+            case WindowOnDisk():
+                self._add(of.ON_DISK)
             case ProtectionReduced():
                 self._add(of.REDUCED)
             case FailureDetected():

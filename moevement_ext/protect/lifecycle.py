@@ -22,7 +22,6 @@ from moevement_ext import faults
 from moevement_ext.events import WindowCommitted, WindowPersisted
 from moevement_ext.faults import Phase
 from moevement_ext.memory.sizing import GENERATIONS
-from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -57,7 +56,7 @@ class WindowLife:
         windows: its files.
         peers: holders of its replicas.
         board: makes the board, given what it is to call with what all ranks have agreed on.
-        log: of what this stage sends; it reaches back to the newest persisted window.
+        on_persisted: called with each newly persisted window, on the board's thread.
         statistics: told of what goes wrong.
         max_wait_s: the longest the training thread waits for a free file.
     """
@@ -68,13 +67,13 @@ class WindowLife:
         windows: OwnerWindows,
         peers: dict[int, ReplicaClient],
         board: Callable[[Callable[[Agreed], None]], Board],
-        log: UpstreamLog | None,
+        on_persisted: Callable[[WindowName], None],
         statistics: CaptureStatistics,
         max_wait_s: float,
     ) -> None:
         self.statistics = statistics
         self._windows = windows
-        self._log = log
+        self._on_persisted = on_persisted
         self._max_wait_s = max_wait_s
         self._freed = threading.Event()
         self._stalled = False
@@ -184,8 +183,7 @@ class WindowLife:
         self._newest = window
         self.statistics.persisted = window.start
         self.statistics.events.emit(WindowPersisted(start=window.start, plan=window.plan))
-        if self._log is not None:
-            self._log.drop_until(window.start)
+        self._on_persisted(window)
 
     # Training thread, after a failure
 

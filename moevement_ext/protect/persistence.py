@@ -82,6 +82,10 @@ class PersistenceBoard:
         """This rank and its replica holders have all of `window`. Never blocks."""
         self._enqueue(partial(self._count, window))
 
+    def look(self) -> None:
+        """Have `on_agreed` called if anything is agreed already. Never blocks."""
+        self._enqueue(lambda: None)
+
     def give_up(self, starts: Iterable[int]) -> None:
         """Windows with these starts, unless they are persisted, are of no use. Never blocks."""
         newest = sorted(starts)[-MAX_GIVEN_UP:]

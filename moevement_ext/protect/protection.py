@@ -16,6 +16,7 @@ from moevement_ext.config import AUTO, OFF, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Protected, ProtectionReduced, Replanned
 from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
@@ -23,6 +24,7 @@ from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.byte_planner import hideable_budget
 from moevement_ext.plan.replanning import PlanParameters, TokenCounter, WindowLoad, decide_plan
 from moevement_ext.protect.checkpointer import ScheduledPlan, SparseCheckpointer
+from moevement_ext.protect.disk_tier import GIGA, DiskSettings, DiskTier
 from moevement_ext.protect.lifecycle import WindowLife
 from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.planner import Planner
@@ -45,6 +47,7 @@ class Protection:
         tokens: counts the load of the experts.
         context_bytes: upper bound of the small state that travels with a slot.
         logged: what this rank logs in an iteration; nothing where no log is to be kept.
+        disk: where windows of this rank are on disk.
 
     Raises:
         HostMemoryError: this or another rank cannot reserve its host memory.
@@ -58,6 +61,7 @@ class Protection:
         tokens: TokenCounter,
         context_bytes: int,
         logged: Logged,
+        disk: DiskWindows | None = None,
     ) -> None:
         self._rank = rank
         self.planner = planner
@@ -74,7 +78,8 @@ class Protection:
         if rank.config.window == AUTO:
             planner.compare_windows(longest)
         capacity = planner.capacity(longest, context_bytes)
-        self.memory = self._reserve(Share(rank.number, capacity, logged))
+        self._disk: DiskTier | None = None
+        self.memory = self._reserve(Share(rank.number, capacity, logged, disk=disk))
         self.memory.connect(partial(rank.exchange, 'addresses'))
 
     @property
@@ -102,22 +107,29 @@ class Protection:
         """
         return msgspec.structs.replace(published_plan(store, version), origin=origin)
 
-    def start(self, present: PlanParameters, store: torch.distributed.Store) -> None:
+    def start(
+        self,
+        present: PlanParameters,
+        store: torch.distributed.Store,
+        on_disk: WindowName | None = None,
+    ) -> None:
         """Begin to capture.
 
         Args:
             present: the plan to capture by.
             store: for this life of the job, the same on all ranks; a connection of its own.
+            on_disk: the newest window that all ranks have on disk.
         """
         self._parameters: dict[tuple[int, str], PlanParameters] = {}
         rank, memory = self._rank, self.memory
+        self._disk = self._disk_tier(store, on_disk)
         self._reached = memory.peer_addresses()
         self.windows = WindowLife(
             rank.number,
             memory.windows,
             memory.peers(),
             partial(PersistenceBoard, store, rank.number, rank.world_size),
-            memory.log,
+            self._persisted,
             self._statistics,
             rank.config.max_wait,
         )
@@ -149,6 +161,7 @@ class Protection:
 
     def roll_back(self, name: WindowName, file: WindowFile) -> None:
         """Go on from this window, which is protected already; later ones are captured again."""
+        self._withdraw_on_disk(name)
         self.windows.go_back_to(name)
         self.checkpointer.roll_back(name.start)
         self.windows.replicate_again(name, file)
@@ -167,6 +180,7 @@ class Protection:
 
     def withdraw_after(self, window: WindowName) -> None:
         """This rank will go back to `window`: nobody relies on its later ones any more."""
+        self._withdraw_on_disk(window)
         self.windows.withdraw_after(window)
 
     def reach_peers(self, newest: int) -> None:
@@ -250,7 +264,39 @@ class Protection:
             self.checkpointer.stop()
             self._replanner.stop()
             self.windows.stop()
+            if self._disk is not None:
+                self._disk.stop()
+        if remove and self.memory.disk is not None:
+            self.memory.disk.remove()
         self.memory.close(remove)
+
+    def _persisted(self, window: WindowName) -> None:
+        """All ranks and holders have a newer window. Called by the board's thread."""
+        if self.memory.log is not None:
+            self.memory.log.drop_until(window.start)
+        if self._disk is not None:
+            self._disk.persisted(window)
+
+    def _disk_tier(
+        self, store: torch.distributed.Store, complete: WindowName | None
+    ) -> DiskTier | None:
+        rank, memory = self._rank, self.memory
+        if memory.disk is None:
+            return None
+        config = rank.config
+        counts = torch.distributed.PrefixStore('disk', store.clone())
+        return DiskTier(
+            memory.disk,
+            memory.windows,
+            rank.identity,
+            DiskSettings(config.disk_every, config.disk_gb_per_s * GIGA, complete),
+            partial(PersistenceBoard, counts, rank.number, rank.world_size),
+            self._statistics,
+        )
+
+    def _withdraw_on_disk(self, window: WindowName) -> None:
+        if self._disk is not None:
+            self._disk.withdraw_after(window)
 
     def _reserve(self, share: Share) -> HostMemory:
         """Host memory of this rank; if any rank fails at the start, all do.

@@ -55,6 +55,8 @@ class CaptureStatistics:
     """How often protection was reduced."""
     persisted: int | None = None
     """Start of the newest window that every rank and its holders have."""
+    on_disk: int | None = None
+    """Start of the newest window that every rank has on disk."""
 
     _reported: tuple[float, int] = (0.0, 0)
 

@@ -5,16 +5,29 @@ import logging
 import os
 from collections.abc import Collection, Sequence
 
+import msgspec
+
 from moevement_ext.config import node_name
 from moevement_ext.membership.report import NOWHERE, Report
+from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
+from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import RefusedWindow
 
 logger = logging.getLogger(__name__)
+
+
+class Inventory(msgspec.Struct, frozen=True):
+    """What a rank finds of windows at the start of a job."""
+
+    memory: list[HeldWindow]
+    """On its node, of all owners."""
+    disk: list[HeldWindow]
+    """Its own, on disk."""
 
 
 def candidates(held: Collection[HeldWindow], world_size: int) -> list[Window]:
@@ -56,6 +69,23 @@ def held_windows(store: NodeStore, run: str, topology: str) -> list[HeldWindow]:
             continue
         found.add(HeldWindow(Window(stored.name, headers[0].window), stored.owner))
     return sorted(found)
+
+
+def windows_on_disk(disk: DiskWindows, identity: RankIdentity) -> list[HeldWindow]:
+    """A rank's windows on disk that belong to this run and layout.
+
+    As for `held_windows`; a file system that does not answer as it should has none.
+    """
+    found = []
+    for stored in disk.stored():
+        try:
+            with WindowReader(stored.path) as reader:
+                headers = reader.verify_identity(Expected.of(identity, stored.name))
+        except RefusedWindow as refusal:
+            logger.warning('refused: %s', refusal)
+            continue
+        found.append(HeldWindow(Window(stored.name, headers[0].window), stored.owner))
+    return found
 
 
 def replacement_report(store: NodeStore, identity: RankIdentity) -> Report:

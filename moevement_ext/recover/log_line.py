@@ -4,10 +4,10 @@
 from moevement_ext.recover.verification import Verified
 
 
-def conversion_line(start: int, dense_at: int) -> str:
-    """Announces a finished conversion of all stages."""
+def conversion_line(start: int, dense_at: int, source: str) -> str:
+    """Announces a finished conversion of all stages, and where this rank's window came from."""
     return (
-        f' sparse ckpt | converted window: {start} | dense at iteration: '
+        f' sparse ckpt | converted window: {start} | from: {source} | dense at iteration: '
         f'{dense_at} | replayed iterations: {dense_at - start} |'
     )
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A window that is converted slot by slot while the rest of it is still fetched and verified.
 
-Own copy first, then one holder of a replica after the other; every slot is handed on only when its
-checksums are verified (paper section 3.3, streamed).
+Own copy first, then one holder of a replica after the other, then the own disk; every slot is
+handed on only when its checksums are verified (paper section 3.3, streamed).
 """
 
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from moevement_ext.errors import HostMemoryError, SparseCheckpointError
 from moevement_ext.memory.mapped import Bytes
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 Arrived = Callable[[WindowFile, SlotHeader], None]
 """Called with every slot that is verified."""
+
+DISK = 'disk'
+"""Name of the last source."""
 
 _FAILURES = (RefusedWindow, PeerLost, PeerRefused, HostMemoryError)
 
@@ -75,6 +78,14 @@ class VerifiedWindow:
         return self._file
 
 
+class Obtained(NamedTuple):
+    """A window that is whole, verified and committed in this rank's memory."""
+
+    file: WindowFile
+    source: str
+    """`own memory`, `rank <holder>` or `DISK`."""
+
+
 def verified_window(
     memory: HostMemory,
     candidate: Window,
@@ -82,7 +93,7 @@ def verified_window(
     identity: RankIdentity,
     arrived: Arrived = lambda file, header: None,
     before_next: Callable[[], None] = lambda: None,
-) -> WindowFile:
+) -> Obtained:
     """This rank's part of `candidate`, committed in its own memory and verified.
 
     Args:
@@ -99,7 +110,7 @@ def verified_window(
     reasons = []
     for where, obtain in _sources(memory, candidate, inventories, identity):
         try:
-            return obtain(arrived)
+            return Obtained(obtain(arrived), where)
         except _FAILURES as error:
             logger.warning('refused: window %d from %s: %s', candidate.start, where, error)
             reasons.append(f'{where}: {error}')
@@ -119,6 +130,8 @@ def _sources(
         memory.windows.discard(candidate.name)  # it was refused
     for holder in holders(candidate, memory.rank, inventories):
         yield f'rank {holder}', partial(_fetch, memory, candidate, holder, identity)
+    if memory.disk is not None and memory.disk.has(candidate.name):
+        yield DISK, partial(_fetch_from_disk, memory, candidate, identity)
 
 
 def _verify_own(file: WindowFile, identity: RankIdentity, arrived: Arrived) -> WindowFile:
@@ -131,11 +144,23 @@ def _verify_own(file: WindowFile, identity: RankIdentity, arrived: Arrived) -> W
 def _fetch(
     memory: HostMemory, candidate: Window, holder: int, identity: RankIdentity, arrived: Arrived
 ) -> WindowFile:
+    return memory.fetch(candidate, holder, _if_of(identity, arrived))
+
+
+def _fetch_from_disk(
+    memory: HostMemory, candidate: Window, identity: RankIdentity, arrived: Arrived
+) -> WindowFile:
+    return memory.fetch_from_disk(candidate, _if_of(identity, arrived))
+
+
+def _if_of(identity: RankIdentity, arrived: Arrived) -> Arrived:
+    """Refuses slots that this rank has not captured."""
+
     def received(file: WindowFile, header: SlotHeader) -> None:
         Expected.of(identity).check(header, file.path)
         arrived(file, header)
 
-    return memory.fetch(candidate, holder, received)
+    return received
 
 
 class ArrivingWindow:
@@ -211,7 +236,7 @@ class ArrivingWindow:
         identity: RankIdentity,
     ) -> None:
         try:
-            file = verified_window(
+            file, _ = verified_window(
                 self._memory, candidate, inventories, identity, self._arrived, self._before_next
             )
         except Exception as error:  # whoever waits must learn of it

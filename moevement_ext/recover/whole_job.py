@@ -2,30 +2,32 @@
 """Whole-job recovery: find a window that all ranks can get, verify it, hand it to conversion.
 
 Every step is collective, so that all ranks take the same window or the same next tier: own memory,
-a replica, the dense checkpoint on disk, the start.
+a replica, the windows on disk, the dense checkpoint, the start.
 """
 
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import FailureDetected, NextTier
 from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.sizing import GENERATIONS
+from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import HeldWindow, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.conversion import Conversion
-from moevement_ext.recover.inventory import candidates, held_windows
-from moevement_ext.recover.sources import VerifiedWindow, verified_window
+from moevement_ext.recover.inventory import Inventory, candidates, held_windows, windows_on_disk
+from moevement_ext.recover.sources import Obtained, VerifiedWindow, verified_window
 from moevement_ext.recover.verification import Verified
 from moevement_ext.replicate.host_memory import HostMemory
 
@@ -34,9 +36,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Predecessor:
-    """What an earlier life of the job left in host memory, over all nodes."""
+    """What an earlier life of the job left in host memory and on disk, over all nodes."""
 
     inventories: list[list[HeldWindow]]
+    """What each rank's node holds in memory, by rank."""
+    on_disk: list[Window]
+    """Windows that all ranks have on disk, the newest first."""
     candidates: list[Window]
     """Windows to try, best first; empty if the dense checkpoint or the start is better."""
     committed: int
@@ -45,26 +50,43 @@ class Predecessor:
     """Iteration of the newest dense checkpoint that would be loaded, -1 if there is none."""
 
 
+class Source(NamedTuple):
+    """What a job goes on from."""
+
+    conversion: Conversion
+    tier: str
+    """Where this rank's part of the window was (see `sources.Obtained`)."""
+
+
 def find(
-    store: NodeStore, rank: Rank, dense_iteration: int, last_iteration: int | None
+    store: NodeStore,
+    disk: DiskWindows | None,
+    rank: Rank,
+    dense_iteration: int,
+    last_iteration: int | None,
 ) -> Predecessor:
     """Look for windows of a predecessor on all nodes. Collective.
 
     Args:
         store: of this node.
+        disk: of this rank.
         rank: this rank.
         dense_iteration: of the newest dense checkpoint that would be loaded, -1 if there is none.
         last_iteration: at which training ends, None if that is not known yet.
     """
     identity = rank.identity
-    held = held_windows(store, identity.run, identity.topology)
+    found_here = Inventory(
+        held_windows(store, identity.run, identity.topology),
+        windows_on_disk(disk, identity) if disk is not None else [],
+    )
     inventories = [
-        msgspec.msgpack.decode(item, type=list[HeldWindow])
-        for item in rank.exchange('windows', msgspec.msgpack.encode(held))
+        msgspec.msgpack.decode(item, type=Inventory)
+        for item in rank.exchange('windows', msgspec.msgpack.encode(found_here))
     ]
     own = str(newest_committed(store, identity.rank)).encode()
     committed = max(int(item) for item in rank.exchange('committed', own))
-    everything = {part for inventory in inventories for part in inventory}
+    on_disk = {part for inventory in inventories for part in inventory.disk}
+    everything = on_disk.union(*(inventory.memory for inventory in inventories))
     complete = candidates(everything, rank.world_size)
     usable = [
         found
@@ -73,7 +95,13 @@ def find(
     ]
     if everything or committed >= 0:
         rank.events.emit(FailureDetected(committed=committed, windows=len(complete)))
-    predecessor = Predecessor(inventories, usable, committed, dense_iteration)
+    predecessor = Predecessor(
+        [inventory.memory for inventory in inventories],
+        candidates(on_disk, rank.world_size),
+        usable,
+        committed,
+        dense_iteration,
+    )
     if everything and not usable:
         reason = (
             f'the dense checkpoint of iteration {dense_iteration} is newer than every window'
@@ -89,7 +117,7 @@ def obtain(
     predecessor: Predecessor,
     rank: Rank,
     check: Callable[[SlotHeader], None],
-) -> Conversion | None:
+) -> Source | None:
     """The newest window that every rank holds, or fetched, whole and undamaged. Collective.
 
     Args:
@@ -99,15 +127,16 @@ def obtain(
         check: raises RefusedWindow of a slot that is not of the model at hand.
 
     Returns:
-        Its conversion, or None: go on with the next tier.
+        Its conversion and its source, or None: go on with the next tier.
     """
     for candidate in predecessor.candidates:
-        file = _verified(memory, candidate, predecessor, rank, check)
-        if rank.exchange.all_agree(f'verified/{candidate.start}', file is not None):
-            assert file is not None
+        _make_room(memory.windows, candidate, predecessor.candidates)
+        obtained = _verified(memory, candidate, predecessor, rank, check)
+        if rank.exchange.all_agree(f'verified/{candidate.start}', obtained is not None):
+            assert obtained is not None
             memory.windows.persisted(candidate.name)
             memory.windows.discard_after(candidate.start)
-            return Conversion(VerifiedWindow(file))
+            return Source(Conversion(VerifiedWindow(obtained.file)), obtained.source)
         logger.warning('window %d is not whole on every rank', candidate.start)
     next_tier('no window could be verified on all ranks', rank, predecessor.dense_iteration)
     return None
@@ -144,18 +173,31 @@ def newest_committed(store: NodeStore, rank: int) -> int:
     return entry.iteration if entry is not None else -1
 
 
+def _make_room(windows: OwnerWindows, wanted: Window, usable: Sequence[Window]) -> None:
+    """Free a file for a window that is not here, if all hold others, as a node's that was away.
+
+    First what is no candidate goes, then the oldest.
+    """
+    held = [window.name for window in windows.committed()]
+    if len(held) < GENERATIONS or wanted.name in held:
+        return
+    names = [candidate.name for candidate in usable]
+    useless = [name for name in held if name not in names]
+    windows.discard((useless or held)[-1])
+
+
 def _verified(
     memory: HostMemory,
     candidate: Window,
     predecessor: Predecessor,
     rank: Rank,
     check: Callable[[SlotHeader], None],
-) -> WindowFile | None:
+) -> Obtained | None:
     try:
-        file = verified_window(memory, candidate, predecessor.inventories, rank.identity)
-        for slot in file.slots():
-            check(file.header(slot))
-        return file
+        obtained = verified_window(memory, candidate, predecessor.inventories, rank.identity)
+        for slot in obtained.file.slots():
+            check(obtained.file.header(slot))
+        return obtained
     except RefusedWindow as refusal:
         logger.warning('refused: %s', refusal)
         return None

@@ -6,7 +6,8 @@ reserved, replica holders are placed and servers started.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import HostMemoryPlan
+from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import pin
@@ -71,6 +73,8 @@ class Share(NamedTuple):
     """What it logs; its upstream log is sized for that."""
     hosts_replicas: bool = True
     """Hold those that are placed here; without them, their owners lack one."""
+    disk: DiskWindows | None = None
+    """Where its windows are on disk."""
 
 
 class HostMemory:
@@ -96,6 +100,7 @@ class HostMemory:
         windows: the window files of this rank.
         ledger: its ledger.
         log: its upstream log, None if it keeps none.
+        disk: where its windows are on disk, None if nowhere.
         server: serves all of that to the peers.
 
     Raises:
@@ -118,6 +123,8 @@ class HostMemory:
         self._longest_window = config.longest_window
         self._log_lag = config.log_lag
         self._hosts_replicas = share.hosts_replicas
+        self._to_disk = config.disk is not None
+        self.disk = share.disk
         self.store = NodeStore(Path(config.dir), run_id, node_name())
         own = Member(
             node=node_name(),
@@ -152,7 +159,9 @@ class HostMemory:
         on_degraded: Callable[[str], None],
     ) -> None:
         rank = self.rank
-        self.windows = OwnerWindows(self.store, rank, rank, own.capacity_bytes)
+        self.windows = OwnerWindows(
+            self.store, rank, rank, own.capacity_bytes, holdable=self._to_disk
+        )
         if device.type == 'cuda':
             for file in self.windows.files():
                 pin(file)
@@ -216,20 +225,40 @@ class HostMemory:
         Raises:
             RefusedWindow, PeerLost, PeerRefused, HostMemoryError: it could not be had there.
         """
-        file = self.windows.begin(window.name)
-        if file is None:
-            raise RefusedWindow(f'no free window file on rank {self.rank}')
         client = self._fetching = self.client(holder)
         try:
-            client.fetch_window(self.rank, window.name, file, received)
-            self.windows.commit(file)
-        except BaseException:
-            self.windows.abandon(file)
-            raise
+            with self._receiving(window) as file:
+                client.fetch_window(self.rank, window.name, file, received)
         finally:
             self._fetching = None
             client.close()
         return file
+
+    def fetch_from_disk(
+        self, window: Window, received: Callable[[WindowFile, SlotHeader], None]
+    ) -> WindowFile:
+        """The same from the disk of this rank, which must have one.
+
+        Raises:
+            RefusedWindow, HostMemoryError: it could not be had there.
+        """
+        assert self.disk is not None
+        with self._receiving(window) as file:
+            self.disk.read(window.name, file, received)
+        return file
+
+    @contextmanager
+    def _receiving(self, window: Window) -> Iterator[WindowFile]:
+        """A file for a window that comes from elsewhere; committed at the end, if all is well."""
+        file = self.windows.begin(window.name)
+        if file is None:
+            raise RefusedWindow(f'no free window file on rank {self.rank}')
+        try:
+            yield file
+            self.windows.commit(file)
+        except BaseException:
+            self.windows.abandon(file)
+            raise
 
     def captured_after(self, start: int) -> list[SlotHeader]:
         """Headers of what was captured of this rank's state in windows that begin after `start`.
@@ -306,7 +335,10 @@ class HostMemory:
             if member.node != node_name():
                 continue
             ranks[rank] = rank_memory(
-                member.capacity_bytes, self._hosted(rank).values(), self._log_bytes(member)
+                member.capacity_bytes,
+                self._hosted(rank).values(),
+                self._log_bytes(member),
+                self._to_disk,
             )
         return HostMemoryPlan(ranks)
 

@@ -77,7 +77,11 @@ def log_rings(logged: Sequence[Logged], longest_window: int, lag: float) -> list
 
 
 def fullest_node(
-    window_files: np.ndarray, log_rings: np.ndarray, ranks_per_node: int, replicas: int
+    window_files: np.ndarray,
+    log_rings: np.ndarray,
+    ranks_per_node: int,
+    replicas: int,
+    disk: bool = False,
 ) -> HostMemoryPlan:
     """What the ranks of the node with the highest need keep.
 
@@ -86,6 +90,7 @@ def fullest_node(
         log_rings: bytes of the log of each rank, int64 (ranks,).
         ranks_per_node: consecutive ranks share a node, which is a failure domain.
         replicas: copies on other nodes.
+        disk: windows are copied to disk, too.
     """
     nodes = np.arange(len(window_files)) // ranks_per_node
     hosted = np.zeros(len(window_files), dtype=np.int64)
@@ -93,7 +98,7 @@ def fullest_node(
     for owner, held_by in enumerate(holders):
         hosted[list(held_by)] += window_files[owner]
     ranks = {
-        rank: rank_memory(int(window_files[rank]), [int(hosted[rank])], int(log_rings[rank]))
+        rank: rank_memory(int(window_files[rank]), [int(hosted[rank])], int(log_rings[rank]), disk)
         for rank in range(len(window_files))
     }
     need = np.bincount(nodes, weights=[memory.total for memory in ranks.values()])

@@ -49,6 +49,8 @@ class ProtectionSettings:
     log_lag: float | None = None
     """Iterations that persisting a window takes, which the log has room for; None: from the rates
     of the cluster."""
+    disk: bool = False
+    """Windows are copied to disk, which takes one more window file of each rank's own."""
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -235,6 +237,7 @@ class JobPlan:
             self.per_rank([np.array(ring) for ring in rings]).astype(np.int64),
             self.job.ranks_per_node,
             self.job.protection.replicas,
+            self.job.protection.disk,
         )
 
     def persist_s(self) -> float:

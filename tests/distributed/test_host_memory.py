@@ -47,8 +47,8 @@ def kind(path: Path) -> str:
 def test_plan_says_to_the_byte_what_a_job_reserves(
     cluster: Callable[..., Cluster], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = '--sparse-ckpt-window 2 --sparse-ckpt-log-lag 0.3'.split()
-    job = cluster(*BASE, *UNPADDED, *settings)
+    settings = f'--sparse-ckpt-window 2 --sparse-ckpt-log-lag 0.3 --sparse-ckpt-disk {tmp_path}'
+    job = cluster(*BASE, *UNPADDED, *settings.split())
     found: list[list[Counter[str]]] = []
 
     def look(workers: list, start: object) -> None:

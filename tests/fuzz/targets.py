@@ -196,7 +196,7 @@ class _Errors(logging.Handler):
 def _load(content: np.ndarray) -> None:
     with contextlib.suppress(RefusedWindow):
         path = Path('sample')
-        file = WindowFile(path, content, window_format.read_directory(path, content))
+        file = WindowFile(path, content, window_format.read_directory(path, content, content.size))
         for slot in file.slots():
             file.slot_blob(slot)
         file.verify(Expected())

@@ -350,7 +350,7 @@ class Training:
             pin(file)
         statistics = CaptureStatistics(EventLog(None, 0))
         self.life = WindowLife(
-            0, self.windows, {}, lambda persisted: self, None, statistics, DEADLINE_S
+            0, self.windows, {}, lambda persisted: self, lambda window: None, statistics, DEADLINE_S
         )
         plan = WindowPlan(tuple((name,) for name in NAMES))
         self.checkpointer = SparseCheckpointer(

@@ -37,6 +37,10 @@ NAN = float('nan')
         ('reorder_fraction', 1.5, r'in \(0, 1\]'),
         ('reorder_fraction', NAN, r'in \(0, 1\]'),
         ('dir', 'relative/path', 'an absolute path'),
+        ('disk', 'relative/path', 'an absolute path'),
+        ('disk_every', 0, 'at least 1'),
+        ('disk_gb_per_s', 0, 'above 0'),
+        ('disk_gb_per_s', NAN, 'above 0'),
     ],
 )
 def test_a_broken_rule_names_flag_value_and_rule(field: str, value: Any, rule: str) -> None:

@@ -82,6 +82,7 @@ _VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0'
             '"copy_bytes_per_s":9.0,"send_bytes_per_s":null',
         ),
         (events.WindowPersisted(start=4, plan='a'), ',"start":4,"plan":"a"'),
+        (events.WindowOnDisk(start=4, plan='a'), ',"start":4,"plan":"a"'),
         (
             events.Replanned(origin=8, window=2, version=1),
             ',"origin":8,"window":2,"version":1',
@@ -95,6 +96,10 @@ _VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0'
         (events.FailureDetected(committed=40, windows=2), ',"committed":40,"windows":2'),
         (events.RecoveryPhase(phase='meet'), ',"phase":"meet"'),
         (events.RecoveryStarted(start=36, dense_at=39), ',"start":36,"dense_at":39'),
+        (
+            events.RecoveryStarted(start=36, dense_at=39, source='disk'),
+            ',"start":36,"dense_at":39,"source":"disk"',
+        ),
         (
             events.Recovered(replayed=4, **_VERIFIED, seconds={'find': 0.5}),
             ',"replayed":4,"verified":3,"verified_at":39,"differing":["layers.1.expert.0"],'

@@ -185,6 +185,9 @@ def _add_protection_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument('--max-window', type=int, help='the longest of auto')
     group.add_argument('--replicas', type=int, help='copies on other nodes')
     group.add_argument('--recovery', choices=('localized', 'whole-job'))
+    group.add_argument(
+        '--disk', action='store_const', const=True, help='windows are copied to disk'
+    )
     group.add_argument('--hidden-fraction', type=float, help='of an iteration that hides a copy')
     group.add_argument('--network-share', type=float, help='of a node for replication')
     group.add_argument(
@@ -249,7 +252,7 @@ def _file(flag: str, name: str, presets: Any) -> Path:
 def _protection(args: argparse.Namespace, megatron: MegatronFlags) -> ProtectionSettings:
     own = {name: getattr(args, name) for name in ('window', 'max_window', 'replicas', 'recovery',
                                                   'hidden_fraction', 'network_share',
-                                                  'log_lag')}  # fmt: skip
+                                                  'log_lag', 'disk')}  # fmt: skip
     settings = {**megatron.protection(), **_given(own)}
     recovery = settings.pop('recovery', 'localized')
     window = settings.pop('window', 'auto')
@@ -258,6 +261,7 @@ def _protection(args: argparse.Namespace, megatron: MegatronFlags) -> Protection
     return ProtectionSettings(
         window=None if window == 'auto' else int(window),
         localized=recovery == 'localized',
+        disk=settings.pop('disk', None) is not None,
         **settings,
     )
 

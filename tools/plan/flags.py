@@ -42,6 +42,7 @@ _PROTECTION = {
     'sparse_ckpt_replicas': 'replicas',
     'sparse_ckpt_recovery': 'recovery',
     'sparse_ckpt_log_lag': 'log_lag',
+    'sparse_ckpt_disk': 'disk',
 }
 _CHUNKS = ('num_layers_per_virtual_pipeline_stage', 'num_virtual_stages_per_pipeline_rank')
 _UNEVEN = ('decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers')
@@ -162,6 +163,7 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
     parser.add_argument('--sparse-ckpt-replicas', type=int)
     parser.add_argument('--sparse-ckpt-log-lag', type=float)
     parser.add_argument('--sparse-ckpt-recovery')
+    parser.add_argument('--sparse-ckpt-disk')
     given, unused = parser.parse_known_args(list(argv))
     return MegatronFlags(vars(given), [item for item in unused if item.startswith('--')])
 

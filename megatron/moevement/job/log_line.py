@@ -25,6 +25,8 @@ def log_interval(iteration: int, checkpointer: SparseCheckpointer) -> None:
         writer.add_scalar('sparse-ckpt/failures', statistics.failures, iteration)
         if statistics.persisted is not None:
             writer.add_scalar('sparse-ckpt/persisted', statistics.persisted, iteration)
+        if statistics.on_disk is not None:
+            writer.add_scalar('sparse-ckpt/on-disk', statistics.on_disk, iteration)
 
 
 def _line(
@@ -36,6 +38,7 @@ def _line(
         'slot bytes': statistics.slot_bytes,
         'exposed (ms)': f'{exposed_ms:.1f}',
         'persisted': persisted,
+        **({} if statistics.on_disk is None else {'on disk': statistics.on_disk}),
         'skipped windows': statistics.skipped_windows,
         'failures': statistics.failures,
     }

@@ -20,7 +20,8 @@ import xxhash
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.mapped import Bytes, map_anew, map_existing, map_new
-from moevement_ext.memory.window.expected import IDENTITY, Expected
+from moevement_ext.memory.window.checks import check_whole, damaged, verified_header
+from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.format import (
     MAX_SLOTS,
     PREAMBLE_BYTES,
@@ -29,12 +30,10 @@ from moevement_ext.memory.window.format import (
     check_layout,
     encode_directory,
     read_directory,
-    unknown_version,
 )
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, TruncatedWindow
 from moevement_ext.memory.window.slot import (
-    FORMAT_VERSION,
     Record,
     SlotHeader,
     align_up,
@@ -113,7 +112,7 @@ class WindowFile:
             raise RefusedWindow(f'{path}: cannot be opened: {error.strerror}') from error
         except HostMemoryError as error:
             raise RefusedWindow(str(error)) from error
-        return cls(path, array, read_directory(path, array))
+        return cls(path, array, read_directory(path, array, array.size))
 
     @classmethod
     def _blank(
@@ -283,6 +282,11 @@ class WindowFile:
         """Sealed slots in ascending order."""
         return sorted(entry.slot for entry in self._directory.entries)
 
+    def used_bytes(self) -> int:
+        """Bytes from the beginning of the file to the end of its last slot."""
+        ends = (entry.frame_offset + entry.frame_bytes for entry in self._directory.entries)
+        return max(ends, default=PREAMBLE_BYTES)
+
     def header(self, slot: int) -> SlotHeader:
         """Verified header of a sealed slot.
 
@@ -290,16 +294,7 @@ class WindowFile:
             RefusedWindow: missing, damaged, of an unknown version, or at odds with the file.
         """
         entry = self._sealed(slot)
-        try:
-            header = decode_frame(self.slot_blob(slot).frame)
-            if header.version != FORMAT_VERSION:
-                raise unknown_version(self.path, header.version)
-            if header.slot != slot:
-                raise ValueError(f'the header is that of slot {header.slot}')
-            check_layout(header, self.name, entry.payload_bytes)
-        except ValueError as error:
-            raise CorruptWindow(f'{self.path}: slot {slot}: {error}') from error
-        return header
+        return verified_header(self.path, self.name, entry, self.slot_blob(slot).frame)
 
     def headers(self) -> list[SlotHeader]:
         """Headers of all sealed slots, slot 0 first; errors as in `header`."""
@@ -335,12 +330,7 @@ class WindowFile:
         Returns and raises what `verify` does.
         """
         headers = self.headers()
-        self._check_complete(headers)
-        for field in IDENTITY:
-            found = {getattr(header, field) for header in headers}
-            if len(found) > 1:
-                raise CorruptWindow(f'{self.path}: slots disagree on {field}: {sorted(found)}')
-        expected.check(headers[0], self.path)
+        check_whole(self.path, headers, expected)
         return headers
 
     def verify_payloads(self, headers: Iterable[SlotHeader]) -> None:
@@ -353,21 +343,7 @@ class WindowFile:
             payload = self.payload(header.slot)
             for record in header.records:
                 if _checksum(payload, record) != record.checksum:
-                    raise CorruptWindow(
-                        f'{self.path}: slot {header.slot}: checksum mismatch in operator '
-                        f'{record.operator}, tensor {record.tensor}, part {record.part}, '
-                        f'elements [{record.start}, {record.end})'
-                    )
-
-    def _check_complete(self, headers: list[SlotHeader]) -> None:
-        if not headers:
-            raise TruncatedWindow(f'{self.path}: holds no slot')
-        if len({header.window for header in headers}) > 1:
-            raise CorruptWindow(f'{self.path}: slots disagree on the length of the window')
-        window = headers[0].window
-        if len(headers) != window or headers[-1].slot != window - 1:
-            present = [header.slot for header in headers]
-            raise TruncatedWindow(f'{self.path}: has slots {present} of a window of {window}')
+                    raise damaged(self.path, header.slot, record)
 
     def _entry(self, slot: int) -> Entry | None:
         return next((entry for entry in self._directory.entries if entry.slot == slot), None)

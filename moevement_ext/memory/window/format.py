@@ -67,31 +67,36 @@ def encode_directory(path: Path, capacity: int, directory: Directory) -> bytes:
     return used
 
 
-def read_directory(path: Path, array: Bytes) -> Directory:
-    """Decode the directory of a mapped file after checking all of the preamble.
+def read_directory(path: Path, preamble: Bytes, size: int) -> Directory:
+    """Decode the directory of a file after checking all of its preamble.
+
+    Args:
+        path: the file, for messages.
+        preamble: its first `PREAMBLE_BYTES` bytes, or more; fewer if it is shorter.
+        size: of the file.
 
     Raises:
         RefusedWindow: no readable, whole, known window file (typed by the reason).
     """
-    if array.size < PREAMBLE_BYTES:
-        raise TruncatedWindow(f'{path}: {array.size} bytes, less than the preamble')
-    magic, version, length, capacity, checksum = _PREAMBLE.unpack_from(array)
+    if min(size, preamble.size) < PREAMBLE_BYTES:
+        raise TruncatedWindow(f'{path}: {size} bytes, less than the preamble')
+    magic, version, length, capacity, checksum = _PREAMBLE.unpack_from(preamble)
     if magic != _MAGIC:
         raise CorruptWindow(f'{path}: not a window file')
     if version != FORMAT_VERSION:
         raise unknown_version(path, version)
     if length > PREAMBLE_BYTES - _PREAMBLE.size:
         raise CorruptWindow(f'{path}: impossible directory of {length} bytes')
-    encoded = array[_PREAMBLE.size : _PREAMBLE.size + length].tobytes()
+    encoded = preamble[_PREAMBLE.size : _PREAMBLE.size + length].tobytes()
     if _preamble_checksum(version, capacity, encoded) != checksum:
         raise CorruptWindow(f'{path}: checksum of the directory does not match')
-    if array.size < capacity:
-        raise TruncatedWindow(f'{path}: {array.size} of {capacity} bytes')
+    if size < capacity:
+        raise TruncatedWindow(f'{path}: {size} of {capacity} bytes')
     try:
         directory = msgspec.msgpack.decode(encoded, type=Directory)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptWindow(f'{path}: directory cannot be decoded: {error}') from error
-    _check_entries(path, array.size, directory)
+    _check_entries(path, size, directory)
     return directory
 
 

@@ -39,6 +39,7 @@ class _Generation:
         self.file = file
         self.index = index
         self.state = state
+        self.held = False
 
 
 class OwnerWindows:
@@ -52,7 +53,8 @@ class OwnerWindows:
         holder: rank that keeps the files (the owner itself, or a peer for its replica).
         owner: rank whose state it is.
         capacity_bytes: size of each file (`format.window_capacity`).
-        generations: files kept, at least two.
+        generations: files in turn, at least two.
+        holdable: one file more, so that one that is held (`hold`) is not missed.
 
     Raises:
         ValueError: fewer than two generations.
@@ -67,6 +69,7 @@ class OwnerWindows:
         owner: int,
         capacity_bytes: int,
         generations: int = GENERATIONS,
+        holdable: bool = False,
     ) -> None:
         if generations < 2:
             raise ValueError(
@@ -79,7 +82,8 @@ class OwnerWindows:
         self.capacity_bytes = capacity_bytes
         self.path = store.holder_path(holder) / str(owner)
         private.make_directories(store.root, self.path)
-        self._wanted = generations
+        self._in_turn = generations
+        self._wanted = generations + holdable
         self._agreed = Agreed()
         self._lock = threading.Lock()
         self._generations: list[_Generation] = []
@@ -181,6 +185,38 @@ class OwnerWindows:
             if generation is not None:
                 self._release(generation)
 
+    def hold(self, name: WindowName) -> WindowFile | None:
+        """Keep the file of a committed window from being overwritten, until `let_go`.
+
+        Another window takes the file that is kept back for this, so none has to wait.
+
+        Returns:
+            None: the window is not here any more.
+
+        Raises:
+            ValueError: another file is held.
+        """
+        with self._lock:
+            if any(generation.held for generation in self._generations):
+                raise ValueError(f'{self.path}: only one window can be held')
+            generation = self._find(name)
+            if generation is None or generation.state is not _State.COMMITTED:
+                return None
+            generation.held = True
+            return generation.file
+
+    def is_held(self, file: WindowFile) -> bool:
+        """False once a rollback has freed the file all the same: its bytes may change."""
+        with self._lock:
+            return any(g.file is file and g.held for g in self._generations)
+
+    def let_go(self, file: WindowFile) -> None:
+        """The file may be overwritten again when its window is outdated."""
+        with self._lock:
+            for generation in self._generations:
+                if generation.file is file:
+                    generation.held = False
+
     def committed(self) -> list[StoredWindow]:
         """List the committed windows, newest first."""
         with self._lock:
@@ -229,6 +265,9 @@ class OwnerWindows:
         raise ValueError(f'{file.path} is not being written')
 
     def _choose(self) -> _Generation | None:
+        """A file to overwrite, unless as many as take turns hold windows that may be needed."""
+        if len([g for g in self._fitting() if self._is_needed(g)]) >= self._in_turn:
+            return None
         for generation in self._recyclable():
             if self._fits(generation):
                 return generation
@@ -237,17 +276,17 @@ class OwnerWindows:
 
     def _recyclable(self) -> list[_Generation]:
         """What may be overwritten, in the order in which to do so."""
-
-        def age(generation: _Generation) -> int:
-            name = generation.file.name
-            return -1 if name is None else name.start
-
-        agreed = self._agreed
         free = [g for g in self._generations if g.state is _State.FREE]
         committed = (g for g in self._generations if g.state is _State.COMMITTED)
-        oldest = sorted(committed, key=age)
-        useless = (g for g in oldest if agreed.is_outdated(age(g)) or agreed.is_given_up(age(g)))
-        return [*free, *useless]
+        oldest = sorted(committed, key=_start)
+        return [*free, *(g for g in oldest if not self._is_needed(g) and not g.held)]
+
+    def _is_needed(self, generation: _Generation) -> bool:
+        """Its window is written, or a recovery may start from it."""
+        if generation.state is not _State.COMMITTED:
+            return generation.state is _State.WRITING
+        start = _start(generation)
+        return not (self._agreed.is_outdated(start) or self._agreed.is_given_up(start))
 
     def _fits(self, generation: _Generation) -> bool:
         return generation.file.capacity == self.capacity_bytes
@@ -255,6 +294,7 @@ class OwnerWindows:
     def _release(self, generation: _Generation) -> None:
         """Make a file free, or delete one of another size or one too many."""
         generation.file.freeze()
+        generation.held = False
         if not self._fits(generation) or len(self._fitting()) > self._wanted:
             generation.file.path.unlink()
             self._generations.remove(generation)
@@ -317,6 +357,11 @@ class OwnerWindows:
             for k in itertools.count()
             if k not in used and not (self.path / free_name(k)).exists()
         )
+
+
+def _start(generation: _Generation) -> int:
+    name = generation.file.name
+    return -1 if name is None else name.start
 
 
 def _left_in(path: Path) -> list[SlotHeader]:

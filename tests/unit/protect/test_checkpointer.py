@@ -57,7 +57,13 @@ class Training:
         self.persisting = True
         self.agreed = Agreed()
         self.life = WindowLife(
-            RANK, self.windows, {}, self._board, None, CaptureStatistics(self.events), max_wait_s
+            RANK,
+            self.windows,
+            {},
+            self._board,
+            lambda window: None,
+            CaptureStatistics(self.events),
+            max_wait_s,
         )
         self.checkpointer = SparseCheckpointer(
             RankIdentity(RUN, TOPOLOGY, RANK), operators, torch.device('cpu'), self.life, schedule

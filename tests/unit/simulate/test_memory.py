@@ -96,6 +96,12 @@ def test_equal_ranks_hold_as_much_for_others_as_others_for_them():
     assert kinds['log_ring'] == 20
 
 
+def test_a_disk_takes_one_more_window_file_of_each_rank():
+    files, logs = np.full(8, 1000), np.full(8, 10)
+    kinds = memory.fullest_node(files, logs, ranks_per_node=2, replicas=2, disk=True).by_kind()
+    assert (kinds['own_windows'], kinds['replicas']) == (2 * 3 * 1000, 2 * 2 * 2 * 1000)
+
+
 def test_the_node_with_the_highest_need_is_found():
     files = np.array([1, 1, 1, 1, 5, 1])
     plan = memory.fullest_node(files, np.zeros(6, dtype=np.int64), ranks_per_node=2, replicas=0)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold of a window before its payloads are looked at, however its bytes were read."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moevement_ext.memory.window.expected import IDENTITY, Expected
+from moevement_ext.memory.window.format import Entry, check_layout, unknown_version
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.refused import CorruptWindow, TruncatedWindow
+from moevement_ext.memory.window.slot import FORMAT_VERSION, Record, SlotHeader, decode_frame
+
+
+def verified_header(
+    path: Path, name: WindowName | None, entry: Entry, frame: bytes | memoryview
+) -> SlotHeader:
+    """Verify and decode the frame of one slot.
+
+    Args:
+        path: the file, for messages.
+        name: the window that the file says it holds.
+        entry: place of the slot.
+        frame: its bytes.
+
+    Raises:
+        RefusedWindow: damaged, of an unknown version, or at odds with the file.
+    """
+    try:
+        header = decode_frame(frame)
+        if header.version != FORMAT_VERSION:
+            raise unknown_version(path, header.version)
+        if header.slot != entry.slot:
+            raise ValueError(f'the header is that of slot {header.slot}')
+        check_layout(header, name, entry.payload_bytes)
+    except ValueError as error:
+        raise CorruptWindow(f'{path}: slot {entry.slot}: {error}') from error
+    return header
+
+
+def check_whole(path: Path, headers: Sequence[SlotHeader], expected: Expected) -> None:
+    """Check that slots make up a whole window, and the one expected.
+
+    Args:
+        path: the file, for messages.
+        headers: of all its slots, in ascending order.
+        expected: what they must say of themselves.
+
+    Raises:
+        RefusedWindow: typed by the reason.
+    """
+    if not headers:
+        raise TruncatedWindow(f'{path}: holds no slot')
+    if len({header.window for header in headers}) > 1:
+        raise CorruptWindow(f'{path}: slots disagree on the length of the window')
+    window = headers[0].window
+    if len(headers) != window or headers[-1].slot != window - 1:
+        present = [header.slot for header in headers]
+        raise TruncatedWindow(f'{path}: has slots {present} of a window of {window}')
+    for field in IDENTITY:
+        found = {getattr(header, field) for header in headers}
+        if len(found) > 1:
+            raise CorruptWindow(f'{path}: slots disagree on {field}: {sorted(found)}')
+    expected.check(headers[0], path)
+
+
+def damaged(path: Path, slot: int, record: Record) -> CorruptWindow:
+    """Refusal of a record whose bytes are not those that were captured."""
+    return CorruptWindow(
+        f'{path}: slot {slot}: checksum mismatch in operator {record.operator}, tensor '
+        f'{record.tensor}, part {record.part}, elements [{record.start}, {record.end})'
+    )

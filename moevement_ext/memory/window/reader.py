@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a window file that is not mapped: on a disk, or for a tool.
+
+What a disk cannot read is an error of a read, and would be the end of the process in a map
+(SIGBUS). Nothing is trusted, as in `window.file` (invariant I7).
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import xxhash
+
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory import private
+from moevement_ext.memory.window.checks import check_whole, damaged, verified_header
+from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import PREAMBLE_BYTES, Entry, read_directory
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
+from moevement_ext.memory.window.slot import SlotHeader
+
+CHUNK_BYTES = 4 * 2**20
+"""Read or written at a time."""
+
+Advance = Callable[[int], None]
+"""Called with the bytes that were just read or written; may wait, and may raise to end the work."""
+
+
+def at_full_speed(nbytes: int) -> None:
+    """Neither waits nor ends the work."""
+
+
+class WindowReader:
+    """An open window file; a context manager. One thread uses it.
+
+    Attributes:
+        path: the file.
+        nbytes: its size.
+        name: the window that it says it holds, None if it is empty.
+
+    Raises:
+        RefusedWindow: no readable, whole, known window file (typed by the reason).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = private.open_file(path, os.O_RDONLY)
+        except OSError as error:
+            raise RefusedWindow(f'{path}: cannot be opened: {error.strerror}') from error
+        except HostMemoryError as error:
+            raise RefusedWindow(str(error)) from error
+        try:
+            self.nbytes = os.fstat(self._fd).st_size
+            preamble = self._read(0, min(PREAMBLE_BYTES, self.nbytes))
+            directory = read_directory(path, np.frombuffer(preamble, np.uint8), self.nbytes)
+        except BaseException:
+            self.close()
+            raise
+        self.name: WindowName | None = directory.name
+        self._entries = sorted(directory.entries, key=lambda entry: entry.slot)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def verify_identity(self, expected: Expected) -> list[SlotHeader]:
+        """Verify that the window is whole and the one expected; payloads are not read.
+
+        Returns:
+            The headers, slot 0 first.
+
+        Raises:
+            RefusedWindow: typed by the reason.
+        """
+        headers = [self._header(entry) for entry in self._entries]
+        check_whole(self.path, headers, expected)
+        return headers
+
+    def verify_payloads(
+        self, headers: Iterable[SlotHeader], advance: Advance = at_full_speed
+    ) -> None:
+        """Compare every record with its checksum, in bounded memory.
+
+        Raises:
+            RefusedWindow: naming slot, operator, tensor and part; or it cannot be read.
+        """
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        for header in headers:
+            offset = self._entry(header.slot).payload_offset
+            for record in header.records:
+                digest = xxhash.xxh3_64()
+                for at in range(0, record.nbytes, CHUNK_BYTES):
+                    part = buffer[: min(CHUNK_BYTES, record.nbytes - at)]
+                    self._read_into(offset + record.offset + at, part)
+                    digest.update(part)
+                    advance(len(part))
+                if digest.intdigest() != record.checksum:
+                    raise damaged(self.path, header.slot, record)
+
+    def copy_into(
+        self, file: WindowFile, received: Callable[[WindowFile, SlotHeader], None]
+    ) -> None:
+        """Copy all slots into a file that was begun for this window, and verify them there.
+
+        Args:
+            file: mapped, in memory.
+            received: called with every slot that has come and is undamaged, slot 0 first.
+
+        Raises:
+            RefusedWindow: damaged, or it cannot be read.
+            HostMemoryError: `file` is too small.
+        """
+        for entry in self._entries:
+            places = iter((entry.payload_offset, entry.frame_offset))
+            header = file.write_blob(
+                entry.slot, entry.payload_bytes, entry.frame_bytes, self._from_each(places)
+            )
+            file.verify_payloads([header])
+            received(file, header)
+
+    def _header(self, entry: Entry) -> SlotHeader:
+        frame = self._read(entry.frame_offset, entry.frame_bytes)
+        return verified_header(self.path, self.name, entry, memoryview(frame))
+
+    def _entry(self, slot: int) -> Entry:
+        return next(entry for entry in self._entries if entry.slot == slot)
+
+    def _from_each(self, places: Iterator[int]) -> Callable[[memoryview], None]:
+        """Fills one view after the other, each from the next of these offsets."""
+        return lambda view: self._read_into(next(places), view)
+
+    def _read(self, offset: int, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
+        self._read_into(offset, memoryview(data))
+        return data
+
+    def _read_into(self, offset: int, view: memoryview) -> None:
+        while view:
+            try:
+                count = os.preadv(self._fd, [view], offset)
+            except OSError as error:
+                raise RefusedWindow(f'{self.path}: cannot be read: {error.strerror}') from error
+            if not count:
+                raise TruncatedWindow(f'{self.path}: ends at byte {offset}')
+            view, offset = view[count:], offset + count

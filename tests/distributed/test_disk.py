@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The power of all nodes fails: host memory is gone, and the job comes back from disk."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.test_whole_job_recovery import BASE
+
+Make = Callable[..., Cluster]
+WAITS = 'mutations.disk:training_waits_for_the_disk'
+NEWEST = 6
+"""Start of the newest window that is on disk when the job dies; the one before stays there, too."""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    (tmp_path / 'disk').mkdir()
+    return tmp_path / 'disk'
+
+
+def dead_job(cluster: Make, disk: Path, *flags: str) -> Cluster:
+    """A job of windows of 2 that died in iteration 9, with two windows on the disks of all."""
+    job = cluster(*BASE, '--sparse-ckpt-window', '2', '--sparse-ckpt-max-wait', '60', *flags)
+    job.flags += ['--sparse-ckpt-disk', str(disk), '--sparse-ckpt-disk-every', '1']
+    assert -9 in job.run(fail_at='1:9:forward', mutation=WAITS, timeout_s=400.0)
+    assert all(len(windows(folder)) >= 2 for folder in rank_folders(job, disk))
+    return job
+
+
+def rank_folders(job: Cluster, disk: Path) -> list[Path]:
+    return [disk / job.name / f'rank{rank}' for rank in range(job.ranks)]
+
+
+def windows(folder: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted(folder.glob('window-*'), key=lambda path: int(path.name.split('-')[1]))
+
+
+def damage(path: Path) -> None:
+    with open(path, 'r+b') as file:
+        file.seek(70_000)
+        byte = file.read(1)[0]
+        file.seek(70_000)
+        file.write(bytes([byte ^ 0xFF]))
+
+
+def sources(job: Cluster) -> list[tuple[str, int]]:
+    """Source and start of the window that each rank came back from."""
+    last = [job.events('recovery_started', rank)[-1] for rank in range(job.ranks)]
+    return [(event['source'], event['start']) for event in last]
+
+
+def test_job_whose_memory_is_all_lost_comes_back_from_disk(
+    cluster: Make, reference: Callable[..., dict], disk: Path
+) -> None:
+    job = dead_job(cluster, disk)
+    shutil.rmtree(job.memory)
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    assert sources(job) == [('disk', NEWEST)] * job.ranks
+    assert f'converted window: {NEWEST} | from: disk |' in job.output(life=1)
+    assert '| on disk: ' in job.output(life=1)
+    assert list(disk.iterdir()) == [], 'at a clean end disks are given back, too'
+
+
+def test_a_window_from_disk_that_is_not_verified_shows(
+    cluster: Make, reference: Callable[..., dict], disk: Path
+) -> None:
+    job = dead_job(cluster, disk)
+    shutil.rmtree(job.memory)
+    damage(windows(rank_folders(job, disk)[2])[-1])
+    job.finish(mutation='mutations.disk:window_from_disk_not_verified')
+    assert sources(job) == [('disk', NEWEST)] * job.ranks
+    assert differences(reference(*BASE), read_digest(job)) != []
+
+
+@pytest.mark.thorough
+def test_damaged_window_on_one_disk_has_all_take_the_one_before(
+    cluster: Make, reference: Callable[..., dict], disk: Path
+) -> None:
+    job = dead_job(cluster, disk)
+    shutil.rmtree(job.memory)
+    older, newest = windows(rank_folders(job, disk)[2])[-2:]
+    damage(newest)
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    assert sources(job) == [('disk', int(older.name.split('-')[1]))] * job.ranks
+    assert f'window {NEWEST} from disk: ' in job.output(life=1)
+
+
+@pytest.mark.thorough
+def test_memory_of_some_and_disk_of_others_make_a_window(
+    cluster: Make, reference: Callable[..., dict], disk: Path
+) -> None:
+    """A node is lost that has no replicas elsewhere; the others have the same window in memory."""
+    job = dead_job(cluster, disk, '--sparse-ckpt-replicas', '0')
+    shutil.rmtree(job.node_memory(1))
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    memory, there = ('own memory', NEWEST), ('disk', NEWEST)
+    assert sources(job) == [memory, memory, there, there]
+
+
+@pytest.mark.thorough
+def test_memory_goes_before_disk(cluster: Make, reference: Callable[..., dict], disk: Path) -> None:
+    job = dead_job(cluster, disk)
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    assert {source for source, _ in sources(job)} == {'own memory'}
+
+
+@pytest.mark.thorough
+def test_lost_stage_comes_back_while_windows_go_to_disk(
+    cluster: Make, reference: Callable[..., dict], disk: Path
+) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '2')
+    job.flags += ['--sparse-ckpt-disk', str(disk), '--sparse-ckpt-disk-every', '1']
+    assert job.survive(fail_at='3:8:forward') == {3: 1}
+    assert differences(reference(*BASE), read_digest(job)) == []
+    (recovered,) = job.events('recovered', rank=3)
+    assert recovered['scope'] == 'localized'

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of real window files on a real file system: torn, damaged, too large, of another past."""
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.errors import UserError
+from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.reader import WindowReader
+from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, TruncatedWindow
+from moevement_ext.memory.window.slot import SlotHeader
+from tests.distributed.conftest import mounted_tmpfs
+from tests.unit.memory.samples import (
+    RUN,
+    TOPOLOGY,
+    WINDOW,
+    capacity,
+    digest,
+    make_file,
+    named,
+    write_window,
+)
+
+IDENTITY = RankIdentity(RUN, TOPOLOGY, 0)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> DiskWindows:
+    (tmp_path / 'disk').mkdir()
+    return DiskWindows(tmp_path / 'disk', 'run1', 0)
+
+
+def write(disk: DiskWindows, folder: Path, *starts: int, owner: int = 0) -> list[WindowFile]:
+    files = [make_file(folder / f'memory-{start}', start, owner=owner) for start in starts]
+    for file in files:
+        disk.write(file, IDENTITY)
+    return files
+
+
+def read(disk: DiskWindows, folder: Path, start: int = 0) -> tuple[WindowFile, list[SlotHeader]]:
+    into = WindowFile.create(folder / f'back-{start}', capacity())
+    into.begin(named(start))
+    headers: list[SlotHeader] = []
+    disk.read(named(start), into, lambda file, header: headers.append(header))
+    into.freeze()
+    return into, headers
+
+
+def starts(disk: DiskWindows) -> list[int]:
+    return [window.name.start for window in disk.stored()]
+
+
+def names(disk: DiskWindows) -> set[str]:
+    return {path.name for path in disk.path.iterdir()}
+
+
+def test_a_copy_has_the_bytes_of_the_window(disk: DiskWindows, tmp_path: Path) -> None:
+    (file,) = write(disk, tmp_path, 3)
+    (stored,) = disk.stored()
+    assert (stored.owner, stored.name) == (0, named(3))
+    assert digest(stored.path) == digest(file.path)
+    back, headers = read(disk, tmp_path, 3)
+    assert [header.slot for header in headers] == list(range(WINDOW))
+    assert back.verify(Expected.of(IDENTITY, named(3))) == headers
+    assert all((back.payload(s) == file.payload(s)).all() for s in range(WINDOW))
+
+
+def test_the_unused_end_of_a_window_takes_no_room(disk: DiskWindows, tmp_path: Path) -> None:
+    large = WindowFile.create(tmp_path / 'large', 2**24)
+    large.begin(named(0))
+    write_window(large)
+    large.freeze()
+    disk.write(large, IDENTITY)
+    (stored,) = disk.stored()
+    assert stored.path.stat().st_size == 2**24
+    assert stored.path.stat().st_blocks * 512 < 2**20
+    with WindowReader(stored.path) as reader:
+        reader.verify_payloads(reader.verify_identity(Expected.of(IDENTITY, named(0))))
+
+
+def test_windows_are_found_by_the_next_process_and_leftovers_are_not(
+    disk: DiskWindows, tmp_path: Path
+) -> None:
+    write(disk, tmp_path, 0, 3)
+    (disk.path / 'writing-6-plan1.window').write_bytes(b'cut off')
+    again = DiskWindows(tmp_path / 'disk', 'run1', 0)
+    assert starts(again) == [3, 0]
+    assert not list(disk.path.glob('writing-*'))
+    assert starts(DiskWindows(tmp_path / 'disk', 'run1', 1)) == []
+
+
+@pytest.mark.parametrize('offset', [3, 40_000 - 1, 65_536, 70_000, -200])
+def test_a_damaged_byte_is_refused(offset: int, disk: DiskWindows, tmp_path: Path) -> None:
+    """Or it lies where nothing is: then every slot is what it was."""
+    (file,) = write(disk, tmp_path, 0)
+    path = disk.stored()[0].path
+    at = offset if offset >= 0 else file.used_bytes() + offset
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    try:
+        back, _ = read(disk, tmp_path)
+    except RefusedWindow as refusal:
+        assert path.name in str(refusal) or 'back-0' in str(refusal)
+    else:
+        assert all((back.payload(s) == file.payload(s)).all() for s in range(WINDOW))
+        assert offset == 40_000 - 1
+
+
+@pytest.mark.parametrize('nbytes', [0, 100, 65_536, 70_000])
+def test_a_torn_window_is_refused(nbytes: int, disk: DiskWindows, tmp_path: Path) -> None:
+    write(disk, tmp_path, 0)
+    os.truncate(disk.stored()[0].path, nbytes)
+    with pytest.raises(TruncatedWindow):
+        read(disk, tmp_path)
+
+
+def test_a_window_of_another_name_is_refused(disk: DiskWindows, tmp_path: Path) -> None:
+    write(disk, tmp_path, 0)
+    os.rename(disk.stored()[0].path, disk.path / 'window-3-plan1.window')
+    with pytest.raises(RefusedWindow):
+        read(disk, tmp_path, 3)
+
+
+def test_what_changes_while_it_is_copied_never_gets_a_name(
+    disk: DiskWindows, tmp_path: Path
+) -> None:
+    """As after a rollback, which frees the file in memory all the same."""
+    file = make_file(tmp_path / 'memory', 0)
+    file.payload(1)[5] ^= 1
+    with pytest.raises(CorruptWindow, match='slot 1: checksum mismatch'):
+        disk.write(file, IDENTITY)
+    assert names(disk) == set()
+
+
+def test_a_copy_that_is_ended_leaves_nothing(disk: DiskWindows, tmp_path: Path) -> None:
+    def end(nbytes: int) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        disk.write(make_file(tmp_path / 'memory', 0), IDENTITY, end)
+    assert names(disk) == set()
+
+
+@pytest.mark.parametrize('size', ['8k', '96k'], ids=['at once', 'on the way'])
+def test_a_full_disk_keeps_what_it_has(size: str, tmp_path: Path) -> None:
+    """A tmpfs as the disk: it says how much it has free, and gives less to the second window."""
+    with mounted_tmpfs(tmp_path / 'full', size) as root:
+        disk = DiskWindows(root, 'run1', 0)
+        with pytest.raises(OSError, match='free, and a window takes|No space'):
+            write(disk, tmp_path, 0, 3)
+        with suppress(IndexError):
+            assert disk.stored()[0].name == named(0)
+        assert not list(disk.path.glob('writing-*'))
+
+
+def test_full_all_of_a_sudden(disk: DiskWindows, tmp_path: Path) -> None:
+    """A limit of the process on the size of files, which the kernel enforces in a write."""
+    code = f"""
+import pathlib, resource, signal, sys
+from moevement_ext.memory.disk import DiskWindows
+from tests.unit.memory.samples import make_file
+from tests.unit.memory.test_disk import IDENTITY
+folder = pathlib.Path({str(tmp_path)!r})
+disk = DiskWindows(folder / 'disk', 'run1', 0)
+file = make_file(folder / 'memory', 0)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))
+try:
+    disk.write(file, IDENTITY)
+except OSError as error:
+    print('refused:', error.strerror)
+"""
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=300)
+    assert 'refused: File too large' in done.stdout, done.stderr
+    assert names(disk) == set()
+
+
+def test_pruning_leaves_what_is_kept_and_nothing_else(disk: DiskWindows, tmp_path: Path) -> None:
+    write(disk, tmp_path, 0, 3, 6, 9)
+    disk.set_aside_after(6, IDENTITY)
+    disk.prune([named(3), named(6)])
+    assert names(disk) == {'window-3-plan1.window', 'window-6-plan1.window'}
+
+
+def test_windows_of_a_past_that_is_not_continued_are_set_aside(
+    disk: DiskWindows, tmp_path: Path
+) -> None:
+    write(disk, tmp_path, 0, 3, 6)
+    disk.set_aside_after(0, RankIdentity('another run', TOPOLOGY, 0))
+    assert starts(disk) == [6, 3, 0]
+    disk.set_aside_after(0, IDENTITY)
+    assert starts(disk) == [0]
+    assert {'aside-3-plan1.window', 'aside-6-plan1.window'} < names(disk)
+
+
+def test_at_the_end_nothing_is_left(disk: DiskWindows, tmp_path: Path) -> None:
+    other = DiskWindows(tmp_path / 'disk', 'run1', 1)
+    write(disk, tmp_path, 0)
+    disk.remove()
+    assert [path.name for path in (tmp_path / 'disk' / 'run1').iterdir()] == ['rank1']
+    other.remove()
+    assert list((tmp_path / 'disk').iterdir()) == []
+
+
+def test_what_cannot_be_a_disk_is_named_with_its_flag(tmp_path: Path) -> None:
+    (tmp_path / 'file').touch()
+    for root in (tmp_path / 'nowhere', tmp_path / 'file'):
+        with pytest.raises(UserError, match='--sparse-ckpt-disk .* is no directory'):
+            DiskWindows(root, 'run1', 0)
+    (tmp_path / 'disk').mkdir()
+    (tmp_path / 'disk' / 'run1').symlink_to(tmp_path)
+    with pytest.raises(UserError, match='--sparse-ckpt-disk .* cannot be kept there'):
+        DiskWindows(tmp_path / 'disk', 'run1', 0)
+    with pytest.raises(UserError, match='--sparse-ckpt-run-id'):
+        DiskWindows(tmp_path / 'disk', 'a/b', 0)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Disk is the last of a window's sources: real files, two real ranks over TCP."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.recover.inventory import windows_on_disk
+from moevement_ext.recover.sources import verified_window
+from moevement_ext.recover.whole_job import _make_room
+from tests.unit.memory.samples import RUN, TOPOLOGY, WINDOW, named, tmpfs_directory
+from tests.unit.recover.test_sources import damage, replicate
+from tests.unit.replicate.test_host_memory import CANDIDATE, Job
+
+pytestmark = pytest.mark.timeout(300)
+
+OWN = RankIdentity(RUN, TOPOLOGY, 0)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """Window 0 of rank 0 is in its memory, with rank 1 and on disk."""
+    with tmpfs_directory() as shm:
+        job = Job(Path(shm), monkeypatch)
+        job.ranks[0].disk = DiskWindows(tmp_path, 'run1', 0)
+        file = job.commit(0)
+        replicate(job, file)
+        job.ranks[0].disk.write(file, OWN)
+        yield job
+        job.stop()
+
+
+def on_disk(job: Job) -> Path:
+    disk = job.ranks[0].disk
+    assert disk is not None
+    return disk.stored()[0].path
+
+
+def own(job: Job) -> WindowFile:
+    file = job.ranks[0].windows.file(named(0))
+    assert file is not None
+    return file
+
+
+def payloads(file: WindowFile) -> list[bytes]:
+    return [file.payload(slot).tobytes() for slot in range(WINDOW)]
+
+
+def test_memory_goes_before_replicas_and_those_before_disk(job: Job) -> None:
+    expected, memory = payloads(own(job)), job.ranks[0]
+    seen = []
+    for _ in range(3):
+        file, source = verified_window(memory, CANDIDATE, job.inventories(), OWN)
+        assert payloads(file) == expected
+        seen.append(source)
+        if source == 'own memory':
+            memory.windows.discard(named(0))
+        elif source == 'rank 1':
+            memory.windows.discard(named(0))
+            job.ranks[1].server.stop()
+    assert seen == ['own memory', 'rank 1', 'disk']
+    assert memory.windows.file(named(0)) is file, 'it is in memory again'
+
+
+def test_disk_is_used_where_memory_is_damaged_and_nobody_has_a_replica(job: Job) -> None:
+    expected = payloads(own(job))
+    damage(own(job), 1)
+    arrived: list[int] = []
+    file, source = verified_window(
+        job.ranks[0], CANDIDATE, [], OWN, lambda file, header: arrived.append(header.slot)
+    )
+    assert source == 'disk' and payloads(file) == expected
+    assert arrived == [0, 0, 1, 2]
+
+
+def test_a_damaged_window_on_disk_is_refused_and_its_file_in_memory_is_free(job: Job) -> None:
+    job.ranks[0].windows.discard(named(0))
+    content = bytearray(on_disk(job).read_bytes())
+    content[70_000] ^= 1
+    on_disk(job).write_bytes(content)
+    for _ in range(3):
+        with pytest.raises(RefusedWindow, match='disk: .*checksum mismatch'):
+            verified_window(job.ranks[0], CANDIDATE, [], OWN)
+    assert job.commit(0).name == named(0)
+
+
+@pytest.mark.parametrize(
+    'identity', [RankIdentity('other', TOPOLOGY, 0), RankIdentity(RUN, 'other', 0)]
+)
+def test_windows_of_another_run_on_disk_are_refused(identity: RankIdentity, job: Job) -> None:
+    job.ranks[0].windows.discard(named(0))
+    disk = job.ranks[0].disk
+    assert disk is not None
+    assert windows_on_disk(disk, identity) == []
+    with pytest.raises(RefusedWindow, match='disk: .*expected .other'):
+        verified_window(job.ranks[0], CANDIDATE, [], identity)
+
+
+def test_what_is_on_disk_is_listed_without_what_is_torn(job: Job) -> None:
+    disk = job.ranks[0].disk
+    assert disk is not None
+    assert windows_on_disk(disk, OWN) == [HeldWindow(CANDIDATE, 0)]
+    os.truncate(on_disk(job), 70_000)
+    assert windows_on_disk(disk, OWN) == []
+
+
+@pytest.mark.parametrize(
+    ('usable', 'left'),
+    [((0, 3), [3]), ((3,), [3]), ((0,), [0]), ((), [3])],
+    ids=['oldest', 'no candidate', 'no candidate, though newer', 'none is'],
+)
+def test_room_is_made_for_a_window_that_lies_elsewhere(
+    usable: tuple[int, ...], left: list[int], job: Job
+) -> None:
+    """The node was away: it has windows that the job left behind."""
+    windows = job.ranks[0].windows
+    job.commit(0, start=3)
+    assert windows.begin(named(9)) is None
+    wanted = Window(named(9), WINDOW)
+    _make_room(windows, wanted, [wanted, *(Window(named(start), WINDOW) for start in usable)])
+    assert [window.name.start for window in windows.committed()] == left
+    assert windows.begin(named(9)) is not None
+
+
+def test_no_room_is_made_for_what_is_there(job: Job) -> None:
+    windows = job.ranks[0].windows
+    job.commit(0, start=3)
+    _make_room(windows, Window(named(3), WINDOW), [])
+    assert [window.name.start for window in windows.committed()] == [3, 0]

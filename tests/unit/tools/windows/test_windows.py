@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's view of real window files, of jobs that live and of jobs that are gone."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.generations import OwnerWindows
+from tests.unit.memory.samples import (
+    PLAN,
+    capacity,
+    commit,
+    make_file,
+    named,
+    tmpfs_directory,
+    write_slot,
+)
+from tools.windows.__main__ import main
+
+RANKS = 2
+
+
+class Run:
+    """Host memory of a job of two ranks, rank 1 of which also holds a replica of rank 0."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root = root
+        self.store = NodeStore(root, name, 'node0')
+        self.windows = [OwnerWindows(self.store, rank, rank, capacity()) for rank in range(RANKS)]
+        self.replica = OwnerWindows(self.store, 1, 0, capacity())
+
+    def commit(self, start: int) -> None:
+        for windows in (*self.windows, self.replica):
+            commit(windows, start)
+
+    def files(self) -> set[str]:
+        return {str(path.relative_to(self.store.path)) for path in self.store.path.rglob('*-*')}
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def run(root: Path) -> Iterator[Run]:
+    run = Run(root, 'run1')
+    run.commit(0)
+    run.commit(3)
+    yield run
+    run.store.close()
+
+
+def listed(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> dict:
+    capsys.readouterr()
+    assert main([*argv, '--json']) == status
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize('level', ['', 'run1', 'run1/node0', 'run1/node0/1'])
+def test_list_says_what_lies_where_from_any_level(
+    level: str, root: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = listed(capsys, 'list', str(root / level))
+    rows = {(one['rank'], one['holder'], one['start'], one['slots']) for one in found['files']}
+    everything = {(0, 0), (1, 1), (0, 1)}
+    there = everything if level != 'run1/node0/1' else {(1, 1), (0, 1)}
+    assert rows == {(*place, start, 3) for place in there for start in (0, 3)}
+    assert {one['run'] for one in found['files']} == {'run1'}
+    assert {one['node'] for one in found['files']} == {'node0'}
+    assert found['complete'] == {'run1': [f'3-{PLAN}', f'0-{PLAN}']}
+    assert not any(one['verified'] for one in found['files'])
+
+
+def test_verify_reads_payloads_and_names_what_is_damaged(
+    root: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = listed(capsys, 'verify', str(root))
+    assert all(one['verified'] and one['problem'] is None for one in found['files'])
+    file = run.windows[1].file(named(3))
+    assert file is not None
+    file.payload(2)[-1] ^= 1
+    listed(capsys, 'list', str(root))  # headers are well
+    found = listed(capsys, 'verify', str(root), status=1)
+    (damaged,) = [one for one in found['files'] if one['problem'] is not None]
+    assert damaged['path'] == str(file.path)
+    assert 'slot 2' in damaged['problem'] and 'checksum mismatch' in damaged['problem']
+    assert found['complete'] == {'run1': [f'0-{PLAN}']}
+
+
+def test_list_for_people_has_everything_in_it(
+    root: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('COLUMNS', '200')
+    assert main(['list', str(root)]) == 0
+    output = capsys.readouterr().out
+    assert 'rank 1 on node0' in output and f'3-{PLAN}' in output
+    assert f'run1: whole on all 2 ranks seen here: 3-{PLAN}, 0-{PLAN}' in output
+
+
+def test_a_window_that_one_rank_lacks_or_has_in_part_is_not_complete(
+    root: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.windows[0].persisted(named(3))
+    commit(run.windows[0], 6)
+    run.windows[1].persisted(named(3))
+    file = run.windows[1].begin(named(6))
+    assert file is not None
+    write_slot(file, 0, owner=1)
+    found = listed(capsys, 'list', str(root))
+    assert found['complete'] == {'run1': [f'3-{PLAN}']}
+    (writing,) = [one for one in found['files'] if one['state'] == 'being written']
+    assert writing['problem'] is None
+
+
+def test_nothing_of_a_live_job_is_deleted(
+    root: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = run.files()
+    assert main(['prune', str(root), '--keep', '0', '--yes']) == 0
+    assert 'run1: a process lives, nothing is deleted' in capsys.readouterr().out
+    assert run.files() == before
+
+
+def test_prune_keeps_the_newest_windows_of_a_job_that_is_gone(
+    root: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.store.close()
+    before = run.files()
+    assert main(['prune', str(root), '--keep', '1']) == 0
+    assert 'would delete: 3 files' in capsys.readouterr().out
+    assert run.files() == before
+    assert main(['prune', str(root), '--keep', '1', '--yes']) == 0
+    window = f'window-3-{PLAN}.window'
+    assert run.files() == {f'0/0/{window}', f'1/1/{window}', f'1/0/{window}'}
+
+
+def test_prune_keeps_all_where_no_window_is_complete(root: Path, run: Run) -> None:
+    """Ranks of other nodes may have the rest of the one that is whole there."""
+    run.store.close()
+    for path in root.rglob('1/1/window-*'):
+        with open(path, 'r+b') as file:
+            file.truncate(1000)
+    before = run.files()
+    assert main(['prune', str(root), '--keep', '1', '--yes']) == 0
+    assert run.files() == before
+
+
+def test_prune_of_everything_leaves_an_empty_directory(root: Path, run: Run) -> None:
+    run.store.close()
+    assert main(['prune', str(root), '--keep', '0', '--yes']) == 0
+    assert list(root.iterdir()) == []
+
+
+def test_free_files_of_a_dead_job_may_go(root: Path, run: Run) -> None:
+    run.windows[0].discard(named(3))
+    run.store.close()
+    assert main(['prune', str(root), '--keep', '2', '--yes']) == 0
+    assert not any('free-' in name for name in run.files())
+
+
+def test_windows_on_disk_are_told_from_memory_whatever_the_run_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(RANKS):
+        folder = tmp_path / '12345' / f'rank{rank}'
+        folder.mkdir(parents=True)
+        for start in (0, 3, 6):
+            make_file(folder / f'window-{start}-{PLAN}.window', start, owner=rank)
+        make_file(folder / f'aside-9-{PLAN}.window', 9, owner=rank)
+    found = listed(capsys, 'verify', str(tmp_path))
+    assert {(one['run'], one['tier'], one['holder']) for one in found['files']} == {
+        ('12345', 'disk', None)
+    }
+    assert found['complete'] == {'12345': [f'{start}-{PLAN}' for start in (6, 3, 0)]}
+    assert main(['prune', str(tmp_path), '--yes']) == 0
+    left = {path.name for path in tmp_path.rglob('*.window')}
+    assert left == {f'window-{start}-{PLAN}.window' for start in (3, 6)}
+
+
+def test_what_is_no_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(['list', str(tmp_path / 'nowhere')]) == 2
+    assert 'nowhere is no directory' in capsys.readouterr().err

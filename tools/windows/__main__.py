@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Windows in host memory and on disk: what lies there, whether it is sound, what may go.
+
+    python -m tools.windows list /dev/shm/moevement-1000
+    python -m tools.windows verify /lustre/windows/my-run
+    python -m tools.windows prune /dev/shm/moevement-1000 --keep 1 --yes
+
+DIR is a directory of `--sparse-ckpt-dir` or `--sparse-ckpt-disk`, or one below it. Host memory is
+that of the node on which this runs. `list` reads headers; `verify` also payloads, and compares
+every checksum. `prune` says what it would delete, and does so with --yes: of runs without a live
+process on this node, all but the newest windows that each rank seen there has whole.
+
+Exit status: 0 done, 1 a window is damaged, 2 the directory cannot be read.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from moevement_ext.memory.budget import gib
+from tools.windows.found import Found, complete, find
+from tools.windows.pruning import prunable, remove
+
+_KEEP = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    args = parse_arguments(argv)
+    if not args.directory.is_dir():
+        print(f'windows: {args.directory} is no directory', file=sys.stderr)
+        return 2
+    found = find(args.directory, verify=args.command == 'verify')
+    if args.command == 'prune':
+        return _prune(found, args)
+    if args.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(_as_json(found))).decode() + '\n')
+    else:
+        _print(found, Console())
+    return int(any(one.problem is not None and one.state == 'committed' for one in found))
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags of all commands."""
+    parser = argparse.ArgumentParser(
+        prog='windows', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest='command', required=True)
+    for name, about in (
+        ('list', 'what lies where'),
+        ('verify', 'the same, with every checksum compared'),
+        ('prune', 'delete what is not needed'),
+    ):
+        command = commands.add_parser(name, help=about)
+        command.add_argument('directory', type=Path, metavar='DIR')
+        if name == 'prune':
+            command.add_argument(
+                '--keep', type=_count, default=_KEEP, metavar='N',
+                help=f'windows of each run that stay ({_KEEP}); 0: nothing stays',
+            )  # fmt: skip
+            command.add_argument('--yes', action='store_true', help='delete, do not only say so')
+        else:
+            command.add_argument('--json', action='store_true')
+    return parser.parse_args(argv)
+
+
+def _as_json(found: Sequence[Found]) -> dict[str, Any]:
+    files = [{**msgspec.structs.asdict(one), 'path': str(one.path)} for one in found]
+    return {'files': files, 'complete': complete(found)}
+
+
+def _print(found: Sequence[Found], console: Console) -> None:
+    table = Table()
+    for heading in ('run', 'rank', 'window', 'slots', 'size', 'held by', 'state', 'checksums'):
+        table.add_column(
+            heading, justify='right' if heading in ('rank', 'slots', 'size') else 'left'
+        )
+    for one in found:
+        table.add_row(
+            one.run,
+            str(one.rank),
+            one.window,
+            '' if one.slots is None else str(one.slots),
+            gib(one.nbytes),
+            one.held_by,
+            one.state,
+            one.problem or ('right' if one.verified else 'of headers right' if one.slots else ''),
+        )
+    console.print(table)
+    for run, windows in complete(found).items():
+        ranks = len({one.rank for one in found if one.run == run})
+        newest = ', '.join(windows) if windows else 'none'
+        console.print(f'{run}: whole on all {ranks} ranks seen here: {newest}', highlight=False)
+
+
+def _prune(found: Sequence[Found], args: argparse.Namespace) -> int:
+    pruned = prunable(found, args.keep)
+    for run in pruned.live:
+        print(f'{run}: a process lives, nothing is deleted')
+    size = gib(pruned.nbytes)
+    if args.yes:
+        remove(pruned.files, args.directory)
+        print(f'deleted: {len(pruned.files)} files, {size}')
+        return 0
+    for path in pruned.files:
+        print(path)
+    print(f'would delete: {len(pruned.files)} files, {size}; with --yes it does')
+    return 0
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f'{value}: must be 0 or more')
+    return value
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows below a directory, of whichever run, in host memory or on disk.
+
+<dir>/<run id>/<node>/<holder>/<owner>/window-<start>-<plan>.window     host memory
+<disk>/<run id>/rank<owner>/window-<start>-<plan>.window                disk
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.reader import WindowReader
+from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
+
+MEMORY = 'memory'
+DISK = 'disk'
+
+_STATES = {
+    'window': 'committed', 'writing': 'being written', 'aside': 'set aside', 'free': 'free',
+}  # fmt: skip
+_FILE = re.compile(rf'({"|".join(_STATES)})-((\d+)(-\w+)?)\.window')
+_ON_DISK = re.compile(r'rank(\d+)')
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """One file with a window of one rank."""
+
+    run: str
+    """Name of the directory of the run."""
+    tier: str
+    """`MEMORY` or `DISK`."""
+    rank: int
+    """Whose state it is."""
+    holder: int | None
+    """Rank that keeps the file in its memory: the owner, or a peer."""
+    node: str | None
+    """On which that rank is, or was."""
+    state: str
+    """Only what is committed is recovered from."""
+    nbytes: int
+    path: Path
+    window: str = ''
+    """Start and plan, by the name of the file; empty if it is free."""
+    start: int = -1
+    slots: int | None = None
+    """How many it has, which are all if nothing is wrong."""
+    digests: tuple[str, str] | None = None
+    """Of run and layout: only windows of the same belong together."""
+    verified: bool = False
+    """Every checksum was compared."""
+    problem: str | None = None
+
+    @property
+    def sound(self) -> bool:
+        """Whole, committed, and nothing wrong as far as was looked."""
+        return self.state == 'committed' and self.problem is None
+
+    @property
+    def held_by(self) -> str:
+        """For people."""
+        return DISK if self.tier == DISK else f'rank {self.holder} on {self.node}'
+
+
+def find(directory: Path, verify: bool = False) -> list[Found]:
+    """All windows below a directory, by run, rank and age, the newest first.
+
+    Args:
+        directory: any level, from `--sparse-ckpt-dir` or `--sparse-ckpt-disk` down.
+        verify: read payloads and compare all checksums, not only those of headers.
+    """
+    files = [path for path in directory.resolve().rglob('*.window') if _FILE.fullmatch(path.name)]
+    found = [one for path in files if (one := _look(path, verify)) is not None]
+    return sorted(found, key=lambda one: (one.run, one.rank, -one.start, str(one.path)))
+
+
+def complete(found: Iterable[Found]) -> dict[str, list[str]]:
+    """By run, the windows that all of its ranks seen here have, whole; the newest first.
+
+    A rank that has nothing here (it is on another node) is not missed.
+    """
+    ranks: dict[str, set[int]] = defaultdict(set)
+    owners: dict[str, dict[tuple[object, ...], set[int]]] = defaultdict(dict)
+    for one in found:
+        ranks[one.run].add(one.rank)
+        if one.sound:
+            owners[one.run].setdefault((one.start, one.window, one.digests), set()).add(one.rank)
+    return {
+        run: [
+            str(name[1])
+            for name in sorted(owners[run], reverse=True)
+            if owners[run][name] == ranks[run]
+        ]
+        for run in ranks
+    }
+
+
+def _look(path: Path, verify: bool) -> Found | None:
+    """None: it is gone, renamed by a job that runs."""
+    try:
+        nbytes = path.stat().st_size
+    except FileNotFoundError:
+        return None
+    one = _placed(path, nbytes)
+    if one.state == 'free':
+        return one
+    try:
+        with WindowReader(path) as reader:
+            if str(reader.name) != one.window:
+                raise RefusedWindow(f'holds window {reader.name}')
+            headers = reader.verify_identity(Expected(owner=one.rank))
+            if verify and one.state == 'committed':
+                reader.verify_payloads(headers)
+            return msgspec.structs.replace(
+                one,
+                slots=len(headers),
+                digests=(headers[0].run, headers[0].topology),
+                verified=verify and one.state == 'committed',
+            )
+    except RefusedWindow as refusal:
+        if not path.exists():
+            return None
+        if one.state == 'being written' and isinstance(refusal, TruncatedWindow):
+            return one  # as it should be
+        return msgspec.structs.replace(one, problem=str(refusal).removeprefix(f'{path}: '))
+
+
+def _placed(path: Path, nbytes: int) -> Found:
+    """What the place and the name of a file say."""
+    match = _FILE.fullmatch(path.name)
+    assert match is not None
+    state = _STATES[match[1]]
+    window, start = ('', -1) if state == 'free' else (match[2], int(match[3]))
+    on_disk = _ON_DISK.fullmatch(path.parent.name)
+    if on_disk is not None:
+        run, tier, holder, node = path.parents[1].name, DISK, None, None
+        rank = int(on_disk[1])
+    else:
+        numbers = [parent.name for parent in path.parents[:2]]
+        rank, holder = (int(name) if name.isdecimal() else -1 for name in numbers)
+        run, tier, node = path.parents[3].name, MEMORY, path.parents[2].name
+    return Found(
+        run=run, tier=tier, rank=rank, holder=holder, node=node, state=state, nbytes=nbytes,
+        path=path, window=window, start=start,
+    )  # fmt: skip
