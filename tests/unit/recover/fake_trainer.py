@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
+from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import FORMAT_VERSION, Record, SlotContext, SlotHeader
-from moevement_ext.recover.trainer import TrainerDefaults
 
 Plan = Sequence[Sequence[str]]
 """Operators captured in full, by slot."""
@@ -23,7 +23,7 @@ def mixed(*parts: object) -> bytes:
     return hashlib.sha256(repr(parts).encode()).digest()[:8]
 
 
-class FakeTrainer(TrainerDefaults):
+class FakeTrainer:
     """Each operator has a master and a compute weight, a function of the master.
 
     An update of one depends on the weights of all, on the random state, and on what all ranks
@@ -38,7 +38,7 @@ class FakeTrainer(TrainerDefaults):
         self.norm = b''
         self.frozen: frozenset[str] = frozenset()
         self._recorded: bytes | None = None
-        self.operators = self
+        self.operators = self.small_state = self
         self.log: list[tuple[str, object]] = []
 
     def _cast(self, name: str) -> bytes:
@@ -66,15 +66,17 @@ class FakeTrainer(TrainerDefaults):
         self.frozen = frozenset(names)
         self.log.append(('freeze', self.frozen))
 
-    # Iterations
+    # Small state
 
-    def state(self) -> bytes:
+    def now(self) -> bytes:
         """Random state, and what the step before reduced."""
         return msgspec.msgpack.encode((self.random, self.norm))
 
     def restore(self, state: bytes) -> None:
-        """Inverse of `state`."""
+        """Inverse of `now`."""
         self.random, self.norm = msgspec.msgpack.decode(state, type=tuple[bytes, bytes])
+
+    # Iterations
 
     def iterate(self, iteration: int) -> None:
         """One update of all that is not frozen."""
@@ -88,11 +90,12 @@ class FakeTrainer(TrainerDefaults):
             self.weight[name] = self._cast(name)
         self.random = mixed('random', self.random)
 
-    def replay(self, iteration: int, following: bytes) -> None:
+    @contextmanager
+    def reduced(self, known: LedgerEntry | bytes) -> Iterator[None]:
         """With the norm that is recorded."""
-        _, norm = msgspec.msgpack.decode(following, type=tuple[bytes, bytes])
-        self._recorded = norm
-        self.iterate(iteration)
+        assert isinstance(known, bytes)  # a conversion asks no ledger
+        _, self._recorded = msgspec.msgpack.decode(known, type=tuple[bytes, bytes])
+        yield
         self._recorded = None
 
     @contextmanager
@@ -124,7 +127,7 @@ class FakeWindow:
                 Record(name, name, part, 'uint8', 0, len(content), len(payload), len(content))
             )
             payload += content
-        context = msgspec.msgpack.encode(SlotContext(full, light, trainer.state()))
+        context = msgspec.msgpack.encode(SlotContext(full, light, trainer.now()))
         header = SlotHeader(
             version=FORMAT_VERSION, run='run', topology='pp1', owner=0, start=self.name.start,
             window=self.window, slot=slot, iteration=self.name.start + slot, plan='plan',
