@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from moevement_ext.events import FailureDetected, NextTier, Recovered, RecoveryPhase, WorkerStarted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.local_cluster import launch
@@ -37,15 +38,13 @@ def latecomers(job: Cluster) -> list[tuple[int, float]]:
 
 
 def times(job: Cluster, phase: str, rank: int) -> list[float]:
-    return [
-        event['time'] for event in job.events('recovery_phase', rank) if event['phase'] == phase
-    ]
+    return [event.time for event in job.events_of(RecoveryPhase, rank) if event.phase == phase]
 
 
 def check(job: Cluster, expected: dict) -> None:
     assert differences(expected, read_digest(job)) == []
     for rank in range(job.ranks):
-        assert job.events('next_tier', rank) == []
+        assert job.events_of(NextTier, rank) == []
     assert latecomers(job) == []
 
 
@@ -62,8 +61,8 @@ def test_worker_whose_loader_blocks_replaces_itself(
     assert job.survive(mutation=mutation, evict=False) == {2: 1}
     assert differences(reference(*flags), read_digest(job)) == []
     for rank in (0, 1, 3):
-        (failure,) = job.events('failure_detected', rank)
-        assert 'rank 2 is stuck: its training thread has stood still' in failure['reason']
+        (failure,) = job.events_of(FailureDetected, rank)
+        assert 'rank 2 is stuck: its training thread has stood still' in failure.reason
     assert 'mutations/liveness.py' in (job.directory / 'life0-rank2.log').read_text()
 
 
@@ -93,7 +92,7 @@ def test_a_hang_is_noticed_where_a_failure_restarts_the_whole_job(
     assert differences(reference(*flags), read_digest(job)) == []
     (pid,) = re.findall(r'rank 2: started, pid (\d+), restart 0', output)
     assert said.format(pid=pid) in output
-    assert len(job.events('recovered')) == 1
+    assert len(job.events_of(Recovered)) == 1
 
 
 def test_death_while_all_connect(
@@ -115,7 +114,7 @@ def test_new_worker_that_sets_up_when_another_dies_is_kept(
     struck: list[int] = []
 
     def strike(workers: list, start: Callable) -> None:
-        if not struck and len(job.events('worker_started', rank=1)) == 2:
+        if not struck and len(job.events_of(WorkerStarted, rank=1)) == 2:
             struck.append(workers[2].pid)
             os.kill(workers[2].pid, signal.SIGKILL)
 
