@@ -65,9 +65,16 @@ def _digest_at_the_end(args: UpstreamArguments) -> None:
 
 
 def _digesting(
-    path: str, counters: Counters, original: Callable[..., Any],
-    forward: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
+    path: str,
+    counters: Counters,
+    original: Callable[..., Any],
+    forward: Any,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
     result = original(forward, model, optimizer, scheduler, *rest, **kwargs)
     write_digest(path, result[0], state_digest(model, optimizer, scheduler, counters))
     return result

@@ -32,9 +32,10 @@ def latecomers(job: Cluster) -> list[tuple[int, float]]:
     ]
     first = min(time for found in came.values() for time in found)
     return late + [
-        (rank, found[0] - first) for rank, found in came.items()
+        (rank, found[0] - first)
+        for rank, found in came.items()
         if found and found[0] - first > LATE_SECONDS
-    ]  # fmt: skip
+    ]
 
 
 def times(job: Cluster, phase: str, rank: int) -> list[float]:
@@ -54,9 +55,10 @@ def test_worker_whose_loader_blocks_replaces_itself(
     """It beats, and all others wait for it; none of them counts as stuck."""
     flags = BASE.split()
     job = cluster(
-        *flags, '--sparse-ckpt-window', '3',
-        '--sparse-ckpt-hang-timeout', '10', '--sparse-ckpt-stuck-timeout', '10',
-    )  # fmt: skip
+        *flags,
+        *'--sparse-ckpt-window 3 --sparse-ckpt-hang-timeout 10'.split(),
+        *'--sparse-ckpt-stuck-timeout 10'.split(),
+    )
     mutation = 'mutations.liveness:loader_of_rank_2_blocks'
     assert job.survive(mutation=mutation, evict=False) == {2: 1}
     assert differences(reference(*flags), read_digest(job)) == []
@@ -84,9 +86,10 @@ def test_a_hang_is_noticed_where_a_failure_restarts_the_whole_job(
     """The others would wait until their collectives time out, and fail by themselves then."""
     flags = BASE.split()
     job = cluster(
-        *flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', 'whole-job',
-        '--sparse-ckpt-hang-timeout', '10', '--sparse-ckpt-stuck-timeout', '10',
-    )  # fmt: skip
+        *flags,
+        *'--sparse-ckpt-window 3 --sparse-ckpt-recovery whole-job'.split(),
+        *'--sparse-ckpt-hang-timeout 10 --sparse-ckpt-stuck-timeout 10'.split(),
+    )
     code, output = launch(job, *fault, mutation=mutation)
     assert code == 0, output[-5000:]
     assert differences(reference(*flags), read_digest(job)) == []

@@ -68,10 +68,10 @@ LAYOUTS = {
 }  # fmt: skip
 
 QUICK_LAYOUTS = (
-    'pp2-ep2-first-stage', 'pp2-ep2-window-5', 'pp4-tied-first-stage', 'pp3-six-layers',
-    'pp2-dp2-plain-both-peers', 'pp2-tp2-sequence-parallel', 'interleaved', 'fp16-skipped-steps',
-    'overlapped-reductions', 'router-bias', 'one-stage-ep2',
-)  # fmt: skip
+    'pp2-ep2-first-stage pp2-ep2-window-5 pp4-tied-first-stage pp3-six-layers '
+    'pp2-dp2-plain-both-peers pp2-tp2-sequence-parallel interleaved fp16-skipped-steps '
+    'overlapped-reductions router-bias one-stage-ep2'
+).split()
 
 PHASES = {
     'in p2p': '1:8:p2p',
@@ -101,9 +101,13 @@ MORE_FAILURES = {
     'two separate stages at once': '0:9:forward,2:9:forward',
 }
 QUICK_FAILURES = (
-    'during detection', 'during regrouping', 'when a stage has caught up and is connected',
-    'replacement dies converting', 'same rank right after recovery', 'two adjacent stages at once',
-)  # fmt: skip
+    'during detection',
+    'during regrouping',
+    'when a stage has caught up and is connected',
+    'replacement dies converting',
+    'same rank right after recovery',
+    'two adjacent stages at once',
+)
 
 
 EVALUATION_AND_SAVE = 'evaluate', 'evaluate-forward', 'evaluated', 'save', 'saved'
@@ -270,10 +274,8 @@ def test_profiler_that_was_cut_off_does_not_stop_the_survivors(
 ) -> None:
     flags = flags_of(BASE)
     job = cluster(*flags, '--sparse-ckpt-window', '3')
-    job.flags += [
-        *'--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 10'.split(),
-        '--tensorboard-dir', str(job.directory / 'board'),
-    ]  # fmt: skip
+    profile = '--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 10'
+    job.flags += [*profile.split(), '--tensorboard-dir', str(job.directory / 'board')]
     assert job.survive(fail_at='1:8:backward') == {1: 1}
     assert differences(reference(*flags), read_digest(job)) == []
     check_localized(job)
