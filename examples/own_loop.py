@@ -142,10 +142,18 @@ def build(
     model = [DistributedDataParallel(config, ddp_config, Float16Module(config, gpt))]
     optimizer = get_megatron_optimizer(optimizer_config, model)
     scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=1e-3, min_lr=1e-4, lr_warmup_steps=32, lr_decay_steps=3200,
-        lr_decay_style='cosine', start_wd=0.01, end_wd=0.01, wd_incr_steps=1,
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-3,
+        min_lr=1e-4,
+        lr_warmup_steps=32,
+        lr_decay_steps=3200,
+        lr_decay_style='cosine',
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=1,
         wd_incr_style='constant',
-    )  # fmt: skip
+    )
     return model, optimizer, scheduler
 
 

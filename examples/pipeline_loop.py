@@ -13,7 +13,7 @@ import argparse
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,8 +44,9 @@ from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.memory.upstream_log.ring import region_bytes
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader
+from moevement_ext.plan.replanning import NoTokens
 from moevement_ext.process.leaving import leave
-from moevement_ext.recover.trainer import Committed, Received, TrainerDefaults
+from moevement_ext.recover.trainer import Committed, PlainLoop, Received
 from moevement_ext.regroup.process_groups import stand_in_for
 
 _HIDDEN, _EXPERTS, _VOCABULARY = 32, 4, 256
@@ -230,13 +231,44 @@ class Boundary:
         return tensor
 
 
-class SmallState(msgspec.Struct):
-    """All but tensors that an iteration starts from."""
+@dataclass
+class StageState:
+    """All but tensors that an iteration starts from; random numbers are torch's own."""
 
-    iteration: int
-    rng: bytes
-    norm: float
+    iteration: int = 0
+    norm: float = 0.0
     """Gradient norm over all stages, of the step before."""
+
+    @property
+    def max_bytes(self) -> int:
+        """The state of the generator has a fixed size."""
+        return len(self.now()) + 64
+
+    def now(self) -> bytes:
+        """Random numbers, and the norm that a replay of the step before would need."""
+        rng = torch.get_rng_state().numpy().tobytes()
+        return msgspec.msgpack.encode((self.iteration, self.norm, rng))
+
+    def restore(self, state: bytes) -> None:
+        """Inverse of `now`."""
+        self.iteration, self.norm, rng = decode(state)
+        torch.set_rng_state(torch.frombuffer(bytearray(rng), dtype=torch.uint8))
+
+    def move_data(self, state: bytes) -> None:
+        """Batches are a function of the iteration."""
+
+    def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
+        """The iteration."""
+        self.iteration, _, _ = decode(state)
+
+    def count(self, iteration: int, samples: int | None) -> None:
+        """The iteration."""
+        self.iteration = iteration
+
+
+def decode(state: bytes) -> tuple[int, float, bytes]:
+    """Iteration, norm and random numbers of a small state."""
+    return msgspec.msgpack.decode(state, type=tuple[int, float, bytes])
 
 
 class Update(NamedTuple):
@@ -248,15 +280,13 @@ class Update(NamedTuple):
 
 
 @dataclass
-class PipelineTrainer(TrainerDefaults):
+class PipelineTrainer:
     """One stage, as recovery sees it; the methods are those of `recover.trainer.Trainer`."""
 
     stage: int
     stages: int
     text: torch.Tensor
     last_iteration: int
-    iteration: int = 0
-    _norm: float = 0.0
     _replayed_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -264,25 +294,25 @@ class PipelineTrainer(TrainerDefaults):
         self.model = Stage(self.stage, self.stages)
         self.optimizer = adam(self.model)
         self.operators = StageOperators(self.stage, self.model, self.optimizer)
+        self.small_state = StageState()
         self.pipeline = Boundary(self.stage, self.stages)
+        self.loop, self.tokens = PlainLoop(), NoTokens()
         alone = [dist.new_group([stage]) for stage in range(self.stages)][self.stage]
         assert isinstance(alone, dist.ProcessGroup)
         self.place = Place(self.stage, [self.stage], alone, [], interleaved=False)
 
-    # An iteration
-
-    def state(self) -> bytes:
-        """Random numbers, and the norm that a replay of the step before would need."""
-        rng = torch.get_rng_state().numpy().tobytes()
-        return msgspec.msgpack.encode(SmallState(self.iteration, rng, self._norm))
-
-    def state_bytes(self) -> int:
-        """The state of the generator has a fixed size."""
-        return len(self.state()) + 64
+    @property
+    def iteration(self) -> int:
+        """Committed iterations."""
+        return self.small_state.iteration
 
     def begin_iteration(self, iteration: int) -> bytes:
         """Nothing is accumulated over iterations but the load, which is not state."""
-        return self.state()
+        return self.small_state.now()
+
+    def undo_broken_iteration(self, state: bytes, began: bool) -> None:
+        """Random numbers were drawn."""
+        self.small_state.restore(state)
 
     def iterate(self, iteration: int) -> float | None:
         """All micro-batches forward, all back, one update; the loss on the last stage."""
@@ -293,13 +323,13 @@ class PipelineTrainer(TrainerDefaults):
         for given, result in passes:
             self._backward(given, result)
         self.update.before()
-        self._norm = self._global_norm()
+        self.small_state.norm = norm = self._global_norm()
         self.update.writing()
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad *= min(1.0, _CLIP / self._norm)
+                parameter.grad *= min(1.0, _CLIP / norm)
         self.optimizer.step()
-        self.iteration = iteration + 1
+        self.small_state.iteration = iteration + 1
         self.update.written(False)
         if self.stage < self.stages - 1:
             return None
@@ -309,12 +339,12 @@ class PipelineTrainer(TrainerDefaults):
         """The norm is what a replay cannot compute alone."""
         entry = LedgerEntry(
             iteration=iteration,
-            grad_norms=[self._norm],
+            grad_norms=[self.small_state.norm],
             overflows=[],
             num_microbatches=_MICRO_BATCHES,
             consumed_samples=iteration * _MICRO_BATCHES * _SAMPLES,
         )
-        return Committed(self.state(), entry)
+        return Committed(self.small_state.now(), entry)
 
     def around_update(self, *calls: Callable[..., None]) -> None:
         """What `iterate` is to call around its update."""
@@ -357,8 +387,6 @@ class PipelineTrainer(TrainerDefaults):
         dist.all_reduce(square)
         return float(square.sqrt())
 
-    # A replay
-
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """At the end nothing is frozen."""
@@ -367,50 +395,17 @@ class PipelineTrainer(TrainerDefaults):
         finally:
             self.operators.freeze(())
 
-    def restore(self, state: bytes) -> None:
-        """Random numbers and counters."""
-        small = msgspec.msgpack.decode(state, type=SmallState)
-        torch.set_rng_state(torch.frombuffer(bytearray(small.rng), dtype=torch.uint8))
-        self.iteration, self._norm = small.iteration, small.norm
-
-    def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
-        """The iteration."""
-        self.iteration = msgspec.msgpack.decode(state, type=SmallState).iteration
-
-    def replay(self, iteration: int, following: bytes) -> None:
+    @contextmanager
+    def reduced(self, known: LedgerEntry | bytes) -> Iterator[None]:
         """With the norm that all stages had reduced."""
-        with self._with_norm(msgspec.msgpack.decode(following, type=SmallState).norm):
-            self.iterate(iteration)
-
-    @contextmanager
-    def recorded(self, entry: LedgerEntry) -> Iterator[None]:
-        """The same for an iteration that is committed again."""
-        with self._with_norm(entry.grad_norms[0]):
-            yield
-
-    @contextmanager
-    def _with_norm(self, norm: float) -> Iterator[None]:
-        self._replayed_norm = norm
+        if isinstance(known, LedgerEntry):
+            self._replayed_norm = known.grad_norms[0]
+        else:
+            _, self._replayed_norm, _ = decode(known)
         try:
             yield
         finally:
             self._replayed_norm = None
-
-    def count_on(self, entry: LedgerEntry) -> None:
-        """The iteration of `entry` is done."""
-        self.iteration = entry.iteration
-
-    # After a failure
-
-    def enter_loop(
-        self, target: int, kept: bytes | None, entry: LedgerEntry | None, others: Sequence[bytes]
-    ) -> None:
-        """Go on at `target`."""
-        self.iteration = target
-
-    def undo_broken_iteration(self, state: bytes, began: bool) -> None:
-        """Random numbers were drawn."""
-        self.restore(state)
 
 
 def main() -> None:

@@ -98,8 +98,10 @@ def arm(rank: int) -> None:
             _armed.append(Fault(int(iteration), Phase(phase)))
             logger.warning(
                 'MOEVEMENT_FAIL_AT: rank %d kills itself in iteration %s, phase %s',
-                rank, iteration, phase,
-            )  # fmt: skip
+                rank,
+                iteration,
+                phase,
+            )
 
 
 def at_iteration(iteration: int) -> None:

@@ -9,9 +9,9 @@ from megatron.moevement.arguments import config_from_args
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import UpstreamArguments, facts_of
 from megatron.moevement.job import ending
+from megatron.moevement.job.loop import decode_handover
 from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
-from megatron.moevement.job.trainer import decode_handover
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
 from megatron.moevement.seams import patches, upstream
 from megatron.moevement.seams.data_position import UpstreamData
@@ -65,9 +65,16 @@ def _digest_at_the_end(args: UpstreamArguments) -> None:
 
 
 def _digesting(
-    path: str, counters: Counters, original: Callable[..., Any],
-    forward: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
+    path: str,
+    counters: Counters,
+    original: Callable[..., Any],
+    forward: Any,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
     result = original(forward, model, optimizer, scheduler, *rest, **kwargs)
     write_digest(path, result[0], state_digest(model, optimizer, scheduler, counters))
     return result

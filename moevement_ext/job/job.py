@@ -165,7 +165,7 @@ class Job:
                 self.planner,
                 trainer.operators,
                 trainer.tokens,
-                trainer.state_bytes(),
+                trainer.small_state.max_bytes,
                 trainer.pipeline.logged if self.membership is not None else NOTHING_LOGGED,
                 self._disk,
             )
@@ -196,7 +196,7 @@ class Job:
         self.rank.events.emit(started)
         # The data iterators are built next: training data from where the replay starts,
         # validation data from where it ends (a replay does not evaluate).
-        self.trainer.set_counters(first.state, validation=last.state)
+        self.trainer.small_state.set_counters(first.state, validation=last.state)
         return Restart(predecessor, conversion, source.tier, captured, seconds)
 
     # Training
@@ -252,8 +252,8 @@ class Job:
             )
             return self._protected(self.protection)
         if self._restart is not None:
-            self.trainer.set_counters(self._restart.conversion.last.state)
-        self.trainer.start()
+            self.trainer.small_state.set_counters(self._restart.conversion.last.state)
+        self.trainer.loop.start()
         iteration = self.trainer.iteration
         self.protection.start(self.protection.first_plan(iteration), store, self._on_disk)
         if self._restart is not None:

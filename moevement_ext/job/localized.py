@@ -107,4 +107,4 @@ class Localized(WholeJob):
         if self._restart is not None:
             return RankState(self._restart.conversion.last.iteration)
         iteration = self.trainer.iteration
-        return RankState(iteration, Start(iteration, self.trainer.state()))
+        return RankState(iteration, Start(iteration, self.trainer.small_state.now()))

@@ -35,5 +35,6 @@ def warn_unless_in_memory(directory: Path) -> None:
     logger.warning(
         '--sparse-ckpt-dir %s is on %s and should be in a tmpfs: training waits for what is '
         'written there; choose a directory below /dev/shm, or mount a tmpfs.',
-        directory, found,
-    )  # fmt: skip
+        directory,
+        found,
+    )

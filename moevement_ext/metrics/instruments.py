@@ -39,9 +39,10 @@ WINDOW_AGE = _gauge(
     'window_age_iterations', 'Iterations since the newest window that all ranks and holders have.'
 )
 REPLICATION_LAG = _gauge(
-    'replication_lag_iterations', 'Start of the newest own window minus that of the newest one '
+    'replication_lag_iterations',
+    'Start of the newest own window minus that of the newest one '
     'that all ranks and holders have.',
-)  # fmt: skip
+)
 SLOT_BYTES = _gauge('slot_bytes', 'Payload of the newest slot of this rank.')
 COPY_RATE = _gauge('copy_bytes_per_second', 'Measured rate of copies to host memory.')
 HOST_MEMORY = _gauge('host_memory_bytes', 'Reserved by this rank in host memory.', 'kind')

@@ -125,9 +125,7 @@ class Planner:
             window: W, of all stages.
             shares: share of tokens by expert operator; unknown ones keep their order.
         """
-        everything = [
-            [rank.operators for rank in self._ranks], window, sorted(shares.items()),
-        ]  # fmt: skip
+        everything = [[rank.operators for rank in self._ranks], window, sorted(shares.items())]
         digest = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(everything))
         return ScheduledPlan(origin, balanced(self._operators(shares), window), digest)
 
@@ -203,10 +201,19 @@ class Planner:
         ]
         names = sum(len(name) + 5 for name in self._all_names())
         return SlotHeader(
-            version=FORMAT_VERSION, run='0' * 16, topology='0' * 16, owner=0, start=0,
-            window=window, slot=0, iteration=0, plan='0' * 16, payload_bytes=0, records=records,
+            version=FORMAT_VERSION,
+            run='0' * 16,
+            topology='0' * 16,
+            owner=0,
+            start=0,
+            window=window,
+            slot=0,
+            iteration=0,
+            plan='0' * 16,
+            payload_bytes=0,
+            records=records,
             context=bytes(context_bytes + names),
-        )  # fmt: skip
+        )
 
     def _all_names(self) -> set[str]:
         return {name for member in self._members for name in member.sizes}

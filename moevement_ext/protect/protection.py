@@ -308,9 +308,13 @@ class Protection:
 
         def reserve(share: Share) -> HostMemory:
             return HostMemory(
-                rank.config, rank.run_id, share, self._operators.device, self._statistics.degraded,
+                rank.config,
+                rank.run_id,
+                share,
+                self._operators.device,
+                self._statistics.degraded,
                 partial(exchange, 'members'),
-            )  # fmt: skip
+            )
 
         memory: HostMemory | None = None
         problem: HostMemoryError | None = None

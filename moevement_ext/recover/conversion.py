@@ -79,14 +79,15 @@ class Conversion:
         faults.at_iteration(slot.header.iteration + 1)
         faults.point(Phase.LOAD)
         trainer.operators.load(slot.header, slot.payload, slot.context)
-        trainer.restore(slot.context.state)
+        trainer.small_state.restore(slot.context.state)
         self.load_s += time.perf_counter() - began
 
     def _replay(self, slot: _Slot, following: _Slot, trainer: Trainer) -> None:
         began = time.perf_counter()
         trainer.operators.freeze(slot.context.light)
         faults.point(Phase.CONVERT)
-        trainer.replay(slot.header.iteration, following.context.state)
+        with trainer.reduced(following.context.state):
+            trainer.iterate(slot.header.iteration)
         self.replay_s += time.perf_counter() - began
 
     def _slot(self, index: int) -> _Slot:

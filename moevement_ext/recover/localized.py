@@ -64,7 +64,7 @@ class Handover(msgspec.Struct, frozen=True):
     plan: PlanInForce
     """At the survivor's iteration."""
     trainer: bytes
-    """What `Trainer.hand_over` returned there."""
+    """What `Loop.hand_over` returned there."""
 
 
 class Stages(Protocol):
@@ -167,7 +167,7 @@ class LocalizedRecovery:
             return
         self._membership.not_updating.set()
         self._membership.committed = start.iteration
-        self._trainer.committed(start.iteration)
+        self._trainer.loop.committed(start.iteration)
         if self._first_iteration:
             self._first_iteration = False
             self._enters('over')
@@ -288,7 +288,9 @@ class LocalizedRecovery:
         memory, identity = self._protection.memory, self._rank.identity
         first_logged = memory.log.first_iteration if memory.log is not None else None
         present = self._protection.present
-        handover = Handover(PlanInForce(present.version, present.origin), self._trainer.hand_over())
+        handover = Handover(
+            PlanInForce(present.version, present.origin), self._trainer.loop.hand_over()
+        )
         return Report(
             survivor=True,
             node=node_name(),
@@ -327,15 +329,12 @@ class LocalizedRecovery:
         self._position.decided(verdict, self._rank.number)
         self._replay.take_over_ledger(reports, self._stages.stage_of)
         if not self._membership.joining:
-            self._trainer.leave_loop()
+            self._trainer.loop.leave()
         self._membership.silence()
-        kept = self._position.kept
-        self._trainer.enter_loop(
-            verdict.target,
-            None if kept is None else kept.state,
-            self._protection.memory.ledger.get(verdict.target),
-            self._others(),
-        )
+        entry = self._protection.memory.ledger.get(verdict.target)
+        samples = None if entry is None else entry.consumed_samples
+        self._trainer.small_state.count(verdict.target, samples)
+        self._trainer.loop.enter(self._others())
         self._membership.joining = False
 
     def _others(self) -> list[bytes]:
@@ -423,7 +422,7 @@ class LocalizedRecovery:
         """Everybody is connected and at the same iteration."""
         self._enters('post-step')
         committed = self._protection.memory.ledger.get(verdict.target)
-        goes_on = self._trainer.finish_post_step(verdict.target, self._others(), committed)
+        goes_on = self._trainer.loop.finish_post_step(verdict.target, self._others(), committed)
         faults.point(Phase.RESUME)
         if verdict.copies:  # they have nothing of the present window, nor a log
             self._protection.begin_window(verdict.target)

@@ -191,9 +191,11 @@ class ArrivingWindow:
         self._awaited: Callable[[], bool] | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(
-            target=self._run, args=(candidate, inventories, identity), daemon=True,
+            target=self._run,
+            args=(candidate, inventories, identity),
+            daemon=True,
             name='sparse-ckpt-window',
-        )  # fmt: skip
+        )
         self._thread.start()
 
     def slot(self, index: int) -> tuple[SlotHeader, Bytes]:

@@ -126,8 +126,8 @@ class StageReplay:
     ) -> None:
         began = time.perf_counter()
         start, trainer = conversion.window.start, self._trainer
-        trainer.set_counters(conversion.first.state)
-        trainer.move_data(conversion.first.state)
+        trainer.small_state.set_counters(conversion.first.state)
+        trainer.small_state.move_data(conversion.first.state)
         self.fetch_s = time.perf_counter() - began
         self._enters('convert')
         with self._from_logs(start, target):
@@ -152,9 +152,9 @@ class StageReplay:
                 faults.at_iteration(iteration + 1)
                 faults.point(Phase.CATCH_UP)
                 entry = self._entry(iteration + 1)
-                with self._trainer.recorded(entry):
+                with self._trainer.reduced(entry):
                     iterate(iteration)
-                self._trainer.count_on(entry)
+                self._trainer.small_state.count(entry.iteration, entry.consumed_samples)
 
     def _entry(self, iteration: int) -> LedgerEntry:
         entry = self._protection.memory.ledger.get(iteration)

@@ -5,9 +5,9 @@ The engine decides what is captured, kept, fetched, replayed and when; a trainer
 model, optimizer, data and pipeline do it. `megatron.moevement` implements it for Megatron-Core,
 `examples/pipeline_loop.py` for a loop on plain torch.
 
-*Small state* is all but tensors that an iteration starts from: random numbers, schedules, positions
-in the data, loss scales, and what the step before reduced over all ranks. It is `bytes` here; only
-the trainer reads them. The training thread calls everything.
+Its parts are `Operators` (the tensors), `SmallState` (all else that an iteration starts from),
+`Pipeline` (what passes between stages) and `Loop` (what is around the iterations). The training
+thread calls everything.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
-from moevement_ext.plan.replanning import NoTokens, TokenCounter
+from moevement_ext.plan.replanning import TokenCounter
 
 
 class Start(NamedTuple):
@@ -71,6 +71,100 @@ class Pipeline(Protocol):
         """Within it, receive from these and send nothing but into the own log."""
 
 
+class SmallState(Protocol):
+    """All but tensors that an iteration starts from, as bytes that only the trainer reads.
+
+    Random numbers, schedules, counters, positions in the data, loss scales, and what the step
+    before reduced over all ranks.
+    """
+
+    @property
+    def max_bytes(self) -> int:
+        """Upper bound of its size in this job."""
+
+    def now(self) -> bytes:
+        """As it is. Nothing changes by that."""
+
+    def restore(self, state: bytes) -> None:
+        """Put it back, all of it but the position of the training data."""
+
+    def move_data(self, state: bytes) -> None:
+        """Training data go on from where `state` was."""
+
+    def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
+        """Iteration and samples are those of `state`.
+
+        Args:
+            state: small state.
+            validation: small state that validation data go on from; None: `state`.
+        """
+
+    def count(self, iteration: int, samples: int | None) -> None:
+        """So many iterations are committed, which consumed so many samples; None: as counted."""
+
+
+class Loop(Protocol):
+    """What is around the iterations: evaluation, dense checkpoints, a loop to be entered again."""
+
+    def start(self) -> None:
+        """Set-up is over, and training begins where the counters are."""
+
+    def committed(self, iteration: int) -> None:
+        """`iteration` is committed on this rank; what follows it is not done yet."""
+
+    def hand_over(self) -> bytes:
+        """What others need to know of this rank after a failure."""
+
+    def leave(self) -> None:
+        """Make it enterable again, wherever it was cut off."""
+
+    def enter(self, others: Sequence[bytes]) -> None:
+        """It is about to be entered where the counters are; connections lead nowhere yet.
+
+        Args:
+            others: what `hand_over` returned on each survivor.
+        """
+
+    def finish_post_step(
+        self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
+    ) -> bool:
+        """Do what not all survivors had done after `target`; False if the loop ends there.
+
+        Collective over all ranks, which are connected and at `target`.
+
+        Args:
+            target: the newest committed iteration.
+            others: as of `enter`.
+            entry: what the ledger has of `target`.
+        """
+
+
+class PlainLoop:
+    """A `Loop` that does nothing but iterations."""
+
+    def start(self) -> None:
+        """There is nothing to note."""
+
+    def committed(self, iteration: int) -> None:
+        """Nothing follows an iteration."""
+
+    def hand_over(self) -> bytes:
+        """There is nothing to know."""
+        return b''
+
+    def leave(self) -> None:
+        """It can be entered wherever it was cut off."""
+
+    def enter(self, others: Sequence[bytes]) -> None:
+        """It goes by the counters alone."""
+
+    def finish_post_step(
+        self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
+    ) -> bool:
+        """Nothing follows an iteration; training goes on."""
+        return True
+
+
 class Trainer(Protocol):
     """A training loop of one rank, as recovery sees it."""
 
@@ -91,85 +185,26 @@ class Trainer(Protocol):
         """The state that is captured."""
 
     @property
+    def small_state(self) -> SmallState:
+        """All else that an iteration starts from."""
+
+    @property
     def pipeline(self) -> Pipeline:
         """To the neighbours."""
 
     @property
+    def loop(self) -> Loop:
+        """What is around the iterations."""
+
+    @property
     def tokens(self) -> TokenCounter:
         """The load of the experts."""
-
-    # An iteration
-
-    def state(self) -> bytes:
-        """The small state now. Nothing changes by that."""
-
-    def state_bytes(self) -> int:
-        """Upper bound of the small state's size in this job."""
 
     def begin_iteration(self, iteration: int) -> bytes:
         """The iteration after `iteration` begins: note what it will accumulate into.
 
         Returns:
             The small state it starts from.
-        """
-
-    def iterate(self, iteration: int) -> Any:
-        """Run the iteration after `iteration`: forward, backward, update."""
-
-    def record(self, iteration: int, skipped: bool) -> Committed:
-        """What the update that led to `iteration` leaves; it was just written, or skipped."""
-
-    def committed(self, iteration: int) -> None:
-        """`iteration` is committed on this rank; what follows it is not done yet."""
-
-    # A replay
-
-    def replaying(self) -> AbstractContextManager[None]:
-        """Within it iterations are replayed; at its end nothing is frozen."""
-
-    def restore(self, state: bytes) -> None:
-        """Put the small state back, all of it."""
-
-    def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
-        """Iteration and samples are those of `state`.
-
-        Args:
-            state: small state.
-            validation: small state that validation data go on from; None: `state`.
-        """
-
-    def move_data(self, state: bytes) -> None:
-        """Training data go on from where `state` was."""
-
-    def replay(self, iteration: int, following: bytes) -> None:
-        """Run the iteration after `iteration`, some operators being frozen.
-
-        Args:
-            iteration: number of iterations behind it.
-            following: small state after it; what all ranks reduced together is taken from there.
-        """
-
-    def recorded(self, entry: LedgerEntry) -> AbstractContextManager[None]:
-        """Within it, what all ranks reduce together is taken from `entry`."""
-
-    def count_on(self, entry: LedgerEntry) -> None:
-        """The iteration of `entry` is replayed: go on counting from there."""
-
-    # After a failure
-
-    def leave_loop(self) -> None:
-        """Make the loop enterable again, wherever it was cut off."""
-
-    def enter_loop(
-        self, target: int, kept: bytes | None, entry: LedgerEntry | None, others: Sequence[bytes]
-    ) -> None:
-        """The loop is about to be entered at `target`, with connections that lead nowhere.
-
-        Args:
-            target: the newest committed iteration.
-            kept: the small state after it, if this rank has it.
-            entry: what the ledger has of it.
-            others: what `hand_over` returned on each survivor.
         """
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
@@ -180,49 +215,18 @@ class Trainer(Protocol):
             began: it had begun; else only the small state may have changed.
         """
 
-    def hand_over(self) -> bytes:
-        """What others need to know of this rank after a failure."""
+    def iterate(self, iteration: int) -> Any:
+        """Run the iteration after `iteration`: forward, backward, update."""
 
-    def finish_post_step(
-        self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
-    ) -> bool:
-        """Do what not all survivors had done after `target`; False if the loop ends there.
+    def record(self, iteration: int, skipped: bool) -> Committed:
+        """What the update that led to `iteration` leaves; it was just written, or skipped."""
 
-        Collective over all ranks, which are connected and at `target`.
+    def replaying(self) -> AbstractContextManager[None]:
+        """Within it iterations are replayed; at its end nothing is frozen."""
+
+    def reduced(self, known: LedgerEntry | bytes) -> AbstractContextManager[None]:
+        """Within it, what all ranks reduce together is taken from there instead.
 
         Args:
-            target: the newest committed iteration.
-            others: as of `enter_loop`.
-            entry: what the ledger has of `target`.
+            known: what is recorded of the iteration to run, or the small state after it.
         """
-
-    def start(self) -> None:
-        """Set-up is over, and training begins where the counters are."""
-
-
-class TrainerDefaults:
-    """For a loop that does nothing but iterations, and asks for its data by their number."""
-
-    tokens: TokenCounter = NoTokens()
-
-    def committed(self, iteration: int) -> None:
-        """Nothing follows an iteration."""
-
-    def move_data(self, state: bytes) -> None:
-        """Batches are a function of the iteration."""
-
-    def leave_loop(self) -> None:
-        """The loop can be entered wherever it was cut off."""
-
-    def hand_over(self) -> bytes:
-        """There is nothing to know."""
-        return b''
-
-    def finish_post_step(
-        self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
-    ) -> bool:
-        """Nothing follows an iteration; training goes on."""
-        return True
-
-    def start(self) -> None:
-        """There is nothing to note."""

@@ -243,9 +243,14 @@ class ProcessGroups:
         kind, rank = self._kinds[group.kind], group.ranks.index(self._rank)
         self._addresses.append((kind, store, rank))
         return kind.connect(
-            store, rank, len(group.ranks), group.options, group.group.bound_device_id, timeout,
+            store,
+            rank,
+            len(group.ranks),
+            group.options,
+            group.group.bound_device_id,
+            timeout,
             lambda: self._unblocked,
-        )  # fmt: skip
+        )
 
     def _install(self, group: _Group, backend: Backend | None, store: Store) -> list[Backend]:
         kind = group.kind

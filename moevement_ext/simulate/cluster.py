@@ -30,8 +30,13 @@ class Cluster:
 
     def __post_init__(self) -> None:
         fields.whole('gpus_per_node', self.gpus_per_node)
-        for name in ('gpu_memory_bytes', 'copy_bytes_per_s', 'network_bytes_per_s',
-                     'host_memory_bytes', 'peak_flops'):  # fmt: skip
+        for name in (
+            'gpu_memory_bytes',
+            'copy_bytes_per_s',
+            'network_bytes_per_s',
+            'host_memory_bytes',
+            'peak_flops',
+        ):
             fields.positive(name, getattr(self, name))
 
 

@@ -109,8 +109,11 @@ def read_training(path: Path) -> Training:
         DescriptionError: a section or field that is missing, unknown or wrong.
     """
     kinds: dict[str, type] = {
-        'model': ModelShape, 'layout': Layout, 'batch': Batch, 'precision': Precision,
-    }  # fmt: skip
+        'model': ModelShape,
+        'layout': Layout,
+        'batch': Batch,
+        'precision': Precision,
+    }
     data = read(path)
     if not isinstance(data, dict) or not {'model', 'layout'} <= set(data) <= set(kinds):
         raise DescriptionError(

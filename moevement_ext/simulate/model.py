@@ -97,8 +97,14 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ('layers', 'hidden_size', 'attention_heads', 'vocab_size'):
             fields.whole(name, getattr(self, name))
-        for name in ('ffn_hidden_size', 'experts', 'top_k', 'expert_hidden_size',
-                     'shared_hidden_size', 'learned_positions'):  # fmt: skip
+        for name in (
+            'ffn_hidden_size',
+            'experts',
+            'top_k',
+            'expert_hidden_size',
+            'shared_hidden_size',
+            'learned_positions',
+        ):
             fields.whole(name, getattr(self, name), least=0)
         for name in ('query_groups', 'head_size'):
             if getattr(self, name) is not None:

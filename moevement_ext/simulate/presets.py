@@ -32,52 +32,109 @@ def _every_second(layers: int) -> tuple[int, ...]:
 # StableLM-1.6B with 4 experts in every second of its 24 layers, which has the 2.9e9 parameters that
 # the paper states; its 32 layers do not lead there, and its EP 8 has no use for 4 experts.
 _MOE_LLAVA = ModelShape(
-    'MoE-LLaVa', layers=24, hidden_size=2048, attention_heads=32, vocab_size=100352,
-    ffn_hidden_size=5632, experts=4, top_k=2, expert_hidden_size=5632,
-    moe_layers=_every_second(24), norm_bias=True,
-)  # fmt: skip
+    'MoE-LLaVa',
+    layers=24,
+    hidden_size=2048,
+    attention_heads=32,
+    vocab_size=100352,
+    ffn_hidden_size=5632,
+    experts=4,
+    top_k=2,
+    expert_hidden_size=5632,
+    moe_layers=_every_second(24),
+    norm_bias=True,
+)
 
 # Nothing but totals is published; 1536 is the hidden size that gives them.
 _GPT_MOE = ModelShape(
-    'GPT-MoE', layers=12, hidden_size=1536, attention_heads=16, vocab_size=50257, experts=32,
-    top_k=6, expert_hidden_size=6144, gated=False, tied_embeddings=True, learned_positions=2048,
-    norm_bias=True, linear_bias=True,
-)  # fmt: skip
+    'GPT-MoE',
+    layers=12,
+    hidden_size=1536,
+    attention_heads=16,
+    vocab_size=50257,
+    experts=32,
+    top_k=6,
+    expert_hidden_size=6144,
+    gated=False,
+    tied_embeddings=True,
+    learned_positions=2048,
+    norm_bias=True,
+    linear_bias=True,
+)
 
 # Qwen1.5-MoE-A2.7B has 60 experts, 4 of them used, and a shared one of the size of four; the paper
 # counts 64 experts, 8 of them used, and none shared.
 _QWEN_MOE = ModelShape(
-    'QWen-MoE', layers=24, hidden_size=2048, attention_heads=16, vocab_size=151936, experts=64,
-    top_k=8, expert_hidden_size=1408, qkv_bias=True,
-)  # fmt: skip
+    'QWen-MoE',
+    layers=24,
+    hidden_size=2048,
+    attention_heads=16,
+    vocab_size=151936,
+    experts=64,
+    top_k=8,
+    expert_hidden_size=1408,
+    qkv_bias=True,
+)
 
 # DeepSeekMoE 16B. The paper says 8 experts used besides the 2 shared (published: 6) and 3.7e9
 # active parameters, which neither gives.
 _DEEPSEEK_MOE = ModelShape(
-    'DeepSeek-MoE', layers=28, hidden_size=2048, attention_heads=16, vocab_size=102400,
-    ffn_hidden_size=10944, experts=64, top_k=8, expert_hidden_size=1408,
-    shared_hidden_size=2 * 1408, moe_layers=(0, *[1] * 27),
-)  # fmt: skip
+    'DeepSeek-MoE',
+    layers=28,
+    hidden_size=2048,
+    attention_heads=16,
+    vocab_size=102400,
+    ffn_hidden_size=10944,
+    experts=64,
+    top_k=8,
+    expert_hidden_size=1408,
+    shared_hidden_size=2 * 1408,
+    moe_layers=(0, *[1] * 27),
+)
 
 # Without the module for multi-token prediction (14e9 more).
 _DEEPSEEK_V3 = ModelShape(
-    'DeepSeek-V3', layers=61, hidden_size=7168, attention_heads=128, vocab_size=129280,
-    ffn_hidden_size=18432, experts=256, top_k=8, expert_hidden_size=2048, shared_hidden_size=2048,
+    'DeepSeek-V3',
+    layers=61,
+    hidden_size=7168,
+    attention_heads=128,
+    vocab_size=129280,
+    ffn_hidden_size=18432,
+    experts=256,
+    top_k=8,
+    expert_hidden_size=2048,
+    shared_hidden_size=2048,
     moe_layers=(*[0] * 3, *[1] * 58),
     latent=LatentAttention(
         kv_rank=512, query_key_size=128, position_size=64, value_size=128, query_rank=1536
     ),
-)  # fmt: skip
+)
 
 _QWEN3 = ModelShape(
-    'Qwen3-235B-A22B', layers=94, hidden_size=4096, attention_heads=64, query_groups=4,
-    head_size=128, vocab_size=151936, experts=128, top_k=8, expert_hidden_size=1536, qk_norm=True,
-)  # fmt: skip
+    'Qwen3-235B-A22B',
+    layers=94,
+    hidden_size=4096,
+    attention_heads=64,
+    query_groups=4,
+    head_size=128,
+    vocab_size=151936,
+    experts=128,
+    top_k=8,
+    expert_hidden_size=1536,
+    qk_norm=True,
+)
 
 _MIXTRAL = ModelShape(
-    'Mixtral 8x7B', layers=32, hidden_size=4096, attention_heads=32, query_groups=8,
-    vocab_size=32000, experts=8, top_k=2, expert_hidden_size=14336,
-)  # fmt: skip
+    'Mixtral 8x7B',
+    layers=32,
+    hidden_size=4096,
+    attention_heads=32,
+    query_groups=8,
+    vocab_size=32000,
+    experts=8,
+    top_k=2,
+    expert_hidden_size=14336,
+)
 
 _PAPER_BATCH = Batch(sequence_length=2048, micro_batch_size=2, global_batch_size=512)
 

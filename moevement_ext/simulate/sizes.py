@@ -69,10 +69,12 @@ def capture_order(model: ModelShape, chunks: Sequence[ChunkPieces]) -> list[str]
     """Tied embedding and head, then experts turn by turn over the ranks, then all others."""
     dense = list(dict.fromkeys(piece.operator for chunk in chunks for piece in chunk.dense))
     turns = zip(
-        *([piece.operator for chunk in chunks for piece in chunk.experts[rank]]
-          for rank in range(len(chunks[0].experts))),
+        *(
+            [piece.operator for chunk in chunks for piece in chunk.experts[rank]]
+            for rank in range(len(chunks[0].experts))
+        ),
         strict=True,
-    )  # fmt: skip
+    )
     tied = [name for name in dense if model.tied_embeddings and name in ('embedding', 'head')]
     return [
         *tied,

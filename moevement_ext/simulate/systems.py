@@ -164,8 +164,9 @@ def _checkfreq(name: str, options: Options, profile: Profile | None) -> System:
 
 def _gemini(name: str, options: Options, profile: Profile | None) -> System:
     rule = f'one of {", ".join(INTERVAL_RULES)}'
-    fields.require(options.interval_rule in INTERVAL_RULES, 'interval_rule',
-                   options.interval_rule, rule)  # fmt: skip
+    fields.require(
+        options.interval_rule in INTERVAL_RULES, 'interval_rule', options.interval_rule, rule
+    )
     if profile is None:
         return _given_dense(name, options, profile)
     copy_s = profile.state_bytes / profile.memory_bytes_per_s
@@ -201,8 +202,9 @@ def _shares(options: Options, profile: Profile | None) -> np.ndarray:
     return np.full(options.experts, 1 / options.experts)
 
 
-def _partial(name: str, full: Dense, partial: PartialExperts, options: Options,
-             shares: np.ndarray) -> System:  # fmt: skip
+def _partial(
+    name: str, full: Dense, partial: PartialExperts, options: Options, shares: np.ndarray
+) -> System:
     job_s = options.job_s
     if job_s is None:
         raise fields.FieldError('job_s', 'is missing; lost tokens are counted against the job')
@@ -256,8 +258,9 @@ def _slot_bytes(name: str, options: Options, profile: Profile) -> np.ndarray:
     return np.array(plan.slot_bytes(sizes))[:, 0]
 
 
-def _plan(name: str, sizes: Sequence[OperatorBytes], options: Options,
-          profile: Profile) -> WindowPlan:  # fmt: skip
+def _plan(
+    name: str, sizes: Sequence[OperatorBytes], options: Options, profile: Profile
+) -> WindowPlan:
     budget = int(profile.hidden_s * profile.memory_bytes_per_s)
     if options.window is not None:
         return balanced(sizes, options.window)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from moevement_ext.events import NextTier, Recovered
 from tests.distributed.conftest import differences, digest_of_undisturbed, read_digest
 from tests.distributed.harness.cluster import Cluster
 
@@ -40,7 +41,7 @@ def test_own_loop_goes_on_with_the_bits_of_an_undisturbed_run(
     assert job.survive(fail_at=fail_at) == victims
     assert differences(expected, read_digest(job)) == []
     for rank in range(3):
-        recovered = [event['replayed'] for event in job.events('recovered', rank)]
+        recovered = [event.replayed for event in job.events_of(Recovered, rank)]
         assert any(recovered) == (str(rank) in replayed)
 
 
@@ -58,7 +59,7 @@ def test_whole_job_of_an_own_loop_comes_back_from_host_memory(
     assert codes[1] == -9
     assert {codes[0], codes[2]} <= {-9, 1}  # they may notice before they are killed
     job.finish()
-    assert job.events('recovered')[0]['replayed'] > 0
+    assert job.events_of(Recovered)[0].replayed > 0
     assert differences(expected, read_digest(job)) == []
 
 
@@ -70,8 +71,8 @@ def test_death_after_the_last_iteration_of_an_own_loop_starts_the_whole_job_agai
     assert set(job.survive(fail_at='1:14:after-step')) == {0, 1, 2}
     assert differences(expected, read_digest(job)) == []
     for rank in (0, 2):
-        (fallback,) = job.events('next_tier', rank)
-        assert fallback['tier'] == 'the whole job'
+        (fallback,) = job.events_of(NextTier, rank)
+        assert fallback.tier == 'the whole job'
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.events import Recovered
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 
@@ -54,6 +55,6 @@ def test_windows_captured_after_a_dense_restart_give_the_same_bits(
     assert -9 in job.run(fail_at='1:12:forward')
     assert 'loaded checkpoint' in job.output(life=1)
     job.finish()
-    (recovered,) = job.events('recovered')
-    assert recovered['replayed'] >= 2
+    (recovered,) = job.events_of(Recovered)
+    assert recovered.replayed >= 2
     assert differences(reference(*flags), read_digest(job)) == []

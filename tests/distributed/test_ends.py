@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.events import Recovered
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.local_cluster import launch
@@ -72,8 +73,8 @@ def test_windows_are_kept_where_nothing_else_has_the_state(
     assert f'| windows: kept in {job.memory} | go on: launch the job again' in said(job)
     assert job.memory.exists()
     assert job.survive() == {}
-    (recovered,) = job.events('recovered')
-    assert recovered['iteration'] == 6
+    (recovered,) = job.events_of(Recovered)
+    assert recovered.iteration == 6
     assert differences(reference(*FLAGS), read_digest(job)) == []
     assert not job.memory.exists()
 
@@ -132,6 +133,6 @@ def test_exit_of_the_rerun_machine_keeps_the_windows(
     assert 'start again' not in output
     code, output = launch(job)
     assert code == 0, output[-5000:]
-    assert job.events('recovered')[0]['iteration'] == 5
+    assert job.events_of(Recovered)[0].iteration == 5
     assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
     assert not job.memory.exists()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import psutil
 
+from moevement_ext.events import WindowPersisted
 from tests.distributed.harness.cluster import Cluster
 
 ITERATIONS = 300
@@ -47,7 +48,7 @@ def test_nothing_grows_in_a_long_run(cluster: Callable[..., Cluster]) -> None:
         assert after.mappings <= before.mappings + 8, (before, after)
         assert 0 < after.files <= before.files, (before, after)
         assert after.file_bytes <= before.file_bytes, (before, after)
-    persisted = len(job.events('window_persisted'))
+    persisted = len(job.events_of(WindowPersisted))
     assert persisted > ITERATIONS // 3 - 10, 'windows were replicated all along'
 
 

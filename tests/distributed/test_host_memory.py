@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.events import Recovered, WindowPersisted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tools.plan import __main__ as plan
@@ -85,8 +86,8 @@ def test_slow_replicas_and_a_failed_capture_hold_windows_up_but_not_for_ever(
     output = job.output(0)
     assert 'is skipped: the one before is not persisted' in output
     assert 'is full' not in output
-    (recovered,) = job.events('recovered', rank=3)
-    assert recovered['scope'] == 'localized'
+    (recovered,) = job.events_of(Recovered, rank=3)
+    assert recovered.scope == 'localized'
     (failed,) = re.findall(r'window (\d+): ValueError: a capture that fails', output)
-    persisted = [event['start'] for event in job.events('window_persisted')]
+    persisted = [event.start for event in job.events_of(WindowPersisted)]
     assert int(failed) not in persisted and max(persisted) > int(failed), persisted

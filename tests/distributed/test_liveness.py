@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from moevement_ext.events import FailureDetected, NextTier, Recovered, RecoveryPhase, WorkerStarted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.local_cluster import launch
@@ -31,21 +32,20 @@ def latecomers(job: Cluster) -> list[tuple[int, float]]:
     ]
     first = min(time for found in came.values() for time in found)
     return late + [
-        (rank, found[0] - first) for rank, found in came.items()
+        (rank, found[0] - first)
+        for rank, found in came.items()
         if found and found[0] - first > LATE_SECONDS
-    ]  # fmt: skip
+    ]
 
 
 def times(job: Cluster, phase: str, rank: int) -> list[float]:
-    return [
-        event['time'] for event in job.events('recovery_phase', rank) if event['phase'] == phase
-    ]
+    return [event.time for event in job.events_of(RecoveryPhase, rank) if event.phase == phase]
 
 
 def check(job: Cluster, expected: dict) -> None:
     assert differences(expected, read_digest(job)) == []
     for rank in range(job.ranks):
-        assert job.events('next_tier', rank) == []
+        assert job.events_of(NextTier, rank) == []
     assert latecomers(job) == []
 
 
@@ -55,15 +55,16 @@ def test_worker_whose_loader_blocks_replaces_itself(
     """It beats, and all others wait for it; none of them counts as stuck."""
     flags = BASE.split()
     job = cluster(
-        *flags, '--sparse-ckpt-window', '3',
-        '--sparse-ckpt-hang-timeout', '10', '--sparse-ckpt-stuck-timeout', '10',
-    )  # fmt: skip
+        *flags,
+        *'--sparse-ckpt-window 3 --sparse-ckpt-hang-timeout 10'.split(),
+        *'--sparse-ckpt-stuck-timeout 10'.split(),
+    )
     mutation = 'mutations.liveness:loader_of_rank_2_blocks'
     assert job.survive(mutation=mutation, evict=False) == {2: 1}
     assert differences(reference(*flags), read_digest(job)) == []
     for rank in (0, 1, 3):
-        (failure,) = job.events('failure_detected', rank)
-        assert 'rank 2 is stuck: its training thread has stood still' in failure['reason']
+        (failure,) = job.events_of(FailureDetected, rank)
+        assert 'rank 2 is stuck: its training thread has stood still' in failure.reason
     assert 'mutations/liveness.py' in (job.directory / 'life0-rank2.log').read_text()
 
 
@@ -85,15 +86,16 @@ def test_a_hang_is_noticed_where_a_failure_restarts_the_whole_job(
     """The others would wait until their collectives time out, and fail by themselves then."""
     flags = BASE.split()
     job = cluster(
-        *flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', 'whole-job',
-        '--sparse-ckpt-hang-timeout', '10', '--sparse-ckpt-stuck-timeout', '10',
-    )  # fmt: skip
+        *flags,
+        *'--sparse-ckpt-window 3 --sparse-ckpt-recovery whole-job'.split(),
+        *'--sparse-ckpt-hang-timeout 10 --sparse-ckpt-stuck-timeout 10'.split(),
+    )
     code, output = launch(job, *fault, mutation=mutation)
     assert code == 0, output[-5000:]
     assert differences(reference(*flags), read_digest(job)) == []
     (pid,) = re.findall(r'rank 2: started, pid (\d+), restart 0', output)
     assert said.format(pid=pid) in output
-    assert len(job.events('recovered')) == 1
+    assert len(job.events_of(Recovered)) == 1
 
 
 def test_death_while_all_connect(
@@ -115,7 +117,7 @@ def test_new_worker_that_sets_up_when_another_dies_is_kept(
     struck: list[int] = []
 
     def strike(workers: list, start: Callable) -> None:
-        if not struck and len(job.events('worker_started', rank=1)) == 2:
+        if not struck and len(job.events_of(WorkerStarted, rank=1)) == 2:
             struck.append(workers[2].pid)
             os.kill(workers[2].pid, signal.SIGKILL)
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from moevement_ext.events import Recovered
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.unit.local_cluster.conftest import dies
@@ -43,7 +44,7 @@ class Looking:
     def __call__(self, workers: list, start: Callable[[int], Any]) -> None:
         if not self.strikes or not self.job._reached(self.strikes[0][1]):
             return
-        if any(len(self.job.events('recovered', rank)) < self.struck for rank in range(4)):
+        if any(len(self.job.events_of(Recovered, rank)) < self.struck for rank in range(4)):
             return  # the last strike's victim is not back yet
         rank, _ = self.strikes.pop(0)
         self.struck += 1
@@ -90,5 +91,5 @@ def test_whole_job_comes_back_with_loader_workers(
     job = with_workers(cluster, *iterations)
     assert job.run(fail_at='1:8:forward') != [0] * 4
     job.finish()
-    assert job.events('recovered')[0]['replayed'] > 0
+    assert job.events_of(Recovered)[0].replayed > 0
     assert differences(reference(*FLAGS, *iterations), read_digest(job)) == []

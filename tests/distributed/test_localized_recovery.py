@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from megatron.core.dist_checkpointing import load_common_state_dict
 
+from moevement_ext.events import FailureDetected, NextTier, Recovered, WindowPersisted
 from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 
@@ -72,10 +73,10 @@ LAYOUTS = {
 }  # fmt: skip
 
 QUICK_LAYOUTS = (
-    'pp2-ep2-first-stage', 'pp2-ep2-window-5', 'pp4-tied-first-stage', 'pp3-six-layers',
-    'pp2-dp2-plain-both-peers', 'pp2-tp2-sequence-parallel', 'interleaved', 'fp16-skipped-steps',
-    'overlapped-reductions', 'router-bias', 'one-stage-ep2',
-)  # fmt: skip
+    'pp2-ep2-first-stage pp2-ep2-window-5 pp4-tied-first-stage pp3-six-layers '
+    'pp2-dp2-plain-both-peers pp2-tp2-sequence-parallel interleaved fp16-skipped-steps '
+    'overlapped-reductions router-bias one-stage-ep2'
+).split()
 
 PHASES = {
     'in p2p': '1:8:p2p',
@@ -105,9 +106,13 @@ MORE_FAILURES = {
     'two separate stages at once': '0:9:forward,2:9:forward',
 }
 QUICK_FAILURES = (
-    'during detection', 'during regrouping', 'when a stage has caught up and is connected',
-    'replacement dies converting', 'same rank right after recovery', 'two adjacent stages at once',
-)  # fmt: skip
+    'during detection',
+    'during regrouping',
+    'when a stage has caught up and is connected',
+    'replacement dies converting',
+    'same rank right after recovery',
+    'two adjacent stages at once',
+)
 
 
 EVALUATION_AND_SAVE = 'evaluate', 'evaluate-forward', 'evaluated', 'save', 'saved'
@@ -134,8 +139,8 @@ def operations(dense: Path) -> float:
 def check_localized(job: Cluster) -> None:
     """No survivor was started again, and nobody fell back to a lower tier."""
     for rank in range(job.ranks):
-        assert job.events('next_tier', rank) == []
-        assert all(event['scope'] == 'localized' for event in job.events('recovered', rank))
+        assert job.events_of(NextTier, rank) == []
+        assert all(event.scope == 'localized' for event in job.events_of(Recovered, rank))
     assert not job.memory.exists(), 'host memory is given back at a clean exit'
 
 
@@ -187,9 +192,9 @@ def test_state_that_a_peer_holds_is_copied_not_replayed(
     job = cluster(*flags, '--sparse-ckpt-window', '3')
     assert job.survive(fail_at=fail_at) == victims(fail_at)
     assert differences(reference(*flags), read_digest(job)) == []
-    recovered = job.events('recovered', rank=3)
-    assert [event['copied'] for event in recovered] == copied
-    assert all(event['stages'] == [] for event in recovered)
+    recovered = job.events_of(Recovered, rank=3)
+    assert [event.copied for event in recovered] == copied
+    assert all(event.stages == [] for event in recovered)
 
 
 def test_data_parallel_peer_dies_in_the_next_iteration(
@@ -274,10 +279,8 @@ def test_profiler_that_was_cut_off_does_not_stop_the_survivors(
 ) -> None:
     flags = flags_of(BASE)
     job = cluster(*flags, '--sparse-ckpt-window', '3')
-    job.flags += [
-        *'--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 10'.split(),
-        '--tensorboard-dir', str(job.directory / 'board'),
-    ]  # fmt: skip
+    profile = '--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 10'
+    job.flags += [*profile.split(), '--tensorboard-dir', str(job.directory / 'board')]
     assert job.survive(fail_at='1:8:backward') == {1: 1}
     assert differences(reference(*flags), read_digest(job)) == []
     check_localized(job)
@@ -314,14 +317,14 @@ def test_stopped_worker_is_found_and_replaced(
     stopped: list[int] = []
 
     def stop(workers: list, start: Callable) -> None:
-        if not stopped and job.events('window_persisted', rank=2):
+        if not stopped and job.events_of(WindowPersisted, rank=2):
             stopped.append(workers[2].pid)
             os.kill(workers[2].pid, signal.SIGSTOP)
 
     assert job.survive(strike=stop) == {2: 1}
     assert differences(reference(*flags), read_digest(job)) == []
-    (failure,) = job.events('failure_detected', rank=0)
-    assert 'rank 2 has not been heard of for 5 s' in failure['reason']
+    (failure,) = job.events_of(FailureDetected, rank=0)
+    assert 'rank 2 has not been heard of for 5 s' in failure.reason
     check_localized(job)
 
 
@@ -344,18 +347,18 @@ def test_stopped_worker_that_wakes_up_is_welcome(
     stopped: list[int] = []
 
     def stop_and_wake(workers: list, start: Callable) -> None:
-        if not stopped and job.events('window_persisted', rank=2):
+        if not stopped and job.events_of(WindowPersisted, rank=2):
             stopped.append(workers[2].pid)
             os.kill(workers[2].pid, signal.SIGSTOP)
-        elif len(stopped) == 1 and job.events('failure_detected', rank=0):
+        elif len(stopped) == 1 and job.events_of(FailureDetected, rank=0):
             stopped.append(workers[2].pid)
             os.kill(workers[2].pid, signal.SIGCONT)
 
     assert job.survive(strike=stop_and_wake, evict=False) == {}
     assert differences(reference(*flags), read_digest(job)) == []
     for rank in range(4):
-        (recovered,) = job.events('recovered', rank)
-        assert recovered['stages'] == [] and recovered['replayed'] == 0
+        (recovered,) = job.events_of(Recovered, rank)
+        assert recovered.stages == [] and recovered.replayed == 0
 
 
 def test_stopped_worker_that_was_replaced_is_fenced_out(
@@ -366,12 +369,12 @@ def test_stopped_worker_that_was_replaced_is_fenced_out(
     zombies: list = []
 
     def replace(workers: list, start: Callable) -> None:
-        if not zombies and job.events('window_persisted', rank=2):
+        if not zombies and job.events_of(WindowPersisted, rank=2):
             os.kill(workers[2].pid, signal.SIGSTOP)
             zombies.append(workers[2])
-        elif zombies[:1] == workers[2:3] and job.events('failure_detected', rank=0):
+        elif zombies[:1] == workers[2:3] and job.events_of(FailureDetected, rank=0):
             workers[2] = start(2, MOEVEMENT_NODE='spare')
-        elif len(zombies) == 1 and job.events('recovered', rank=0):
+        elif len(zombies) == 1 and job.events_of(Recovered, rank=0):
             zombies.append(zombies[0])
             os.kill(zombies[0].pid, signal.SIGCONT)
 
@@ -398,8 +401,8 @@ def test_next_tier_is_taken_and_its_reason_named(
     assert set(starts) == {0, 1, 2, 3}
     assert differences(reference(*flags), read_digest(job)) == []
     for rank in (0, 2, 3):
-        (fallback,) = job.events('next_tier', rank)
-        assert (fallback['reason'], fallback['tier']) == (reason, 'the whole job')
+        (fallback,) = job.events_of(NextTier, rank)
+        assert (fallback.reason, fallback.tier) == (reason, 'the whole job')
 
 
 def test_whole_job_on_request(
@@ -421,18 +424,18 @@ def test_a_recovery_verifies_itself(
     assert job.survive(fail_at='3:8:backward') == {3: 1}
     assert differences(reference(*flags), read_digest(job)) == []
     for rank in (2, 3):
-        (recovered,) = job.events('recovered', rank)
-        assert recovered['verified'] > 0 and recovered['verified_at'] >= 6
-        assert recovered['differing'] == []
+        (recovered,) = job.events_of(Recovered, rank)
+        assert recovered.verified > 0 and recovered.verified_at >= 6
+        assert recovered.differing == []
     assert re.search(r'verified: \d+ operators at iteration \d, differing: 0 \|', job.output(0))
 
 
 def test_a_wrong_bit_in_a_replay_is_reported(cluster: Callable[..., Cluster]) -> None:
     job = cluster(*flags_of(BASE), '--sparse-ckpt-window', '3')
     job.survive(fail_at='3:8:backward', mutation='mutations.localized:one_bit_wrong_in_the_replay')
-    (recovered,) = job.events('recovered', rank=3)
+    (recovered,) = job.events_of(Recovered, rank=3)
     (wrong,) = set(re.findall(r'wrong bit in (\S+)', job.output(0)))
-    assert recovered['differing'], wrong
+    assert recovered.differing, wrong
     assert re.search(r'differing: [1-9]', job.output(0))
 
 
@@ -444,7 +447,7 @@ def test_a_replay_with_a_wrong_bit_is_not_gone_on_from_where_that_is_forbidden(
     job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-verify', 'stop')
     job.survive(fail_at='3:8:backward', mutation='mutations.localized:one_bit_wrong_in_the_replay')
     assert differences(reference(*flags), read_digest(job)) == []
-    tiers = [event['tier'] for event in job.events('next_tier', rank=0)]
+    tiers = [event.tier for event in job.events_of(NextTier, rank=0)]
     assert tiers[0] == 'the whole job' and tiers[-1] == 'the start'
 
 
@@ -464,5 +467,5 @@ def test_leaving_out_a_step_of_localized_recovery_is_noticed(
     flags = flags_of(MUTATIONS[mutation])
     job = cluster(*flags, '--sparse-ckpt-window', '3')
     job.survive(fail_at='1:8:backward', mutation=f'mutations.localized:{mutation}')
-    assert job.events('recovered', rank=3)
+    assert job.events_of(Recovered, rank=3)
     assert differences(reference(*flags), read_digest(job)) != []

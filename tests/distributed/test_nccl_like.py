@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from moevement_ext.events import FailureDetected
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
 from tests.distributed.test_localized_recovery import (
@@ -59,8 +60,8 @@ def test_hang_without_a_death_costs_nobody(make: Make, reference: Callable[..., 
     job = make(BASE)
     assert job.survive(mutation='mutations.nccl_like:rank_2_hangs_in_a_collective') == {}
     assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
-    (failure,) = job.events('failure_detected', rank=0)
-    assert 'has waited for others for 1' in failure['reason']
+    (failure,) = job.events_of(FailureDetected, rank=0)
+    assert 'has waited for others for 1' in failure.reason
     check_localized(job)
 
 

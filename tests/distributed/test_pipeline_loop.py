@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from moevement_ext.events import Recovered
 from tests.distributed.conftest import differences, digest_of_undisturbed, read_digest
 from tests.distributed.harness.cluster import Cluster
 
@@ -40,7 +41,7 @@ def test_a_loop_on_plain_torch_goes_on_with_the_same_bits(
     job = pipeline_loop()
     assert job.survive(fail_at=fail_at).keys() == replayed
     assert differences(expected, read_digest(job)) == []
-    stages = {stage for event in job.events('recovered') for stage in event['stages']}
+    stages = {stage for event in job.events_of(Recovered) for stage in event.stages}
     assert stages == replayed
 
 
@@ -50,7 +51,7 @@ def test_a_whole_job_on_plain_torch_comes_back(
     job = pipeline_loop()
     assert job.run(fail_at='1:11:seal') != [0] * 3
     job.finish()
-    assert job.events('recovered')[0]['replayed'] > 0
+    assert job.events_of(Recovered)[0].replayed > 0
     assert differences(expected, read_digest(job)) == []
 
 

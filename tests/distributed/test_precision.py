@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.events import Recovered
 from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import check_localized
@@ -94,7 +95,7 @@ def test_low_precision_state_is_recovered(
     whole = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
     assert -9 in whole.run(fail_at='1:9:forward', mutation=STAND_IN)
     whole.finish(mutation=STAND_IN)
-    assert whole.events('recovered')[0]['replayed'] >= 2
+    assert whole.events_of(Recovered)[0].replayed >= 2
     assert differences(undisturbed(case), read_digest(whole)) == []
     local = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
     assert local.survive(fail_at='1:8:backward', mutation=STAND_IN) == {1: 1}
@@ -120,7 +121,7 @@ def test_low_precision_state_of_a_lost_node_comes_from_replicas(
     assert list(job.node_memory(1).rglob('window-*.window'))
     shutil.rmtree(job.node_memory(1))
     job.finish(mutation=STAND_IN)
-    assert len(job.events('recovered', rank=3)) == 1
+    assert len(job.events_of(Recovered, rank=3)) == 1
     assert differences(undisturbed(case), read_digest(job)) == []
 
 
@@ -138,7 +139,7 @@ def test_windows_captured_after_a_dense_restart(
     assert -9 in job.run(fail_at='1:11:forward', mutation=STAND_IN)
     assert 'loaded checkpoint' in job.output(life=1)
     job.finish(mutation=STAND_IN)
-    assert job.events('recovered')[0]['replayed'] >= 2
+    assert job.events_of(Recovered)[0].replayed >= 2
     assert differences(undisturbed(case), read_digest(job)) == []
 
 
@@ -151,5 +152,5 @@ def test_leaving_out_what_low_precision_needs_is_noticed(
     broken = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
     broken.run(fail_at='1:9:forward', mutation=STAND_IN)
     broken.finish(mutation=f'{VARIANT}:{mutation}')
-    assert broken.events('recovered')
+    assert broken.events_of(Recovered)
     assert differences(undisturbed(case), read_digest(broken)) != []

@@ -9,6 +9,14 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.errors import EXIT_USER_ERROR
+from moevement_ext.events import (
+    NextTier,
+    ProtectionReduced,
+    Recovered,
+    RecoveryStarted,
+    WindowPersisted,
+    WorkerStarted,
+)
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_whole_job_recovery import BASE, BF16, PP_EP, UNTIED
@@ -52,7 +60,7 @@ def test_corrupt_byte_is_named_and_a_replica_used(cluster: Make, reference: Call
     assert differences(reference(*BASE), read_digest(job)) == []
     output = job.output(life=1)
     assert 'refused' in output and own.name in output and 'checksum' in output
-    assert len(job.events('recovered', rank=1)) == 1
+    assert len(job.events_of(Recovered, rank=1)) == 1
 
 
 def test_when_all_copies_are_corrupt_an_older_window_is_used(
@@ -65,8 +73,8 @@ def test_when_all_copies_are_corrupt_an_older_window_is_used(
         _flip_byte(path, 70_000)
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
-    started = job.events('recovery_started')
-    assert started[-1]['start'] < int(damaged[0].name.split('-')[1])
+    started = job.events_of(RecoveryStarted)
+    assert started[-1].start < int(damaged[0].name.split('-')[1])
 
 
 def test_truncated_windows_everywhere_fall_back_to_the_dense_checkpoint(
@@ -80,8 +88,8 @@ def test_truncated_windows_everywhere_fall_back_to_the_dense_checkpoint(
             file.truncate(100_000)
     job.finish()
     assert _besides_expert_rng(differences(reference(*BASE), read_digest(job))) == []
-    (tier,) = job.events('next_tier')
-    assert 'dense checkpoint of iteration 5' in tier['tier']
+    (tier,) = job.events_of(NextTier)
+    assert 'dense checkpoint of iteration 5' in tier.tier
     assert 'successfully loaded checkpoint' in job.output(life=1)
 
 
@@ -93,8 +101,8 @@ def test_newer_dense_checkpoint_is_preferred(
     job.run(fail_at='1:11:forward')
     job.finish()
     assert _besides_expert_rng(differences(reference(*BASE), read_digest(job))) == []
-    (tier,) = job.events('next_tier')
-    assert 'iteration 10' in tier['tier'] and job.events('recovered') == []
+    (tier,) = job.events_of(NextTier)
+    assert 'iteration 10' in tier.tier and job.events_of(Recovered) == []
 
 
 def test_newer_window_is_preferred_to_the_dense_checkpoint(
@@ -105,7 +113,7 @@ def test_newer_window_is_preferred_to_the_dense_checkpoint(
     job.run(fail_at='1:9:forward')
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
-    assert len(job.events('recovered')) == 1
+    assert len(job.events_of(Recovered)) == 1
 
 
 @pytest.mark.parametrize(
@@ -119,9 +127,9 @@ def test_windows_of_another_run_or_layout_are_refused(cluster: Make, change: str
     output = job.output(life=1)
     assert 'refused' in output
     assert ('topology' if 'parallel' in change else 'run') in output
-    assert job.events('recovered') == []
-    process = job.events('worker_started')[-1]['pid']
-    persisted = {e['start'] for e in job.events('window_persisted') if e['pid'] == process}
+    assert job.events_of(Recovered) == []
+    process = job.events_of(WorkerStarted)[-1].pid
+    persisted = {e.start for e in job.events_of(WindowPersisted) if e.pid == process}
     assert {0, 3, 6} <= persisted, 'the refused windows do not stand in the way of new ones'
 
 
@@ -149,7 +157,7 @@ def test_full_memory_directory_trains_on_unprotected_and_says_so(
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
     assert 'TRAINING IS UNPROTECTED' in job.output(life=0)
-    assert job.events('protection_reduced')
+    assert job.events_of(ProtectionReduced)
 
 
 def test_memory_that_is_full_at_a_restart_loses_no_progress(
@@ -173,7 +181,7 @@ def test_memory_that_is_full_at_a_restart_loses_no_progress(
     hog.unlink()
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
-    assert len(job.events('recovered')) == 1
+    assert len(job.events_of(Recovered)) == 1
 
 
 def _take_all_but(directory: Path, spare: int) -> Path:
@@ -212,7 +220,7 @@ def test_replacement_without_room_says_so_and_with_little_holds_no_replicas(
     assert differences(reference(*BASE), read_digest(job)) == []
     output = job.output(life=0)
     assert 'mount a larger tmpfs' in output and 'AssertionError' not in output
-    reasons = [event['reason'] for event in job.events('protection_reduced', rank=1)]
+    reasons = [event.reason for event in job.events_of(ProtectionReduced, rank=1)]
     assert any('holds no replicas for others' in reason for reason in reasons)
 
 

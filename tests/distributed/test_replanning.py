@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 
+from moevement_ext.events import Recovered, Replanned, WindowPersisted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_whole_job_recovery import BF16, PP_EP, UNTIED
@@ -17,12 +18,12 @@ def test_recovery_from_a_window_replanned_by_popularity(
 ) -> None:
     job = cluster(*FLAGS, *RESTLESS, '--sparse-ckpt-window', '2')
     assert -9 in job.run(fail_at='1:18:backward')
-    plans = {event['plan'] for event in job.events('window_persisted')}
+    plans = {event.plan for event in job.events_of(WindowPersisted)}
     assert len(plans) >= 2, 'a window of a second plan is persisted before the failure'
-    assert len({event['origin'] for event in job.events('replanned', rank=3)}) >= 1
+    assert len({event.origin for event in job.events_of(Replanned, rank=3)}) >= 1
     job.finish()
     assert differences(reference(*FLAGS), read_digest(job)) == []
-    assert len(job.events('recovered')) == 1
+    assert len(job.events_of(Recovered)) == 1
 
 
 def test_auto_window_is_measured(
@@ -31,7 +32,7 @@ def test_auto_window_is_measured(
     job = cluster(*FLAGS, '--sparse-ckpt-max-window', '4')
     job.finish()
     assert differences(reference(*FLAGS), read_digest(job)) == []
-    replanned = job.events('replanned')
-    assert replanned and replanned[0]['window'] == 1, 'copies of a tiny model hide at once'
-    persisted = [event['start'] for event in job.events('window_persisted')]
-    assert any(start >= replanned[0]['origin'] for start in persisted)
+    replanned = job.events_of(Replanned)
+    assert replanned and replanned[0].window == 1, 'copies of a tiny model hide at once'
+    persisted = [event.start for event in job.events_of(WindowPersisted)]
+    assert any(start >= replanned[0].origin for start in persisted)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.events import Recovered, WindowPersisted, WorkerStarted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster, _free_port
 from tests.distributed.harness.torchrun import agent
@@ -54,9 +55,9 @@ def test_two_agents_restart_their_own_workers(
             )
             for node in range(2)
         ]
-        wait_until(lambda: all(job.events('window_persisted', rank) for rank in range(4)), logs)
+        wait_until(lambda: all(job.events_of(WindowPersisted, rank) for rank in range(4)), logs)
         for rank in range(4):
-            os.kill(job.events('worker_started', rank)[0]['pid'], signal.SIGKILL)
+            os.kill(job.events_of(WorkerStarted, rank)[0].pid, signal.SIGKILL)
         for process in agents:
             assert process.wait(START_S) == 0, tails(logs)
     check_recovered(job, reference(*FLAGS))
@@ -86,10 +87,10 @@ def test_an_agent_restarts_its_worker_and_the_others_keep_their_state(
         for process in agents:
             assert process.wait(START_S) == 0, tails(logs)
     assert differences(reference(*flags, ranks=2), read_digest(job)) == []
-    assert [len(job.events('worker_started', rank)) for rank in range(2)] == [1, 2]
+    assert [len(job.events_of(WorkerStarted, rank)) for rank in range(2)] == [1, 2]
     for rank in range(2):
-        (recovered,) = job.events('recovered', rank)
-        assert (recovered['scope'], recovered['stages']) == ('localized', [1])
+        (recovered,) = job.events_of(Recovered, rank)
+        assert (recovered.scope, recovered.stages) == ('localized', [1])
 
 
 def prepared(cluster: Callable[..., Cluster]) -> Cluster:
@@ -101,9 +102,9 @@ def prepared(cluster: Callable[..., Cluster]) -> Cluster:
 def check_recovered(job: Cluster, fault_free: dict) -> None:
     assert differences(fault_free, read_digest(job)) == []
     for rank in range(job.ranks):
-        first, second = job.events('worker_started', rank)
-        assert first['pid'] != second['pid']
-        assert len(job.events('recovered', rank)) == 1
+        first, second = job.events_of(WorkerStarted, rank)
+        assert first.pid != second.pid
+        assert len(job.events_of(Recovered, rank)) == 1
     assert not job.memory.exists()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.events import Recovered
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 
@@ -46,7 +47,7 @@ def test_whole_job_and_localized_recovery(
     whole = cluster(*FLAGS)
     assert -9 in whole.run(fail_at='1:9:forward', mutation=TRANSFORMER_ENGINE)
     whole.finish(mutation=TRANSFORMER_ENGINE)
-    assert whole.events('recovered')[0]['replayed'] >= 2
+    assert whole.events_of(Recovered)[0].replayed >= 2
     assert differences(reference, read_digest(whole)) == []
     local = cluster(*FLAGS)
     assert local.survive(fail_at='1:8:backward', mutation=TRANSFORMER_ENGINE) == {1: 1}
@@ -123,5 +124,5 @@ def test_windows_captured_after_a_dense_restart(
     assert -9 in job.run(fail_at='1:11:forward', mutation=FUSED_ADAM)
     assert 'loaded checkpoint' in job.output(life=1)
     job.finish(mutation=FUSED_ADAM)
-    assert job.events('recovered')[0]['replayed'] >= 2
+    assert job.events_of(Recovered)[0].replayed >= 2
     assert differences(reference, read_digest(job)) == []

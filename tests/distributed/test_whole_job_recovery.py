@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from moevement_ext.events import Recovered, WindowPersisted
 from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 
@@ -97,10 +98,9 @@ SETUPS = {
 }
 
 QUICK = (
-    'window-5', 'distributed-dp2-pp2-tied', 'dropout-recompute', 'cyclic-data-dropout',
-    'virtual-pipeline-2',
-    'fp16-dynamic-scale-per-token-loss', 'dense-layers-shared-experts-etp',
-)  # fmt: skip
+    'window-5 distributed-dp2-pp2-tied dropout-recompute cyclic-data-dropout virtual-pipeline-2 '
+    'fp16-dynamic-scale-per-token-loss dense-layers-shared-experts-etp'
+).split()
 
 
 def _flags(setup: str) -> list[str]:
@@ -118,8 +118,8 @@ def test_recovered_run_has_the_bits_of_a_fault_free_run(
     assert -9 in codes
     job.finish()
     assert differences(reference(*flags), read_digest(job)) == []
-    (recovered,) = job.events('recovered')
-    assert recovered['replayed'] >= window - 1
+    (recovered,) = job.events_of(Recovered)
+    assert recovered.replayed >= window - 1
     assert not job.memory.exists(), 'host memory is given back at a clean exit'
 
 
@@ -142,7 +142,7 @@ def test_training_with_sparse_checkpointing_has_the_bits_of_plain_megatron(
     job = cluster(*BASE, '--sparse-ckpt-window', '3')
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
-    assert len(job.events('window_persisted')) >= 3
+    assert len(job.events_of(WindowPersisted)) >= 3
 
 
 def test_lost_node_is_recovered_from_replicas(
@@ -154,7 +154,7 @@ def test_lost_node_is_recovered_from_replicas(
     shutil.rmtree(job.node_memory(1))
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
-    assert len(job.events('recovered', rank=3)) == 1
+    assert len(job.events_of(Recovered, rank=3)) == 1
 
 
 def test_death_during_recovery_and_again_right_after_it(
@@ -176,7 +176,7 @@ def test_death_before_the_first_window_starts_over(
     assert -9 in job.run(fail_at='1:3:forward')
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
-    assert job.events('recovered') == []
+    assert job.events_of(Recovered) == []
 
 
 @pytest.mark.parametrize('delay_s', [0.05, 0.21])
@@ -233,5 +233,5 @@ def test_leaving_out_a_step_of_recovery_is_noticed(
     job = cluster(*flags, '--sparse-ckpt-window', '4')
     job.run(fail_at='1:9:forward')
     job.finish(mutation=mutation)
-    assert job.events('recovered')
+    assert job.events_of(Recovered)
     assert differences(reference(*flags), read_digest(job)) != []

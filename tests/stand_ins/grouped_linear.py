@@ -18,9 +18,12 @@ from torch.nn import functional
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, splits: list[int], later: deque | None,
+        ctx: Any,
+        tokens: torch.Tensor,
+        splits: list[int],
+        later: deque | None,
         *weights: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         ctx.weights_require_grad = weights[0].requires_grad
         ctx.splits = splits
         ctx.later = later
@@ -112,19 +115,31 @@ class _OfExperts(GroupedLinear):
     """What upstream makes of it for its experts; returns no bias beside the product."""
 
     def __init__(
-        self, parallel_mode: str, num_gemms: int, input_size: int, output_size: int, /,
-        *, config: Any, init_method: Callable[[torch.Tensor], Any], bias: bool, **_: Any,
-    ) -> None:  # fmt: skip
+        self,
+        parallel_mode: str,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        /,
+        *,
+        config: Any,
+        init_method: Callable[[torch.Tensor], Any],
+        bias: bool,
+        **_: Any,
+    ) -> None:
         from megatron.core.extensions import transformer_engine
         from megatron.core.tensor_parallel import random
 
         assert not bias and config.expert_tensor_parallel_size == 1
         with random.get_cuda_rng_tracker().fork(random.get_expert_parallel_rng_tracker_name()):
             super().__init__(
-                num_gemms, input_size, output_size,
-                init_method=init_method, params_dtype=config.params_dtype,
+                num_gemms,
+                input_size,
+                output_size,
+                init_method=init_method,
+                params_dtype=config.params_dtype,
                 delay_wgrad_compute=config.delay_wgrad_compute,
-            )  # fmt: skip
+            )
         own_groups = config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
         transformer_engine._set_expert_parameter_attributes(self, parallel_mode, own_groups)
 

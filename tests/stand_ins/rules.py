@@ -125,10 +125,16 @@ def precise_adam(
     start = torch.linspace(-3, 5, 64, device=device).sin().to(formats.weight)
     weights = [torch.nn.Parameter(start.clone()) for _ in range(count)]
     adam = kind(
-        weights, lr=0.01, weight_decay=0.1, master_weights=True, use_decoupled_grad=True,
-        store_param_remainders=True, master_weight_dtype=formats.master,
-        exp_avg_dtype=formats.first, exp_avg_sq_dtype=formats.second,
-    )  # fmt: skip
+        weights,
+        lr=0.01,
+        weight_decay=0.1,
+        master_weights=True,
+        use_decoupled_grad=True,
+        store_param_remainders=True,
+        master_weight_dtype=formats.master,
+        exp_avg_dtype=formats.first,
+        exp_avg_sq_dtype=formats.second,
+    )
     return weights, adam
 
 

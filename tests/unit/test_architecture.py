@@ -57,8 +57,11 @@ NEEDED_BY_NO_PRODUCT_CODE = {
 def sources(*names: str) -> dict[Path, ast.Module]:
     """Parsed Python files of folders and files, by path."""
     places = [ROOT / name for name in names]
-    files = [file for place in places for file in ([place] if place.is_file() else
-                                                   sorted(place.rglob('*.py')))]  # fmt: skip
+    files = [
+        file
+        for place in places
+        for file in ([place] if place.is_file() else sorted(place.rglob('*.py')))
+    ]
     return {file: ast.parse(file.read_text('utf-8')) for file in files}
 
 
@@ -257,7 +260,7 @@ def mentions(tree: ast.AST) -> Counter[str]:
         node.id if isinstance(node, ast.Name) else node.attr
         for node in ast.walk(tree)
         if isinstance(node, ast.Name | ast.Attribute)
-    )  # fmt: skip
+    )
     return Counter(names) + Counter(_quoted_annotations(tree))
 
 

@@ -52,9 +52,15 @@ def test_a_broken_rule_names_flag_value_and_rule(field: str, value: Any, rule: s
 
 def test_limits_themselves_are_allowed() -> None:
     SparseCheckpointConfig(
-        window=1, max_window=1, replicas=0, max_wait=0, reorder_change=0, reorder_fraction=1,
-        hang_timeout=2, stuck_timeout=2,
-    )  # fmt: skip
+        window=1,
+        max_window=1,
+        replicas=0,
+        max_wait=0,
+        reorder_change=0,
+        reorder_fraction=1,
+        hang_timeout=2,
+        stuck_timeout=2,
+    )
 
 
 def test_a_stuck_training_thread_may_be_waited_for_for_ever() -> None:

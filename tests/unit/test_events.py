@@ -42,9 +42,7 @@ def test_a_line_says_when_who_and_what(tmp_path: Path) -> None:
     }
 
 
-_LOCALIZED = {
-    'scope': 'localized', 'target': 40, 'stages': [1], 'newcomers': [2], 'copied': [3],
-}  # fmt: skip
+_LOCALIZED = {'scope': 'localized', 'target': 40, 'stages': [1], 'newcomers': [2], 'copied': [3]}
 _VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0']}
 
 

@@ -35,8 +35,12 @@ def work(fail_at: str | None, life: int = 0) -> tuple[list[str], int]:
         environment['MOEVEMENT_FAIL_AT'] = fail_at
     done = subprocess.run(
         [sys.executable, '-c', _WORKER],
-        env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        env=environment,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     return done.stdout.splitlines(), done.returncode
 
 
@@ -97,9 +101,18 @@ def test_every_phase_can_be_asked_for_and_is_announced(
 
 @pytest.mark.parametrize(
     'text',
-    ['1', '1:3', '1:3:nowhere', '1:3:forward:0:0', 'x:3:forward', '1:y:forward', '1:3:forward:z',
-     '-1:3:forward', '0:1:forward,1'],
-)  # fmt: skip
+    [
+        '1',
+        '1:3',
+        '1:3:nowhere',
+        '1:3:forward:0:0',
+        'x:3:forward',
+        '1:y:forward',
+        '1:3:forward:z',
+        '-1:3:forward',
+        '0:1:forward,1',
+    ],
+)
 def test_malformed_variable_is_named_with_what_it_should_be(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

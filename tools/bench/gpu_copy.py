@@ -159,10 +159,18 @@ class Window:
     def _header(self, slot: int) -> SlotHeader:
         layout = self._layouts[slot]
         return SlotHeader(
-            version=FORMAT_VERSION, run=_NAME, topology=_NAME, owner=0, start=0,
-            window=len(self._layouts), slot=slot, iteration=slot, plan=_NAME,
-            payload_bytes=layout.payload_bytes, records=layout.records,
-        )  # fmt: skip
+            version=FORMAT_VERSION,
+            run=_NAME,
+            topology=_NAME,
+            owner=0,
+            start=0,
+            window=len(self._layouts),
+            slot=slot,
+            iteration=slot,
+            plan=_NAME,
+            payload_bytes=layout.payload_bytes,
+            records=layout.records,
+        )
 
 
 def _filled_with(payload: torch.Tensor, header: SlotHeader, value: int) -> bool:
@@ -373,10 +381,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        '--state-gib', type=float,
+        '--state-gib',
+        type=float,
         help='size of the training state (default: half of the free memory of the card, at most a '
         'third of what --dir has free)',
-    )  # fmt: skip
+    )
     parser.add_argument('--hidden', type=int, default=4096)
     parser.add_argument('--ffn', type=int, default=1536, help='of an expert (default: 1536)')
     parser.add_argument('--matmul', type=int, default=8192, help='size of the products')

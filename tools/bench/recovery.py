@@ -218,14 +218,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--rounds', type=int, default=2, help='turns of both (default: 2)')
     parser.add_argument('--ranks', type=int, choices=model.RANKS, default=2)
     parser.add_argument(
-        '--dense-interval', type=int, default=10,
+        '--dense-interval',
+        type=int,
+        default=10,
         help='iterations between torch_dist checkpoints (default: 10)',
-    )  # fmt: skip
+    )
     parser.add_argument(
-        '--kill-after', type=int,
+        '--kill-after',
+        type=int,
         help='iteration after which to kill (default: half way between the second checkpoint and '
         'the third)',
-    )  # fmt: skip
+    )
     parser.add_argument('--window', default='auto', help='of sparse checkpointing (default: auto)')
     parser.add_argument('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
     parser.add_argument('--json', type=Path, metavar='FILE', help='write everything here')

@@ -46,20 +46,30 @@ def cases(hours: float) -> dict[str, Callable[[], Estimate]]:
         'sparse, Weibull': lambda: simulate(_SPARSE, Renewal(MTBF_S, 0.7), hours=hours),
         'localized, correlated, spares': lambda: simulate(
             lambda histories, rng: SparseRun(_SPARSE, histories, rng, _PIPELINE),
-            correlated, nodes=nodes, spares=_SPARES, hours=hours,
+            correlated,
+            nodes=nodes,
+            spares=_SPARES,
+            hours=hours,
         ),
         'copies, correlated, spares': lambda: simulate(
             lambda histories, rng: CopyRun(_SPARSE, 40.0, histories, rng, _PIPELINE),
-            correlated, nodes=nodes, spares=_SPARES, hours=hours,
+            correlated,
+            nodes=nodes,
+            spares=_SPARES,
+            hours=hours,
         ),
         'partial experts, 100 jobs': lambda: simulate(
             lambda histories, rng: PartialRun(
-                _DENSE, PartialExperts(64, 8, lost_budget=0.0375), shares, histories,
+                _DENSE,
+                PartialExperts(64, 8, lost_budget=0.0375),
+                shares,
+                histories,
                 hours * 36,
             ),
-            hours=hours, job_hours=hours / 100,
+            hours=hours,
+            job_hours=hours / 100,
         ),
-    }  # fmt: skip
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,9 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         slowest = max(slowest, seconds)
         width = (found.ci95[1] - found.ci95[0]) / 2
         table.add_row(
-            name, f'{found.hours:,.0f}', f'{found.failures:,}', f'{found.ettr:.4f} ± {width:.4f}',
+            name,
+            f'{found.hours:,.0f}',
+            f'{found.failures:,}',
+            f'{found.ettr:.4f} ± {width:.4f}',
             f'{seconds:.2f}',
-        )  # fmt: skip
+        )
     Console().print(table)
     return 0 if slowest < LIMIT_S else 1
 

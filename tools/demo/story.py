@@ -196,9 +196,12 @@ def _follow(
 ) -> None:
     """Show progress until the job is over; `look` sees it again and again and says what it does."""
     columns = (
-        TextColumn('  {task.description}'), BarColumn(), MofNCompleteColumn(),
-        TextColumn('iterations'), TimeElapsedColumn(),
-    )  # fmt: skip
+        TextColumn('  {task.description}'),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn('iterations'),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task('starting processes', total=iterations)
         for log in job.follow('the end', _POLL_SECONDS):

@@ -43,9 +43,15 @@ class LocalCluster:
         """Launch the job, or launch it again."""
         self._pids.clear()
         self._process = subprocess.Popen(
-            self._command, cwd=ROOT, env=self._launch.environment(), stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+            self._command,
+            cwd=ROOT,
+            env=self._launch.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,))
         self._reader.start()
 

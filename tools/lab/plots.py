@@ -97,17 +97,28 @@ def plot(
     from matplotlib import pyplot
 
     style: Any = {
-        'font.size': 10, 'axes.spines.top': False, 'axes.spines.right': False,
-        'axes.grid': True, 'grid.color': '#e6e8eb', 'axes.axisbelow': True,
-        'axes.edgecolor': _MUTED, 'xtick.color': _MUTED, 'ytick.color': _MUTED,
-        'axes.titlelocation': 'left', 'axes.titleweight': 'bold', 'legend.frameon': False,
-    }  # fmt: skip
+        'font.size': 10,
+        'axes.spines.top': False,
+        'axes.spines.right': False,
+        'axes.grid': True,
+        'grid.color': '#e6e8eb',
+        'axes.axisbelow': True,
+        'axes.edgecolor': _MUTED,
+        'xtick.color': _MUTED,
+        'ytick.color': _MUTED,
+        'axes.titlelocation': 'left',
+        'axes.titleweight': 'bold',
+        'legend.frameon': False,
+    }
     with pyplot.rc_context(style):
         heights = (3, 2) if localized is None else (3, 2, 1.3)
         figure, (above, below, *strip) = pyplot.subplots(
-            len(heights), 1, figsize=(9, 1.4 * sum(heights)), height_ratios=heights,
+            len(heights),
+            1,
+            figsize=(9, 1.4 * sum(heights)),
+            height_ratios=heights,
             layout='constrained',
-        )  # fmt: skip
+        )
         _draw_loss(above, plain, sparse, [localized.failure] if localized else restarts(sparse))
         _draw_bytes(below, sparse, dense_bytes)
         if localized is not None:
@@ -137,14 +148,22 @@ def _mark_failure(axes: Any, failure: Failure, origin: float) -> None:
     axes.axvline(start, color=_FAILURE, linestyle='--', linewidth=1.2)
     axes.annotate(
         f'{failure.what}\nafter iteration {failure.before.number}',
-        (start, 0.8), xycoords=('data', 'axes fraction'), xytext=(6, 0),
-        textcoords='offset points', color=_FAILURE, va='top',
-    )  # fmt: skip
+        (start, 0.8),
+        xycoords=('data', 'axes fraction'),
+        xytext=(6, 0),
+        textcoords='offset points',
+        color=_FAILURE,
+        va='top',
+    )
     axes.annotate(
         f'back at iteration {failure.after.number}\nafter {end - start:.1f} s',
-        (end, failure.after.loss), xytext=(-8, 14), textcoords='offset points',
-        color=_FAILURE, va='bottom', ha='right',
-    )  # fmt: skip
+        (end, failure.after.loss),
+        xytext=(-8, 14),
+        textcoords='offset points',
+        color=_FAILURE,
+        va='bottom',
+        ha='right',
+    )
 
 
 def _draw_lives(
@@ -154,16 +173,24 @@ def _draw_lives(
         axes.plot(
             [iteration.time - _origin(lives) for iteration in life],
             [iteration.loss for iteration in life],
-            color=color, label=label if number == 0 else None, solid_capstyle='round', **line,
-        )  # fmt: skip
+            color=color,
+            label=label if number == 0 else None,
+            solid_capstyle='round',
+            **line,
+        )
 
 
 def _mark_end(axes: Any, lives: Sequence[Sequence[Iteration]], color: str) -> None:
     last = lives[-1][-1]
     axes.annotate(
-        f'iteration {last.number}\nloss {last.loss:.6f}', (last.time - _origin(lives), last.loss),
-        xytext=(0, 28), textcoords='offset points', color=color, ha='right', va='bottom',
-    )  # fmt: skip
+        f'iteration {last.number}\nloss {last.loss:.6f}',
+        (last.time - _origin(lives), last.loss),
+        xytext=(0, 28),
+        textcoords='offset points',
+        color=color,
+        ha='right',
+        va='bottom',
+    )
 
 
 def _origin(lives: Sequence[Sequence[Iteration]]) -> float:
@@ -176,19 +203,25 @@ def _draw_bytes(axes: Any, sparse: RunLog, dense_bytes: int | None) -> None:
     # An iteration that ran again is drawn once.
     newest = {slot.iteration: slot.nbytes for slot in sparse.captured}
     axes.bar(
-        list(newest), [nbytes / MIB for nbytes in newest.values()],
-        color=_SPARSE, width=0.75, label='sparse slot',
-    )  # fmt: skip
+        list(newest),
+        [nbytes / MIB for nbytes in newest.values()],
+        color=_SPARSE,
+        width=0.75,
+        label='sparse slot',
+    )
     if dense_bytes is not None and newest:
         axes.axhline(dense_bytes / MIB, color=_MUTED, linestyle='--', linewidth=1.4)
         mean = sum(newest.values()) / len(newest)
         axes.annotate(
             f'dense checkpoint: {dense_bytes / MIB:.2f} MiB      '
             f'slots: {mean / dense_bytes:.0%} of it on average',
-            (0.01, dense_bytes / MIB), xycoords=('axes fraction', 'data'), xytext=(0, 6),
-            textcoords='offset points', color=_MUTED,
+            (0.01, dense_bytes / MIB),
+            xycoords=('axes fraction', 'data'),
+            xytext=(0, 6),
+            textcoords='offset points',
+            color=_MUTED,
             bbox={'facecolor': 'white', 'edgecolor': 'none', 'pad': 1},
-        )  # fmt: skip
+        )
         axes.set_ylim(top=1.18 * dense_bytes / MIB)
     axes.margins(x=0.01)
     axes.grid(axis='x', visible=False)
@@ -205,9 +238,15 @@ def _draw_stages(axes: Any, localized: LocalizedFailure, origin: float) -> None:
             axes.barh(place, end - start, left=start - origin, height=0.6, color=_COLORS[doing])
             if doing is not Doing.TRAINING:
                 axes.text(
-                    (start + end) / 2 - origin, place, f'{end - start:.1f} s', color='black',
-                    ha='center', va='center', fontsize=8, clip_on=True,
-                )  # fmt: skip
+                    (start + end) / 2 - origin,
+                    place,
+                    f'{end - start:.1f} s',
+                    color='black',
+                    ha='center',
+                    va='center',
+                    fontsize=8,
+                    clip_on=True,
+                )
     for doing, color in _COLORS.items():
         axes.barh(0, 0, color=color, label=doing)
     axes.axvline(failure.time - origin, color=_FAILURE, linestyle='--', linewidth=1.2)

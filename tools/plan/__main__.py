@@ -100,9 +100,16 @@ def job_from(args: argparse.Namespace, megatron: MegatronFlags) -> Job:
         args.frozen_saving,
     )
     return Job(
-        training.model, training.layout, training.batch, cluster, iteration_s, precision,
-        _protection(args, megatron), failures, args.overhead,
-    )  # fmt: skip
+        training.model,
+        training.layout,
+        training.batch,
+        cluster,
+        iteration_s,
+        precision,
+        _protection(args, megatron),
+        failures,
+        args.overhead,
+    )
 
 
 def print_slots(plan: WindowPlan, operators: Sequence[OperatorBytes], console: Console) -> None:
@@ -140,27 +147,34 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Meg
 def _add_operator_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group('a list of operators')
     group.add_argument(
-        '--operators', type=Path, metavar='FILE',
+        '--operators',
+        type=Path,
+        metavar='FILE',
         help='JSON list of {"name", "full_bytes", "light_bytes"} in capture order',
-    )  # fmt: skip
+    )
     group.add_argument('--budget-bytes', type=_bytes, metavar='B', help='that a slot may hold')
     group.add_argument(
-        '--algorithm', choices=(BY_BYTES, PRINTED), default=BY_BYTES,
+        '--algorithm',
+        choices=(BY_BYTES, PRINTED),
+        default=BY_BYTES,
         help="'paper': Algorithm 1 as printed, which may exceed the budget (default: bytes)",
-    )  # fmt: skip
+    )
     parser.add_argument('--json', action='store_true', help='print JSON')
 
 
 def _add_job_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group('a whole job')
     group.add_argument(
-        '--model', metavar='NAME|FILE',
+        '--model',
+        metavar='NAME|FILE',
         help=f'with a layout; a file (JSON, YAML) or one of {", ".join(PRESETS)}',
-    )  # fmt: skip
+    )
     group.add_argument(
-        '--cluster', metavar='NAME|FILE', default='h100',
+        '--cluster',
+        metavar='NAME|FILE',
+        default='h100',
         help=f'a file or one of {", ".join(CLUSTERS)} (default: h100)',
-    )  # fmt: skip
+    )
     group.add_argument('--gpus', type=int, help='of the job (default: as the model says)')
     time = group.add_mutually_exclusive_group()
     time.add_argument('--iteration-time', type=_positive, metavar='S', help='seconds')
@@ -191,13 +205,18 @@ def _add_protection_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument('--hidden-fraction', type=float, help='of an iteration that hides a copy')
     group.add_argument('--network-share', type=float, help='of a node for replication')
     group.add_argument(
-        '--log-lag', type=float, metavar='ITERATIONS',
+        '--log-lag',
+        type=float,
+        metavar='ITERATIONS',
         help="that persisting a window takes (default: by the cluster's rates)",
-    )  # fmt: skip
+    )
     group.add_argument(
-        '--overhead', type=float, default=0.0, metavar='S',
+        '--overhead',
+        type=float,
+        default=0.0,
+        metavar='S',
         help='measured seconds an iteration, besides exposed copies (default: 0)',
-    )  # fmt: skip
+    )
 
 
 def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
@@ -205,20 +224,28 @@ def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
     rate = group.add_mutually_exclusive_group()
     rate.add_argument('--mtbf', type=_positive, metavar='S', help='seconds between failures')
     rate.add_argument(
-        '--gpu-hours-per-failure', type=_gpu_hours, metavar='H',
+        '--gpu-hours-per-failure',
+        type=_gpu_hours,
+        metavar='H',
         default=GPU_HOURS_PER_FAILURE[_DEFAULT_FAILURES],
         help=f'a number or one of {", ".join(GPU_HOURS_PER_FAILURE)} '
         f'(default: {_DEFAULT_FAILURES})',
-    )  # fmt: skip
+    )
     group.add_argument(
-        '--restart-time', type=float, default=FailureRate.restart_s, metavar='S',
+        '--restart-time',
+        type=float,
+        default=FailureRate.restart_s,
+        metavar='S',
         help='from a failure until the replay begins (default: %(default)s)',
-    )  # fmt: skip
+    )
     for name, why in (('local', 'only lost stages compute'), ('frozen', 'operators are frozen')):
         group.add_argument(
-            f'--{name}-saving', type=float, default=0.0, metavar='SHARE',
+            f'--{name}-saving',
+            type=float,
+            default=0.0,
+            metavar='SHARE',
             help=f'of work in a replay, as {why} (default: 0)',
-        )  # fmt: skip
+        )
 
 
 def _training(name: str) -> Training:
@@ -250,9 +277,8 @@ def _file(flag: str, name: str, presets: Any) -> Path:
 
 
 def _protection(args: argparse.Namespace, megatron: MegatronFlags) -> ProtectionSettings:
-    own = {name: getattr(args, name) for name in ('window', 'max_window', 'replicas', 'recovery',
-                                                  'hidden_fraction', 'network_share',
-                                                  'log_lag', 'disk')}  # fmt: skip
+    names = 'window max_window replicas recovery hidden_fraction network_share log_lag disk'
+    own = {name: getattr(args, name) for name in names.split()}
     settings = {**megatron.protection(), **_given(own)}
     recovery = settings.pop('recovery', 'localized')
     window = settings.pop('window', 'auto')

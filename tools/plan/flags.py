@@ -47,18 +47,16 @@ _PROTECTION = {
 _CHUNKS = ('num_layers_per_virtual_pipeline_stage', 'num_virtual_stages_per_pipeline_rank')
 _UNEVEN = ('decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers')
 _MODEL_SIZES = (
-    'num_layers', 'hidden_size', 'ffn_hidden_size', 'num_attention_heads', 'num_query_groups',
-    'kv_channels', 'max_position_embeddings', 'vocab_size', 'num_experts', 'moe_router_topk',
-    'moe_ffn_hidden_size', 'moe_shared_expert_intermediate_size', 'q_lora_rank', 'kv_lora_rank',
-    'qk_head_dim', 'qk_pos_emb_head_dim', 'v_head_dim',
-)  # fmt: skip
+    'num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels '
+    'max_position_embeddings vocab_size num_experts moe_router_topk moe_ffn_hidden_size '
+    'moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim '
+    'v_head_dim'
+).split()
 _MODEL_SWITCHES = (
-    'group_query_attention', 'swiglu', 'untie_embeddings_and_output_weights',
-    'disable_bias_linear', 'add_qkv_bias', 'qk_layernorm', 'multi_latent_attention',
-)  # fmt: skip
-_PRECISION_SWITCHES = (
-    'bf16', 'fp16', 'fp32_residual_connection', 'use_precision_aware_optimizer',
-)  # fmt: skip
+    'group_query_attention swiglu untie_embeddings_and_output_weights disable_bias_linear '
+    'add_qkv_bias qk_layernorm multi_latent_attention'
+).split()
+_PRECISION_SWITCHES = ('bf16 fp16 fp32_residual_connection use_precision_aware_optimizer').split()
 _MODEL_TEXTS = ('position_embedding_type', 'normalization', 'moe_layer_freq')
 
 

@@ -132,24 +132,46 @@ _SIMULATION = [
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """All flags but the choice of systems."""
     groups = (
-        ('costs', _COSTS), ('machine', _MACHINE), ('failures', _FAILURES),
+        ('costs', _COSTS),
+        ('machine', _MACHINE),
+        ('failures', _FAILURES),
         ('simulation', _SIMULATION),
-    )  # fmt: skip
+    )
     for title, flags in groups:
         group = parser.add_argument_group(title)
         for flag in flags:
             group.add_argument(flag.name, type=flag.type, default=flag.default, help=flag.help)
     choices = parser.add_argument_group('choices')
-    choices.add_argument('--interval-rule', choices=INTERVAL_RULES, default='oracle',
-                         help='how gemini chooses its interval (default: oracle)')  # fmt: skip
-    choices.add_argument('--selection', choices=SELECTIONS, default='sequential',
-                         help='how moc chooses experts (default: sequential)')  # fmt: skip
-    choices.add_argument('--recovery', choices=('global', 'localized'), default='global',
-                         help='who replays; localized needs --stages')  # fmt: skip
-    choices.add_argument('--order', choices=('popularity', 'given'), default='popularity',
-                         help='of the operators in a window (default: popularity)')  # fmt: skip
-    choices.add_argument('--restore', choices=('streaming', 'whole'), default='streaming',
-                         help='load slots beside the replay, or all before it')  # fmt: skip
+    choices.add_argument(
+        '--interval-rule',
+        choices=INTERVAL_RULES,
+        default='oracle',
+        help='how gemini chooses its interval (default: oracle)',
+    )
+    choices.add_argument(
+        '--selection',
+        choices=SELECTIONS,
+        default='sequential',
+        help='how moc chooses experts (default: sequential)',
+    )
+    choices.add_argument(
+        '--recovery',
+        choices=('global', 'localized'),
+        default='global',
+        help='who replays; localized needs --stages',
+    )
+    choices.add_argument(
+        '--order',
+        choices=('popularity', 'given'),
+        default='popularity',
+        help='of the operators in a window (default: popularity)',
+    )
+    choices.add_argument(
+        '--restore',
+        choices=('streaming', 'whole'),
+        default='streaming',
+        help='load slots beside the replay, or all before it',
+    )
 
 
 @dataclass(frozen=True)
@@ -232,9 +254,16 @@ def scenario(args: argparse.Namespace) -> Scenario:
         copy_s=args.copy_time,
     )
     return Scenario(
-        options, profile, process, pipeline, spares,
-        args.hours, args.job_hours, args.histories, args.seed,
-    )  # fmt: skip
+        options,
+        profile,
+        process,
+        pipeline,
+        spares,
+        args.hours,
+        args.job_hours,
+        args.histories,
+        args.seed,
+    )
 
 
 def _profile(args: argparse.Namespace) -> Profile | None:

@@ -9,7 +9,7 @@ from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts, UpstreamArguments
 from megatron.moevement.job import identity
 from megatron.moevement.job.session import Session
-from megatron.moevement.job.trainer import Surroundings
+from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.job.unsupported import hazard, not_localized
 from megatron.moevement.seams import patches
 from megatron.moevement.seams.data_position import DataPosition

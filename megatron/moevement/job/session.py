@@ -14,7 +14,8 @@ from torch.distributed import Store
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts, UpstreamArguments
 from megatron.moevement.job import log_line
-from megatron.moevement.job.trainer import MegatronTrainer, Surroundings
+from megatron.moevement.job.surroundings import Surroundings
+from megatron.moevement.job.trainer import MegatronTrainer
 from megatron.moevement.seams import upstream
 from megatron.moevement.state import parameter_groups
 from megatron.moevement.state.training_state import TrainingState

@@ -4,12 +4,10 @@
 Checked against megatron-core 0.19.2.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -19,53 +17,19 @@ from megatron.core.utils import get_model_config
 
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts
-from megatron.moevement.seams import upstream
-from megatron.moevement.seams.data_position import DataPosition
+from megatron.moevement.job.loop import MegatronLoop
+from megatron.moevement.job.small_state import MegatronSmallState
+from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.seams.p2p import StagePipeline
-from megatron.moevement.seams.post_step import PostStep, PostStepProgress
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.broken_iteration import BrokenIteration
 from megatron.moevement.state.dp_copy import replicas
-from megatron.moevement.state.global_scalars import GlobalScalars, ScalarRecorder
-from megatron.moevement.state.iteration_state import IterationState
-from megatron.moevement.state.operation_count import CountedOperations, OperationCount
+from megatron.moevement.state.global_scalars import GlobalScalars
 from megatron.moevement.state.popularity import TokenCounter
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.membership.place import Place
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.recover.trainer import Committed
-
-_SPARE_STATE_BYTES = 4096
-
-
-class MegatronHandover(msgspec.Struct, frozen=True):
-    """What survivors tell a new process."""
-
-    progress: PostStepProgress
-    """In what follows the newest committed iteration."""
-    runs: tuple[int, int, int]
-    """Upstream's `do_train`, `do_valid` and `do_test`."""
-    operations: CountedOperations
-    """Where the count of floating point operations began."""
-
-
-def decode_handover(encoded: bytes) -> MegatronHandover:
-    """Inverse of what `MegatronTrainer.hand_over` returns."""
-    return msgspec.msgpack.decode(encoded, type=MegatronHandover)
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What wraps a loop of either kind; made before the model is."""
-
-    recorder: ScalarRecorder
-    """Of the scalars that all ranks reduce together."""
-    data: DataPosition
-    """Where the data of this rank go on."""
-    post_step: PostStep
-    """What the loop does after an iteration."""
-    operations: OperationCount
-    """Floating point operations so far, for upstream's own count."""
 
 
 class MegatronTrainer:
@@ -89,15 +53,17 @@ class MegatronTrainer:
     ) -> None:
         self._facts = facts
         self._counters = counters
-        self.operators = training
-        self.pipeline = StagePipeline(facts, training.model)
-        self.tokens = TokenCounter(training.model, training.device)
         self._recorder = around.recorder
-        self._data = around.data
-        self._post_step = around.post_step
         self._operations = around.operations
         self._broken = BrokenIteration(training.model, training.operators) if localized else None
         self._step: Callable[..., Any] | None = None
+        self.operators = training
+        self.small_state = MegatronSmallState(
+            training, counters, around.recorder, around.data, around.operations
+        )
+        self.pipeline = StagePipeline(facts, training.model)
+        self.loop = MegatronLoop(training, counters, around, self._broken)
+        self.tokens = TokenCounter(training.model, training.device)
 
     @property
     def place(self) -> Place:
@@ -130,31 +96,20 @@ class MegatronTrainer:
         self._recorder.wrap_reduction(get_model_config(self.operators.model[0]))
         self._step = train_step
 
-    def start(self) -> None:
-        """Training begins where upstream's counters are."""
-        self._operations.base = CountedOperations(
-            self._counters.consumed_train_samples,
-            float(self._counters.num_floating_point_operations_so_far),
-        )
-
-    # An iteration
-
-    def state(self) -> bytes:
-        """The small state now."""
-        state = self._state(self._counters.iteration, self._recorder.peek())
-        return iteration_state.encode(state)
-
-    def state_bytes(self) -> int:
-        """Upper bound of its size; states of random numbers have a fixed one."""
-        longest = self._state(0, GlobalScalars([0.1] * 64, [False] * 64))
-        return len(iteration_state.encode(longest)) + _SPARE_STATE_BYTES
-
     def begin_iteration(self, iteration: int) -> bytes:
         """The small state that the iteration after `iteration` starts from."""
-        state = self._state(iteration, self._recorder.take())
+        state = self.small_state.begin(iteration)
         if self._broken is not None:
             self._broken.begin()
-        return iteration_state.encode(state)
+        return state
+
+    def undo_broken_iteration(self, state: bytes, began: bool) -> None:
+        """Put back what an iteration that was cut off has changed."""
+        self.small_state.restore(state)
+        if began:
+            assert self._broken is not None  # only a localized recovery asks
+            self._broken.put_back()
+        self.small_state.move_data(state)
 
     def iterate(self, iteration: int) -> Any:
         """Upstream's `train_step`, or what stands for it."""
@@ -169,7 +124,7 @@ class MegatronTrainer:
         """
         num_microbatches = get_num_microbatches()
         samples = self._facts.data_parallel_size * self._facts.micro_batch_size * num_microbatches
-        state = self._state(iteration, self._recorder.peek())
+        state = self.small_state.capture(iteration, self._recorder.peek())
         state.consumed_train_samples += samples
         state.floating_point_operations = self._operations.at(state.consumed_train_samples)
         state.scheduler_steps += 0 if skipped else samples
@@ -183,19 +138,6 @@ class MegatronTrainer:
         )
         return Committed(iteration_state.encode(state), entry)
 
-    def committed(self, iteration: int) -> None:
-        """What follows `iteration` is not done yet."""
-        self._post_step.begin(iteration)
-
-    def _state(self, iteration: int, scalars: GlobalScalars) -> IterationState:
-        training = self.operators
-        return iteration_state.capture(
-            self._counters, iteration, training.optimizer, training.scheduler, scalars,
-            self._operations.at(self._counters.consumed_train_samples),
-        )  # fmt: skip
-
-    # A replay
-
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Prepare model and optimizer for replayed iterations; they are not logged as trained."""
@@ -206,89 +148,10 @@ class MegatronTrainer:
             get_moe_metrics_tracker().clear()
             MTPLossLoggingHelper.clean_metrics_in_tracker()
 
-    def restore(self, state: bytes) -> None:
-        """Put the process where the iteration after `state` starts."""
-        decoded = iteration_state.decode(state)
-        self.operators.restore(decoded, self._counters)
-        self._recorder.put_back(decoded.scalars)
-
-    def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
-        """Iteration and samples of upstream's arguments."""
-        iteration_state.restore_counters(iteration_state.decode(state), self._counters)
-        if validation is not None:
-            last = iteration_state.decode(validation)
-            self._counters.consumed_valid_samples = last.consumed_valid_samples
-
-    def move_data(self, state: bytes) -> None:
-        """Training data go on from where `state` was."""
-        self._data.move_training(iteration_state.decode(state).consumed_train_samples)
-
-    def replay(self, iteration: int, following: bytes) -> None:
-        """Run an iteration with the scalars that it had reduced."""
-        with self._recorder.replaying(iteration_state.decode(following).scalars):
-            self.iterate(iteration)
-
-    def recorded(self, entry: LedgerEntry) -> AbstractContextManager[None]:
-        """Within it, upstream gets the scalars of `entry` instead of reducing them."""
-        scalars = GlobalScalars(entry.grad_norms, entry.overflows, entry.num_tokens)
+    def reduced(self, known: LedgerEntry | bytes) -> AbstractContextManager[None]:
+        """Within it, upstream gets these scalars instead of reducing them."""
+        if isinstance(known, LedgerEntry):
+            scalars = GlobalScalars(known.grad_norms, known.overflows, known.num_tokens)
+        else:
+            scalars = iteration_state.decode(known).scalars
         return self._recorder.replaying(scalars)
-
-    def count_on(self, entry: LedgerEntry) -> None:
-        """The iteration of `entry` is done."""
-        iteration_state.move_to(entry.iteration, entry.consumed_samples, self._counters)
-
-    # After a failure
-
-    def leave_loop(self) -> None:
-        """Make upstream's loop enterable again."""
-        self._survivor().reset_loop_state()
-        self._post_step.reset_loop_state()
-
-    def enter_loop(
-        self, target: int, kept: bytes | None, entry: LedgerEntry | None, others: Sequence[bytes]
-    ) -> None:
-        """Have upstream's loop begin at `target`."""
-        counters = self._counters
-        samples = counters.consumed_train_samples if entry is None else entry.consumed_samples
-        if kept is not None:
-            samples = iteration_state.decode(kept).consumed_train_samples
-        iteration_state.move_to(target, samples, counters)
-        self._operations.base = decode_handover(others[0]).operations
-        counters.num_floating_point_operations_so_far = self._operations.at(samples)
-        config = get_model_config(self.operators.model[0])
-        upstream.fill_first_step_caches(self.operators.optimizer, config)
-
-    def undo_broken_iteration(self, state: bytes, began: bool) -> None:
-        """Put back what an iteration that was cut off has changed."""
-        self.restore(state)
-        if began:
-            self._survivor().put_back()
-        self.move_data(state)
-
-    def hand_over(self) -> bytes:
-        """See `MegatronHandover`."""
-        counters = self._counters
-        return msgspec.msgpack.encode(
-            MegatronHandover(
-                self._post_step.progress(),
-                (counters.do_train, counters.do_valid, counters.do_test),
-                self._operations.base,
-            )
-        )
-
-    def finish_post_step(
-        self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
-    ) -> bool:
-        """Evaluation and dense checkpoint after `target`, where any rank has not done them."""
-        counters = self._counters
-        self.operators.gather_parameters()
-        operations = self._operations.at(counters.consumed_train_samples)
-        counters.num_floating_point_operations_so_far = operations
-        progress = [decode_handover(item).progress for item in others]
-        grows = entry is not None and get_num_microbatches() > entry.num_microbatches
-        self._post_step.catch_up(target, progress, self._data, grows)
-        return not self._post_step.exits(target)
-
-    def _survivor(self) -> BrokenIteration:
-        assert self._broken is not None  # only a localized recovery asks
-        return self._broken

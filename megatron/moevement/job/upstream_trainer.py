@@ -65,10 +65,21 @@ class UpstreamTrainer:
         return self._session.set_up(build, load_dense)
 
     def _train(
-        self, original: Callable[..., Any], forward_step: Any, model: Any, optimizer: Any,
-        scheduler: Any, train_iterator: Any, valid_iterator: Any, process: Any, config: Any,
-        context: Any, non_loss_data: Any, *rest: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        original: Callable[..., Any],
+        forward_step: Any,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        train_iterator: Any,
+        valid_iterator: Any,
+        process: Any,
+        config: Any,
+        context: Any,
+        non_loss_data: Any,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Upstream's loop, entered again after failures of other ranks."""
         if faults.armed():
             forward_step = armed_forward(forward_step)
@@ -77,9 +88,15 @@ class UpstreamTrainer:
             self._data.move_training(self._args.consumed_train_samples)
             self._data.move_validation(self._args.consumed_valid_samples)
         evaluate = post_step.evaluation(
-            self._args, forward_step, model, valid_iterator, process, config, non_loss_data,
+            self._args,
+            forward_step,
+            model,
+            valid_iterator,
+            process,
+            config,
+            non_loss_data,
             optimizer,
-        )  # fmt: skip
+        )
         save = post_step.dense_checkpoint(
             self._args, model, optimizer, scheduler, context, train_iterator
         )
@@ -87,9 +104,20 @@ class UpstreamTrainer:
             evaluate, save, partial(post_step.forget_what_was_cut_off, context)
         )
         loop = partial(
-            original, forward_step, model, optimizer, scheduler, train_iterator, valid_iterator,
-            process, config, context, non_loss_data, *rest, **kwargs,
-        )  # fmt: skip
+            original,
+            forward_step,
+            model,
+            optimizer,
+            scheduler,
+            train_iterator,
+            valid_iterator,
+            process,
+            config,
+            context,
+            non_loss_data,
+            *rest,
+            **kwargs,
+        )
         return self._session.train(loop)
 
     def _train_step(

@@ -21,12 +21,14 @@ CPU = torch.device('cpu')
 
 # Factories that take `device=`; everything Megatron allocates goes through one of these.
 _FACTORIES = (
-    'arange', 'as_tensor', 'empty', 'empty_like', 'empty_strided', 'eye', 'full', 'full_like',
-    'linspace', 'ones', 'ones_like', 'rand', 'rand_like', 'randint', 'randn', 'randn_like',
-    'randperm', 'tensor', 'zeros', 'zeros_like',
-)  # fmt: skip
+    'arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like '
+    'rand rand_like randint randn randn_like randperm tensor zeros zeros_like'
+).split()
 
 _DISTRIBUTED_OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer'
+_COUNTS_OF_MEMORY = (
+    'memory_allocated max_memory_allocated memory_reserved max_memory_reserved device_memory_used'
+).split()
 
 
 def needed() -> bool:
@@ -156,8 +158,7 @@ def _redirect_cuda_module() -> None:
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(seed)
     cuda.memory_stats = lambda *args, **kwargs: {}
-    for name in ('memory_allocated', 'max_memory_allocated', 'memory_reserved',
-                 'max_memory_reserved', 'device_memory_used'):  # fmt: skip
+    for name in _COUNTS_OF_MEMORY:
         setattr(cuda, name, _returns(0))
     for name in ('set_device', 'synchronize', 'empty_cache', 'reset_peak_memory_stats'):
         setattr(cuda, name, _nothing())

@@ -111,8 +111,9 @@ class BoundaryCommunicator(P2PCommunicator):
         sent = {'send_next': tensor_send_next, 'send_prev': tensor_send_prev}
         received = {'recv_prev': from_previous, 'recv_next': from_next}
         requests = {name: _Done() for name, tensor in sent.items() if tensor is not None}
-        arriving = {name: _Arriving(tensor) for name, tensor in received.items()
-                    if tensor is not None}  # fmt: skip
+        arriving = {
+            name: _Arriving(tensor) for name, tensor in received.items() if tensor is not None
+        }
         return from_previous, from_next, requests | arriving
 
     def _exchange(self, **what: Any) -> Any:

@@ -166,9 +166,15 @@ def _due(interval: int | None, iteration: int) -> bool:
 
 
 def evaluation(
-    args: UpstreamArguments, forward_step: Any, model: Any, valid_iterator: Any, process: Any,
-    config: Any, non_loss_data: Any, optimizer: Any,
-) -> Callable[[int], None]:  # fmt: skip
+    args: UpstreamArguments,
+    forward_step: Any,
+    model: Any,
+    valid_iterator: Any,
+    process: Any,
+    config: Any,
+    non_loss_data: Any,
+    optimizer: Any,
+) -> Callable[[int], None]:
     """Upstream's evaluation after an iteration, as its loop calls it."""
 
     def evaluate(iteration: int) -> None:
@@ -178,9 +184,17 @@ def evaluation(
         else:
             hooks = False
         training.evaluate_and_print_results(
-            f'iteration {iteration}', forward_step, valid_iterator, model, iteration, process,
-            config, verbose=False, write_to_tensorboard=True, non_loss_data_func=non_loss_data,
-        )  # fmt: skip
+            f'iteration {iteration}',
+            forward_step,
+            valid_iterator,
+            model,
+            iteration,
+            process,
+            config,
+            verbose=False,
+            write_to_tensorboard=True,
+            non_loss_data_func=non_loss_data,
+        )
         if hooks:
             training.enable_forward_pre_hook(model)
 
@@ -188,16 +202,26 @@ def evaluation(
 
 
 def dense_checkpoint(
-    counters: Counters, model: Any, optimizer: Any, scheduler: Any, context: Any,
+    counters: Counters,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    context: Any,
     train_iterator: Any,
-) -> Callable[[int, bool], None]:  # fmt: skip
+) -> Callable[[int, bool], None]:
     """Upstream's dense checkpoint after an iteration, as its loop calls it."""
 
     def save(iteration: int, not_kept: bool) -> None:
         training.save_checkpoint_and_time(
-            iteration, model, optimizer, scheduler, counters.num_floating_point_operations_so_far,
-            context, non_persistent_ckpt=not_kept, train_data_iterator=train_iterator,
-        )  # fmt: skip
+            iteration,
+            model,
+            optimizer,
+            scheduler,
+            counters.num_floating_point_operations_so_far,
+            context,
+            non_persistent_ckpt=not_kept,
+            train_data_iterator=train_iterator,
+        )
 
     return save
 

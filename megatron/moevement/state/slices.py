@@ -121,11 +121,19 @@ class SlotLoader:
 
     def _needed(self, context: SlotContext) -> Iterator[_Part]:
         parts = [
-            *(item for name in context.full if name in self._slices
-              for item in self._slices[name].full),
-            *(item for name in context.light if name in self._slices
-              for item in self._slices[name].light),
-        ]  # fmt: skip
+            *(
+                item
+                for name in context.full
+                if name in self._slices
+                for item in self._slices[name].full
+            ),
+            *(
+                item
+                for name in context.light
+                if name in self._slices
+                for item in self._slices[name].light
+            ),
+        ]
         for item in parts:
             dtype = dtype_name(item.source.dtype)
             yield _Part(item.operator, item.tensor, item.part, dtype, item.start, item.end)

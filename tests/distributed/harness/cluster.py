@@ -24,7 +24,9 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from moevement_ext.events import Event, decode
 from moevement_ext.membership.rendezvous import announce_failure
+from tools.lab.evidence import kind_of
 
 ROOT = Path(__file__).resolve().parents[3]
 BACKEND = 'MOEVEMENT_TEST_BACKEND'
@@ -243,11 +245,17 @@ class Cluster:
         )
 
     def events(self, name: str | None = None, rank: int = 0) -> list[dict]:
-        """Events of a rank over all lives."""
-        path = self.directory / 'events' / f'rank{rank}.jsonl'
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = [json.loads(line) for line in lines]
+        """Lines of the events of a rank over all lives, as they are written."""
+        found = [json.loads(line) for line in self._written(rank).splitlines()]
         return [event for event in found if name in (None, event['event'])]
+
+    def events_of[E: Event](self, kind: type[E], rank: int = 0) -> list[E]:
+        """Events of one kind of a rank over all lives."""
+        return kind_of(decode(self._written(rank)), kind)
+
+    def _written(self, rank: int) -> bytes:
+        path = self.directory / 'events' / f'rank{rank}.jsonl'
+        return path.read_bytes() if path.exists() else b''
 
     def remove(self) -> None:
         """Delete what the run left in host memory."""

@@ -32,11 +32,10 @@ from moevement_ext.regroup.gloo import Gloo
 
 _POLL_SECONDS = 0.005
 _OPERATIONS = (
-    'all_gather_single', 'all_gather_single_coalesced', 'all_to_all_single', 'allgather',
-    'allgather_coalesced', 'allreduce', 'allreduce_coalesced', 'alltoall', 'broadcast', 'gather',
-    'recv', 'reduce', 'reduce_scatter', 'reduce_scatter_single', 'reduce_scatter_single_coalesced',
-    'scatter',
-)  # fmt: skip
+    'all_gather_single all_gather_single_coalesced all_to_all_single allgather allgather_coalesced '
+    'allreduce allreduce_coalesced alltoall broadcast gather recv reduce reduce_scatter '
+    'reduce_scatter_single reduce_scatter_single_coalesced scatter'
+).split()
 """Their first argument is what they write to."""
 _WITHOUT_RESULT = ('send', 'barrier')
 _garbage = torch.Generator()
@@ -46,9 +45,12 @@ def install() -> None:
     """Have 'nccl' be this backend in this process. Before the first process group."""
     dist.ProcessGroupNCCL = NcclLike  # type: ignore[misc, assignment]
     Backends.register_backend(
-        'nccl', _create, extended_api=True, devices=['cpu'],
+        'nccl',
+        _create,
+        extended_api=True,
+        devices=['cpu'],
         _backend_type=ProcessGroup.BackendType.NCCL,
-    )  # fmt: skip
+    )
     process_groups._KINDS[NcclLike.__name__] = process_groups.NCCL
     training_thread._WAITING_FOR_OTHERS += (__file__,)
 

@@ -5,24 +5,24 @@ from contextlib import nullcontext
 
 import torch
 
-from examples.pipeline_loop import PipelineTrainer, StageOperators
+from examples.pipeline_loop import PipelineTrainer, StageOperators, StageState
 
 
 def norm_computed_by_a_stage_alone() -> None:
     """A stage that replays clips by the norm of its own gradients."""
-    PipelineTrainer._with_norm = lambda self, norm: nullcontext()
+    PipelineTrainer.reduced = lambda self, known: nullcontext()
 
 
 def random_numbers_not_restored() -> None:
     """Dropout draws what a fresh process draws."""
-    restore = PipelineTrainer.restore
+    restore = StageState.restore
 
     def restored(self, state):
         generator = torch.get_rng_state()
         restore(self, state)
         torch.set_rng_state(generator)
 
-    PipelineTrainer.restore = restored
+    StageState.restore = restored
 
 
 def frozen_weights_not_loaded() -> None:

@@ -30,8 +30,13 @@ def print_replaced_functions() -> None:
 
 def _functions() -> Any:
     places = (
-        training, schedules, checkpointing, optimizers, ChainedOptimizer, MixedPrecisionOptimizer,
-    )  # fmt: skip
+        training,
+        schedules,
+        checkpointing,
+        optimizers,
+        ChainedOptimizer,
+        MixedPrecisionOptimizer,
+    )
     for place in places:
         for name, value in vars(place).items():
             if callable(value):

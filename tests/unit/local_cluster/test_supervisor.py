@@ -385,9 +385,11 @@ def test_killed_node_loses_its_workers_and_its_memory(job: Job, tmp_path: Path) 
     job.on_event = look
     job.finish_when = lambda: len(job.started()) == 6
     flags = (
-        f'--sparse-ckpt-dir={tmp_path / "memory"}', '--sparse-ckpt-run-id', 'run',
+        f'--sparse-ckpt-dir={tmp_path / "memory"}',
+        '--sparse-ckpt-run-id',
+        'run',
         '3.0=print:iteration 2/',
-    )  # fmt: skip
+    )
     fault = StagedFault(Action.KILL_NODE, 1, 2)
     assert job.run(*flags, nodes=2, workers_per_node=2, faults=(fault,)) == 0
     assert ended(job) == {0: [0], 1: [0], 2: [-9, 0], 3: [-9, 0]}

@@ -206,10 +206,12 @@ def test_rank_that_waits_for_too_long_ends_the_epoch(
     ranks = [
         subprocess.Popen(
             [sys.executable, '-c', _WAITS, str(rank), str(job.store.port), str(committed[rank])],
-            cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     outputs = [rank.communicate(timeout=TIMEOUT.total_seconds())[0] for rank in ranks]
     assert 'the wait was ended' in outputs[0]
     reason = why_broken(job.store, 0) or ''
@@ -244,8 +246,11 @@ member.leave('rank 1 died')
 def test_process_whose_gpu_is_lost_ends_before_it_reports(job: Job) -> None:
     ended = subprocess.run(
         [sys.executable, '-c', _LOST, str(job.store.port)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT.total_seconds(),
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT.total_seconds(),
+    )
     assert ended.returncode == EXIT_STUCK
     assert 'its GPU is lost: CUDA error: unspecified launch failure' in ended.stderr
     assert why_broken(job.store, 0) == 'rank 1 died'
@@ -265,8 +270,11 @@ def test_process_whose_training_thread_is_never_going_to_leave_ends_and_says_whe
     for."""
     ended = subprocess.run(
         [sys.executable, '-c', _STUCK + program, str(job.store.port), str(stuck_timeout_s)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=3 * TIMEOUT.total_seconds(),
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=3 * TIMEOUT.total_seconds(),
+    )
     assert ended.returncode == EXIT_STUCK, ended.stderr
     assert 'rank 0 replaces itself: its training thread has stood still' in ended.stderr
     assert place in ended.stderr

@@ -175,8 +175,10 @@ print(watch.reason, flush=True)
 def test_a_stopped_process_is_evicted_and_learns_of_it_when_it_goes_on(job: Job) -> None:
     neighbour = subprocess.Popen(
         [sys.executable, '-c', _NEIGHBOUR, str(job.store.port)],
-        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     with neighbour:
         job.store.wait(['beat/0/1'], TIMEOUT)
         watch = job.watch(0, [0, neighbour.pid], hang_timeout_s=1.5)
@@ -261,8 +263,11 @@ def test_a_store_that_is_gone_is_reported_and_no_failure_of_a_rank(
 ) -> None:
     server = subprocess.Popen(
         [sys.executable, '-c', _SERVER],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
     with server:
         assert server.stdout is not None
         port = int(server.stdout.readline())
@@ -270,8 +275,12 @@ def test_a_store_that_is_gone_is_reported_and_no_failure_of_a_rank(
         short = timedelta(seconds=0.5)
         watch = EpochWatch(
             lambda: TCPStore('127.0.0.1', port, is_master=False, timeout=short),
-            0, 0, [0, 1], NEVER_HUNG_S, woken.append,
-        )  # fmt: skip
+            0,
+            0,
+            [0, 1],
+            NEVER_HUNG_S,
+            woken.append,
+        )
         connect(port).wait(['beat/0/0'], TIMEOUT)
         server.kill()
     deadline = time.monotonic() + DEADLINE_S

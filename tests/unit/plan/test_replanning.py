@@ -67,8 +67,10 @@ def test_auto_window_is_chosen_for_the_median_iteration_and_the_slowest_copy() -
         asked.append((iteration_s, bytes_per_s))
         return 5
 
-    loads = [WindowLoad(4, BALANCED, seconds, rate) for seconds, rate in
-             ((1.0, 3e9), (9.0, 1e9), (2.0, 2e9))]  # fmt: skip
+    loads = [
+        WindowLoad(4, BALANCED, seconds, rate)
+        for seconds, rate in ((1.0, 3e9), (9.0, 1e9), (2.0, 2e9))
+    ]
     present = PlanParameters(0, 0, 2, shares_of(loads))
     chosen = decide_plan(present, loads, best_window=best, change=0.1, fraction=0.25)
     assert asked == [(2.0, 1e9)]

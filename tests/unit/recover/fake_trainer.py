@@ -1,21 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer of a few lines, whose arithmetic couples all operators, and windows of its state."""
+"""A trainer of a few lines, one stage of a pipeline, whose arithmetic couples everything.
+
+Every bit that an iteration computes depends on the compute weights of all operators, on the random
+state, on what the neighbours sent, and on what all ranks reduced together.
+"""
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import msgspec
-import numpy as np
+import torch
 
+from moevement_ext import faults
+from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.faults import Phase
+from moevement_ext.membership.place import Place
+from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.mapped import Bytes
-from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.slot import FORMAT_VERSION, Record, SlotContext, SlotHeader
-from moevement_ext.recover.trainer import TrainerDefaults
+from moevement_ext.memory.sizing import Logged
+from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.upstream_log.record import Direction
+from moevement_ext.memory.upstream_log.ring import region_bytes
+from moevement_ext.memory.window.slot import SlotContext, SlotHeader
+from moevement_ext.plan.replanning import NoTokens
+from moevement_ext.recover.trainer import Committed, Received
 
-Plan = Sequence[Sequence[str]]
-"""Operators captured in full, by slot."""
+MICRO_BATCHES = 2
 
 
 def mixed(*parts: object) -> bytes:
@@ -23,42 +35,73 @@ def mixed(*parts: object) -> bytes:
     return hashlib.sha256(repr(parts).encode()).digest()[:8]
 
 
-class FakeTrainer(TrainerDefaults):
-    """Each operator has a master and a compute weight, a function of the master.
+class Wire(Protocol):
+    """To the ranks of the other stages."""
 
-    An update of one depends on the weights of all, on the random state, and on what all ranks
-    reduced, which needs the gradients of all operators: a frozen one gives none.
-    """
+    def send(self, to: int, content: bytes) -> None: ...
+
+    def receive(self, source: int) -> bytes: ...
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """What every rank gives, by rank."""
+
+
+class Alone:
+    """A stage without others."""
+
+    def send(self, to: int, content: bytes) -> None:
+        raise AssertionError(f'nobody is rank {to}')
+
+    def receive(self, source: int) -> bytes:
+        raise AssertionError(f'nobody is rank {source}')
+
+    def gather(self, own: bytes) -> list[bytes]:
+        return [own]
+
+
+class FakeOperators:
+    """Each has a master and a compute weight, which is a function of the master."""
+
+    tied: tuple[str, ...] = ()
+    device = torch.device('cpu')
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
-        self.master = {name: mixed('fresh', name) for name in names}
-        self.weight = {name: self._cast(name) for name in names}
-        self.random = b'seed'
-        self.norm = b''
+        self.master = {name: torch.zeros(8, dtype=torch.uint8) for name in names}
+        self.weight = {name: torch.zeros(2, dtype=torch.uint8) for name in names}
+        self.kinds = dict.fromkeys(names, 'rest')
+        self.slices = {
+            name: OperatorSlices(
+                full=(_slice(name, 'master', self.master[name]),),
+                light=(_slice(name, 'weight', self.weight[name]),),
+            )
+            for name in names
+        }
         self.frozen: frozenset[str] = frozenset()
-        self._recorded: bytes | None = None
-        self.operators = self
         self.log: list[tuple[str, object]] = []
+        for name in names:
+            self.write(name, mixed('fresh', name))
 
-    def _cast(self, name: str) -> bytes:
-        return mixed('cast', self.master[name])[:2]
+    def write(self, name: str, master: bytes) -> None:
+        """A new value, and the weight that follows from it."""
+        _put(self.master[name], master)
+        _put(self.weight[name], mixed('cast', master)[:2])
 
-    def everything(self) -> tuple[object, ...]:
-        """All that a later iteration can depend on."""
-        return dict(self.master), dict(self.weight), self.random
+    def weights(self) -> list[tuple[str, bytes]]:
+        """What an iteration computes with."""
+        return [(name, _bytes(self.weight[name])) for name in self.names]
 
-    # Operators
+    def check(self, header: SlotHeader) -> None:
+        """There is one model."""
 
     def load(self, header: SlotHeader, payload: Bytes, context: SlotContext) -> None:
         """Masters of some operators, compute weights of others."""
         for record in header.records:
             content = payload[record.offset : record.offset + record.nbytes].tobytes()
             if record.part == 'master':
-                self.master[record.operator] = content
-                self.weight[record.operator] = self._cast(record.operator)
+                self.write(record.operator, content)
             else:
-                self.weight[record.operator] = content
+                _put(self.weight[record.operator], content)
         self.log.append(('load', header.slot))
 
     def freeze(self, names: Collection[str]) -> None:
@@ -66,76 +109,266 @@ class FakeTrainer(TrainerDefaults):
         self.frozen = frozenset(names)
         self.log.append(('freeze', self.frozen))
 
-    # Iterations
+    def copy(self, source: int) -> None:
+        """Nobody else has the state of this stage."""
+        raise NotImplementedError
 
-    def state(self) -> bytes:
-        """Random state, and what the step before reduced."""
-        return msgspec.msgpack.encode((self.random, self.norm))
+
+class FakeState:
+    """Iteration, random state, and what the step before reduced."""
+
+    max_bytes = 64
+
+    def __init__(self) -> None:
+        self.iteration = 0
+        self.random = b'seed'
+        self.norm = 0.0
+
+    def now(self) -> bytes:
+        return msgspec.msgpack.encode((self.iteration, self.random, self.norm))
 
     def restore(self, state: bytes) -> None:
-        """Inverse of `state`."""
-        self.random, self.norm = msgspec.msgpack.decode(state, type=tuple[bytes, bytes])
+        self.iteration, self.random, self.norm = decoded(state)
+
+    def move_data(self, state: bytes) -> None:
+        """Data are a function of the iteration."""
+
+    def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
+        self.iteration, _, _ = decoded(state)
+
+    def count(self, iteration: int, samples: int | None) -> None:
+        self.iteration = iteration
+
+
+def decoded(state: bytes) -> tuple[int, bytes, float]:
+    """A small state."""
+    return msgspec.msgpack.decode(state, type=tuple[int, bytes, float])
+
+
+class FakePipeline:
+    """Micro-batches go down through the stages, and gradients up."""
+
+    def __init__(self, stage: int, stages: int, wire: Wire) -> None:
+        self._wire = wire
+        self._log: UpstreamLog | None = None
+        self._received: Mapping[Direction, Received] | None = None
+        self._iteration = 0
+        self._sequence: dict[Direction, int] = {}
+        self.neighbours = {
+            Direction.DOWN: stage - 1 if stage else None,
+            Direction.UP: stage + 1 if stage + 1 < stages else None,
+        }
+        sends = sum(other is not None for other in self.neighbours.values())
+        record = region_bytes(8)
+        self.logged = Logged(MICRO_BATCHES * sends * record, record if sends else 0)
+
+    def receives(self, entry: LedgerEntry) -> dict[Direction, int]:
+        others = self.neighbours.items()
+        return {direction: entry.num_microbatches * (it is not None) for direction, it in others}
+
+    def log_to(self, log: UpstreamLog | None) -> None:
+        self._log = log
+
+    @contextmanager
+    def replaying(self, received: Mapping[Direction, Received]) -> Iterator[None]:
+        self._received = received
+        try:
+            yield
+        finally:
+            self._received = None
+
+    def begin(self, iteration: int) -> None:
+        """What follows belongs to iteration `iteration`, counted from 1."""
+        self._iteration, self._sequence = iteration, dict.fromkeys(Direction, 0)
+
+    def receive(self, direction: Direction, first: bytes) -> bytes:
+        """The next of that direction; `first` where it begins."""
+        source = self.neighbours[direction]
+        if source is None:
+            return first
+        if self._received is None:
+            return self._wire.receive(source)
+        sequence = self._sequence[direction]
+        self._sequence[direction] += 1
+        return _bytes(self._received[direction].take(self._iteration, sequence))
+
+    def send(self, direction: Direction, content: bytes) -> None:
+        """To the stage after, or before; the last of each direction sends nothing."""
+        back = Direction.UP if direction is Direction.DOWN else Direction.DOWN
+        to = self.neighbours[back]
+        if to is None:
+            return
+        if self._log is not None:
+            tensor = torch.zeros(8, dtype=torch.uint8)
+            _put(tensor, content)
+            self._log.append(self._iteration, direction, tensor)
+        if self._received is None:
+            self._wire.send(to, content)
+        faults.point(Phase.P2P)
+
+
+class FakeLoop:
+    """One evaluation follows each iteration, which counts how many there were."""
+
+    def __init__(self) -> None:
+        self.before = self.evaluations = 0
+        self.done = True
+
+    def start(self) -> None:
+        """There is nothing to note."""
+
+    def committed(self, iteration: int) -> None:
+        self.before, self.done = self.evaluations, False
+
+    def evaluate(self) -> None:
+        """What the loop does after an iteration."""
+        faults.point(Phase.EVALUATE)
+        self.evaluations, self.done = self.before + 1, True
+        faults.point(Phase.EVALUATED)
+
+    def hand_over(self) -> bytes:
+        return msgspec.msgpack.encode((self.before, self.evaluations, self.done))
+
+    def leave(self) -> None:
+        """It can be entered wherever it was cut off."""
+
+    def enter(self, others: Sequence[bytes]) -> None:
+        """It goes by the counters alone."""
+
+    def finish_post_step(
+        self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
+    ) -> bool:
+        told = [msgspec.msgpack.decode(item, type=tuple[int, int, bool]) for item in others]
+        self.done = all(done for _, _, done in told)
+        self.before = max(before for before, _, _ in told)
+        self.evaluations = max(now for _, now, _ in told)
+        if not self.done:
+            self.evaluate()
+        return True
+
+
+class Update(NamedTuple):
+    """What the engine wants to be called around an update."""
+
+    before: Callable[[], None]
+    writing: Callable[[], None]
+    written: Callable[[bool], None]
+
+
+class FakeTrainer:
+    """One stage; one that is frozen in part computes all but the updates of what is frozen."""
+
+    def __init__(
+        self, names: Sequence[str], stage: int = 0, stages: int = 1, wire: Wire | None = None
+    ) -> None:
+        self.stage = stage
+        self.operators = FakeOperators(names)
+        self.small_state = FakeState()
+        self.wire = wire or Alone()
+        self.pipeline = FakePipeline(stage, stages, self.wire)
+        self.loop = FakeLoop()
+        self.tokens = NoTokens()
+        self.place = Place(stage, [stage], None, [], interleaved=False)
+        self.last_iteration = 0
+        self.update = Update(lambda: None, lambda: None, lambda skipped: None)
+        self._known: float | None = None
+
+    @property
+    def iteration(self) -> int:
+        return self.small_state.iteration
+
+    def everything(self) -> tuple[object, ...]:
+        """All that a later iteration can depend on."""
+        masters = {name: _bytes(tensor) for name, tensor in self.operators.master.items()}
+        return masters, self.operators.weights(), self.small_state.random
+
+    def begin_iteration(self, iteration: int) -> bytes:
+        return self.small_state.now()
+
+    def undo_broken_iteration(self, state: bytes, began: bool) -> None:
+        self.small_state.restore(state)
 
     def iterate(self, iteration: int) -> None:
-        """One update of all that is not frozen."""
-        weights = tuple(sorted(self.weight.items()))
-        active = [name for name in self.names if name not in self.frozen]
-        gradients = {name: mixed('gradient', name, weights, self.random) for name in active}
-        computed = mixed('norm', sorted(gradients.items()))
-        self.norm = computed if self._recorded is None else self._recorded
-        for name in active:
-            self.master[name] = mixed(self.master[name], gradients[name], self.norm)
-            self.weight[name] = self._cast(name)
-        self.random = mixed('random', self.random)
+        """All micro-batches down, all gradients up, one update of all that is not frozen."""
+        faults.point(Phase.FORWARD)
+        self.pipeline.begin(iteration + 1)
+        weights = self.operators.weights()
+        passes = [self._forward(iteration, index, weights) for index in range(MICRO_BATCHES)]
+        backward = [self._backward(given, result, weights) for given, result in passes]
+        faults.point(Phase.OPTIMIZER)
+        self.update.before()
+        active = [name for name in self.operators.names if name not in self.operators.frozen]
+        gradients = {name: mixed('gradient', name, weights, passes, backward) for name in active}
+        self.small_state.norm = self._norm(gradients)
+        faults.point(Phase.NORM)
+        self.update.writing()
+        self._write(gradients)
+        self.small_state.iteration = iteration + 1
+        self.update.written(False)
+        faults.point(Phase.AFTER_STEP)
 
-    def replay(self, iteration: int, following: bytes) -> None:
-        """With the norm that is recorded."""
-        _, norm = msgspec.msgpack.decode(following, type=tuple[bytes, bytes])
-        self._recorded = norm
-        self.iterate(iteration)
-        self._recorded = None
+    def record(self, iteration: int, skipped: bool) -> Committed:
+        entry = LedgerEntry(iteration, [self.small_state.norm], [], MICRO_BATCHES, iteration)
+        return Committed(self.small_state.now(), entry)
+
+    def around_update(self, *calls: Callable[..., None]) -> None:
+        """What `iterate` is to call around its update."""
+        self.update = Update(*calls)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Nothing is frozen at the end."""
-        yield
-        self.freeze(())
+        try:
+            yield
+        finally:
+            self.operators.freeze(())
+
+    @contextmanager
+    def reduced(self, known: LedgerEntry | bytes) -> Iterator[None]:
+        """With the norm that is recorded."""
+        if isinstance(known, LedgerEntry):
+            self._known = known.grad_norms[0]
+        else:
+            _, _, self._known = decoded(known)
+        try:
+            yield
+        finally:
+            self._known = None
+
+    def _forward(self, iteration: int, index: int, weights: object) -> tuple[bytes, bytes]:
+        given = self.pipeline.receive(Direction.DOWN, mixed('data', iteration, index))
+        state = self.small_state
+        state.random = mixed('random', state.random)
+        result = mixed(given, weights, state.random)
+        self.pipeline.send(Direction.DOWN, result)
+        return given, result
+
+    def _backward(self, given: bytes, result: bytes, weights: object) -> bytes:
+        gradient = self.pipeline.receive(Direction.UP, mixed('loss', result))
+        self.pipeline.send(Direction.UP, mixed('input', gradient, given, weights))
+        return gradient
+
+    def _norm(self, gradients: Mapping[str, bytes]) -> float:
+        """An integer, so that all ranks have the same bits; frozen operators are missed in it."""
+        if self._known is not None:
+            return self._known
+        everyone = self.wire.gather(mixed('norm', sorted(gradients.items())))
+        return float(int.from_bytes(mixed(everyone)[:6]))
+
+    def _write(self, gradients: Mapping[str, bytes]) -> None:
+        for name, gradient in gradients.items():
+            master = _bytes(self.operators.master[name])
+            self.operators.write(name, mixed(master, gradient, self.small_state.norm))
+            faults.point(Phase.STEP)  # the others are still to be written
 
 
-class FakeWindow:
-    """A window in plain memory, captured from a trainer as it goes on."""
+def _slice(operator: str, part: str, tensor: torch.Tensor) -> TensorSlice:
+    return TensorSlice(operator, operator, part, 0, tensor.numel(), tensor)
 
-    def __init__(self, start: int, plan: Plan) -> None:
-        self.name = WindowName(start, 'plan')
-        self.window = len(plan)
-        self._plan = plan
-        self._slots: list[tuple[SlotHeader, Bytes]] = []
 
-    def capture(self, trainer: FakeTrainer) -> None:
-        """The next slot: some operators in full, those not yet captured by their weights."""
-        slot = len(self._slots)
-        full = list(self._plan[slot])
-        light = [name for group in self._plan[slot + 1 :] for name in group]
-        parts = [(name, 'master', trainer.master[name]) for name in full]
-        parts += [(name, 'weight', trainer.weight[name]) for name in light]
-        records, payload = [], b''
-        for name, part, content in parts:
-            records.append(
-                Record(name, name, part, 'uint8', 0, len(content), len(payload), len(content))
-            )
-            payload += content
-        context = msgspec.msgpack.encode(SlotContext(full, light, trainer.state()))
-        header = SlotHeader(
-            version=FORMAT_VERSION, run='run', topology='pp1', owner=0, start=self.name.start,
-            window=self.window, slot=slot, iteration=self.name.start + slot, plan='plan',
-            payload_bytes=len(payload), records=records, context=context,
-        )  # fmt: skip
-        self._slots.append((header, np.frombuffer(payload, np.uint8)))
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
 
-    def slot(self, index: int) -> tuple[SlotHeader, Bytes]:
-        """Header and payload."""
-        return self._slots[index]
 
-    def file(self) -> WindowFile:
-        """There is none."""
-        raise NotImplementedError
+def _put(tensor: torch.Tensor, content: bytes) -> None:
+    tensor.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))

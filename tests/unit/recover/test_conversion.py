@@ -2,11 +2,13 @@
 """From sparse slots to a dense state, for every plan of a few operators, without processes."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 
 from moevement_ext.recover.conversion import Conversion
-from tests.unit.recover.fake_trainer import FakeTrainer, FakeWindow, Plan
+from tests.unit.recover.fake_trainer import FakeTrainer
+from tests.unit.recover.fake_window import FakeWindow, Plan
 
 NAMES = ('a', 'b', 'c', 'd')
 START = 5
@@ -42,10 +44,10 @@ def converted(plan: Plan, breaking: Callable[[FakeTrainer], None] = lambda new: 
     """Whether a new process comes to the state of the job that was lost."""
     window, lost = captured(plan)
     new = FakeTrainer(NAMES)
-    new.random = b'of another process'
+    new.small_state.random = b'of another process'
     breaking(new)
     conversion = Conversion(window)
-    conversion.run(new)  # type: ignore[arg-type]
+    conversion.run(new)
     assert (conversion.first.iteration, conversion.last.iteration) == (
         START,
         START + len(plan) - 1,
@@ -66,7 +68,7 @@ def test_every_plan_leads_to_the_state_that_was_lost(plan: Plan) -> None:
 def test_the_job_goes_on_with_the_same_iterations(plan: Plan) -> None:
     window, lost = captured(plan)
     new = FakeTrainer(NAMES)
-    Conversion(window).run(new)  # type: ignore[arg-type]
+    Conversion(window).run(new)
     for iteration in range(START + len(plan) - 1, START + len(plan) + 3):
         lost.iterate(iteration)
         new.iterate(iteration)
@@ -76,8 +78,8 @@ def test_the_job_goes_on_with_the_same_iterations(plan: Plan) -> None:
 def test_what_is_not_captured_in_full_yet_is_frozen_while_it_is_replayed() -> None:
     window, _ = captured((('a',), ('b', 'c'), ('d',)))
     new = FakeTrainer(NAMES)
-    Conversion(window).run(new)  # type: ignore[arg-type]
-    assert new.log == [
+    Conversion(window).run(new)
+    assert new.operators.log == [
         ('load', 0),
         ('freeze', frozenset('bcd')),
         ('load', 1),
@@ -91,21 +93,21 @@ SEVERAL = [plan for plan in ALL_PLANS if len(plan) > 1]
 
 
 def restore_nothing(new: FakeTrainer) -> None:
-    new.restore = lambda state: None  # type: ignore[method-assign]
+    new.small_state.restore = lambda state: None  # type: ignore[method-assign]
 
 
 def reduce_anew(new: FakeTrainer) -> None:
-    new.replay = lambda iteration, following: new.iterate(iteration)  # type: ignore[method-assign]
+    new.reduced = lambda known: nullcontext()  # type: ignore[method-assign]
 
 
 def load_no_weights(new: FakeTrainer) -> None:
-    load = new.load
+    load = new.operators.load
 
     def without_weights(header, payload, context):  # type: ignore[no-untyped-def]
         header.records = [record for record in header.records if record.part == 'master']
         load(header, payload, context)
 
-    new.load = without_weights  # type: ignore[method-assign]
+    new.operators.load = without_weights  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize('breaking', [restore_nothing, reduce_anew, load_no_weights])

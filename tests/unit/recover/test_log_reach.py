@@ -53,9 +53,11 @@ class Shape(NamedTuple):
 def shapes(draw: st.DrawFn) -> Shape:
     micro_batches = draw(st.integers(1, 4))
     return Shape(
-        draw(st.integers(1, 4)), micro_batches, draw(st.integers(1, 300)),
+        draw(st.integers(1, 4)),
+        micro_batches,
+        draw(st.integers(1, 300)),
         draw(st.integers(0, 2 * micro_batches)),
-    )  # fmt: skip
+    )
 
 
 class Job:
@@ -103,12 +105,16 @@ class Job:
             windows = [HeldWindow(window, owner) for owner in range(STAGES)]
         return [
             Report(
-                survivor=rank != lost, node='node', pid=1, windows=windows,
-                committed=committed[rank], clean_at=committed[rank],
+                survivor=rank != lost,
+                node='node',
+                pid=1,
+                windows=windows,
+                committed=committed[rank],
+                clean_at=committed[rank],
                 first_logged=self.logs[rank].first_iteration or 1,
             )
             for rank in range(STAGES)
-        ]  # fmt: skip
+        ]
 
     def holds(self, stage: int, iteration: int) -> bool:
         """The log of a stage has all of an iteration."""

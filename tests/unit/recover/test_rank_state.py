@@ -129,9 +129,19 @@ def resumed(rank: RankState[State], memory: Memory) -> Memory:
 
 
 STEPS: list[Step] = [
-    begins, updating, stepped, told_to_keep, told_to_replay, told_to_replay_further, told_to_copy,
-    undone, reached_window_end, reached_target, rebuilt, resumed,
-]  # fmt: skip
+    begins,
+    updating,
+    stepped,
+    told_to_keep,
+    told_to_replay,
+    told_to_replay_further,
+    told_to_copy,
+    undone,
+    reached_window_end,
+    reached_target,
+    rebuilt,
+    resumed,
+]
 STARTS: list[Case] = [
     (RankState(0, State(0)), Memory(0, 0)),
     (RankState(6, State(6)), Memory(6, 6)),

@@ -47,10 +47,18 @@ def captured(path: Path, state: dict[str, torch.Tensor], slot: int) -> SlotHeade
     for piece in layout.copies(payload, volatile=False):
         copy_all(piece.targets, piece.sources)
     header = SlotHeader(
-        version=FORMAT_VERSION, run='run', topology='topology', owner=0, start=6, window=2,
-        slot=slot, iteration=6 + slot, plan=PLAN, payload_bytes=layout.payload_bytes,
+        version=FORMAT_VERSION,
+        run='run',
+        topology='topology',
+        owner=0,
+        start=6,
+        window=2,
+        slot=slot,
+        iteration=6 + slot,
+        plan=PLAN,
+        payload_bytes=layout.payload_bytes,
         records=layout.records,
-    )  # fmt: skip
+    )
     return file.seal_slot(header)
 
 

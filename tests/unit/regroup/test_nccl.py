@@ -40,8 +40,10 @@ def test_waits_return_with_anything_and_that_can_be_told() -> None:
 
 def wait_for_all(job: Job) -> tuple[bool, bool]:
     """Whether a sum was right, and whether it could have been wrong."""
-    works = [dist.all_reduce(torch.ones(2), group=job.groups[name], async_op=True)
-             for name in ('world', 'all')]  # fmt: skip
+    works = [
+        dist.all_reduce(torch.ones(2), group=job.groups[name], async_op=True)
+        for name in ('world', 'all')
+    ]
     total = torch.ones(2)
     works.append(dist.all_reduce(total, async_op=True))
     time.sleep(0.5)  # the third is killed meanwhile

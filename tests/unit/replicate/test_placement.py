@@ -127,8 +127,11 @@ def test_copies_in_the_own_group_count():
     assert place_replicas(domains, 1, groups=groups) == [()] * 4
     assert place_replicas(domains, 1, groups=[[0, 2]]) == [(1,), (2,), (3,), (0,)]
     assert place_replicas(['a', 'a', 'b', 'b'], 1, groups=[[0, 1], [2, 3]]) == [
-        (2,), (3,), (0,), (1,),
-    ]  # fmt: skip
+        (2,),
+        (3,),
+        (0,),
+        (1,),
+    ]
 
 
 def test_holders_keep_out_of_the_domains_of_the_group_before_distance_counts():
@@ -138,9 +141,7 @@ def test_holders_keep_out_of_the_domains_of_the_group_before_distance_counts():
     def distance(owner, holder):
         return (owner - holder) % 2
 
-    assert place_replicas(domains, 2, groups=groups, distance=distance) == [
-        (1,), (2,), (3,), (0,),
-    ]  # fmt: skip
+    assert place_replicas(domains, 2, groups=groups, distance=distance) == [(1,), (2,), (3,), (0,)]
     # Rank 5 has not the state of rank 0, but shares a node with rank 4, which has.
     nodes = [f'node{rank // 2}' for rank in range(8)]
     pairs = [[rank, rank + 4] for rank in range(4)]

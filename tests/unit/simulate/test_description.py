@@ -66,8 +66,10 @@ def test_presets_survive_a_file(written, name):
     }
     training = read_training(written(content))
     assert (training.model, training.layout, training.batch) == (
-        preset.model, preset.layout, preset.batch,
-    )  # fmt: skip
+        preset.model,
+        preset.layout,
+        preset.batch,
+    )
 
 
 def test_cluster_from_a_file(written):

@@ -31,8 +31,11 @@ def test_layers_are_spread_equally_and_the_ends_have_least(layers, stages):
 
 def test_layers_of_stages_cover_the_model():
     assert [Layout(4, pipeline=4).layers_of(stage, 6) for stage in range(4)] == [
-        [[1]], [[2, 3]], [[4, 5]], [[6]],
-    ]  # fmt: skip
+        [[1]],
+        [[2, 3]],
+        [[4, 5]],
+        [[6]],
+    ]
     uneven = Layout(2, pipeline=2, layers_per_stage=(1, 3))
     assert uneven.layers_of(1, 4) == [[2, 3, 4]]
     assert Layout(2, pipeline=2, chunks=2).layers_of(1, 8) == [[3, 4], [7, 8]]
@@ -82,9 +85,15 @@ def test_bytes_of_formats():
 
 @pytest.mark.parametrize(
     ('name', 'with_own_weights', 'with_bf16_weights'),
-    [('bf16', (12, 2), (12, 2)), ('c1', (8, 2), (8, 2)), ('c2', (13, 1), (12, 2)),
-     ('c3', (11, 1), (12, 2)), ('c4', (6, 1), (7, 2)), ('c5', (5, 1), (6, 2))],
-)  # fmt: skip
+    [
+        ('bf16', (12, 2), (12, 2)),
+        ('c1', (8, 2), (8, 2)),
+        ('c2', (13, 1), (12, 2)),
+        ('c3', (11, 1), (12, 2)),
+        ('c4', (6, 1), (7, 2)),
+        ('c5', (5, 1), (6, 2)),
+    ],
+)
 def test_bytes_of_the_precisions_of_the_paper(name, with_own_weights, with_bf16_weights):
     own = PRECISIONS[name]
     assert (own.full_bytes, own.light_bytes) == with_own_weights

@@ -10,9 +10,18 @@ from moevement_ext.simulate.model import LatentAttention, ModelShape, Weights
 from moevement_ext.simulate.presets import PRESETS
 
 TINY = ModelShape(
-    'tiny', layers=2, hidden_size=8, attention_heads=2, vocab_size=100, ffn_hidden_size=16,
-    experts=4, top_k=2, expert_hidden_size=5, shared_hidden_size=3, moe_layers=(0, 1),
-)  # fmt: skip
+    'tiny',
+    layers=2,
+    hidden_size=8,
+    attention_heads=2,
+    vocab_size=100,
+    ffn_hidden_size=16,
+    experts=4,
+    top_k=2,
+    expert_hidden_size=5,
+    shared_hidden_size=3,
+    moe_layers=(0, 1),
+)
 
 
 @pytest.mark.parametrize('name', PRESETS)

@@ -110,9 +110,13 @@ def test_interval_covers_the_closed_form_as_often_as_it_says() -> None:
     sparse=st.booleans(),
 )
 def test_closed_form_is_the_mean(
-    iteration_s: float, length: int, overhead_s: float, restart_s: float, mtbf_s: float,
+    iteration_s: float,
+    length: int,
+    overhead_s: float,
+    restart_s: float,
+    mtbf_s: float,
     sparse: bool,
-) -> None:  # fmt: skip
+) -> None:
     system: Dense | Sparse
     if sparse:
         system = Sparse(iteration_s, length, overhead_s, restart_s, mtbf_s)
@@ -194,8 +198,10 @@ def test_adjacent_stages_replay_together() -> None:
         times = [100.0] * len(nodes)
         found = simulate(
             lambda histories, rng: SparseRun(system, histories, rng, pipeline),
-            trace(times, nodes, math.inf, 800.0), nodes=4, histories=2,
-        )  # fmt: skip
+            trace(times, nodes, math.inf, 800.0),
+            nodes=4,
+            histories=2,
+        )
         return float(found.timeline.useful_s[-1])
 
     # One iteration is 8 stage times long: k stages replay it in 5 + k - 1 of them.
@@ -213,8 +219,11 @@ def test_state_is_copied_while_a_copy_is_left() -> None:
     def useful(nodes: list[int]) -> float:
         found = simulate(
             lambda histories, rng: CopyRun(system, 3.0, histories, rng, pipeline),
-            trace([100.0] * len(nodes), nodes, math.inf, 800.0), nodes=4, histories=2, seed=1,
-        )  # fmt: skip
+            trace([100.0] * len(nodes), nodes, math.inf, 800.0),
+            nodes=4,
+            histories=2,
+            seed=1,
+        )
         return float(found.timeline.useful_s[-1])
 
     assert useful([0]) == useful([0, 2]) == pytest.approx(96 + 700 - 3)
@@ -228,8 +237,11 @@ def test_correlated_failures_cost_more_with_copies() -> None:
     def found(process: Correlated) -> float:
         return simulate(
             lambda histories, rng: CopyRun(system, 6.0, histories, rng, pipeline),
-            process, nodes=8, histories=64, hours=500,
-        ).ettr  # fmt: skip
+            process,
+            nodes=8,
+            histories=64,
+            hours=500,
+        ).ettr
 
     assert found(Correlated(300.0, neighbours=6.0)) < found(Correlated(300.0))
 

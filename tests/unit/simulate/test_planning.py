@@ -25,17 +25,33 @@ from moevement_ext.simulate.planning import (
 from moevement_ext.simulate.presets import PRESETS
 
 MODEL = ModelShape(
-    'tiny', layers=4, hidden_size=64, attention_heads=4, vocab_size=256, experts=8, top_k=2,
+    'tiny',
+    layers=4,
+    hidden_size=64,
+    attention_heads=4,
+    vocab_size=256,
+    experts=8,
+    top_k=2,
     expert_hidden_size=128,
-)  # fmt: skip
+)
 CLUSTER = Cluster(
-    'small', gpus_per_node=2, gpu_memory_bytes=1e9, copy_bytes_per_s=2.5e6,
-    network_bytes_per_s=40e6, host_memory_bytes=1e9, peak_flops=1e12,
-)  # fmt: skip
+    'small',
+    gpus_per_node=2,
+    gpu_memory_bytes=1e9,
+    copy_bytes_per_s=2.5e6,
+    network_bytes_per_s=40e6,
+    host_memory_bytes=1e9,
+    peak_flops=1e12,
+)
 JOB = Job(
-    MODEL, Layout(8, pipeline=2, expert=2), Batch(16, 1, 16), CLUSTER, iteration_s=0.25,
-    protection=ProtectionSettings(max_window=100), failures=FailureRate(mtbf_s=3600),
-)  # fmt: skip
+    MODEL,
+    Layout(8, pipeline=2, expert=2),
+    Batch(16, 1, 16),
+    CLUSTER,
+    iteration_s=0.25,
+    protection=ProtectionSettings(max_window=100),
+    failures=FailureRate(mtbf_s=3600),
+)
 
 
 def protected(job=JOB, **changes):
@@ -203,9 +219,14 @@ def test_failures_of_a_job_grow_with_its_gpus():
 
 @pytest.mark.parametrize(
     ('change', 'field'),
-    [({'window': 0}, 'window'), ({'replicas': -1}, 'replicas'), ({'max_window': 0}, 'max_window'),
-     ({'network_share': 0}, 'network_share'), ({'hidden_fraction': 1.1}, 'hidden_fraction')],
-)  # fmt: skip
+    [
+        ({'window': 0}, 'window'),
+        ({'replicas': -1}, 'replicas'),
+        ({'max_window': 0}, 'max_window'),
+        ({'network_share': 0}, 'network_share'),
+        ({'hidden_fraction': 1.1}, 'hidden_fraction'),
+    ],
+)
 def test_wrong_setting_is_named(change, field):
     with pytest.raises(FieldError, match=f'^{field}: '):
         ProtectionSettings(**change)

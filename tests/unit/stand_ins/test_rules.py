@@ -46,8 +46,9 @@ def test_state_of_adam_is_not_made_without_saying_in_which_form() -> None:
     empty = inspect.Parameter.empty
     assert rules.arguments(FusedAdam.initialize_state)['store_param_remainders'] is empty
     assert rules.masters_of_adam(FusedAdam, 'cpu') == {
-        torch.bfloat16: torch.int16, torch.float32: torch.float32,
-    }  # fmt: skip
+        torch.bfloat16: torch.int16,
+        torch.float32: torch.float32,
+    }
 
 
 def test_delayed_gradients_have_the_same_bits() -> None:

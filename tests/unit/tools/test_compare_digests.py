@@ -11,10 +11,10 @@ from tools.compare_digests import main
 from tools.lab.digests import differences, read_digest
 
 NAMES = (
-    'parameter/decoder.layers.0.mlp.router.weight', 'buffer/decoder.layers.0.mlp.router.bias',
-    'master/output_layer.weight', 'exp_avg/output_layer.weight', 'exp_avg_sq/output_layer.weight',
-    'step/output_layer.weight', 'rng/torch', 'group/0', 'loss_scale',
-)  # fmt: skip
+    'parameter/decoder.layers.0.mlp.router.weight buffer/decoder.layers.0.mlp.router.bias '
+    'master/output_layer.weight exp_avg/output_layer.weight exp_avg_sq/output_layer.weight '
+    'step/output_layer.weight rng/torch group/0 loss_scale'
+).split()
 
 
 def state() -> dict[str, Any]:

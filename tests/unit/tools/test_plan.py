@@ -28,9 +28,14 @@ MEGATRON = (
 ).split()
 
 CLUSTER = {
-    'name': 'two', 'gpus_per_node': 2, 'gpu_memory_bytes': 1e9, 'copy_bytes_per_s': 1e9,
-    'network_bytes_per_s': 1e9, 'host_memory_bytes': 4e9, 'peak_flops': 1e11,
-}  # fmt: skip
+    'name': 'two',
+    'gpus_per_node': 2,
+    'gpu_memory_bytes': 1e9,
+    'copy_bytes_per_s': 1e9,
+    'network_bytes_per_s': 1e9,
+    'host_memory_bytes': 4e9,
+    'peak_flops': 1e11,
+}
 
 
 @pytest.fixture
@@ -62,9 +67,9 @@ def run(capsys, *argv):
 
 
 def as_json(capsys, *argv):
-    status, out, err = run(capsys, *argv, '--json') if '--' not in argv else run(
-        capsys, '--json', *argv
-    )  # fmt: skip
+    status, out, err = (
+        run(capsys, *argv, '--json') if '--' not in argv else run(capsys, '--json', *argv)
+    )
     assert status == 0, err
     return json.loads(out)
 
@@ -72,11 +77,15 @@ def as_json(capsys, *argv):
 def test_slots_of_a_list(capsys, operators):
     path = operators((12, 2), (12, 2), (12, 2))
     assert as_json(capsys, '--operators', path, '--budget-bytes', 36) == {
-        'window': 1, 'slots': [['a', 'b', 'c']], 'slot_bytes': [36],
-    }  # fmt: skip
+        'window': 1,
+        'slots': [['a', 'b', 'c']],
+        'slot_bytes': [36],
+    }
     assert as_json(capsys, '--operators', path, '--budget-bytes', 16) == {
-        'window': 3, 'slots': [['a'], ['b'], ['c']], 'slot_bytes': [16, 14, 12],
-    }  # fmt: skip
+        'window': 3,
+        'slots': [['a'], ['b'], ['c']],
+        'slot_bytes': [16, 14, 12],
+    }
 
 
 def test_slots_are_balanced(capsys, operators):
@@ -87,8 +96,10 @@ def test_slots_are_balanced(capsys, operators):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=8),
-       st.integers(1, 120))  # fmt: skip
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=8),
+    st.integers(1, 120),
+)
 def test_a_list_is_never_over_budget_and_no_shorter_window_is_within(sizes, budget):
     listed = [
         plan.OperatorBytes(str(index), (max(pair),), (min(pair),))
@@ -130,9 +141,7 @@ def test_printed_algorithm_goes_over_budget_and_says_so(capsys, operators):
         capsys, '--operators', path, '--budget-bytes', 16, '--algorithm', 'paper', '--json'
     )
     assert status == 0
-    assert json.loads(out) == {
-        'window': 2, 'slots': [['a', 'b'], ['c']], 'slot_bytes': [26, 12],
-    }  # fmt: skip
+    assert json.loads(out) == {'window': 2, 'slots': [['a', 'b'], ['c']], 'slot_bytes': [26, 12]}
     assert 'exceeds the budget by 10 bytes' in err
 
 
@@ -190,9 +199,10 @@ def test_no_plan_is_status_2_with_the_reason(capsys, argv, message):
 
 def test_plan_of_a_preset(capsys):
     found = as_json(
-        capsys, '--model', 'deepseek-moe', '--cluster', 'a100', '--iteration-time', 2.9,
-        '--mtbf', 600, '--restart-time', 0,
-    )  # fmt: skip
+        capsys,
+        *'--model deepseek-moe --cluster a100 --iteration-time 2.9 --mtbf 600'.split(),
+        *'--restart-time 0'.split(),
+    )
     assert found['window'] == 1 and found['infeasible'] is None
     assert found['gpus'] == 96 and found['nodes'] == 12
     assert found['expected_recovery_s'] == pytest.approx(1.5 * 2.9)
@@ -219,9 +229,10 @@ def test_table_says_what_json_says(capsys):
 def test_flags_of_a_run_give_the_bytes_it_captured(capsys, cluster):
     """The slots that a run with these flags captured: 9672320, 8492672 and 8487104 bytes."""
     found = as_json(
-        capsys, '--cluster', cluster, '--gpus', 4, '--iteration-time', 1, '--log-lag', 1, '--',
+        capsys,
+        *f'--cluster {cluster} --gpus 4 --iteration-time 1 --log-lag 1 --'.split(),
         *MEGATRON,
-    )  # fmt: skip
+    )
     assert found['window'] == 3
     last = found['stages'][-1]
     assert last['stages'] == [1]
@@ -234,9 +245,11 @@ def test_flags_of_a_run_give_the_bytes_it_captured(capsys, cluster):
 def test_flags_replace_values_of_a_preset(capsys):
     argv = ['--model', 'deepseek-moe', '--iteration-time', '2.9', '--gpus', '64']
     found = as_json(
-        capsys, *argv, '--', '--pipeline-model-parallel-size', '4', '--sparse-ckpt-replicas', '1',
-        '--sparse-ckpt-recovery', 'whole-job',
-    )  # fmt: skip
+        capsys,
+        *argv,
+        *'-- --pipeline-model-parallel-size 4 --sparse-ckpt-replicas 1'.split(),
+        *'--sparse-ckpt-recovery whole-job'.split(),
+    )
     assert found['gpus'] == 64 and found['replicas'] == 1 and found['log_bytes_per_node'] == 0
     assert sum(len(kind['stages']) for kind in found['stages']) == 4
 
@@ -282,16 +295,20 @@ def test_formats_of_the_state_change_what_is_captured(capsys):
     assert bytes_of('--precision', 'c4') == (full * 6 / 12, light / 2)
     assert bytes_of('--precision', 'c4', '--compute', 'bf16') == (full * 7 / 12, light)
     assert bytes_of('--second-moment', 'fp16') == (full * 10 / 12, light)
-    precise = ['--use-precision-aware-optimizer', '--main-params-dtype', 'fp16', '--exp-avg-dtype',
-               'fp8', '--exp-avg-sq-dtype', 'fp16']  # fmt: skip
+    precise = (
+        '--use-precision-aware-optimizer --main-params-dtype fp16 --exp-avg-dtype fp8 '
+        '--exp-avg-sq-dtype fp16'
+    ).split()
     assert bytes_of('--', *precise) == (full * 7 / 12, light)
     assert bytes_of('--', '--bf16', *precise) == (full * 7 / 12, light)
 
 
 def test_formats_that_are_refused_are_planned_with_a_warning(capsys):
     argv = ['--model', 'gpt-moe', '--iteration-time', '2.9', '--precision']
-    refused = [any('refuses FP8' in text for text in as_json(capsys, *argv, name)['warnings'])
-               for name in ('bf16', 'c1', 'c2')]  # fmt: skip
+    refused = [
+        any('refuses FP8' in text for text in as_json(capsys, *argv, name)['warnings'])
+        for name in ('bf16', 'c1', 'c2')
+    ]
     assert refused == [False, False, True]
 
 
@@ -328,8 +345,11 @@ def test_runs_as_module(operators):
     path = operators((12, 2), (12, 2))
     done = subprocess.run(
         [sys.executable, '-m', 'tools.plan', '--operators', path, '--budget-bytes', '24', '--json'],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)['window'] == 1
 

@@ -17,9 +17,14 @@ def args() -> Namespace:
     """As upstream's validation leaves them."""
     args = parsed()
     vars(args).update(
-        rank=1, world_size=4, data_parallel_size=2, params_dtype=torch.bfloat16,
-        distributed_timeout_minutes=5, save='checkpoints', save_interval=10,
-    )  # fmt: skip
+        rank=1,
+        world_size=4,
+        data_parallel_size=2,
+        params_dtype=torch.bfloat16,
+        distributed_timeout_minutes=5,
+        save='checkpoints',
+        save_interval=10,
+    )
     return args
 
 

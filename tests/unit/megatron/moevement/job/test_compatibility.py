@@ -134,7 +134,9 @@ def test_page_is_up_to_date() -> None:
 
 
 def test_what_the_tests_run_on_is_among_the_versions() -> None:
-    installed = [importlib.metadata.version(name).partition('+')[0]
-                 for name in ('torch', 'megatron-core')]  # fmt: skip
-    assert any(installed == [row[0].split()[1].rstrip(','), row[1]]
-               for row in compatibility.CHECKED)  # fmt: skip
+    installed = [
+        importlib.metadata.version(name).partition('+')[0] for name in ('torch', 'megatron-core')
+    ]
+    assert any(
+        installed == [row[0].split()[1].rstrip(','), row[1]] for row in compatibility.CHECKED
+    )

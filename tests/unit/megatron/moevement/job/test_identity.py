@@ -31,23 +31,23 @@ from megatron.moevement.job.unsupported import not_localized, refuse_unsupported
 ROOT = Path(__file__).resolve().parents[5]
 
 # Flags of which each changes what is computed.
-DECISIVE = [
-    'rotary_base', 'rotary_percent', 'rope_scaling_factor', 'layernorm_epsilon', 'qk_layernorm',
-    'squared_relu', 'attention_softmax_in_fp32', 'tokenizer_model', 'eod_mask_loss', 'train_iters',
-    'train_samples', 'lr_decay_iters', 'lr_wsd_decay_iters', 'decoupled_lr', 'initial_loss_scale',
-    'data_args_path', 'data_path', 'seed', 'use_precision_aware_optimizer', 'main_params_dtype',
-    'main_grads_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype', 'fp8', 'fp8_recipe',
-    'fp8_param_gather', 'fp8_margin', 'fp8_amax_history_len', 'fp8_amax_compute_algo', 'fp8_wgrad',
-    'first_last_layers_bf16', 'num_layers_at_start_in_bf16', 'num_layers_at_end_in_bf16',
-    'accumulate_allreduce_grads_in_fp32', 'moe_router_topk', 'eval_interval', 'ckpt_step',
-]  # fmt: skip
+DECISIVE = (
+    'rotary_base rotary_percent rope_scaling_factor layernorm_epsilon qk_layernorm squared_relu '
+    'attention_softmax_in_fp32 tokenizer_model eod_mask_loss train_iters train_samples '
+    'lr_decay_iters lr_wsd_decay_iters decoupled_lr initial_loss_scale data_args_path data_path '
+    'seed use_precision_aware_optimizer main_params_dtype main_grads_dtype exp_avg_dtype '
+    'exp_avg_sq_dtype fp8 fp8_recipe fp8_param_gather fp8_margin fp8_amax_history_len '
+    'fp8_amax_compute_algo fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 '
+    'num_layers_at_end_in_bf16 accumulate_allreduce_grads_in_fp32 moe_router_topk eval_interval '
+    'ckpt_step'
+).split()
 # Flags that may change from launch to launch.
-INDIFFERENT = [
-    'save', 'load', 'save_interval', 'log_interval', 'tensorboard_dir', 'wandb_project',
-    'data_cache_path', 'num_workers', 'local_rank', 'distributed_timeout_minutes',
-    'exit_interval', 'exit_duration_in_mins', 'exit_signal_handler', 'profile', 'async_save',
-    'timing_log_level', 'manual_gc', 'sparse_ckpt_window', 'sparse_ckpt_dir', 'sparse_ckpt_events',
-]  # fmt: skip
+INDIFFERENT = (
+    'save load save_interval log_interval tensorboard_dir wandb_project data_cache_path '
+    'num_workers local_rank distributed_timeout_minutes exit_interval exit_duration_in_mins '
+    'exit_signal_handler profile async_save timing_log_level manual_gc sparse_ckpt_window '
+    'sparse_ckpt_dir sparse_ckpt_events'
+).split()
 
 
 @functools.cache
@@ -89,9 +89,14 @@ def test_paths_logging_and_launch_make_no_other_run(defaults: Namespace, name: s
 
 @pytest.mark.parametrize(
     'name',
-    ['world_size', 'pipeline_model_parallel_size', 'pipeline_model_parallel_layout',
-     'expert_model_parallel_size', 'sequence_parallel'],
-)  # fmt: skip
+    [
+        'world_size',
+        'pipeline_model_parallel_size',
+        'pipeline_model_parallel_layout',
+        'expert_model_parallel_size',
+        'sequence_parallel',
+    ],
+)
 def test_layout_is_told_apart_from_the_run(defaults: Namespace, name: str) -> None:
     run, topology = _identities(_changed(defaults, name))
     assert run == identity.run_identity(defaults, 'run')
@@ -112,13 +117,15 @@ def test_every_flag_counts_unless_it_is_named(defaults: Namespace) -> None:
 
 
 # Attributes without a flag, of upstream's arguments or of the configurations.
-_SET_BY_VALIDATION = {
-    'iteration', 'curr_iteration', 'consumed_train_samples', 'consumed_valid_samples',
-    'skipped_train_samples', 'num_floating_point_operations_so_far', 'do_train', 'do_valid',
-    'do_test', 'use_dist_ckpt', 'transformer_pipeline_model_parallel_size',
-    'virtual_pipeline_model_parallel_size', 'num_layers_in_first_pipeline_stage',
-    'num_layers_in_last_pipeline_stage', 'gtp_weight_remat_size', 'expert_gtp_weight_remat_size',
-}  # fmt: skip
+_SET_BY_VALIDATION = set(
+    (
+        'iteration curr_iteration consumed_train_samples consumed_valid_samples '
+        'skipped_train_samples num_floating_point_operations_so_far do_train do_valid do_test '
+        'use_dist_ckpt transformer_pipeline_model_parallel_size '
+        'virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage '
+        'num_layers_in_last_pipeline_stage gtp_weight_remat_size expert_gtp_weight_remat_size'
+    ).split()
+)
 
 
 class Shade(enum.Enum):
@@ -141,19 +148,23 @@ def _scaled(scale: float) -> Any:
         (torch.bfloat16, torch.float16),
         (Shade.LIGHT, Shade.DARK),
         (torch.nn.functional.silu, torch.nn.functional.gelu),
-        (functools.partial(torch.nn.init.normal_, std=0.1),
-         functools.partial(torch.nn.init.normal_, std=0.2)),
+        (
+            functools.partial(torch.nn.init.normal_, std=0.1),
+            functools.partial(torch.nn.init.normal_, std=0.2),
+        ),
         (_scaled(1.0), _scaled(2.0)),
         (PurePosixPath('a'), PurePosixPath('b')),
         ({'b', 'a'}, {'a', 'c'}),
         ({1: 'a', (2, 3): 'b'}, {1: 'a', (2, 3): 'c'}),
-        (SimpleNamespace(inner=SimpleNamespace(value=1)),
-         SimpleNamespace(inner=SimpleNamespace(value=2))),
+        (
+            SimpleNamespace(inner=SimpleNamespace(value=1)),
+            SimpleNamespace(inner=SimpleNamespace(value=2)),
+        ),
         (float('nan'), None),
         (1, '1'),
         (True, 1),
     ],
-)  # fmt: skip
+)
 def test_values_of_any_type_are_told_apart(one: Any, other: Any) -> None:
     digests = {identity.run_identity(SimpleNamespace(value=value), '') for value in (one, other)}
     assert len(digests) == 2

@@ -191,8 +191,9 @@ def test_moments_that_upstream_may_lose_are_warned_of(flag: str) -> None:
 def test_value_is_shown_as_the_user_wrote_it() -> None:
     with pytest.raises(ConfigurationError, match=r'^[^:]*--optimizer sgd: use --optimizer adam,'):
         refuse_unsupported(parsed('--optimizer', 'sgd'))
-    args = parsed('--distributed-backend', 'gloo', '--moe-input-jitter-eps', '0.1',
-                  *EVALUATIONS.split())  # fmt: skip
+    args = parsed(
+        '--distributed-backend', 'gloo', '--moe-input-jitter-eps', '0.1', *EVALUATIONS.split()
+    )
     reason = not_localized(args)
     assert reason is not None and reason.startswith('--moe-input-jitter-eps 0.1 with evaluations:')
 

@@ -18,9 +18,12 @@ from megatron.moevement.seams.p2p import BoundaryCommunicator  # noqa: E402
 from moevement_ext.memory.upstream_log.record import Direction  # noqa: E402
 
 NOTHING = {
-    'tensor_send_next': None, 'tensor_send_prev': None, 'recv_prev': False, 'recv_next': False,
+    'tensor_send_next': None,
+    'tensor_send_prev': None,
+    'recv_prev': False,
+    'recv_next': False,
     'tensor_shape': (1,),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -69,9 +69,13 @@ def test_experts_with_layers_of_their_own_are_frozen_one_by_one() -> None:
 
 def test_a_frozen_layer_is_not_asked_for_delayed_gradients() -> None:
     layer = GroupedLinear(
-        3, 16, 32, init_method=torch.nn.init.zeros_, params_dtype=torch.float32,
+        3,
+        16,
+        32,
+        init_method=torch.nn.init.zeros_,
+        params_dtype=torch.float32,
         delay_wgrad_compute=True,
-    )  # fmt: skip
+    )
     model = [torch.nn.Sequential(torch.nn.Linear(2, 2), layer)]
     with _no_delayed_gradient_of_frozen(model):
         rules.gradients_of_grouped(layer, [False] * 3)

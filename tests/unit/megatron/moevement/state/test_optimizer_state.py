@@ -20,8 +20,9 @@ def _upstream_optimizer(inner: torch.optim.Optimizer) -> SimpleNamespace:
 
 
 def test_low_precision_state_is_made_with_remainders_of_bf16_parameters_only() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(2, dtype=dtype))
-                  for dtype in (torch.bfloat16, torch.float32)]  # fmt: skip
+    parameters = [
+        torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)
+    ]
     inner = FusedAdam(parameters, master_weights=True, store_param_remainders=True)
     optimizer_state._allocate(_upstream_optimizer(inner))
     dtypes = [inner.state[parameter]['master_param'].dtype for parameter in parameters]

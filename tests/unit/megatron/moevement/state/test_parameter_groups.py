@@ -42,9 +42,13 @@ def _kinds(exchange: Exchange, experts: bool) -> list[tuple[bool, float, int]]:
 def test_groups_of_the_others_are_there_and_empty() -> None:
     archive = HashStore()
     assert _kinds(Exchange(archive), experts=True) == [
-        (False, 0.0, 1), (False, 1.0, 1), (True, 1.0, 1),
-    ]  # fmt: skip
+        (False, 0.0, 1),
+        (False, 1.0, 1),
+        (True, 1.0, 1),
+    ]
     assert _kinds(Exchange(archive, joining=True), experts=False) == [
-        (False, 0.0, 1), (False, 1.0, 2), (True, 1.0, 0),
-    ]  # fmt: skip
+        (False, 0.0, 1),
+        (False, 1.0, 2),
+        (True, 1.0, 0),
+    ]
     assert _kinds(Exchange(), experts=False) == [(False, 0.0, 1), (False, 1.0, 2)]

@@ -36,10 +36,19 @@ def _slot(model: Model, index: int = 0) -> SlotHeader:
     layout = SlotLayout(WindowPlan((tuple(names[:1]), tuple(names[1:]))), index, model)
     context = SlotContext(list(layout.full), list(layout.light), b'')
     return SlotHeader(
-        version=FORMAT_VERSION, run='0' * 16, topology='0' * 16, owner=0, start=4, window=2,
-        slot=index, iteration=4 + index, plan='0' * 16, payload_bytes=layout.payload_bytes,
-        records=layout.records, context=msgspec.msgpack.encode(context),
-    )  # fmt: skip
+        version=FORMAT_VERSION,
+        run='0' * 16,
+        topology='0' * 16,
+        owner=0,
+        start=4,
+        window=2,
+        slot=index,
+        iteration=4 + index,
+        plan='0' * 16,
+        payload_bytes=layout.payload_bytes,
+        records=layout.records,
+        context=msgspec.msgpack.encode(context),
+    )
 
 
 def _loader(model: Model) -> SlotLoader:

@@ -25,9 +25,15 @@ def test_every_format_comes_back_as_it_was(name: str) -> None:
 
 @pytest.mark.parametrize(
     ('name', 'weight_and_master', 'scales'),
-    [('remainders', 2 + 2, 0), ('fp16', 2 + 2, 3), ('fp16-master', 2 + 2, 1),
-     ('fp8-and-fp16-moments', 2 + 2, 3), ('fp8-moments', 2 + 2, 2), ('bf16-moments', 2 + 2, 0)],
-)  # fmt: skip
+    [
+        ('remainders', 2 + 2, 0),
+        ('fp16', 2 + 2, 3),
+        ('fp16-master', 2 + 2, 1),
+        ('fp8-and-fp16-moments', 2 + 2, 3),
+        ('fp8-moments', 2 + 2, 2),
+        ('bf16-moments', 2 + 2, 0),
+    ],
+)
 def test_weight_is_captured_beside_its_master(
     name: str, weight_and_master: int, scales: int
 ) -> None:
@@ -46,9 +52,7 @@ def test_masters_that_megatron_holds_are_captured_without_the_weight() -> None:
     adam.initialize_state(main, False)
     state = ParameterState('w', weight, main, adam, 0, 0, 64, None)
     parts = {item.part: item.source.dtype for item in slices._full('rest', state)}
-    assert parts == {
-        'master': FP32, 'exp_avg': FP8, 'exp_avg_sq': FP32, 'scale_inv/exp_avg': FP32,
-    }  # fmt: skip
+    assert parts == {'master': FP32, 'exp_avg': FP8, 'exp_avg_sq': FP32, 'scale_inv/exp_avg': FP32}
 
 
 def test_a_state_that_went_through_fp32_may_be_another() -> None:

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's loop around the iterations, or one that calls Megatron-Core, as recovery enters it.
+
+Checked against megatron-core 0.19.2.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.utils import get_model_config
+
+from megatron.moevement.counters import Counters
+from megatron.moevement.job.surroundings import Surroundings
+from megatron.moevement.seams import upstream
+from megatron.moevement.seams.post_step import PostStepProgress
+from megatron.moevement.state.broken_iteration import BrokenIteration
+from megatron.moevement.state.operation_count import CountedOperations
+from megatron.moevement.state.training_state import TrainingState
+from moevement_ext.memory.ledger import LedgerEntry
+
+
+class MegatronHandover(msgspec.Struct, frozen=True):
+    """What survivors tell a new process."""
+
+    progress: PostStepProgress
+    """In what follows the newest committed iteration."""
+    runs: tuple[int, int, int]
+    """Upstream's `do_train`, `do_valid` and `do_test`."""
+    operations: CountedOperations
+    """Where the count of floating point operations began."""
+
+
+def decode_handover(encoded: bytes) -> MegatronHandover:
+    """Inverse of what `MegatronLoop.hand_over` returns."""
+    return msgspec.msgpack.decode(encoded, type=MegatronHandover)
+
+
+class MegatronLoop:
+    """As `moevement_ext.recover.trainer.Loop` asks. Training thread only.
+
+    Args:
+        training: model and optimizer.
+        counters: of the loop.
+        around: what wraps the loop.
+        broken: undoes iterations; None if the loop is never entered again.
+    """
+
+    def __init__(
+        self,
+        training: TrainingState,
+        counters: Counters,
+        around: Surroundings,
+        broken: BrokenIteration | None,
+    ) -> None:
+        self._training = training
+        self._counters = counters
+        self._data = around.data
+        self._post_step = around.post_step
+        self._operations = around.operations
+        self._broken = broken
+
+    def start(self) -> None:
+        """Training begins where upstream's counters are."""
+        self._operations.base = CountedOperations(
+            self._counters.consumed_train_samples,
+            float(self._counters.num_floating_point_operations_so_far),
+        )
+
+    def committed(self, iteration: int) -> None:
+        """What follows `iteration` is not done yet."""
+        self._post_step.begin(iteration)
+
+    def hand_over(self) -> bytes:
+        """See `MegatronHandover`."""
+        counters = self._counters
+        return msgspec.msgpack.encode(
+            MegatronHandover(
+                self._post_step.progress(),
+                (counters.do_train, counters.do_valid, counters.do_test),
+                self._operations.base,
+            )
+        )
+
+    def leave(self) -> None:
+        """Make upstream's loop enterable again."""
+        assert self._broken is not None  # only a localized recovery asks
+        self._broken.reset_loop_state()
+        self._post_step.reset_loop_state()
+
+    def enter(self, others: Sequence[bytes]) -> None:
+        """Upstream's loop begins where its counters are."""
+        self._operations.base = decode_handover(others[0]).operations
+        self._count_operations()
+        config = get_model_config(self._training.model[0])
+        upstream.fill_first_step_caches(self._training.optimizer, config)
+
+    def finish_post_step(
+        self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
+    ) -> bool:
+        """Evaluation and dense checkpoint after `target`, where any rank has not done them."""
+        self._training.gather_parameters()
+        self._count_operations()
+        progress = [decode_handover(item).progress for item in others]
+        grows = entry is not None and get_num_microbatches() > entry.num_microbatches
+        self._post_step.catch_up(target, progress, self._data, grows)
+        return not self._post_step.exits(target)
+
+    def _count_operations(self) -> None:
+        operations = self._operations.at(self._counters.consumed_train_samples)
+        self._counters.num_floating_point_operations_so_far = operations

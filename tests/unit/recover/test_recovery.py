@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Localized and whole-job recovery of a small pipeline, wherever in it whoever dies.
+
+Recovery, membership, host memory and its servers are real; processes are threads (see
+`threaded_job`), and train a fake. Every iteration is compared with a fault-free run, bit for bit.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from moevement_ext.faults import Phase
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.recover.localized import LocalizedRecovery
+from moevement_ext.recover.stage_replay import StageReplay
+from tests.unit.memory.samples import tmpfs_directory
+from tests.unit.recover.fake_trainer import FakeLoop, FakeState
+from tests.unit.recover.threaded_job import STAGES, WINDOW, Expected, Fault, ThreadedJob, install
+
+OF_AN_ITERATION = [
+    *(Phase.FORWARD, Phase.P2P, Phase.OPTIMIZER, Phase.NORM, Phase.STEP, Phase.AFTER_STEP),
+    *(Phase.EVALUATE, Phase.EVALUATED),
+]
+OF_A_SLOT = [
+    *WINDOW * (Phase.CAPTURE,),  # in one slot after the other, as `DISTANCE` is W + 1
+    *WINDOW * (Phase.SEAL,),
+    *WINDOW * (Phase.REPLICATE,),
+]
+OF_A_REPLAY = [Phase.FETCH, Phase.LOAD, Phase.CONVERT, Phase.CATCH_UP]
+OF_ANY_RANK = [Phase.REPLAYED, Phase.REGROUP, Phase.CONNECT, Phase.RESUME]
+
+FIRST = 2 * WINDOW + 1
+"""An iteration before which a window is persisted, and some are committed after its last slot."""
+DISTANCE = WINDOW + 1
+ITERATIONS = FIRST + 2 * WINDOW * len(OF_A_REPLAY + OF_ANY_RANK)
+"""The longest of these runs has no more."""
+
+VICTIMS = [
+    pytest.param(0, marks=pytest.mark.thorough),
+    1,
+    pytest.param(2, marks=pytest.mark.thorough),
+]
+
+# A thread of a dead one may look at it once more, as none of a dead process does.
+pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+
+
+@pytest.fixture(scope='module', autouse=True)
+def threads_are_processes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        install(monkeypatch)
+        yield
+
+
+@pytest.fixture(scope='module')
+def fault_free() -> Expected:
+    return train(ITERATIONS, []).states
+
+
+def train(
+    iterations: int, schedule: Sequence[Fault], expected: Expected | None = None
+) -> ThreadedJob:
+    """A job to its end, with all that was to happen to it."""
+    with tmpfs_directory() as directory:
+        job = ThreadedJob(directory, iterations, schedule, expected)
+        job.run()
+    assert not job.schedule, 'not all faults have struck'
+    assert {key for key in job.states if key[1] == iterations} == {
+        (rank, iterations) for rank in range(STAGES)
+    }
+    return job
+
+
+def train_through(schedule: Sequence[Fault], expected: Expected) -> ThreadedJob:
+    """Localized recoveries only, after which each iteration was evaluated once on each rank."""
+    iterations = max(fault.iteration for fault in schedule) + WINDOW + 1
+    job = train(iterations, schedule, expected)
+    assert job.restarts == 0
+    assert job.evaluations == STAGES * [iterations]
+    assert {event.scope for event in job.recovered} == {'localized'}
+    assert not any(event.differing for event in job.recovered)
+    return job
+
+
+@pytest.mark.parametrize('victim', range(STAGES))
+def test_death_at_any_point_of_an_iteration(victim: int, fault_free: Expected) -> None:
+    die_one_after_the_other(victim, OF_AN_ITERATION, fault_free)
+
+
+@pytest.mark.parametrize('victim', VICTIMS)
+def test_death_while_any_slot_is_kept(victim: int, fault_free: Expected) -> None:
+    die_one_after_the_other(victim, OF_A_SLOT, fault_free)
+
+
+def die_one_after_the_other(victim: int, phases: Sequence[Phase], expected: Expected) -> None:
+    schedule = [Fault(victim, phase, FIRST + DISTANCE * n) for n, phase in enumerate(phases)]
+    job = train_through(schedule, expected)
+    assert len(job.recovered) == STAGES * len(schedule)
+
+
+@pytest.mark.parametrize('victim', VICTIMS)
+def test_death_of_the_replacement_at_any_point_of_the_recovery(
+    victim: int, fault_free: Expected
+) -> None:
+    schedule = []
+    for n, phase in enumerate(OF_A_REPLAY + OF_ANY_RANK):
+        schedule.append(Fault(victim, Phase.FORWARD, FIRST + 2 * WINDOW * n, node_lost=n % 2 == 1))
+        schedule.append(Fault(victim, phase))
+    train_through(schedule, fault_free)
+
+
+@pytest.mark.parametrize('victim', VICTIMS)
+def test_death_of_another_rank_at_any_point_of_the_recovery(
+    victim: int, fault_free: Expected
+) -> None:
+    schedule = []
+    for n, phase in enumerate([Phase.DETECT, *OF_ANY_RANK]):
+        schedule.append(Fault(victim, Phase.FORWARD, FIRST + 2 * WINDOW * n))
+        schedule.append(Fault((victim + 1) % STAGES, phase))
+    train_through(schedule, fault_free)
+
+
+def test_all_die_at_any_point_and_again_in_the_recovery(fault_free: Expected) -> None:
+    phases = [
+        *(Phase.FORWARD, Phase.LOAD, Phase.STEP, Phase.CONVERT, Phase.AFTER_STEP, Phase.EVALUATE),
+        *(Phase.SEAL, Phase.SEAL, Phase.REPLICATE, Phase.REPLICATE),
+    ]
+    schedule = [
+        Fault(
+            n % STAGES,
+            phase,
+            iteration=0 if phase in OF_A_REPLAY else FIRST + DISTANCE * n,
+            all_die=True,
+            node_lost=n % 2 == 1,
+        )
+        for n, phase in enumerate(phases)
+    ]
+    job = train(FIRST + DISTANCE * len(phases) + WINDOW, schedule, fault_free)
+    assert job.restarts == len(schedule)
+    assert job.recovered and not any(event.differing for event in job.recovered)
+
+
+@pytest.mark.parametrize('iteration', [2, FIRST])
+def test_death_before_the_first_window_and_after_the_last_iteration(
+    iteration: int, fault_free: Expected
+) -> None:
+    """Survivors cannot help then: all start again."""
+    job = train(FIRST, [Fault(1, Phase.EVALUATE, iteration)], fault_free)
+    assert job.restarts == 1
+    assert len(job.recovered) == (STAGES if iteration == FIRST else 0)
+
+
+def nothing_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def put_back(recovery: LocalizedRecovery) -> None:
+        recovery._position.undone()
+
+    monkeypatch.setattr(LocalizedRecovery, '_put_back', put_back)
+
+
+def recorded_norm_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = StageReplay._entry
+
+    def another(replay: StageReplay, iteration: int) -> LedgerEntry:
+        found = entry(replay, iteration)
+        return LedgerEntry(iteration, [found.grad_norms[0] + 1.0], [], 2, found.consumed_samples)
+
+    monkeypatch.setattr(StageReplay, '_entry', another)
+
+
+def small_state_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeState, 'restore', FakeState.set_counters)
+
+
+def post_step_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLoop, 'finish_post_step', lambda *_: True)
+
+
+@pytest.mark.parametrize(
+    ('breaking', 'phase'),
+    [
+        (nothing_put_back, Phase.P2P),
+        (recorded_norm_is_another, Phase.FORWARD),
+        (small_state_not_restored, Phase.FORWARD),
+        (post_step_not_finished, Phase.EVALUATE),
+    ],
+)
+def test_without_a_step_of_it_a_bit_differs(
+    breaking: Callable[[pytest.MonkeyPatch], None],
+    phase: Phase,
+    fault_free: Expected,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    breaking(monkeypatch)
+    with pytest.raises(AssertionError):
+        train_through([Fault(1, phase, FIRST)], fault_free)

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job whose processes are threads: real recovery and stores, fake trainer and process groups.
+
+What a process would lose with its death ends with its thread: connections, servers, the log. Its
+windows and its ledger stay in the memory of its node.
+"""
+
+import ctypes
+import os
+import queue
+import shutil
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
+from torch.distributed import Store, TCPStore
+
+from moevement_ext import faults
+from moevement_ext.config import SparseCheckpointConfig, node_name
+from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
+from moevement_ext.events import Event, EventLog, Recovered, RecoveryStarted, WindowPersisted
+from moevement_ext.faults import Phase
+from moevement_ext.job.job import Job
+from moevement_ext.membership import exchange, membership
+from moevement_ext.membership.exchange import Exchange
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rank import Rank
+from moevement_ext.membership.rendezvous import announce_failure, break_epoch, present_epoch
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.recover.inventory import replacement_report
+from tests.unit.recover.fake_groups import FakeGroups, Network
+from tests.unit.recover.fake_trainer import FakeTrainer
+
+STAGES = 3
+WINDOW = 3
+Expected = dict[tuple[int, int], object]
+"""State of a rank after an iteration, by rank and iteration."""
+
+_TIMEOUT = timedelta(seconds=120)
+_HANG_S = 60.0
+_SET_UP_S = 20.0
+_PERSISTED_S = 20.0
+"""For a window to be persisted; one that was given up never is."""
+
+
+class Fault(NamedTuple):
+    """Where a process dies, once."""
+
+    rank: int
+    phase: Phase
+    iteration: int = 0
+    """In which, or in the first one after it that comes there."""
+    all_die: bool = False
+    node_lost: bool = False
+    """The memory of its node goes, too."""
+
+
+class Died(SystemExit):
+    """The end of a process, by a fault or by itself; threads end with it without a word."""
+
+
+class StoreExchange(Exchange):
+    """Gathers in the store, where what was given stays for who joins."""
+
+    def __init__(self, rank: int, archive: Store, joining: bool) -> None:
+        super().__init__(archive, joining)
+        self._rank = rank
+        self._store = archive
+
+    def __call__(self, name: str, own: bytes) -> list[bytes]:
+        return self.among(name, own, range(STAGES), None)
+
+    def among(self, name: str, own: bytes, ranks: Sequence[int], group: Any) -> list[bytes]:
+        if not self.joining:
+            exchange._leave(self._store, name, self._rank, own)
+        return exchange._left_by(self._store, name, ranks)
+
+
+class Process:
+    """One rank, from its start to its end; all its threads know it."""
+
+    def __init__(self, job: 'ThreadedJob', rank: int) -> None:
+        self.job = job
+        self.rank = rank
+        self.node = f'node{rank}'
+        self.iteration = 0
+        self.dead = self.finished = False
+        self.fault: Fault | None = None
+        self.error: BaseException | None = None
+        self.code = 0
+        self.ready = threading.Event()
+        """It is set up, or has ended."""
+        self.groups = FakeGroups(rank, STAGES, job.network, self.raise_if_dead)
+        self.membership: Membership | None = None
+        self.protected: Job | None = None
+        self.thread = threading.Thread(target=self._run, name=f'rank {rank}', daemon=True)
+        self.thread.process = self  # type: ignore[attr-defined]
+        self.thread.start()
+
+    # Its end
+
+    def raise_if_dead(self) -> None:
+        """A dead process does nothing any more."""
+        if self.dead:
+            raise Died
+
+    def end(self, code: int) -> NoReturn:
+        """As `os._exit`."""
+        self.code, self.dead = code, True
+        raise Died
+
+    def point(self, phase: Phase) -> None:
+        """As `faults.point`."""
+        self.raise_if_dead()
+        fault = self.job.strikes(self, phase)
+        if fault is not None:
+            self.fault, self.dead = fault, True
+            raise Died
+
+    def kill(self) -> None:
+        """From outside, wherever it is but in its set-up: a thread cannot give up half of that."""
+        if self.protected is not None:
+            self.ready.wait(_SET_UP_S)
+        self.dead = True
+        self.groups.unblock()
+        if self.membership is not None:
+            self.membership._watch.stop()
+        if self.thread.is_alive():
+            ident = ctypes.c_ulong(self.thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Died))
+
+    def release(self) -> None:
+        """What ends with a process. Called once its thread has ended."""
+        if self.membership is not None:
+            self.membership._watch.stop()
+        protected, self.protected = self.protected, None
+        if protected is not None and protected.protection is not None:
+            protected.protection.close(remove=False)
+
+    # Its life
+
+    def _run(self) -> None:
+        try:
+            self._train()
+        except Died:
+            self.dead = True
+        except BaseException as error:
+            self.dead, self.error = True, error
+        finally:
+            self.ready.set()
+            self.job.ended.put(self)
+
+    def _train(self) -> None:
+        config = SparseCheckpointConfig(
+            window=WINDOW,
+            replicas=1,
+            dir=str(self.job.directory),
+            run_id='run',
+            interface='lo',
+            log_lag=4.0,
+            max_wait=0.3,
+        )
+        identity = RankIdentity('run', f'pp{STAGES}', self.rank)
+        brought = partial(
+            replacement_report, NodeStore(self.job.directory, 'run', node_name()), identity
+        )
+        member = Membership(self.job.connect(), self.rank, STAGES, _TIMEOUT, _HANG_S, brought)
+        self.membership = member
+        if not member.joining:
+            self.groups.connect(f'life {member.origin}')
+        events = EventLog(None, self.rank)
+        events.listeners.append(self._note)
+        gathered = StoreExchange(self.rank, member.archive, member.joining)
+        rank = Rank(identity, STAGES, 'run', 'gloo', config, events, gathered)
+        job = self.protected = Job(rank, member)
+        job.set_up(self._build, lambda: None, last_iteration=self.job.iterations)
+        self.ready.set()
+        job.train(partial(self._loop, job), self.trainer.around_update)
+        try:
+            member.barrier('trained')
+        except SparseCheckpointError as error:
+            job.failed(error)
+            raise
+        self.protected = None
+        job.close()
+        self.finished = True
+
+    def _build(self, with_dense: bool) -> FakeTrainer:
+        names = [f'{self.rank}.{name}' for name in 'abcd']
+        self.trainer = FakeTrainer(names, self.rank, STAGES, self.groups)
+        self.trainer.last_iteration = self.job.iterations
+        return self.trainer
+
+    def _loop(self, job: Job) -> None:
+        trainer = self.trainer
+        while trainer.iteration < self.job.iterations:
+            self._await_window(trainer.iteration)
+            job.step(trainer.iteration)
+            self.job.note(self.rank, trainer)
+            trainer.loop.evaluate()
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, WindowPersisted | RecoveryStarted):
+            self.job.persisted = max(self.job.persisted, event.start)
+        if isinstance(event, Recovered):
+            self.job.recovered.append(event)
+
+    def _await_window(self, iteration: int) -> None:
+        """The newest that can be persisted is, so that the next failure recovers from that."""
+        assert self.membership is not None
+        due = iteration - 2 * WINDOW + 1  # whose last slot is sealed, wherever windows begin
+        deadline = time.monotonic() + _PERSISTED_S
+        while self.job.persisted < due and time.monotonic() < deadline:
+            self.raise_if_dead()
+            if self.membership.broken:
+                return
+            time.sleep(0.002)
+
+
+class ThreadedJob:
+    """Launches the processes, and others in the place of those that die.
+
+    Args:
+        directory: in a tmpfs.
+        iterations: to train.
+        schedule: faults that strike one after the other: the next is armed when one has struck.
+        expected: states of a fault-free run by rank and iteration, to compare with.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        iterations: int,
+        schedule: Sequence[Fault] = (),
+        expected: Expected | None = None,
+    ) -> None:
+        self.directory = directory
+        self.iterations = iterations
+        self.schedule = deque(schedule)
+        self.expected = expected
+        self.states: Expected = {}
+        self.recovered: list[Recovered] = []
+        """Events of all ranks."""
+        self.evaluations: list[int] = []
+        """By rank, as it counts them at the end."""
+        self.restarts = 0
+        """Times that all processes were started again."""
+        self.persisted = -1
+        self.network = Network()
+        self.ended: queue.Queue[Process] = queue.Queue()
+        self._lock = threading.Lock()
+        self._store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+
+    def connect(self) -> Store:
+        """A connection to the launcher's store."""
+        return TCPStore('127.0.0.1', self._store.port, is_master=False, timeout=_TIMEOUT)
+
+    def strikes(self, process: Process, phase: Phase) -> Fault | None:
+        """The fault that ends `process` here, if there is one."""
+        with self._lock:
+            if not self.schedule:
+                return None
+            fault = self.schedule[0]
+            here = fault.rank == process.rank and fault.phase is phase
+            if not here or process.iteration < fault.iteration:
+                return None
+            return self.schedule.popleft()
+
+    def note(self, rank: int, trainer: FakeTrainer) -> None:
+        """An iteration is over on `rank`."""
+        key, state = (rank, trainer.iteration), trainer.everything()
+        self.states[key] = state
+        if self.expected is not None:
+            assert state == self.expected[key], f'rank {rank} after iteration {trainer.iteration}'
+
+    def run(self) -> None:
+        """To the end."""
+        running = {rank: Process(self, rank) for rank in range(STAGES)}
+        try:
+            while not all(process.finished for process in running.values()):
+                process = self.ended.get(timeout=_TIMEOUT.total_seconds())
+                if process is not running[process.rank] or process.finished:
+                    continue  # of a life of the job that is over
+                if process.error is not None:
+                    raise process.error
+                if process.code == EXIT_WHOLE_JOB or (process.fault and process.fault.all_die):
+                    running = self._start_all_again(running, process)
+                else:
+                    running[process.rank] = self._replace(process)
+        finally:
+            self._kill({rank: it for rank, it in running.items() if not it.finished})
+        self.evaluations = [process.trainer.loop.evaluations for process in running.values()]
+
+    def _replace(self, process: Process) -> Process:
+        self._bury(process)
+        announce_failure(self._store, process.rank, f'rank {process.rank} died')
+        return Process(self, process.rank)
+
+    def _start_all_again(self, running: dict[int, Process], first: Process) -> dict[int, Process]:
+        self.restarts += 1
+        self._kill(running)
+        self._bury(first)
+        return {rank: Process(self, rank) for rank in range(STAGES)}
+
+    def _bury(self, process: Process) -> None:
+        process.release()
+        if process.fault is not None and process.fault.node_lost:
+            shutil.rmtree(self.directory / 'run' / process.node)
+
+    def _kill(self, running: dict[int, Process]) -> None:
+        """All that still live, at once."""
+        for process in running.values():
+            process.kill()
+        break_epoch(self._store, present_epoch(self._store), 'all were killed')
+        for process in running.values():
+            process.thread.join()
+            process.release()
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have threads be processes: each knows its own, with its node, faults and groups."""
+    start = threading.Thread.start
+
+    def start_in_process(thread: threading.Thread) -> None:
+        if not hasattr(thread, 'process'):
+            thread.process = _present()  # type: ignore[attr-defined]
+        start(thread)
+
+    def point(phase: Phase) -> None:
+        process = _present()
+        if process is not None:
+            process.point(phase)
+
+    def at_iteration(iteration: int) -> None:
+        process = _present()
+        if process is not None:
+            process.iteration = iteration
+
+    def end(code: int) -> NoReturn:
+        process = _present()
+        assert process is not None
+        process.end(code)
+
+    host = socket.gethostname()
+
+    def name() -> str:
+        process = _present()
+        return host if process is None else process.node
+
+    def groups(backend: str) -> FakeGroups:
+        process = _present()
+        assert process is not None
+        return process.groups
+
+    monkeypatch.delenv('MOEVEMENT_NODE', raising=False)
+    monkeypatch.setattr(threading.Thread, 'start', start_in_process)
+    monkeypatch.setattr(faults, 'point', point)
+    monkeypatch.setattr(faults, 'at_iteration', at_iteration)
+    monkeypatch.setattr(os, '_exit', end)
+    monkeypatch.setattr(socket, 'gethostname', name)
+    monkeypatch.setattr(membership, 'ProcessGroups', groups)
+
+
+def _present() -> Process | None:
+    return getattr(threading.current_thread(), 'process', None)
