@@ -32,7 +32,7 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
     device: str
     """UUID."""
     time_s: float
-    """Of any clock that does not jump."""
+    """Seconds of any clock that does not jump."""
     lost: bool = False
     """The driver does not reach it."""
     xids: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
     link_recoveries: int | None = None
     """How often an NVLink had to be trained again, all links together."""
     clock_mhz: int | None = None
-    """Of the multiprocessors, now."""
+    """Clock of the multiprocessors, now."""
 
 
 class Finding(NamedTuple):
@@ -64,7 +64,7 @@ class Finding(NamedTuple):
 
 
 class Judge:
-    """Of all devices that readings are given of. One thread at a time uses it."""
+    """Judges all devices that readings are given of. One thread at a time uses it."""
 
     def __init__(self) -> None:
         self._first: dict[str, Reading] = {}

@@ -63,7 +63,7 @@ RECOVERY_ACTION_CHANGED = 154
 
 
 def meaning_of(xid: int) -> tuple[Harm, str]:
-    """Of any number, known or not, with a few words."""
+    """The harm of any number, known or not, and a few words."""
     for harm, table in ((Harm.DEVICE, _DEVICE), (Harm.PROCESS, _PROCESS), (Harm.WORN, _WORN)):
         if xid in table:
             return harm, f'Xid {xid}: {table[xid]}'
