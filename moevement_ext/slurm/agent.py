@@ -23,6 +23,7 @@ from moevement_ext.local_cluster.events import Event, SpareReady
 from moevement_ext.local_cluster.loop import Loop
 from moevement_ext.local_cluster.output import Relay, last_lines
 from moevement_ext.local_cluster.spare_pool import SparePool
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import introduce
 from moevement_ext.slurm import messages
@@ -52,6 +53,7 @@ class Agent:
         devices: Devices,
     ) -> None:
         self._link = link
+        self._host = host
         self._devices = devices
         log_dir = None if job.log_dir is None else Path(job.log_dir)
         self._config = LaunchConfig(job.program, tuple(job.flags), log_dir=log_dir)
@@ -89,6 +91,17 @@ class Agent:
                 for _ in range(count - self._spares_kept):
                     self._spares.start()
                 self._spares_kept = max(count, self._spares_kept)
+            case messages.Vanish(directory, run_id):
+                self._vanish(NodeStore(Path(directory), run_id, self._host))
+
+    def _vanish(self, memory: NodeStore) -> None:
+        """Nobody is told; Linux kills what has been started here."""
+        for worker in self._workers.values():
+            worker.signal(signal.SIGKILL)
+        for worker in self._workers.values():
+            worker.ended_well()  # or it might write again what is deleted
+        memory.remove()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _start(self, order: messages.Start) -> None:
         log = self._config.log_of(order.rank)

@@ -89,7 +89,15 @@ class KeepSpares(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
+class Vanish(msgspec.Struct, frozen=True, tag=True):
+    """End as a node does that loses its power, with what it keeps of the run in memory."""
+
+    directory: str
+    """`--sparse-ckpt-dir`."""
+    run_id: str
+
+
 FromAgent = Alive | Here | DevicesFail | Started | Ended | SpareIsReady
-FromSupervisor = Alive | Job | Start | Signal | KeepSpares
+FromSupervisor = Alive | Job | Start | Signal | KeepSpares | Vanish
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decoder(FromSupervisor)

@@ -15,6 +15,7 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.local_cluster.child import Child
@@ -31,6 +32,7 @@ from moevement_ext.local_cluster.events import (
     WorkerStarted,
 )
 from moevement_ext.local_cluster.loop import Loop
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.slurm import messages
 from moevement_ext.slurm.address import Address
@@ -126,6 +128,17 @@ class SlurmStarter:
         for node in self._nodes.values():
             if node.is_due:
                 self._ask_for_agent(node)
+
+    def lose_node(
+        self, node: int, workers: Sequence[Child], memory: Callable[[str], NodeStore]
+    ) -> Path | None:
+        """Have all that runs on the host in a seat killed, and its memory deleted."""
+        host = next((one for one in self._nodes.values() if one.seat == node), None)
+        if host is None:
+            return None  # it was lost without that
+        store = memory(host.host)
+        host.send(messages.Vanish(str(store.root), store.run_id))
+        return store.path
 
     def close(self) -> None:
         """End all agents."""
