@@ -32,6 +32,7 @@ from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.metrics import start as metrics
+from moevement_ext.process import watchdog
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
@@ -68,6 +69,7 @@ class Job:
         self._mode: Unprotected | WholeJob | None = None
         self._guard: Guard | None = None
         self._device_watch: DeviceWatch | None = None
+        self._watchdog: watchdog.Watchdog | None = None
         self._observer = metrics.observe(rank)
         start_up_s = time.time() - psutil.Process().create_time()
         rank.events.emit(WorkerStarted(start_up_s=start_up_s))
@@ -172,6 +174,8 @@ class Job:
         """
         if self.membership is None:
             self._guard = self._guarded()
+        if watchdog.under_torchrun():
+            self._watchdog = watchdog.Watchdog(self.rank.config.hang_timeout)
         self._device_watch = own_device.watch(self.rank.events, self._lose_device)
         self._mode = self._start()
         if self._observer is not None and self.protection is not None:
@@ -270,6 +274,8 @@ class Job:
             self._guard.close()
         if self.membership is not None:
             self.membership.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
         self.rank.events.close()
 
 
