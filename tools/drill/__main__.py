@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Game day: trains shortly with your own flags, kills a worker, then a node, and reports.
+r"""Game day: a short job with your own flags, and again with a worker killed, then a node.
 
     sbatch scripts/slurm_drill.sbatch <flags of pretrain_gpt.py>
     python -m tools.drill --nodes 2 -- <flags of pretrain_gpt.py>       # on emulated nodes, here
@@ -8,10 +8,11 @@ In a batch script of Slurm the job runs under the launcher for Slurm, and the no
 of the allocation: its agent, its workers and its windows. Without a spare node only a worker is
 killed. Checkpoints of the real run are neither loaded nor written, and its windows are left alone.
 
-Each recovery is verified against what was captured before the failure, operator by operator.
+The final states of both are compared, bit for bit; where there are newer captures each recovery is
+verified against them, too.
 
-Exit status: 0 the job came back from every failure and nothing differed, 1 that is not so, 2 the
-drill could not be held.
+Exit status: 0 the job came back from every failure with the bits of the undisturbed one, 1 that is
+not so, 2 the drill could not be held.
 """
 
 import argparse
@@ -25,14 +26,17 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from tools.drill.flags import drill_flags
+from tools.drill.flags import DIGEST, EVENTS, drill_flags
 from tools.drill.verdict import problems, recoveries, table
 from tools.lab.benchmark import exit_on_sigterm, print_failure
+from tools.lab.digests import kinds_of_difference, read_digest
 from tools.lab.errors import LabError
 from tools.lab.evidence import read_events
 from tools.lab.launch import ROOT
 
 _END = '--'
+_UNDISTURBED = 'undisturbed'
+_DISTURBED = 'disturbed'
 
 
 class _Job(NamedTuple):
@@ -76,18 +80,30 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
     faults = ['--kill', f'0@{args.first}']
     if job.spare:
         faults += ['--kill-node', f'{job.nodes - 1}@{args.second}']
-    command = [*job.command, '--log-dir', str(folder / 'logs'), *faults, _END, 'pretrain_gpt.py']
-    command += drill_flags(flags, args.iterations, run_id, folder / 'events')
-    status = _run(command)
-    events = read_events(folder / 'events')
-    ranks, failures = job.nodes * job.workers_per_node, len(faults) // 2
+    for name, staged in ((_UNDISTURBED, []), (_DISTURBED, faults)):
+        own = folder / name
+        command = [*job.command, '--log-dir', str(own / 'logs'), *staged, _END, 'pretrain_gpt.py']
+        console.print(f'drill: the {name} job, in {own}', soft_wrap=True)
+        status = _run([*command, *drill_flags(flags, args.iterations, f'{run_id}-{name}', own)])
+        if status != 0:
+            console.print(f'drill NOT passed: the {name} job ended with status {status}')
+            return 1
+    return _report(folder, job, len(faults) // 2, console)
+
+
+def _report(folder: Path, job: _Job, failures: int, console: Console) -> int:
+    """Print what happened; the exit status."""
+    states = [read_digest(folder / name / DIGEST) for name in (_UNDISTURBED, _DISTURBED)]
+    events = read_events(folder / _DISTURBED / EVENTS)
+    ranks = job.nodes * job.workers_per_node
     console.print(table(recoveries(events, ranks)))
-    found = problems(events, ranks, failures, status)
+    found = problems(events, ranks, failures, kinds_of_difference(*states))
     for line in found:
         console.print(line, style='bold red', markup=False, soft_wrap=True)
     node = ', a node' if job.spare else ' (no spare: no node)'
-    verdict = 'NOT passed' if found else 'passed'
-    console.print(f'drill {verdict}: lost a worker{node}; logs and events are in {folder}')
+    verdict = 'NOT passed' if found else 'passed, all bits are equal'
+    lost = f'drill {verdict}: lost a worker{node}; logs and events are in {folder}'
+    console.print(lost, soft_wrap=True)
     return 1 if found else 0
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from tools.lab.errors import LabError
 
+EVENTS = 'events'
+DIGEST = 'digest.json'
 _LEFT_OUT = {
     # The drill neither begins with checkpoints of the real run nor writes any beside them.
     '--save', '--load', '--save-interval', '--save-retain-interval',
@@ -19,14 +21,14 @@ _LEFT_OUT = {
 }  # fmt: skip
 
 
-def drill_flags(given: Sequence[str], iterations: int, run_id: str, events: Path) -> list[str]:
-    """Flags of the drill.
+def drill_flags(given: Sequence[str], iterations: int, run_id: str, folder: Path) -> list[str]:
+    """Flags of one job of the drill.
 
     Args:
         given: the user's.
         iterations: that it trains; schedules stay those of the whole run.
-        run_id: of the drill.
-        events: where its events go.
+        run_id: of the job.
+        folder: for its events, and the digest of its final state.
 
     Raises:
         LabError: the user's cannot be those of a drill; names the flag.
@@ -41,7 +43,8 @@ def drill_flags(given: Sequence[str], iterations: int, run_id: str, events: Path
         flags += ['--lr-decay-iters', whole]
     flags += ['--train-iters', str(iterations), '--log-interval', '1']
     return [
-        *flags, '--sparse-ckpt', '--sparse-ckpt-run-id', run_id, '--sparse-ckpt-events', str(events)
+        *flags, '--sparse-ckpt', '--sparse-ckpt-run-id', run_id,
+        '--sparse-ckpt-events', str(folder / EVENTS), '--sparse-ckpt-digest', str(folder / DIGEST),
     ]  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the events of a drill say: did it come back from every failure, and with the same bits?"""
+"""What a drill shows: did the job come back from every failure, and with the same bits?"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -36,16 +36,18 @@ def recoveries(events: Sequence[Event], ranks: int) -> list[Recovery]:
     return [_of([own[k] for own in by_rank if k < len(own)]) for k in range(most)]
 
 
-def problems(events: Sequence[Event], ranks: int, failures: int, status: int) -> list[str]:
+def problems(events: Sequence[Event], ranks: int, failures: int, kinds: Sequence[str]) -> list[str]:
     """Why the drill was not passed; nothing if it was.
 
     Args:
         events: of all ranks, in the order of time.
         ranks: of the job.
         failures: that were staged.
-        status: exit status of the launcher.
+        kinds: of the final state that differ from those of the undisturbed job.
     """
-    found = [] if status == 0 else [f'the job ended with status {status}']
+    found = (
+        [f'the final state differs from the undisturbed one: {" ".join(kinds)}'] if kinds else []
+    )
     counts = [
         sum(event.rank == rank for event in kind_of(events, Recovered)) for rank in range(ranks)
     ]
@@ -55,8 +57,6 @@ def problems(events: Sequence[Event], ranks: int, failures: int, status: int) ->
         if recovery.differing:
             found.append(f'recovery {number}: {len(recovery.differing)} operators differ, such as '
                          f'{recovery.differing[0]}')  # fmt: skip
-        if recovery.verified == 0:
-            found.append(f'recovery {number}: nothing to verify it with; strike later')
     tiers = sorted({f'{event.tier}: {event.reason}' for event in kind_of(events, NextTier)})
     return found + [f'it went on from {tier}' for tier in tiers]
 

@@ -55,11 +55,9 @@ def meet(place: Place, timeout_s: float) -> tuple[TCPStore, list[str]]:
             place.host, place.port, is_master=place.rank == 0 and not _agent_has_it(),
             timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
         )  # fmt: skip
-        store.set(_key(place.rank), node_name())
+        store.set(_key(place.rank), _node())
     except DistError as error:
-        raise LabError(
-            f'{node_name()} does not reach {place.host}:{place.port}: {error}'
-        ) from error
+        raise LabError(f'{_node()} does not reach {place.host}:{place.port}: {error}') from error
     deadline = time.monotonic() + timeout_s
     missing = list(range(place.ranks))
     while missing := [rank for rank in missing if not store.check([_key(rank)])]:

@@ -8,7 +8,8 @@ from tools.lab.errors import LabError
 
 OWN = [
     '--lr-decay-iters', '5000', '--train-iters', '60', '--log-interval', '1', '--sparse-ckpt',
-    '--sparse-ckpt-run-id', 'drill-1', '--sparse-ckpt-events', '/e',
+    '--sparse-ckpt-run-id', 'drill-1', '--sparse-ckpt-events', '/e/events',
+    '--sparse-ckpt-digest', '/e/digest.json',
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ GOOD = [recovered(rank) for _ in range(2) for rank in range(2)]
 
 
 def test_a_drill_that_is_passed() -> None:
-    assert problems(GOOD, 2, 2, 0) == []
+    assert problems(GOOD, 2, 2, []) == []
     first, second = recoveries(GOOD, 2)
     assert first == second
     assert (first.scope, first.replaced, first.seconds, first.verified) == (
@@ -35,32 +35,27 @@ def test_a_drill_that_is_passed() -> None:
 
 
 @pytest.mark.parametrize(
-    ('events', 'status', 'expected'),
+    ('events', 'kinds', 'expected'),
     [
-        (GOOD, 1, ['the job ended with status 1']),
-        (GOOD[:2], 0, ['2 failures were staged; recoveries by rank: [1, 1]']),
-        (GOOD[:3], 0, ['2 failures were staged; recoveries by rank: [2, 1]']),
-        ([], 1, ['the job ended with status 1',
-                 '2 failures were staged; recoveries by rank: [0, 0]']),
+        (GOOD, ['exp_avg', 'rng'],
+         ['the final state differs from the undisturbed one: exp_avg rng']),
+        (GOOD[:2], [], ['2 failures were staged; recoveries by rank: [1, 1]']),
+        (GOOD[:3], [], ['2 failures were staged; recoveries by rank: [2, 1]']),
+        ([], [], ['2 failures were staged; recoveries by rank: [0, 0]']),
         (
             [*GOOD[:3], recovered(1, differing=['layers.1.expert.0'])],
-            0,
+            [],
             ['recovery 2: 1 operators differ, such as rank 1: layers.1.expert.0'],
         ),
         (
-            [recovered(0, verified=0), recovered(1, verified=0), *GOOD[2:]],
-            0,
-            ['recovery 1: nothing to verify it with; strike later'],
-        ),
-        (
             [*GOOD, NextTier(reason='no log', tier='the whole job')],
-            0,
+            [],
             ['it went on from the whole job: no log'],
         ),
     ],
 )  # fmt: skip
-def test_one_that_is_not(events: list[Event], status: int, expected: list[str]) -> None:
-    assert problems(events, 2, 2, status) == expected
+def test_one_that_is_not(events: list[Event], kinds: list[str], expected: list[str]) -> None:
+    assert problems(events, 2, 2, kinds) == expected
 
 
 @pytest.mark.parametrize(
