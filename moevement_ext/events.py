@@ -37,6 +37,7 @@ class EventName(enum.StrEnum):
     RECOVERY_STARTED = 'recovery_started'
     RECOVERED = 'recovered'
     NEXT_TIER = 'next_tier'
+    DEVICE_PROBLEM = 'device_problem'
     FINISHED = 'finished'
 
 
@@ -233,6 +234,18 @@ class NextTier(Event, frozen=True, kw_only=True):
     reason: str
     tier: str
     """What is tried next."""
+
+
+class DeviceProblem(Event, frozen=True, kw_only=True):
+    """Something is wrong with the GPU of this rank."""
+
+    name = EventName.DEVICE_PROBLEM
+
+    device: str
+    """UUID of the GPU."""
+    harm: str
+    """`noted`, `worn`, `process` or `device`, from bad to worse."""
+    what: str
 
 
 class Finished(Event, frozen=True, kw_only=True):

@@ -15,12 +15,17 @@ train() {
     if (($# == 0)); then
         example
     fi
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-    export CUDA_DEVICE_MAX_CONNECTIONS=1  # overlap of communication and compute in Megatron
-    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+    surroundings
     # The launcher takes the place of this shell, so that signals of Slurm reach it.
     exec .venv/bin/python -m moevement_ext.slurm \
         --workers-per-node "${SLURM_GPUS_ON_NODE:-1}" "${launch[@]}" -- pretrain_gpt.py "${flags[@]}"
+}
+
+# What all programs of a job find in their environment.
+surroundings() {
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+    export CUDA_DEVICE_MAX_CONNECTIONS=1  # overlap of communication and compute in Megatron
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 }
 
 # Sets `flags`: a 16-expert MoE GPT on 4 nodes of 8 GPUs.

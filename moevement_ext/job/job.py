@@ -18,8 +18,10 @@ import psutil
 import torch
 
 from moevement_ext.config import node_name
-from moevement_ext.errors import HostMemoryError, UserError
+from moevement_ext.devices.watch import DeviceWatch
+from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
+from moevement_ext.job import own_device
 from moevement_ext.job.localized import Localized
 from moevement_ext.job.unprotected import Unprotected
 from moevement_ext.job.whole_job import Restart, WholeJob
@@ -32,6 +34,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.metrics import start as metrics
+from moevement_ext.process import watchdog
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
@@ -72,6 +75,8 @@ class Job:
         self._restart: Restart | None = None
         self._mode: Unprotected | WholeJob | None = None
         self._guard: Guard | None = None
+        self._device_watch: DeviceWatch | None = None
+        self._watchdog: watchdog.Watchdog | None = None
         self._observer = metrics.observe(rank)
         start_up_s = time.time() - psutil.Process().create_time()
         rank.events.emit(WorkerStarted(start_up_s=start_up_s))
@@ -213,6 +218,9 @@ class Job:
         """
         if self.membership is None:
             self._guard = self._guarded()
+        if watchdog.under_torchrun():
+            self._watchdog = watchdog.Watchdog(self.rank.config.hang_timeout)
+        self._device_watch = own_device.watch(self.rank.events, self._lose_device)
         self._mode = self._start()
         if self._observer is not None and self.protection is not None:
             self._observer.watch(self.protection.figures)
@@ -239,6 +247,14 @@ class Job:
         timeouts = config.hang_timeout, config.stuck_timeout
         waits.show()  # the guard ends who stands still, but for those that wait for others
         return Guard(store, self.rank.number, [int(pid) for pid in pids], *timeouts)
+
+    def _lose_device(self, what: str) -> None:
+        """End this process, so that its launcher starts another in its place. Any thread."""
+        if self.membership is not None:
+            self.membership.lose_device(what)
+        if self._guard is not None:
+            self._guard.lose_device(what)
+        os._exit(EXIT_STUCK)
 
     def _start(self) -> Unprotected | WholeJob:
         """Begin to capture, with the plan of the job this process joins or with a first one."""
@@ -293,6 +309,8 @@ class Job:
     def close(self, remove: bool = True) -> None:
         """The end: stop all threads; with `remove` give the host memory back."""
         self.rank.events.emit(Finished(removed=remove))
+        if self._device_watch is not None:
+            self._device_watch.close()
         if self._observer is not None:
             self._observer.close()
         if self.protection is not None:
@@ -301,6 +319,8 @@ class Job:
             self._guard.close()
         if self.membership is not None:
             self.membership.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
         self.rank.events.close()
 
 

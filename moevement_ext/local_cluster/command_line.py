@@ -44,7 +44,7 @@ def parse(argv: Sequence[str]) -> LaunchConfig:
             fork=args.fork,
             max_restarts=args.max_restarts,
             log_dir=args.log_dir,
-            faults=(*args.kill, *args.kill_node, *args.stop),
+            faults=given_faults(args),
             share_gpu=args.share_gpu,
         )
     except ConfigurationError as error:
@@ -110,11 +110,12 @@ def _parser() -> argparse.ArgumentParser:
         'through sockets: slow, for trying failures. Give the program --distributed-backend nccl '
         '--disable-gloo-process-groups. Default: a GPU for each worker.',
     )
-    _add_faults(parser)
+    add_faults(parser)
     return parser
 
 
-def _add_faults(parser: argparse.ArgumentParser) -> None:
+def add_faults(parser: argparse.ArgumentParser) -> None:
+    """The flags of failures that a launcher stages."""
     group = parser.add_argument_group(
         'staged failures', 'Each strikes once the last rank has logged the iteration.'
     )
@@ -137,6 +138,11 @@ def _add_faults(parser: argparse.ArgumentParser) -> None:
             metavar=f'{target}@ITERATION',
             help=what,
         )
+
+
+def given_faults(args: argparse.Namespace) -> tuple[StagedFault, ...]:
+    """Those of a command line with the flags of `add_faults`."""
+    return (*args.kill, *args.kill_node, *args.stop)
 
 
 def _fault(action: Action, target: str, text: str) -> StagedFault:

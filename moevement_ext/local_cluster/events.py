@@ -168,6 +168,19 @@ class NodeLost:
 
 
 @dataclass(frozen=True)
+class DevicesFailing:
+    """Something is wrong with a device of a host."""
+
+    host: str
+    trouble: str
+    usable: bool
+
+    def __str__(self) -> str:
+        what = 'can be used all the same' if self.usable else 'gets no rank any more'
+        return f'host {self.host} {what}: {self.trouble}'
+
+
+@dataclass(frozen=True)
 class JobFailed:
     """The job is given up; all its processes are killed."""
 
@@ -203,6 +216,7 @@ Event = (
     | NodeReady
     | NodeSeated
     | NodeLost
+    | DevicesFailing
     | JobFailed
     | MemoryKept
 )

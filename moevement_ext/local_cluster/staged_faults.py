@@ -24,11 +24,10 @@ class StagedFaults:
 
     def __init__(self, config: LaunchConfig) -> None:
         self.pending = list(config.faults)
-        self._memory = {
-            fault.target: _node_memory(config, fault)
-            for fault in config.faults
-            if fault.action is Action.KILL_NODE
-        }
+        self._run: tuple[Path, str] | None = None
+        for fault in config.faults:
+            if fault.action is Action.KILL_NODE:
+                self._run = _run_in_memory(config, fault)
 
     def due(self, line: str) -> list[StagedFault]:
         """Those to stage now that the last rank has logged `line`; each is returned once."""
@@ -39,14 +38,14 @@ class StagedFaults:
         self.pending = [fault for fault in self.pending if fault not in found]
         return found
 
-    def delete_memory(self, node: int) -> Path:
-        """Delete what a node keeps of this run, whose workers are dead; returns where it was."""
-        store = self._memory[node]
-        store.remove()
-        return store.path
+    def memory_of(self, name: str) -> NodeStore:
+        """What the node of this name keeps of the run, to be deleted with it."""
+        assert self._run is not None  # a node is to be killed
+        return NodeStore(*self._run, name)
 
 
-def _node_memory(config: LaunchConfig, fault: StagedFault) -> NodeStore:
+def _run_in_memory(config: LaunchConfig, fault: StagedFault) -> tuple[Path, str]:
+    """Directory of windows, and the run's name in it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument('--sparse-ckpt-dir', default=SparseCheckpointConfig.dir)
     parser.add_argument('--sparse-ckpt-run-id')
@@ -57,4 +56,5 @@ def _node_memory(config: LaunchConfig, fault: StagedFault) -> NodeStore:
             f'give {config.program} a --sparse-ckpt-run-id.'
         )
     settings = SparseCheckpointConfig(dir=given.sparse_ckpt_dir, run_id=given.sparse_ckpt_run_id)
-    return NodeStore(Path(settings.dir), given.sparse_ckpt_run_id, f'node{fault.target}')
+    checked = NodeStore(Path(settings.dir), given.sparse_ckpt_run_id, f'node{fault.target}')
+    return checked.root, checked.run_id

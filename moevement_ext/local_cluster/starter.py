@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the workers of a job come to life: here as processes of this machine."""
 
+import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from moevement_ext.local_cluster.child import Child, SpawnedChild
@@ -16,6 +18,7 @@ from moevement_ext.local_cluster.events import Event
 from moevement_ext.local_cluster.loop import Loop
 from moevement_ext.local_cluster.spare_pool import SparePool
 from moevement_ext.local_cluster.template import Template
+from moevement_ext.memory.node_store import NodeStore
 
 
 class Starter(Protocol):
@@ -40,6 +43,20 @@ class Starter(Protocol):
 
         Raises:
             LaunchError: a worker cannot be started.
+        """
+
+    def lose_node(
+        self, node: int, workers: Sequence[Child], memory: Callable[[str], NodeStore]
+    ) -> Path | None:
+        """Kill all that runs on a node of the job, and delete what it keeps in memory.
+
+        Args:
+            node: number.
+            workers: that run there.
+            memory: of a node, by its name.
+
+        Returns:
+            Where its memory was; None: nothing runs there.
         """
 
     def close(self) -> None:
@@ -98,6 +115,18 @@ class LocalStarter:
 
     def look(self) -> None:
         """Nothing is ever due."""
+
+    def lose_node(
+        self, node: int, workers: Sequence[Child], memory: Callable[[str], NodeStore]
+    ) -> Path:
+        """Kill the workers of an emulated node, and delete what it keeps in memory."""
+        for worker in workers:
+            worker.signal(signal.SIGKILL)
+        for worker in workers:
+            worker.ended_well()  # or it might write again what is deleted
+        store = memory(f'node{node}')
+        store.remove()
+        return store.path
 
     def close(self) -> None:
         """End spares and template."""

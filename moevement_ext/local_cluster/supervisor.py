@@ -349,12 +349,9 @@ class Supervisor:
 
     def _kill_node(self, fault: StagedFault) -> None:
         ranks = self.config.ranks_of(fault.target)
-        killed = [self.workers[rank].child for rank in ranks if not self.workers[rank].child.ended]
-        for child in killed:
-            child.signal(signal.SIGKILL)
-        for child in killed:
-            child.ended_well()  # or it might write again what is deleted
-        self._report(FaultStaged(fault, self._faults.delete_memory(fault.target)))
+        living = [self.workers[rank].child for rank in ranks if not self.workers[rank].child.ended]
+        deleted = self._starter.lose_node(fault.target, living, self._faults.memory_of)
+        self._report(FaultStaged(fault, deleted))
 
 
 def _ignore(line: str) -> None:

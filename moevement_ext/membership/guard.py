@@ -7,6 +7,7 @@ started again with it.
 """
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from torch.distributed import Store
 
@@ -37,6 +38,7 @@ class Guard:
         hang_timeout_s: float,
         stuck_timeout_s: float,
     ) -> None:
+        self._store = store
         self._rank = rank
         self._stuck_timeout_s = stuck_timeout_s
         self._thread = TrainingThread()
@@ -45,6 +47,15 @@ class Guard:
             store.clone, epoch, rank, pids, hang_timeout_s, lambda reason: None, self._look
         )
         self._watch.judge()
+
+    def lose_device(self, what: str) -> NoReturn:
+        """End this process, whose GPU is lost. Any thread.
+
+        Args:
+            what: is the matter.
+        """
+        store, epoch = self._store.clone(), self._watch.epoch
+        replace_this_process(store, epoch, self._rank, f'its GPU is lost: {what}', None)
 
     def close(self) -> None:
         """Training is over on all ranks."""

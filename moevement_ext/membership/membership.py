@@ -191,6 +191,15 @@ class Membership:
         self._watch.stop()
         self.reason = self._watch.reason or reason
 
+    def lose_device(self, what: str) -> NoReturn:
+        """End this process, whose GPU is lost, and the epoch with it. Any thread.
+
+        Args:
+            what: is the matter.
+        """
+        store, rank = self._store.clone(), self._rendezvous.rank
+        replace_this_process(store, self._meeting.epoch, rank, f'its GPU is lost: {what}', None)
+
     def meet(self, report: Callable[[], Report]) -> list[Report]:
         """Join the epoch after the present one; returns what all ranks report, by rank.
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def replace_this_process(
-    store: Store, epoch: int, rank: int, what: str, thread: TrainingThread
+    store: Store, epoch: int, rank: int, what: str, thread: TrainingThread | None
 ) -> NoReturn:
     """End it, so that its launcher starts another in its place. Any thread.
 
@@ -25,11 +25,10 @@ def replace_this_process(
         epoch: that this process is in, and that ends with it.
         rank: of this process.
         what: is the matter.
-        thread: that is in the way.
+        thread: that is in the way, if it is one.
     """
-    logger.error(
-        'sparse checkpointing: rank %d replaces itself: %s:\n%s', rank, what, thread.stack()
-    )
+    stack = '' if thread is None else f':\n{thread.stack()}'
+    logger.error('sparse checkpointing: rank %d replaces itself: %s%s', rank, what, stack)
     break_epoch(store, epoch, f'rank {rank} is stuck: {what}')
     sys.stdout.flush()
     sys.stderr.flush()

@@ -63,6 +63,7 @@ REPLAYED = _counter('replayed_iterations', 'Iterations computed again to recover
 VERIFIED = _counter('verified_operators', 'Operators compared with captures after a recovery.')
 DIFFERING = _counter('differing_operators', 'Operators whose recovered state was another.')
 NEXT_TIER = _counter('next_tier', 'Recoveries that gave up what they tried.', 'tier')
+DEVICE_PROBLEMS = _counter('device_problems', 'Signs that the GPU of this rank fails.', 'harm')
 
 INSTRUMENTS = tuple(value for value in list(globals().values()) if isinstance(value, Instrument))
 """All of them."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from moevement_ext.events import (
+    DeviceProblem,
     Event,
     FailureDetected,
     NextTier,
@@ -82,6 +83,8 @@ class Observer:
                 self._add(of.REDUCED)
             case FailureDetected():
                 self._add(of.FAILURES)
+            case DeviceProblem():
+                self._add(of.DEVICE_PROBLEMS, 1, event.harm)
             case NextTier():
                 self._add(of.NEXT_TIER, 1, event.tier)
             case Recovered():

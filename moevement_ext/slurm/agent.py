@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of the launcher on a node: starts the workers that it is told to, and hot spares.
 
+It also watches the GPUs of the node, so that no rank is given to one that cannot be used.
+
 `MOEVEMENT_SUPERVISOR` is where the supervisor listens and the secret of the job. Nothing that the
 agent has started outlives it, and it does not outlive the connection.
 """
@@ -10,19 +12,23 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from moevement_ext.devices import nvml
 from moevement_ext.local_cluster.child import SpawnedChild
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event, SpareReady
 from moevement_ext.local_cluster.loop import Loop
 from moevement_ext.local_cluster.output import Relay, last_lines
 from moevement_ext.local_cluster.spare_pool import SparePool
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import introduce
 from moevement_ext.slurm import messages
 from moevement_ext.slurm.address import ADDRESS_VARIABLE, Address
+from moevement_ext.slurm.devices import Devices
 from moevement_ext.slurm.link import Link
 
 _CONNECT_S = 30.0
@@ -36,10 +42,19 @@ class Agent:
         link: to the supervisor.
         job: what is run.
         host: name of this node.
+        devices: of this node.
     """
 
-    def __init__(self, link: Link[messages.FromSupervisor], job: messages.Job, host: str) -> None:
+    def __init__(
+        self,
+        link: Link[messages.FromSupervisor],
+        job: messages.Job,
+        host: str,
+        devices: Devices,
+    ) -> None:
         self._link = link
+        self._host = host
+        self._devices = devices
         log_dir = None if job.log_dir is None else Path(job.log_dir)
         self._config = LaunchConfig(job.program, tuple(job.flags), log_dir=log_dir)
         self._environment = {**job.defaults, **os.environ, 'MOEVEMENT_NODE': host}
@@ -52,6 +67,8 @@ class Agent:
     def run(self) -> None:
         """Return when the supervisor is gone; nothing runs here then."""
         self._loop.watch(self._link.fd, self._obey)
+        self._loop.watch(self._devices.fd, self._tell_of_devices)
+        self._devices.watch()
         try:
             while self._link.silent_s < messages.SILENT_S:
                 self._loop.turn(_TURN_S)
@@ -74,6 +91,17 @@ class Agent:
                 for _ in range(count - self._spares_kept):
                     self._spares.start()
                 self._spares_kept = max(count, self._spares_kept)
+            case messages.Vanish(directory, run_id):
+                self._vanish(NodeStore(Path(directory), run_id, self._host))
+
+    def _vanish(self, memory: NodeStore) -> None:
+        """Nobody is told; Linux kills what has been started here."""
+        for worker in self._workers.values():
+            worker.signal(signal.SIGKILL)
+        for worker in self._workers.values():
+            worker.ended_well()  # or it might write again what is deleted
+        memory.remove()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _start(self, order: messages.Start) -> None:
         log = self._config.log_of(order.rank)
@@ -110,6 +138,8 @@ class Agent:
             relay.finish()
         worker.close()
         lines = last_lines(log) if log is not None else []
+        if code != 0:  # not back to a device that may have been the reason
+            self._tell_of_devices()
         self._link.send(messages.Ended(key, code, relay.last_lines if relay else lines))
 
     def _pump(self, relay: Relay) -> None:
@@ -122,13 +152,24 @@ class Agent:
         else:
             print(f'[launcher] {event}', file=sys.stderr, flush=True)
 
+    def _tell_of_devices(self) -> None:
+        for message in self._devices.take():
+            self._link.send(message)
+
 
 def _ignore(line: str) -> None:
     """Nobody looks for anything in what a worker prints."""
 
 
-def connect(address: Address, host: str) -> Link[messages.FromSupervisor]:
+def connect(
+    address: Address, host: str, devices: Sequence[messages.DevicesFail]
+) -> Link[messages.FromSupervisor]:
     """Meet the supervisor.
+
+    Args:
+        address: where it listens.
+        host: name of this node.
+        devices: what is wrong with some.
 
     Raises:
         OSError: it is not there, or not that of this job.
@@ -140,7 +181,8 @@ def connect(address: Address, host: str) -> Link[messages.FromSupervisor]:
     if refused is not None:
         raise ConnectionError(refused)
     link = Link(sock, messages.FROM_SUPERVISOR)
-    link.send(messages.Here(host))
+    trouble = '; '.join(one.trouble for one in devices)
+    link.send(messages.Here(host, trouble, all(one.usable for one in devices)))
     return link
 
 
@@ -150,13 +192,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     address = Address.parse(os.environ.pop(ADDRESS_VARIABLE))
     host = os.environ['SLURMD_NODENAME']
+    devices = Devices(nvml.of_this_node())
+    devices.look()
     try:
-        link = connect(address, host)
+        link = connect(address, host, devices.take())
         job = link.receive()
     except OSError as error:
         sys.exit(f'the supervisor at {address.host}:{address.port} is not reached: {error}')
     assert isinstance(job, messages.Job)
-    Agent(link, job, host).run()
+    Agent(link, job, host, devices).run()
 
 
 if __name__ == '__main__':

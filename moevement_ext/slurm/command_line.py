@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.local_cluster.command_line import add_faults, given_faults
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.slurm.steps import slurm_step
 
@@ -62,8 +63,13 @@ def parse(argv: Sequence[str]) -> SlurmJob:
             workers_per_node=args.workers_per_node,
             max_restarts=args.max_restarts,
             log_dir=args.log_dir,
+            faults=given_faults(args),
             grace_s=args.grace,
         )
+        if launch.faults and launch.log_dir is None:
+            raise ConfigurationError(
+                f'{launch.faults[0]} is staged by what the last rank logs: give a --log-dir.'
+            )
     except ConfigurationError as error:
         parser.error(str(error))
     return SlurmJob(launch, hosts, args.requeue)
@@ -152,4 +158,5 @@ def _parser() -> argparse.ArgumentParser:
         help='Append the output of each rank to DIR/rank<N>.log, on a file system that all nodes '
         'see. Default: all in the log of the job, with the rank before each line.',
     )
+    add_faults(parser)
     return parser

@@ -18,7 +18,7 @@ _GREETING_S = 5.0
 class Arrival(NamedTuple):
     """An agent that knows the secret of the job."""
 
-    host: str
+    here: Here
     link: Link[FromAgent]
 
 
@@ -73,5 +73,5 @@ class Listener:
         here = link.receive()
         if not isinstance(here, Here):
             raise ConnectionError('an agent that does not say where it is')
-        self._arrived.put(Arrival(here.host, link))
+        self._arrived.put(Arrival(here, link))
         os.eventfd_write(self.fd, 1)

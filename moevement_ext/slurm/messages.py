@@ -19,6 +19,18 @@ class Here(msgspec.Struct, frozen=True, tag=True):
     """First message of an agent."""
 
     host: str
+    trouble: str = ''
+    """What is wrong with its devices; empty: nothing is known to be."""
+    usable: bool = True
+    """They can be used all the same."""
+
+
+class DevicesFail(msgspec.Struct, frozen=True, tag=True):
+    """Something is newly wrong with a device of the node."""
+
+    trouble: str
+    usable: bool
+    """It can be used all the same."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -77,7 +89,15 @@ class KeepSpares(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
-FromAgent = Alive | Here | Started | Ended | SpareIsReady
-FromSupervisor = Alive | Job | Start | Signal | KeepSpares
+class Vanish(msgspec.Struct, frozen=True, tag=True):
+    """End as a node does that loses its power, with what it keeps of the run in memory."""
+
+    directory: str
+    """`--sparse-ckpt-dir`."""
+    run_id: str
+
+
+FromAgent = Alive | Here | DevicesFail | Started | Ended | SpareIsReady
+FromSupervisor = Alive | Job | Start | Signal | KeepSpares | Vanish
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decoder(FromSupervisor)

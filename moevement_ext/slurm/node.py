@@ -31,6 +31,9 @@ class Node:
         is_hot: it was told to have hot spares.
         tried: when a step was last started here, in seconds of the monotonic clock.
         why: it has no agent.
+        worn: something is wrong with a device of it, which can be used all the same.
+        broken: what is wrong with a device that can not; for the rest of the job, since nothing
+            tells that it was repaired.
     """
 
     def __init__(
@@ -46,6 +49,8 @@ class Node:
         self.is_hot = False
         self.tried = 0.0
         self.why = 'not started yet'
+        self.worn = False
+        self.broken = ''
         self._loop = loop
         self._step: Step | None = None
         self._left: list[Step] = []
@@ -55,8 +60,8 @@ class Node:
 
     @property
     def is_spare(self) -> bool:
-        """Its agent waits for work."""
-        return self.link is not None and self.seat is None
+        """Its agent waits for work, and it can do some."""
+        return self.link is not None and self.seat is None and not self.broken
 
     @property
     def is_coming(self) -> bool:
@@ -66,7 +71,7 @@ class Node:
     @property
     def is_due(self) -> bool:
         """It has no agent, and it is time to ask for one again: perhaps it is repaired."""
-        waits = self.link is None and self._step is None
+        waits = self.link is None and self._step is None and not self.broken
         return waits and time.monotonic() >= self.tried + self._pause_s
 
     def begin(self, step: Step) -> None:

@@ -3,7 +3,8 @@
 
 A *seat* is one of the job's nodes: its ranks and their number, `GROUP_RANK`. Hosts take seats; what
 is left over is spare, with hot spares for all workers of a seat. A lost host loses its seat to a
-spare one at once; is it reached again, while Slurm leaves it in the allocation, it is a spare.
+spare one at once; is it reached again, while Slurm leaves it in the allocation, it is a spare. A
+host with a device that cannot be used counts as lost, for good.
 
 What tells that a host is lost is the connection to its agent, within a second if its processes die
 and after `SILENT_S` if it falls silent. Slurm itself knows later: `SlurmdTimeout`, by default 5
@@ -14,6 +15,7 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.local_cluster.child import Child
@@ -21,6 +23,7 @@ from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.environment import default_variables, job_variables
 from moevement_ext.local_cluster.errors import LaunchError
 from moevement_ext.local_cluster.events import (
+    DevicesFailing,
     Event,
     NodeLost,
     NodeReady,
@@ -29,6 +32,7 @@ from moevement_ext.local_cluster.events import (
     WorkerStarted,
 )
 from moevement_ext.local_cluster.loop import Loop
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.slurm import messages
 from moevement_ext.slurm.address import Address
@@ -125,6 +129,17 @@ class SlurmStarter:
             if node.is_due:
                 self._ask_for_agent(node)
 
+    def lose_node(
+        self, node: int, workers: Sequence[Child], memory: Callable[[str], NodeStore]
+    ) -> Path | None:
+        """Have all that runs on the host in a seat killed, and its memory deleted."""
+        host = next((one for one in self._nodes.values() if one.seat == node), None)
+        if host is None:
+            return None  # it was lost without that
+        store = memory(host.host)
+        host.send(messages.Vanish(str(store.root), store.run_id))
+        return store.path
+
     def close(self) -> None:
         """End all agents."""
         if self._listener is not None:
@@ -142,8 +157,8 @@ class SlurmStarter:
 
     def _arrivals(self) -> None:
         assert self._listener is not None
-        for host, link in self._listener.take():
-            node = self._nodes.get(host)
+        for here, link in self._listener.take():
+            node = self._nodes.get(here.host)
             if node is None:
                 link.close()
                 continue
@@ -160,7 +175,9 @@ class SlurmStarter:
                     default_variables(),
                 )
             )
-            self._report(NodeReady(host))
+            self._report(NodeReady(here.host))
+            if here.trouble:
+                self._note(node, here.trouble, here.usable)
 
     def _act(self, node: Node, message: messages.FromAgent) -> None:
         match message:
@@ -175,6 +192,17 @@ class SlurmStarter:
                 child.end(code)
             case messages.SpareIsReady(pid):
                 self._report(SpareReady(pid))
+            case messages.DevicesFail(trouble, usable):
+                self._note(node, trouble, usable)
+
+    def _note(self, node: Node, trouble: str, usable: bool) -> None:
+        """Something is wrong with a device of a node; its ranks go elsewhere if that is lost."""
+        self._report(DevicesFailing(node.host, trouble, usable))
+        if usable:
+            node.worn = True
+        else:
+            node.broken = trouble
+            node.lose(trouble)
 
     def _lost(self, node: Node, why: str) -> None:
         self._report(NodeLost(node.host, node.seat, why))
@@ -207,18 +235,18 @@ class SlurmStarter:
                 node.send(messages.KeepSpares(self._config.workers_per_node))
 
     def _take(self, seat: int) -> bool:
-        for node in self._nodes.values():
-            if node.is_spare:
-                node.seat = seat
-                self._report(NodeSeated(node.host, seat))
-                return True
+        spares = [node for node in self._nodes.values() if node.is_spare]
+        for node in sorted(spares, key=lambda spare: spare.worn):  # the sound ones first
+            node.seat = seat
+            self._report(NodeSeated(node.host, seat))
+            return True
         return False
 
     def _look_for_another(self, seat: int) -> None:
         """No spare is there: perhaps one is coming, or only the agent of a host was lost."""
         absent = [node for node in self._nodes.values() if node.link is None]
         for node in absent:
-            if not node.is_coming and node.tried < self._vacated:
+            if not (node.is_coming or node.broken) and node.tried < self._vacated:
                 self._ask_for_agent(node)
         if any(node.is_coming for node in absent):
             return

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -103,3 +104,36 @@ def test_a_spare_takes_the_place_of_a_lost_node(
         (recovered,) = running.job.events('recovered', rank)
         assert (recovered['scope'], recovered['stages']) == ('localized', [1])
     assert 'rank 1: a hot spare takes over' in running.output
+
+
+@pytest.mark.thorough
+def test_drill(slurm: Slurm, cluster: Make) -> None:
+    """A worker and a node are lost on purpose; its exit status says that all was exact."""
+    job = cluster(*PP2.split(), '--train-iters', '1000', '--sparse-ckpt-window', '2', ranks=2)
+    job.directory.mkdir(parents=True, exist_ok=True)
+    log, folder = job.directory / 'slurm.log', job.directory / 'drill'
+    drill = f'--first 8 --second 16 --iterations 24 --output {folder}'
+    flags = ('--nodes=3', f'--export=ALL,DRILL={drill}')
+    number = slurm.submit('slurm_drill.sbatch', *job.flags, log=log, sbatch=flags)
+    ended(slurm, number, log)
+    assert slurm.state(number) == 'COMPLETED', log.read_text()[-6000:]
+    assert 'drill passed, all bits are equal: lost a worker, a node' in log.read_text()
+    assert f'host {NODES[1]}, node 1 of the job, is lost' in log.read_text()
+
+
+@pytest.mark.thorough
+def test_check_of_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    """Emulated nodes share a machine, and are not equally fast: what counts is that all are met."""
+    log = tmp_path / 'slurm.log'
+    number = slurm.submit('slurm_nccl_check.sbatch', log=log, sbatch=('--nodes=3',))
+    ended(slurm, number, log)
+    printed = log.read_text()
+    assert '3 nodes, 3 ranks: ' in printed
+    assert all(name in printed for name in NODES[:3])
+
+
+def ended(slurm: Slurm, number: int, log: Path) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while slurm.state(number) not in END_STATES:
+        assert time.monotonic() < deadline, log.read_text()[-6000:]
+        time.sleep(0.2)

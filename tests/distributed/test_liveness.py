@@ -98,6 +98,28 @@ def test_a_hang_is_noticed_where_a_failure_restarts_the_whole_job(
     assert len(job.events_of(Recovered)) == 1
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize('recovery', ['localized', 'whole-job'])
+def test_worker_whose_device_is_lost_replaces_itself(
+    recovery: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """Long before anybody counts it as hung or stuck."""
+    flags = BASE.split()
+    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', recovery)
+    code, output = launch(job, mutation='liveness.device_of_rank_2_is_lost')
+    assert code == 0, output[-5000:]
+    assert differences(reference(*flags), read_digest(job)) == []
+    assert 'ended with exit status 76' in output
+    assert 'rank 2 replaces itself: its GPU is lost: Xid 79' in output
+    (problem,) = job.events('device_problem', rank=2)
+    assert (problem['device'], problem['harm']) == ('GPU-2', 'device')
+    recovered = [job.events('recovered', rank) for rank in range(job.ranks)]
+    assert all(len(found) == 1 for found in recovered)
+    assert {found[0].get('scope') == 'localized' for found in recovered} == {
+        recovery == 'localized'
+    }
+
+
 def test_death_while_all_connect(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

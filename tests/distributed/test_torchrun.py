@@ -93,6 +93,40 @@ def test_an_agent_restarts_its_worker_and_the_others_keep_their_state(
         assert (recovered.scope, recovered.stages) == ('localized', [1])
 
 
+def test_a_stopped_worker_is_killed_and_replaced(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """Its agent sees nothing of it; there is no other worker on its node."""
+    flags = '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights'.split()
+    flags += ['--train-iters', '12']
+    job = cluster(*flags, '--sparse-ckpt-window', '2', '--sparse-ckpt-hang-timeout', '8', ranks=2)
+    job.directory.mkdir(parents=True)
+    logs = [job.directory / f'agent{node}.log' for node in range(2)]
+    launch = (
+        f'--nnodes 2 --nproc-per-node 1 --max-restarts 2 --rdzv-backend static '
+        f'--master-addr 127.0.0.1 --master-port {_free_port()} --node-rank'
+    ).split()
+    with ExitStack() as stack:
+        agents = [
+            stack.enter_context(
+                agent([*launch, str(n)], job.flags, logs[n], MOEVEMENT_NODE=f'node{n}')
+            )
+            for n in range(2)
+        ]
+        wait_until(lambda: all(job.events('window_persisted', rank) for rank in range(2)), logs)
+        stopped = job.events('worker_started', 1)[0]['pid']
+        os.kill(stopped, signal.SIGSTOP)
+        for process in agents:
+            assert process.wait(START_S) == 0, tails(logs)
+    assert differences(reference(*flags, ranks=2), read_digest(job)) == []
+    said = f'rank 1 (pid {stopped}) has given no sign of life for 8 s: killed'
+    assert said in logs[1].read_text()
+    assert [len(job.events('worker_started', rank)) for rank in range(2)] == [1, 2]
+    for rank in range(2):
+        (recovered,) = job.events('recovered', rank)
+        assert (recovered['scope'], recovered['stages']) == ('localized', [1])
+
+
 def prepared(cluster: Callable[..., Cluster]) -> Cluster:
     job = cluster(*FLAGS, '--sparse-ckpt-window', '2')
     job.directory.mkdir(parents=True)

@@ -20,7 +20,7 @@ ENGINE_FLOORS = (
     {'errors'},
     {'config', 'events'},
     {'faults'},
-    {'process', 'plan', 'memory', 'regroup'},
+    {'devices', 'process', 'plan', 'memory', 'regroup'},
     {'replicate'},
     {'capture', 'membership'},
     {'protect'},

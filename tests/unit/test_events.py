@@ -113,6 +113,10 @@ _VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0'
             events.NextTier(reason='no log', tier='the whole job'),
             ',"reason":"no log","tier":"the whole job"',
         ),
+        (
+            events.DeviceProblem(device='GPU-1', harm='worn', what='Xid 63'),
+            ',"device":"GPU-1","harm":"worn","what":"Xid 63"',
+        ),
         (events.Finished(removed=True), ',"removed":true'),
     ],
     ids=lambda value: value.name if isinstance(value, events.Event) else '',

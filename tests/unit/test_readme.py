@@ -27,7 +27,7 @@ README = ROOT / 'README.md'
 PAGES = sorted(
     [
         *ROOT.glob('*.md'),
-        *(p for f in ('docs', 'tests', 'examples') for p in (ROOT / f).rglob('*.md')),
+        *(p for f in ('docs', 'tests', 'examples', 'deploy') for p in (ROOT / f).rglob('*.md')),
     ]
 )
 MOST_LINES = 180

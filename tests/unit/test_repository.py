@@ -206,10 +206,11 @@ def test_shell_script_is_sound(script: Path) -> None:
     assert os.access(script, os.X_OK) or script.suffix == '.sbatch', f'{script} is not executable'
 
 
-def slurm_command(script: str, tmp_path: Path) -> list[str]:
+def slurm_command(script: str, tmp_path: Path, *flags: str) -> list[str]:
     """What a batch script would start on 5 nodes, by running it where Python only prints."""
     programs = {
         'python': "printf '%s\\n' \"$@\"",
+        'srun': "printf '%s\\n' \"$@\"",
         'scontrol': "printf '%s\\n' node-{a,b,c,d,e}",
     }
     for name, body in programs.items():
@@ -223,8 +224,9 @@ def slurm_command(script: str, tmp_path: Path) -> list[str]:
         'SLURM_SUBMIT_DIR': str(tmp_path),
         'SLURM_JOB_NAME': 'moevement',
         'SLURM_GPUS_ON_NODE': '8',
+        'SLURM_JOB_ID': '42',
     }
-    result = run('bash', ROOT / 'scripts' / script, env=slurm)
+    result = run('bash', ROOT / 'scripts' / script, *flags, env=slurm)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -254,6 +256,31 @@ def test_slurm_example_uses_flags_that_exist(
     assert unknown == ['--sparse-ckpt']  # ours; all else is Megatron's
     assert args.num_layers % args.pipeline_model_parallel_size == 0
     assert args.num_experts % args.expert_model_parallel_size == 0
+
+
+@pytest.mark.parametrize('flags', [(), ('--bf16', '--num-layers', '4')])
+def test_slurm_drill_uses_flags_that_exist(flags: tuple[str, ...], tmp_path: Path) -> None:
+    from tools.drill.__main__ import _parser
+
+    command = slurm_command('slurm_drill.sbatch', tmp_path, *flags)
+    assert command[:2] == ['-m', 'tools.drill']
+    end = command.index('--')
+    args = _parser().parse_args(command[2:end])
+    assert (args.spare_nodes, args.workers_per_node) == (1, 8)
+    assert '--num-layers' in command[end:]
+    assert not flags or command[end + 1 :] == list(flags)
+
+
+def test_slurm_check_uses_flags_that_exist(tmp_path: Path) -> None:
+    from tools.node_check.__main__ import _parser
+
+    srun = slurm_command('slurm_nccl_check.sbatch', tmp_path, '--num-layers', '4')
+    assert '--ntasks-per-node=8' in srun
+    command = srun[srun.index('-m') :]
+    assert command[:2] == ['-m', 'tools.node_check']
+    end = command.index('--')
+    assert _parser().parse_args(command[2:end]).spare_nodes == 1
+    assert command[end + 1 :] == ['--num-layers', '4']
 
 
 # ---- Dockerfile

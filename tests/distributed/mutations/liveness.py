@@ -3,10 +3,13 @@
 
 import os
 import threading
+import time
 
 from torch.utils.data import dataloader
 
 from moevement_ext import faults
+from moevement_ext.devices.judging import Reading
+from moevement_ext.job import own_device
 
 
 def loader_of_rank_2_blocks() -> None:
@@ -22,3 +25,21 @@ def loader_of_rank_2_blocks() -> None:
         return next_data(self)
 
     iterator._next_data = blocking
+
+
+class _Device:
+    """One that is lost in iteration 8; nobody but the driver notices."""
+
+    def wait(self, timeout_s: float) -> Reading | None:
+        time.sleep(0.01)
+        return Reading('GPU-2', time.monotonic(), xids=(79,)) if faults._iteration >= 8 else None
+
+    def read(self) -> list[Reading]:
+        return []
+
+
+def device_of_rank_2_is_lost() -> None:
+    """In its first life; its training thread hangs from then on, as in a collective."""
+    if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('2', '0'):
+        own_device._own = _Device
+        loader_of_rank_2_blocks()

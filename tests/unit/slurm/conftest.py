@@ -18,6 +18,7 @@ from moevement_ext.local_cluster.supervisor import Supervisor
 from moevement_ext.slurm.address import ADDRESS_VARIABLE, Address
 from moevement_ext.slurm.starter import SlurmStarter
 from moevement_ext.slurm.steps import AGENT, Step
+from tests.unit.devices.conftest import DRIVER, Devices
 from tests.unit.local_cluster.conftest import Job
 
 
@@ -47,8 +48,21 @@ class SlurmJob(Job):
         self.dead.add(host)
         self.steps[host][-1]._process.kill()
 
+    def devices(self, host: str) -> Devices:
+        """The GPUs of a host; there is a sound one."""
+        folder = self.folder / f'devices-{host}'
+        folder.mkdir()
+        devices = Devices(folder)
+        devices.set('GPU-0')
+        return devices
+
     def _start_step(self, host: str, address: Address) -> Step:
         environment = {**os.environ, ADDRESS_VARIABLE: str(address), 'SLURMD_NODENAME': host}
+        devices = self.folder / f'devices-{host}'
+        if devices.exists():
+            environment['MOEVEMENT_TEST_DEVICES'] = str(devices)
+            environment['PYTHONPATH'] = f'{DRIVER}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
+            del environment['CUDA_VISIBLE_DEVICES']
         command = ['false'] if host in self.dead else AGENT
         step = Step(command, environment)
         self.steps.setdefault(host, []).append(step)

@@ -5,6 +5,7 @@ import pytest
 
 from moevement_ext.slurm import messages
 from moevement_ext.slurm.agent import Agent
+from moevement_ext.slurm.devices import Devices
 from moevement_ext.slurm.link import Link
 from tests.unit.local_cluster.conftest import dies
 from tests.unit.slurm.conftest import SlurmJob
@@ -24,6 +25,7 @@ def test_workers_do_not_outlive_a_supervisor_that_falls_silent(
         Link(here, messages.FROM_SUPERVISOR),
         messages.Job(str(job.program), ['x'], None, {}),
         'a',
+        Devices(None),
     )
     supervisor = Link(there, messages.FROM_AGENT)
     supervisor.send(messages.Start(7, 3, {'RANK': '3', 'TORCHELASTIC_RESTART_COUNT': '0'}))

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.local_cluster.config import Action, StagedFault
 from moevement_ext.slurm.command_line import main, parse
 from tests.unit.slurm.conftest import SlurmJob
 
@@ -32,7 +33,8 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_flags(job: SlurmJob, scontrol: Path) -> None:
     own = (
-        '--spare-nodes 1 --workers-per-node 8 --max-restarts 4 --requeue --grace 20 --log-dir logs'
+        '--spare-nodes 1 --workers-per-node 8 --max-restarts 4 --requeue --grace 20 --log-dir logs '
+        '--kill 3@8'
     )
     found = parse([*own.split(), '--', str(job.program), '--grace', '3'])
     assert found.hosts == ('node-a', 'node-b', 'node-c')
@@ -40,6 +42,7 @@ def test_flags(job: SlurmJob, scontrol: Path) -> None:
     launch = found.launch
     assert (launch.nodes, launch.workers_per_node, launch.world_size) == (2, 8, 16)
     assert (launch.max_restarts, launch.grace_s, launch.log_dir) == (4, 20.0, Path('logs'))
+    assert launch.faults == (StagedFault(Action.KILL, 3, 8),)
     assert (launch.program, launch.flags) == (str(job.program), ('--grace', '3'))
 
 
@@ -51,6 +54,7 @@ def test_flags(job: SlurmJob, scontrol: Path) -> None:
         ('--spare-nodes -1 -- PROGRAM', '--spare-nodes -1 must be at least 0'),
         ('--workers-per-node 0 -- PROGRAM', '--workers-per-node 0 must be at least 1'),
         ('--grace -1 -- PROGRAM', '--grace -1.0 must be at least 0'),
+        ('--kill 0@2 -- PROGRAM', '--kill 0@2 is staged by what the last rank logs: give a --log'),
         ('-- nowhere.py', 'nowhere.py: no such program'),
     ],
 )

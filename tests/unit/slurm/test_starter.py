@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.local_cluster.config import Action, StagedFault
 from moevement_ext.local_cluster.events import (
     Event,
     JobFailed,
@@ -190,6 +191,33 @@ def test_a_hung_worker_is_killed(job: SlurmJob) -> None:
     job.finish_when = lambda: len(job.started(0)) == 2
     assert job.on_hosts('a', nodes=1).run() == 0
     assert [e.rank for e in job.events if isinstance(e, WorkerEvicted)] == [0]
+
+
+def test_staged_failures(job: SlurmJob, tmp_path: Path) -> None:
+    """A worker is killed, then all that a node has: agent, worker, and its windows of this run."""
+    memory = tmp_path / 'memory'
+    for place in ('run/a', 'run/b', 'run/c', 'other/b'):
+        (memory / place / '0').mkdir(parents=True)
+    kept: list[list[str]] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, NodeLost):
+            kept.append(sorted(str(path.relative_to(memory)) for path in memory.glob('*/*')))
+
+    job.on_event = look
+    job.finish_when = lambda: len(job.started(1)) == 3
+    faults = (StagedFault(Action.KILL, 1, 2), StagedFault(Action.KILL_NODE, 1, 3))
+    flags = (
+        f'--sparse-ckpt-dir={memory}', '--sparse-ckpt-run-id', 'run',
+        '1.0=print:iteration 2/', '1.1=print:iteration 3/',
+    )  # fmt: skip
+    supervisor = job.on_hosts('abc', *flags, nodes=2, log_dir=tmp_path / 'logs', faults=faults)
+    assert supervisor.run() == 0
+    assert codes(job, 1) == [-9, -9, 0]
+    assert lost(job) == [('b', 1)]
+    assert kept == [['other/b', 'run/a', 'run/c']]
+    assert dies(job.started(1)[1].pid)
+    assert job.life(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
 
 
 def test_output_goes_to_files(job: SlurmJob, tmp_path: Path) -> None:

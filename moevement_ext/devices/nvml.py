@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads devices through NVIDIA's management library, where that and `nvidia-ml-py` are installed.
+
+Nothing here needs CUDA, or makes a context on a device.
+"""
+
+import importlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from moevement_ext.devices.judging import Action, Reading
+
+logger = logging.getLogger(__name__)
+
+_SLOWED_BY = (
+    ('nvmlClocksEventReasonHwSlowdown', 'its hardware'),
+    ('nvmlClocksEventReasonHwThermalSlowdown', 'heat'),
+    ('nvmlClocksEventReasonHwPowerBrakeSlowdown', 'its power supply'),
+)
+_ACTIONS = (
+    ('NVML_GPU_RECOVERY_ACTION_NONE', Action.NONE),
+    ('NVML_GPU_RECOVERY_ACTION_GPU_RESET', Action.GPU_RESET),
+    ('NVML_GPU_RECOVERY_ACTION_BUS_RESET', Action.GPU_RESET),
+    ('NVML_GPU_RECOVERY_ACTION_NODE_REBOOT', Action.NODE_REBOOT),
+    ('NVML_GPU_RECOVERY_ACTION_SYSTEM_REBOOT', Action.NODE_REBOOT),
+    ('NVML_GPU_RECOVERY_ACTION_DRAIN_P2P', Action.DRAIN_P2P),
+    ('NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET', Action.DRAIN_AND_RESET),
+)
+_OF_NO_USE = ('NVML_ERROR_GPU_IS_LOST', 'NVML_ERROR_RESET_REQUIRED')
+
+
+class Source(Protocol):
+    """Where readings come from; one thread uses it."""
+
+    def wait(self, timeout_s: float) -> Reading | None:
+        """Wait for an error that a driver reports, at most so long; None: there was none."""
+
+    def read(self) -> list[Reading]:
+        """One reading of each device, without errors that were reported."""
+
+
+class Nvml:
+    """Some devices of this node.
+
+    Args:
+        library: the module `pynvml`, initialised.
+        handles: of the devices, by UUID.
+    """
+
+    def __init__(self, library: Any, handles: Mapping[str, Any]) -> None:
+        self._nvml = library
+        self._handles = dict(handles)
+        self._events = library.nvmlEventSetCreate()
+        self._hears = False
+        for device, handle in self._handles.items():
+            self._listen_to(device, handle)
+
+    def wait(self, timeout_s: float) -> Reading | None:
+        """Wait for an Xid, at most so long; None: there was none."""
+        if not self._hears:
+            time.sleep(timeout_s)
+            return None
+        try:
+            event = self._nvml.nvmlEventSetWait_v2(self._events, int(timeout_s * 1000))
+        except self._nvml.NVMLError as error:
+            if self._says(error, 'NVML_ERROR_TIMEOUT'):
+                return None
+            # Nothing tells which device is lost: the next reading does.
+            logger.warning('errors of the GPUs are no longer listened for: %s', error)
+            self._hears = False
+            return None
+        device = self._nvml.nvmlDeviceGetUUID(event.device)
+        return Reading(device, time.monotonic(), xids=(int(event.eventData),))
+
+    def read(self) -> list[Reading]:
+        """One reading of each device."""
+        return [self._read(device, handle) for device, handle in self._handles.items()]
+
+    def _listen_to(self, device: str, handle: Any) -> None:
+        xids = self._nvml.nvmlEventTypeXidCriticalError
+        try:
+            self._nvml.nvmlDeviceRegisterEvents(handle, xids, self._events)
+            self._hears = True
+        except self._nvml.NVMLError as error:
+            logger.warning('GPU %s does not report errors as they happen: %s', device, error)
+
+    def _read(self, device: str, handle: Any) -> Reading:
+        nvml, now = self._nvml, time.monotonic()
+        try:
+            rows = self._told(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
+            slowed = self._told(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+            return Reading(
+                device,
+                now,
+                action=self._action(handle),
+                uncorrectable=self._told(
+                    lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                        handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                    )
+                ),
+                reset_pending=None if rows is None else bool(rows[2]),
+                no_spare_row=None if rows is None else bool(rows[3]),
+                slowed_by=tuple(
+                    why for name, why in _SLOWED_BY if (slowed or 0) & getattr(nvml, name)
+                ),
+                link_recoveries=self._field(
+                    handle, nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL
+                ),
+                clock_mhz=self._told(
+                    lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+                ),
+            )
+        except nvml.NVMLError as error:
+            lost = self._says(error, 'NVML_ERROR_GPU_IS_LOST')
+            return Reading(device, now, lost=lost, action=None if lost else Action.GPU_RESET)
+
+    def _action(self, handle: Any) -> Action | None:
+        number = self._field(handle, getattr(self._nvml, 'NVML_FI_DEV_GET_GPU_RECOVERY_ACTION', 0))
+        if number is None:
+            return None
+        known = {getattr(self._nvml, name, None): action for name, action in _ACTIONS}
+        return known.get(number, Action.OTHER)
+
+    def _field(self, handle: Any, field: int) -> int | None:
+        """A value of 64 or fewer bits; None: this device, driver or library does not have it."""
+        values = self._told(lambda: self._nvml.nvmlDeviceGetFieldValues(handle, [field]))
+        if values is None or values[0].nvmlReturn != self._nvml.NVML_SUCCESS:
+            return None
+        value, kind = values[0].value, values[0].valueType
+        return int(value.uiVal if kind == self._nvml.NVML_VALUE_TYPE_UNSIGNED_INT else value.ullVal)
+
+    def _told[T](self, read: Callable[[], T]) -> T | None:
+        """What the device tells; None where it has no such thing."""
+        try:
+            return read()
+        except self._nvml.NVMLError as error:
+            if any(self._says(error, name) for name in _OF_NO_USE):
+                raise
+            return None
+
+    def _says(self, error: Any, name: str) -> bool:
+        return bool(error.value == getattr(self._nvml, name))
+
+
+def of_this_node() -> Nvml | None:
+    """All devices that programs of this environment may use; None: there is none, or no library."""
+    library = _library()
+    if library is None:
+        return None
+    count = library.nvmlDeviceGetCount()
+    handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+    found = {library.nvmlDeviceGetUUID(handle): handle for handle in handles}
+    seen = visible(list(found), os.environ.get('CUDA_VISIBLE_DEVICES'))
+    return Nvml(library, {device: found[device] for device in seen}) if seen else None
+
+
+def of_one(device: str) -> Nvml | None:
+    """One device, by its UUID; None: the library is not here, or does not know it."""
+    library = _library()
+    if library is None:
+        return None
+    try:
+        return Nvml(library, {device: library.nvmlDeviceGetHandleByUUID(device)})
+    except library.NVMLError as error:
+        logger.warning('GPU %s is not watched: %s', device, error)
+        return None
+
+
+def visible(devices: list[str], allowed: str | None) -> Iterable[str]:
+    """Those that `CUDA_VISIBLE_DEVICES` leaves a program.
+
+    Args:
+        devices: UUIDs, in the order of the bus.
+        allowed: numbers, or beginnings of UUIDs; None: all. What follows a wrong one does not
+            count, as CUDA has it.
+    """
+    if allowed is None:
+        return devices
+    found: list[str] = []
+    for name in (part.strip() for part in allowed.split(',')):
+        if name.isdecimal() and int(name) < len(devices):
+            found.append(devices[int(name)])
+        elif name.startswith('GPU-') and any(device.startswith(name) for device in devices):
+            found.append(next(device for device in devices if device.startswith(name)))
+        else:
+            break
+    return found
+
+
+def _library() -> Any | None:
+    """`pynvml`, initialised; None: it is not installed, or there is no driver."""
+    try:
+        library = importlib.import_module('pynvml')
+        library.nvmlInit()
+    except ModuleNotFoundError:
+        return None
+    except library.NVMLError:  # no driver
+        return None
+    return library

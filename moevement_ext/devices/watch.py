@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches devices on a thread of its own."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from moevement_ext.devices.judging import Finding, Judge
+from moevement_ext.devices.nvml import Source
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 1.0
+_LOOKS_BETWEEN_READINGS = 5
+
+
+class DeviceWatch:
+    """Tells what is newly wrong with some devices, until closed.
+
+    Errors that the driver reports are told as they come; all else is read every five seconds, and
+    after each of them.
+
+    Args:
+        source: of readings; the thread uses it.
+        judge: that has judged earlier readings of these devices.
+        found: called on the thread with each finding.
+    """
+
+    def __init__(self, source: Source, judge: Judge, found: Callable[[Finding], None]) -> None:
+        self._source = source
+        self._judge = judge
+        self._found = found
+        self._stopping = threading.Event()
+        threading.Thread(target=self._run, name='device-watch', daemon=True).start()
+
+    def close(self) -> None:
+        """Watch no more; the thread ends within a second or so."""
+        self._stopping.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                for _ in range(_LOOKS_BETWEEN_READINGS):
+                    if self._stopping.is_set() or self._hear():
+                        break
+                for reading in self._source.read():
+                    self._tell(self._judge.judge(reading))
+        except Exception:  # never training's matter (invariant I6)
+            logger.exception('GPUs are no longer watched')
+
+    def _hear(self) -> bool:
+        """True if the driver has reported an error meanwhile."""
+        reading = self._source.wait(_WAIT_S)
+        if reading is not None:
+            self._tell(self._judge.judge(reading))
+        return reading is not None
+
+    def _tell(self, findings: list[Finding]) -> None:
+        for finding in findings:
+            self._found(finding)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU of this process is watched: it ends before a collective hangs on a device that is lost.
+
+Its launcher replaces it then. Whether another process can use the device is the launcher's matter;
+that for Slurm watches all devices of its nodes.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from moevement_ext.devices import nvml
+from moevement_ext.devices.judging import Finding, Judge
+from moevement_ext.devices.watch import DeviceWatch
+from moevement_ext.devices.xids import Harm
+from moevement_ext.events import DeviceProblem, EventLog
+
+logger = logging.getLogger(__name__)
+
+
+def watch(events: EventLog, lose: Callable[[str], None]) -> DeviceWatch | None:
+    """Watch it from now on; None: there is none, or nothing that tells of it. Training thread.
+
+    Args:
+        events: get all that is found.
+        lose: called on the watching thread with what is wrong, when what the process has on the
+            device is lost; ends the process.
+    """
+    source = _own()
+    return None if source is None else DeviceWatch(source, Judge(), partial(_act, events, lose))
+
+
+def _own() -> nvml.Source | None:
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return nvml.of_one(f'GPU-{properties.uuid}')
+
+
+def _act(events: EventLog, lose: Callable[[str], None], finding: Finding) -> None:
+    harm = finding.harm
+    events.emit(DeviceProblem(device=finding.device, harm=harm.name.lower(), what=finding.what))
+    if harm > Harm.NOTED:
+        logger.warning('sparse checkpointing: GPU %s', finding)
+    if harm >= Harm.PROCESS:
+        lose(finding.what)

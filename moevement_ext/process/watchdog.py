@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has this process killed when it hangs, where its launcher would not: under torchrun.
+
+A process that is stopped, or in which no thread of Python runs any more, can do nothing about that
+itself; and torchrun starts another only when it is dead. So a small process beside it listens for
+its signs of life. Who merely waits, or is stuck in its training thread, gives them.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_PROGRAM = Path(__file__).with_name('watchdog_process.py')
+_BEAT_S = 0.5
+
+
+def under_torchrun() -> bool:
+    """The launcher of this process kills nobody who hangs; those of this package do."""
+    return 'TORCHELASTIC_RUN_ID' in os.environ
+
+
+class Watchdog:
+    """The process beside this one, until closed; it does not outlive this one.
+
+    Args:
+        silent_s: seconds without a sign of life after which this process is killed.
+    """
+
+    def __init__(self, silent_s: float) -> None:
+        self._stopping = threading.Event()
+        self._dog: subprocess.Popen[bytes] | None = None
+        rank = os.environ.get('RANK', '?')
+        command = [sys.executable, '-I', '-S', str(_PROGRAM)]
+        command += [str(os.getpid()), str(silent_s), rank]
+        try:
+            self._dog = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError as error:  # never training's matter (invariant I6)
+            logger.warning('sparse checkpointing: nobody kills this process if it hangs: %s', error)
+            return
+        threading.Thread(target=self._beat, name='sparse-ckpt-alive', daemon=True).start()
+
+    def close(self) -> None:
+        """This process has nothing to do any more that could hang."""
+        self._stopping.set()
+        if self._dog is not None:
+            self._dog.kill()
+            self._dog.wait()
+
+    def _beat(self) -> None:
+        assert self._dog is not None and self._dog.stdin is not None
+        pipe = self._dog.stdin.fileno()
+        try:
+            while not self._stopping.wait(_BEAT_S):
+                os.write(pipe, b'.')
+        except OSError as error:
+            if not self._stopping.is_set():
+                logger.warning(
+                    'sparse checkpointing: nobody kills this process if it hangs: %s', error
+                )

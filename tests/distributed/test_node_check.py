@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of all nodes, by real processes over gloo, each on an emulated node of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness.cluster import ROOT, _free_port
+
+PLAN = """--num-layers 4 --hidden-size 64 --num-attention-heads 2 --seq-length 64
+ --max-position-embeddings 64 --vocab-size 256 --num-experts 4 --micro-batch-size 1
+ --global-batch-size 4 --pipeline-model-parallel-size 2 --bf16""".split()
+
+
+def check(*flags: str, come: int = 2, **env: str) -> tuple[list[int], list[str]]:
+    """Exit statuses, and what each rank printed."""
+    port = str(_free_port())
+    places = [
+        {'RANK': str(rank), 'LOCAL_RANK': '0', 'MOEVEMENT_NODE': f'node{rank}', **env}
+        for rank in range(come)
+    ]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, '-m', 'tools.node_check', '--mib', '4', *flags],
+            env={**os.environ, 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1',
+                 'MASTER_PORT': port, **place},
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for place in places
+    ]  # fmt: skip
+    printed = [rank.communicate()[0] for rank in ranks]
+    return [rank.returncode for rank in ranks], printed
+
+
+def test_two_sound_nodes(tmp_path: Path) -> None:
+    """Two processes of one machine differ by nothing but their share of it."""
+    file = tmp_path / 'check.json'
+    codes, printed = check('--slowest', '0', '--json', str(file), '--', *PLAN)
+    assert codes == [0, 0], printed
+    assert '2 nodes, 2 ranks: 0 problems' in printed[0]
+    found = json.loads(file.read_text())
+    assert [report['node'] for report in found] == ['node0', 'node1']
+    for report in found:
+        assert report['versions']['torch'] == found[0]['versions']['torch']
+        for rate in ('copy_gb_s', 'neighbour_gb_s', 'all_reduce_gb_s'):
+            assert 0 < report[rate] < 1000
+
+
+@pytest.mark.thorough
+def test_too_little_memory() -> None:
+    codes, printed = check('--slowest', '0', '--need-gib', '1e6')
+    assert codes == [1, 1], printed
+    for node in range(2):
+        assert f'node{node}: ' in printed[0] and '1000000.0 are needed' in printed[0]
+
+
+@pytest.mark.thorough
+def test_a_rank_that_does_not_come() -> None:
+    codes, printed = check('--timeout', '3', come=1)
+    assert codes == [2]
+    assert 'ranks [1] of 2 did not come within 3 s' in printed[0]

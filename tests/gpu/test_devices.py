@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real library on a real GPU, of which nothing is expected but that it is sound."""
+
+import pytest
+import torch
+
+from moevement_ext.devices import nvml
+from moevement_ext.devices.judging import Action, Judge
+from moevement_ext.devices.xids import Harm
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+def test_a_device_tells_of_itself() -> None:
+    pytest.importorskip('pynvml', reason='needs nvidia-ml-py')
+    uuid = f'GPU-{torch.cuda.get_device_properties(0).uuid}'
+    source = nvml.of_one(uuid)
+    assert source is not None
+    assert source.wait(0.1) is None
+    (reading,) = source.read()
+    assert reading.device == uuid
+    assert reading.clock_mhz is not None and 100 < reading.clock_mhz < 5000
+    assert reading.action in (None, Action.NONE)
+    assert all(finding.harm < Harm.DEVICE for finding in Judge().judge(reading))
+    everywhere = nvml.of_this_node()
+    assert everywhere is not None
+    assert uuid in [reading.device for reading in everywhere.read()]

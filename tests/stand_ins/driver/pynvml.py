@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands in for `pynvml` (of nvidia-ml-py 13) where there is no driver: devices are files.
+
+`MOEVEMENT_TEST_DEVICES` names a folder with a file `<UUID>.json` for each device, in the order of
+their names: what it tells, by the name of the function or field; `lost` if the driver does not
+reach it. Each line appended to `<UUID>.xids` is an Xid that happens then. Without the variable
+there is no driver. Only what `moevement_ext/devices/nvml.py` uses is here.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+NVML_SUCCESS = 0
+NVML_ERROR_NOT_SUPPORTED = 3
+NVML_ERROR_NOT_FOUND = 6
+NVML_ERROR_TIMEOUT = 10
+NVML_ERROR_LIBRARY_NOT_FOUND = 12
+NVML_ERROR_GPU_IS_LOST = 15
+NVML_ERROR_RESET_REQUIRED = 16
+NVML_GPU_RECOVERY_ACTION_NONE = 0
+NVML_GPU_RECOVERY_ACTION_GPU_RESET = 1
+NVML_GPU_RECOVERY_ACTION_NODE_REBOOT = 2
+NVML_GPU_RECOVERY_ACTION_DRAIN_P2P = 3
+NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET = 4
+NVML_GPU_RECOVERY_ACTION_BUS_RESET = 6
+NVML_GPU_RECOVERY_ACTION_SYSTEM_REBOOT = 7
+NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL = 59
+NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
+NVML_VALUE_TYPE_UNSIGNED_INT = 1
+NVML_VALUE_TYPE_UNSIGNED_LONG_LONG = 3
+NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
+NVML_VOLATILE_ECC = 0
+NVML_CLOCK_SM = 1
+nvmlEventTypeXidCriticalError = 8
+nvmlClocksEventReasonHwSlowdown = 8
+nvmlClocksEventReasonHwThermalSlowdown = 64
+nvmlClocksEventReasonHwPowerBrakeSlowdown = 128
+_FIELDS = {
+    NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL: ('links', NVML_VALUE_TYPE_UNSIGNED_LONG_LONG),
+    NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: ('action', NVML_VALUE_TYPE_UNSIGNED_INT),
+}
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int) -> None:
+        super().__init__(f'NVML error {value}')
+        self.value = value
+
+
+def nvmlInit() -> None:
+    if 'MOEVEMENT_TEST_DEVICES' not in os.environ:
+        raise NVMLError(NVML_ERROR_LIBRARY_NOT_FOUND)
+
+
+def nvmlDeviceGetCount() -> int:
+    return len(_files())
+
+
+def nvmlDeviceGetHandleByIndex(index: int) -> Path:
+    return _files()[index]
+
+
+def nvmlDeviceGetHandleByUUID(uuid: str) -> Path:
+    for file in _files():
+        if file.stem == uuid:
+            return file
+    raise NVMLError(NVML_ERROR_NOT_FOUND)
+
+
+def nvmlDeviceGetUUID(device: Path) -> str:
+    return device.stem
+
+
+def nvmlDeviceGetRemappedRows(device: Path) -> list[int]:
+    return _of(device, 'rows')
+
+
+def nvmlDeviceGetCurrentClocksEventReasons(device: Path) -> int:
+    return _of(device, 'reasons')
+
+
+def nvmlDeviceGetTotalEccErrors(device: Path, kind: int, counter: int) -> int:
+    assert (kind, counter) == (NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC)
+    return _of(device, 'ecc')
+
+
+def nvmlDeviceGetClockInfo(device: Path, kind: int) -> int:
+    assert kind == NVML_CLOCK_SM
+    return _of(device, 'clock')
+
+
+def nvmlDeviceGetFieldValues(device: Path, fields: list[int]) -> list[SimpleNamespace]:
+    return [_field(device, *_FIELDS[field]) for field in fields]
+
+
+def nvmlEventSetCreate() -> dict[Path, int]:
+    return {}
+
+
+def nvmlDeviceRegisterEvents(device: Path, kinds: int, events: dict[Path, int]) -> None:
+    assert kinds == nvmlEventTypeXidCriticalError
+    _of(device, None)
+    events[device] = len(_xids(device))
+
+
+def nvmlEventSetWait_v2(events: dict[Path, int], timeout_ms: int) -> SimpleNamespace:
+    deadline = time.monotonic() + timeout_ms / 1000
+    while time.monotonic() < deadline:
+        for device, seen in events.items():
+            for xid in _xids(device)[seen:]:
+                events[device] += 1
+                return SimpleNamespace(device=device, eventData=xid)
+        time.sleep(0.01)
+    raise NVMLError(NVML_ERROR_TIMEOUT)
+
+
+def _files() -> list[Path]:
+    return sorted(Path(os.environ['MOEVEMENT_TEST_DEVICES']).glob('*.json'))
+
+
+def _xids(device: Path) -> list[int]:
+    file = device.with_suffix('.xids')
+    return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _of(device: Path, name: str | None):  # type: ignore[no-untyped-def]
+    told = json.loads(device.read_text())
+    if told.get('lost'):
+        raise NVMLError(NVML_ERROR_GPU_IS_LOST)
+    if told.get('reset'):
+        raise NVMLError(NVML_ERROR_RESET_REQUIRED)
+    if name is not None and name not in told:
+        raise NVMLError(NVML_ERROR_NOT_SUPPORTED)
+    return told.get(name)
+
+
+def _field(device: Path, name: str, kind: int) -> SimpleNamespace:
+    try:
+        found = _of(device, name)
+    except NVMLError as error:
+        if error.value != NVML_ERROR_NOT_SUPPORTED:
+            raise
+        return SimpleNamespace(nvmlReturn=error.value, value=None, valueType=kind)
+    wide = kind == NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
+    value = SimpleNamespace(**{'ullVal' if wide else 'uiVal': found})
+    return SimpleNamespace(nvmlReturn=NVML_SUCCESS, value=value, valueType=kind)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example for Kubernetes: of fields that there are, and in itself consistent.
+
+`jobset.schema.json` has the fields and types of the CRD `jobsets.jobset.x-k8s.io` (v1alpha2, JobSet
+0.12), without descriptions, status, and parts of a pod that a training job has no use for.
+"""
+
+import argparse
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / 'deploy' / 'k8s' / 'jobset.yaml'
+SCHEMA = json.loads(Path(__file__).with_name('jobset.schema.json').read_text())['openAPIV3Schema']
+TYPES = {
+    'object': dict, 'array': list, 'string': str, 'integer': int, 'boolean': bool,
+    'number': (int, float),
+}  # fmt: skip
+
+
+def wrong(value: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
+    """What a server that validates strictly would refuse."""
+    if schema.get('x-kubernetes-int-or-string'):
+        if not isinstance(value, int | str):
+            yield f'{where}: a number or a text'
+        return
+    kind = schema.get('type')
+    if kind and (not isinstance(value, TYPES[kind]) or (kind == 'integer' and value is True)):
+        yield f'{where}: must be of type {kind}'
+    elif kind == 'object':
+        yield from wrong_in_object(value, schema, where)
+    elif kind == 'array':
+        for number, item in enumerate(value):
+            yield from wrong(item, schema['items'], f'{where}[{number}]')
+    elif 'enum' in schema and value not in schema['enum']:
+        yield f'{where}: one of {schema["enum"]}'
+
+
+def wrong_in_object(value: dict[str, Any], schema: dict[str, Any], where: str) -> Iterator[str]:
+    missing = set(schema.get('required', ())) - set(value)
+    yield from (f'{where}.{name} is missing' for name in sorted(missing))
+    known, others = schema.get('properties'), schema.get('additionalProperties')
+    for name, item in value.items():
+        if known and name in known:
+            yield from wrong(item, known[name], f'{where}.{name}')
+        elif isinstance(others, dict):
+            yield from wrong(item, others, f'{where}.{name}')
+        elif known:
+            yield f'{where}.{name}: no such field'
+
+
+@pytest.fixture
+def jobset() -> dict[str, Any]:
+    return yaml.safe_load(EXAMPLE.read_text('utf-8'))
+
+
+def pod(jobset: dict[str, Any]) -> dict[str, Any]:
+    return job(jobset)['template']['spec']
+
+
+def job(jobset: dict[str, Any]) -> dict[str, Any]:
+    return jobset['spec']['replicatedJobs'][0]['template']['spec']
+
+
+def test_it_fits_the_schema(jobset: dict[str, Any]) -> None:
+    assert (jobset['apiVersion'], jobset['kind']) == ('jobset.x-k8s.io/v1alpha2', 'JobSet')
+    assert list(wrong(jobset, SCHEMA, 'jobset')) == []
+
+
+def test_mistakes_do_not_fit(jobset: dict[str, Any]) -> None:
+    broken = copy.deepcopy(jobset)
+    broken['spec']['replicatedJobs'][0]['replicas'] = 'two'
+    job(broken)['completionmode'] = 'Indexed'
+    pod(broken)['containers'][0]['env'][0].pop('name')
+    pod(broken)['volumes'][0]['emptyDir']['medium'] = 7
+    broken['spec']['failurePolicy']['restartStrategy'] = 'Sometimes'
+    found = [line.split(': ')[0].rpartition('.')[2] for line in wrong(broken, SCHEMA, '')]
+    assert sorted(found) == [
+        'completionmode', 'medium', 'name is missing', 'replicas', 'restartStrategy',
+    ]  # fmt: skip
+
+
+def launched(jobset: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
+    """What torchrun makes of the command, and the flags of the program."""
+    from torch.distributed.run import get_args_parser
+
+    (container,) = pod(jobset)['containers']
+    shell, option, script, name = container['command']
+    assert (shell, option, name) == ('bash', '-c', 'torchrun')
+    words = script.replace('"$NODE_RANK"', '3').split()
+    assert (words[:2], words[-2:]) == (['exec', 'torchrun'], ['pretrain_gpt.py', '"$@"'])
+    return get_args_parser().parse_args(words[2:-1]), container['args']
+
+
+def test_numbers_and_names_agree(jobset: dict[str, Any]) -> None:
+    args, _ = launched(jobset)
+    one, spec = jobset['spec']['replicatedJobs'][0], job(jobset)
+    assert (spec['completionMode'], one['replicas']) == ('Indexed', 1)
+    assert spec['parallelism'] == spec['completions'] == int(args.nnodes)
+    (container,) = pod(jobset)['containers']
+    assert container['resources']['limits']['nvidia.com/gpu'] == int(args.nproc_per_node)
+    network = jobset['spec']['network']
+    assert network['enableDNSHostnames'] is True
+    first = f'{jobset["metadata"]["name"]}-{one["name"]}-0-0.{network["subdomain"]}'
+    assert (args.master_addr, args.rdzv_backend, args.node_rank) == (first, 'static', 3)
+
+
+def test_windows_are_in_memory_and_within_that_of_the_pod(jobset: dict[str, Any]) -> None:
+    (container,) = pod(jobset)['containers']
+    (mount,) = (m for m in container['volumeMounts'] if m['mountPath'] == '/dev/shm')
+    volumes = {volume['name']: volume for volume in pod(jobset)['volumes']}
+    memory = volumes[mount['name']]['emptyDir']
+    assert memory['medium'] == 'Memory'
+    limits = (memory['sizeLimit'], container['resources']['limits']['memory'])
+    size, limit = (int(text.removesuffix('Gi')) for text in limits)
+    assert 0 < size < limit
+    assert {m['name'] for m in container['volumeMounts']} == set(volumes)
+    (name,) = (entry for entry in container['env'] if entry['name'] == 'MOEVEMENT_NODE')
+    assert name['valueFrom']['fieldRef']['fieldPath'] == 'spec.nodeName'
+
+
+def test_flags_are_those_of_the_program(jobset: dict[str, Any]) -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron.moevement.arguments import add_arguments
+
+    args, flags = launched(jobset)
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    parsed, unknown = parser.parse_known_args(flags)
+    assert unknown == []
+    assert parsed.sparse_ckpt
+    ranks = int(args.nnodes) * int(args.nproc_per_node)
+    assert ranks % (parsed.pipeline_model_parallel_size * parsed.expert_model_parallel_size) == 0

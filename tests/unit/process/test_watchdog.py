@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes that hang in all ways there are, and some that only seem to."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moevement_ext.process.watchdog import under_torchrun
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).resolve().parents[3]
+SILENT_S = 5.0
+PROGRAM = """
+import ctypes, sys, time
+from moevement_ext.process.watchdog import Watchdog
+
+dog = Watchdog(float(sys.argv[2]))
+print(dog._dog.pid, flush=True)
+if sys.argv[1] == 'holds the lock':
+    time.sleep(1.0)
+    ctypes.PyDLL(None).sleep(60)  # without letting other threads of Python run
+elif sys.argv[1] == 'closes':
+    time.sleep(1.0)
+    dog.close()
+time.sleep(60)
+"""
+
+
+@contextmanager
+def watched(what: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process, and the one that watches it."""
+    process = subprocess.Popen(
+        [sys.executable, '-c', PROGRAM, what, str(SILENT_S)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, 'RANK': '3'},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ends(pid: int, within_s: float = 20.0) -> bool:
+    try:
+        death = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([death], [], [], within_s)[0])
+    finally:
+        os.close(death)
+
+
+def test_a_stopped_process_is_killed() -> None:
+    with watched('sleeps') as (process, dog):
+        time.sleep(1.0)
+        process.send_signal(signal.SIGSTOP)
+        _, said = process.communicate(timeout=30.0)
+        assert process.returncode == -signal.SIGKILL
+        assert f'rank 3 (pid {process.pid}) has given no sign of life for 5 s: killed' in said
+        assert ends(dog)
+
+
+def test_a_process_whose_threads_cannot_run_is_killed() -> None:
+    with watched('holds the lock') as (process, _):
+        assert process.wait(30.0) == -signal.SIGKILL
+
+
+def test_who_sleeps_lives() -> None:
+    with watched('sleeps') as (process, _):
+        assert not ends(process.pid, 3 * SILENT_S)
+
+
+def test_who_wakes_up_in_time_lives() -> None:
+    with watched('sleeps') as (process, _):
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(SILENT_S / 4)
+        process.send_signal(signal.SIGCONT)
+        assert not ends(process.pid, 2 * SILENT_S)
+
+
+def test_time_in_which_both_stood_still_does_not_count() -> None:
+    """As of a virtual machine that is moved."""
+    with watched('sleeps') as (process, dog):
+        for pid in (dog, process.pid):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2 * SILENT_S)
+        for pid in (dog, process.pid):
+            os.kill(pid, signal.SIGCONT)
+        assert not ends(process.pid, 2 * SILENT_S)
+
+
+def test_it_ends_with_the_process() -> None:
+    with watched('sleeps') as (process, dog):
+        assert psutil.pid_exists(dog)
+        process.kill()
+        assert ends(dog)
+
+
+def test_nobody_is_killed_after_the_end() -> None:
+    with watched('closes') as (process, dog):
+        assert ends(dog)
+        process.send_signal(signal.SIGSTOP)
+        assert not ends(process.pid, 2 * SILENT_S)
+
+
+def test_only_torchrun_leaves_who_hangs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv('TORCHELASTIC_RUN_ID', raising=False)
+    assert not under_torchrun()
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')
+    assert under_torchrun()

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a drill is passed; a function of events."""
+
+from typing import Any
+
+import pytest
+
+from moevement_ext.events import Event, NextTier, Recovered
+from tools.drill.__main__ import main
+from tools.drill.verdict import problems, recoveries
+
+
+def recovered(rank: int, **changes: Any) -> Recovered:
+    usual: dict[str, Any] = {
+        'scope': 'localized', 'target': 9, 'stages': [rank], 'newcomers': [1], 'copied': [],
+        'replayed': 3, 'verified': 4, 'verified_at': 9, 'differing': [],
+        'seconds': {'meet': 1.0, 'replay': 0.5},
+    }  # fmt: skip
+    return Recovered(rank=rank, **{**usual, **changes})
+
+
+GOOD = [recovered(rank) for _ in range(2) for rank in range(2)]
+
+
+def test_a_drill_that_is_passed() -> None:
+    assert problems(GOOD, 2, 2, []) == []
+    first, second = recoveries(GOOD, 2)
+    assert first == second
+    assert (first.scope, first.replaced, first.seconds, first.verified) == (
+        'localized',
+        [1],
+        1.5,
+        8,
+    )
+
+
+@pytest.mark.parametrize(
+    ('events', 'kinds', 'expected'),
+    [
+        (GOOD, ['exp_avg', 'rng'],
+         ['the final state differs from the undisturbed one: exp_avg rng']),
+        (GOOD[:2], [], ['2 failures were staged; recoveries by rank: [1, 1]']),
+        (GOOD[:3], [], ['2 failures were staged; recoveries by rank: [2, 1]']),
+        ([], [], ['2 failures were staged; recoveries by rank: [0, 0]']),
+        (
+            [*GOOD[:3], recovered(1, differing=['layers.1.expert.0'])],
+            [],
+            ['recovery 2: 1 operators differ, such as rank 1: layers.1.expert.0'],
+        ),
+        (
+            [*GOOD, NextTier(reason='no log', tier='the whole job')],
+            [],
+            ['it went on from the whole job: no log'],
+        ),
+    ],
+)  # fmt: skip
+def test_one_that_is_not(events: list[Event], kinds: list[str], expected: list[str]) -> None:
+    assert problems(events, 2, 2, kinds) == expected
+
+
+@pytest.mark.parametrize(
+    ('argv', 'message'),
+    [
+        ([], 'no flags of pretrain_gpt.py: put -- and them'),
+        (['--first', '5', '--second', '5', '--', '--bf16'], 'each must be above the one before'),
+        (['--output', '/', '--', '--bf16'], '--output / is there already'),
+    ],
+)
+def test_mistakes_are_named(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert message in capsys.readouterr().out

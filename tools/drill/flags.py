@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's flags of `pretrain_gpt.py`, made those of a short job that leaves nothing behind."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tools.lab.errors import LabError
+
+EVENTS = 'events'
+DIGEST = 'digest.json'
+_LEFT_OUT = {
+    # The drill neither begins with checkpoints of the real run nor writes any beside them.
+    '--save', '--load', '--save-interval', '--save-retain-interval',
+    '--non-persistent-save-interval',
+    '--non-persistent-ckpt-type', '--non-persistent-global-ckpt-dir',
+    '--non-persistent-local-ckpt-dir', '--pretrained-checkpoint', '--ckpt-step', '--finetune',
+    '--async-save', '--exit-interval', '--exit-duration-in-mins', '--exit-signal-handler',
+    '--tensorboard-dir', '--wandb-project', '--wandb-exp-name', '--wandb-save-dir',
+    '--sparse-ckpt', '--sparse-ckpt-run-id', '--sparse-ckpt-events', '--sparse-ckpt-metrics',
+    '--sparse-ckpt-digest', '--log-interval', '--train-iters',
+}  # fmt: skip
+
+
+def drill_flags(given: Sequence[str], iterations: int, run_id: str, folder: Path) -> list[str]:
+    """Flags of one job of the drill.
+
+    Args:
+        given: the user's.
+        iterations: that it trains; schedules stay those of the whole run.
+        run_id: of the job.
+        folder: for its events, and the digest of its final state.
+
+    Raises:
+        LabError: the user's cannot be those of a drill; names the flag.
+    """
+    if '--train-samples' in _names(given):
+        raise LabError('--train-samples: give a drill --train-iters, and schedules in iterations')
+    if '--sparse-ckpt-verify' in _names(given) and value_of(given, '--sparse-ckpt-verify') == 'off':
+        raise LabError('--sparse-ckpt-verify off: a drill is to verify; leave it out')
+    flags = _without(given, _LEFT_OUT)
+    whole = value_of(given, '--train-iters')
+    if whole is not None and '--lr-decay-iters' not in _names(given):
+        flags += ['--lr-decay-iters', whole]
+    flags += ['--train-iters', str(iterations), '--log-interval', '1']
+    return [
+        *flags, '--sparse-ckpt', '--sparse-ckpt-run-id', run_id,
+        '--sparse-ckpt-events', str(folder / EVENTS), '--sparse-ckpt-digest', str(folder / DIGEST),
+    ]  # fmt: skip
+
+
+def value_of(flags: Sequence[str], name: str) -> str | None:
+    """What a flag is given last, as `--flag value` or `--flag=value`; None if it is not."""
+    found = None
+    for flag, values in _groups(flags):
+        if flag == name and values:
+            found = values[0]
+    return found
+
+
+def _without(flags: Sequence[str], names: set[str]) -> list[str]:
+    kept: list[str] = []
+    for flag, values in _groups(flags):
+        if flag not in names:
+            kept += [flag, *values] if flag else values
+    return kept
+
+
+def _names(flags: Sequence[str]) -> set[str]:
+    return {flag for flag, _ in _groups(flags)}
+
+
+def _groups(flags: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with the values that follow it; values before the first one belong to ''."""
+    name, values = '', list[str]()
+    for word in flags:
+        if word.startswith('--'):
+            if name or values:
+                yield name, values
+            name, equals, value = word.partition('=')
+            values = [value] if equals else []
+        else:
+            values.append(word)
+    if name or values:
+        yield name, values

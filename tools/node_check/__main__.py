@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Checks all nodes of an allocation before a long run: is one unlike the others?
+
+    sbatch scripts/slurm_nccl_check.sbatch <flags of pretrain_gpt.py>
+    torchrun --nproc-per-node 8 -m tools.node_check --need-gib 300
+    torchrun --nproc-per-node 8 -m tools.node_check -- --num-layers 32 --hidden-size 4096 ...
+
+One process for each GPU, or of any number without GPUs. Compared are bandwidths to host memory and
+between nodes, clocks, versions, the memory that is free for windows, and what the driver says of
+the GPUs. With flags of Megatron after `--`, the memory that their plan needs on a node is computed,
+as `python -m tools.plan` has it.
+
+Exit status: 0 nothing is wrong, 1 something is, 2 it could not be checked.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from os import environ
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.simulate.planning import plan_job
+from tools.lab.errors import LabError
+from tools.node_check import node
+from tools.node_check.measuring import Meter
+from tools.node_check.place import Place, meet
+from tools.node_check.report import GIB, RankReport, Rules, problems, table
+from tools.plan.__main__ import job_from
+from tools.plan.__main__ import parse_arguments as parse_plan
+
+_END = '--'
+_MIB = 1 << 20
+_LAG = '--sparse-ckpt-log-lag'
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool on one rank; returns the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    own = given[: given.index(_END)] if _END in given else given
+    args = _parser().parse_args(own)
+    try:
+        place = Place.of(environ)
+        reports = _check(place, args)
+        needed = _needed_bytes(args, given[len(own) + 1 :], reports)
+    except (LabError, ValueError) as error:
+        print(f'node_check: {error}', file=sys.stderr)
+        return 2
+    found = problems(reports, Rules(needed, args.slowest))
+    if place.rank == 0:
+        _print(reports, found, args.json)
+    return 1 if found else 0
+
+
+def _check(place: Place, args: argparse.Namespace) -> list[RankReport]:
+    """Measure with all others; what all found, by rank."""
+    gpu = torch.cuda.is_available()
+    device = torch.device('cuda', place.local_rank) if gpu else torch.device('cpu')
+    if gpu:
+        torch.cuda.set_device(device)
+    store, nodes = meet(place, args.timeout)
+    dist.init_process_group(
+        'nccl' if gpu else 'gloo',
+        store=dist.PrefixStore('node-check-groups', store),
+        rank=place.rank,
+        world_size=place.ranks,
+        timeout=timedelta(seconds=args.timeout),
+    )
+    try:
+        meter = Meter(device, args.mib * _MIB, nodes)
+        free, in_memory = node.memory(args.dir)
+        own = RankReport(
+            rank=place.rank,
+            node=nodes[place.rank],
+            versions=node.versions(),
+            memory_free_bytes=free,
+            in_memory=in_memory,
+            copy_gb_s=meter.copy(),
+            neighbour_gb_s=meter.neighbour(),
+            all_reduce_gb_s=meter.all_reduce(),
+            clock_mhz=node.clock_mhz(device),
+            devices=node.devices(),
+        )
+        everyone: list[bytes] = [b''] * place.ranks
+        dist.all_gather_object(everyone, msgspec.json.encode(own))
+    except RuntimeError as error:
+        raise LabError(f'rank {place.rank} on {nodes[place.rank]}: {error}') from error
+    finally:
+        dist.destroy_process_group()
+    return [msgspec.json.decode(report, type=RankReport) for report in everyone]
+
+
+def _needed_bytes(
+    args: argparse.Namespace, flags: Sequence[str], reports: Sequence[RankReport]
+) -> int:
+    """Bytes of host memory that each node needs.
+
+    Raises ValueError for flags that cannot be planned.
+    """
+    if not flags:
+        return int(args.need_gib * GIB)
+    nodes = len({report.node for report in reports})
+    on_each = len(reports) // nodes
+    ranks = (nodes - args.spare_nodes) * on_each
+    # Memory is reserved for the longest window, whatever the time of an iteration.
+    lag = [] if any(_LAG in flag for flag in flags) else ['--log-lag', '1']
+    own = ['--gpus', str(ranks), '--iteration-time', '60', *lag]
+    job = job_from(*parse_plan([*own, _END, *flags]))
+    cluster = dataclasses.replace(job.cluster, gpus_per_node=on_each)
+    return plan_job(dataclasses.replace(job, cluster=cluster)).host_memory().node_total
+
+
+def _print(reports: Sequence[RankReport], found: Sequence[str], json: Path | None) -> None:
+    console = Console()
+    console.print(table(reports))
+    for line in found:
+        console.print(line, style='bold red', markup=False, soft_wrap=True)
+    nodes = len({report.node for report in reports})
+    console.print(f'{nodes} nodes, {len(reports)} ranks: {len(found)} problems')
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog='node_check',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add('--need-gib', type=float, default=0.0, metavar='N', help='host memory that a node needs')
+    add('--spare-nodes', type=int, default=0, metavar='N', help='of the allocation (default: 0)')
+    add(
+        '--dir', type=Path, default=Path(SparseCheckpointConfig.dir), metavar='DIR',
+        help='--sparse-ckpt-dir of the run (default: its default)',
+    )  # fmt: skip
+    add(
+        '--slowest', type=float, default=0.8, metavar='SHARE',
+        help='of the median that each rank must reach (default: 0.8)',
+    )  # fmt: skip
+    add('--mib', type=int, default=256, metavar='N', help='of each transfer (default: 256)')
+    add(
+        '--timeout', type=float, default=300.0, metavar='S',
+        help='seconds for all to come, and for each transfer (default: 300)',
+    )  # fmt: skip
+    add('--json', type=Path, metavar='FILE', help='write what each rank found, on rank 0')
+    return parser
+
+
+if __name__ == '__main__':
+    sys.exit(main())
