@@ -130,7 +130,7 @@ class PersistenceBoard:
             with self._changed:
                 if pause:  # after a failure, whatever is to be done; else only to look again
                     self._changed.wait_for(lambda: self._stopping, pause)
-                elif not self._tasks:
+                elif not self._tasks and not self._stopping:
                     self._changed.wait(self._until_next_look())
                 if self._stopping:
                     return

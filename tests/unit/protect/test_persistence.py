@@ -395,3 +395,22 @@ def test_keys_do_not_grow_with_replacements() -> None:
         if rank == 0:
             before = store.num_keys()
     assert store.num_keys() == before
+
+
+def test_a_board_that_is_busy_stops_as_soon_as_it_is_done() -> None:
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    busy, go_on = threading.Event(), threading.Event()
+
+    def agreed(agreed: Agreed) -> None:
+        busy.set()
+        go_on.wait(DEADLINE_S)
+
+    board = PersistenceBoard(store, 0, 1, agreed)
+    board.report(window(0))
+    assert busy.wait(DEADLINE_S)
+    stopping = threading.Thread(target=board.stop)
+    stopping.start()
+    wait_for(lambda: board._stopping)
+    go_on.set()
+    stopping.join()
+    assert not board._thread.is_alive()
