@@ -19,6 +19,7 @@ from moevement_ext.process.watchdog import under_torchrun
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[3]
 SILENT_S = 5.0
+LONG_ENOUGH_S = 1.5 * SILENT_S
 PROGRAM = """
 import ctypes, sys, time
 from moevement_ext.process.watchdog import Watchdog
@@ -79,7 +80,7 @@ def test_a_process_whose_threads_cannot_run_is_killed() -> None:
 
 def test_who_sleeps_lives() -> None:
     with watched('sleeps') as (process, _):
-        assert not ends(process.pid, 3 * SILENT_S)
+        assert not ends(process.pid, LONG_ENOUGH_S)
 
 
 def test_who_wakes_up_in_time_lives() -> None:
@@ -87,7 +88,7 @@ def test_who_wakes_up_in_time_lives() -> None:
         process.send_signal(signal.SIGSTOP)
         time.sleep(SILENT_S / 4)
         process.send_signal(signal.SIGCONT)
-        assert not ends(process.pid, 2 * SILENT_S)
+        assert not ends(process.pid, LONG_ENOUGH_S)
 
 
 def test_time_in_which_both_stood_still_does_not_count() -> None:
@@ -95,10 +96,10 @@ def test_time_in_which_both_stood_still_does_not_count() -> None:
     with watched('sleeps') as (process, dog):
         for pid in (dog, process.pid):
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(2 * SILENT_S)
+        time.sleep(LONG_ENOUGH_S)
         for pid in (dog, process.pid):
             os.kill(pid, signal.SIGCONT)
-        assert not ends(process.pid, 2 * SILENT_S)
+        assert not ends(process.pid, LONG_ENOUGH_S)
 
 
 def test_it_ends_with_the_process() -> None:
@@ -112,7 +113,7 @@ def test_nobody_is_killed_after_the_end() -> None:
     with watched('closes') as (process, dog):
         assert ends(dog)
         process.send_signal(signal.SIGSTOP)
-        assert not ends(process.pid, 2 * SILENT_S)
+        assert not ends(process.pid, LONG_ENOUGH_S)
 
 
 def test_only_torchrun_leaves_who_hangs_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,7 +381,8 @@ def roll_back(training: Training, start: int) -> None:
         tensor.fill_(training.iteration)
 
 
-def test_after_a_rollback_later_windows_are_captured_again(training: Training) -> None:
+def test_after_a_rollback_later_windows_are_captured_again(shm: Path) -> None:
+    training = Training(shm, max_wait_s=0)
     training.run_until(W)
     before = digest(training.windows.committed()[0].path)
     training.persisting = False  # window 3 is committed here, but another rank has not got it
@@ -394,6 +395,7 @@ def test_after_a_rollback_later_windows_are_captured_again(training: Training) -
     assert training.heard == [WindowName(0, PLAN), WindowName(3, PLAN)]
     assert_contents(training, 3)
     assert digest(training.windows.committed()[-1].path) == before, 'what it was recovered from'
+    training.stop()
 
 
 def test_what_a_job_is_recovered_from_is_not_captured_by_another_plan(shm: Path) -> None:
