@@ -74,6 +74,7 @@ def test_a_window_from_disk_that_is_not_verified_shows(
     job = dead_job(cluster, disk)
     shutil.rmtree(job.memory)
     damage(windows(rank_folders(job, disk)[2])[-1])
+    job.flags += ['--sparse-ckpt-max-wait', '0']  # holders of replicas do verify, and refuse
     job.finish(mutation='mutations.disk:window_from_disk_not_verified')
     assert sources(job) == [('disk', NEWEST)] * job.ranks
     assert differences(reference(*BASE), read_digest(job)) != []
