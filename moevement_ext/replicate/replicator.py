@@ -263,6 +263,9 @@ class Replicator:
     def _commit(self, job: _Job, peer: _Peer) -> None:
         peer.client.commit(self.owner, job.name, job.file.capacity)
         with self._changed:
+            peer.failures = (
+                0  # not before: a window that is refused as a whole is sent slot by slot
+            )
             if job in self._jobs:
                 peer.committed.add(job.name)
 
@@ -276,7 +279,6 @@ class Replicator:
         """Take one step with one peer; on failure let it rest and start over with it later."""
         try:
             step(peer)
-            peer.failures = 0
         except (PeerLost, PeerRefused, RefusedWindow) as error:
             with self._changed:
                 # It may have restarted and lost what it had received: offer all slots again.

@@ -135,6 +135,23 @@ def test_peer_that_lost_its_slots_gets_them_again(shm: Path, own: OwnerWindows) 
             assert replica_starts(after) == [0]
 
 
+def test_a_window_that_is_refused_again_and_again_is_sent_ever_less_often(
+    shm: Path, own: OwnerWindows
+) -> None:
+    """Its memory was damaged after it was sealed; slots before the damage do arrive."""
+    events = Events()
+    with serving(shm, 1) as server, replicating(events, server.address) as replicator:
+        file = commit(own, 0)
+        damaged = file.payload(WINDOW - 1)
+        damaged.flags.writeable = True
+        damaged[0] ^= 0xFF
+        submit_all(replicator, file)
+        said = [events.next_degraded() for _ in range(4)]
+    assert [text.rpartition('next attempt in ')[2] for text in said] == [
+        '0.1 s', '0.2 s', '0.4 s', '0.8 s',
+    ]  # fmt: skip
+
+
 def test_submit_never_blocks_on_a_silent_peer(shm: Path, own: OwnerWindows) -> None:
     events = Events()
     with silent_peer(greets=True) as address, replicating(events, address, timeout_s=0.3) as sender:
