@@ -83,7 +83,7 @@ def count_weight_gradients() -> None:
     run = Conversion.run
 
     def counted(self: Any, trainer: Any) -> None:
-        frozen, replay = trainer.operators.frozen, trainer.replay
+        frozen, iterate = trainer.operators.frozen, trainer.iterate
         parameters = {
             name: parameter
             for operator in frozen._operators.values()
@@ -102,11 +102,11 @@ def count_weight_gradients() -> None:
         weights = {parameter.data_ptr(): name for name, parameter in parameters.items()}
         replayed: list[dict[str, Any]] = []
 
-        def counting_replay(iteration: int, following: bytes) -> Any:
+        def counting(iteration: int) -> Any:
             products = Products(weights)
             accumulated.clear()
             with products.watching():
-                result = replay(iteration, following)
+                result = iterate(iteration)
             replayed.append(
                 {
                     'frozen': self._slot(len(replayed)).context.light,
@@ -118,9 +118,9 @@ def count_weight_gradients() -> None:
             )
             return result
 
-        trainer.replay = counting_replay
+        trainer.iterate = counting
         run(self, trainer)
-        del trainer.replay
+        del trainer.iterate
         probes.report('replayed', replayed)
 
     Conversion.run = counted  # type: ignore[method-assign]
