@@ -174,7 +174,7 @@ def test_a_disk_that_is_slower_than_windows_passes_some_over_and_holds_up_nobody
     slow, fast = job.ranks
     slow.disk.moving.clear()
     job.persist(0)
-    wait_for(lambda: list(slow.disk.path.glob('writing-0-*')))
+    wait_for(lambda: list(slow.disk.path.glob('writing-0-*')) and fast.starts() == [0])
     for start in range(3, 36, 3):
         job.persist(start)  # a file is free each time, and none waits
     assert slow.on_disk() == fast.on_disk() == []
@@ -250,7 +250,7 @@ def test_a_rollback_ends_the_copy_of_what_it_takes_back(make: Callable[..., Job]
     job = make(1.0)
     (rank,) = job.ranks
     rank.persist(3)
-    wait_for(lambda: rank.disk.path.glob('writing-3-*') and rank.tier._pending == named(3))
+    wait_for(lambda: list(rank.disk.path.glob('writing-3-*')) and rank.tier._pending == named(3))
     rank.tier.withdraw_after(WindowName(0, 'plan1'))
     rank.windows.discard_after(0)
     assert names(rank) == []
