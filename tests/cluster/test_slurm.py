@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.events import Recovered, WindowPersisted
 from tests.cluster.slurm import END_STATES, NODES, Slurm
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
@@ -54,7 +55,7 @@ class Submitted:
 
     def protected(self, windows: int = 1) -> None:
         """Wait until windows are persisted on both ranks."""
-        events = partial(self.job.events, 'window_persisted')
+        events = partial(self.job.events_of, WindowPersisted)
         self.wait_for(lambda: all(len(events(rank)) >= windows for rank in range(2)))
 
     def lose_node(self, name: str) -> None:
@@ -101,8 +102,8 @@ def test_a_spare_takes_the_place_of_a_lost_node(
     running.lose_node(NODES[1])
     check_bits(running, reference)
     for rank in range(2):
-        (recovered,) = running.job.events('recovered', rank)
-        assert (recovered['scope'], recovered['stages']) == ('localized', [1])
+        (recovered,) = running.job.events_of(Recovered, rank)
+        assert (recovered.scope, recovered.stages) == ('localized', [1])
     assert 'rank 1: a hot spare takes over' in running.output
 
 

@@ -286,16 +286,30 @@ def test_profiler_that_was_cut_off_does_not_stop_the_survivors(
     check_localized(job)
 
 
+AFTER_A_COPY = '1:6:forward,2:11:backward,3:11:backward'
+
+
 def test_after_a_copy_the_next_failure_finds_a_window_soon(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    """A rank that was copied has nothing of the window that was under way, nor a log."""
+    """A rank that was copied has nothing of the windows that were under way, nor a log."""
     flags = flags_of(f'--bf16 --pipeline-model-parallel-size 2 {UNTIED}')
     job = cluster(*flags, '--sparse-ckpt-window', '3')
-    strikes = '1:8:forward,2:12:backward,3:12:backward'
-    assert job.survive(fail_at=strikes) == victims(strikes)
+    under_way = 'mutations.protection:rank_1_keeps_only_its_first_window'
+    assert job.survive(fail_at=AFTER_A_COPY, mutation=under_way) == victims(AFTER_A_COPY)
     assert differences(reference(*flags), read_digest(job)) == []
     check_localized(job)
+
+
+@pytest.mark.thorough
+def test_after_a_copy_no_window_is_persisted_if_those_under_way_are_waited_for(
+    cluster: Callable[..., Cluster],
+) -> None:
+    flags = flags_of(f'--bf16 --pipeline-model-parallel-size 2 {UNTIED}')
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    waiting = 'mutations.protection:what_rank_1_lacks_after_a_copy_is_waited_for'
+    assert job.survive(fail_at='1:6:forward', mutation=waiting) == {1: 1}
+    assert [event.start for event in job.events_of(WindowPersisted)] == [0]
 
 
 def test_failure_while_all_stages_convert(

@@ -16,8 +16,9 @@ AUTO = 'auto'
 LONGEST_WINDOW = 6
 _HANG_TIMEOUT_S = 5
 _STUCK_TIMEOUT_S = 10
-_STUCK_TIMEOUT_OF_WRITERS_S = 40
-"""The training thread waits while upstream starts processes that write checkpoints."""
+_STUCK_TIMEOUT_OF_A_WRITER_S = 15
+"""For each rank: its training thread waits while upstream starts processes that write checkpoints,
+those of all ranks at once on this machine."""
 
 _BLOCK = 10
 _OF_BLOCK = 4
@@ -161,7 +162,7 @@ class Configuration(NamedTuple):
     @property
     def _stuck_timeout_s(self) -> int:
         saves = Feature.SAVE in self.features or Feature.ASYNC_SAVE in self.features
-        return _STUCK_TIMEOUT_OF_WRITERS_S if saves else _STUCK_TIMEOUT_S
+        return _STUCK_TIMEOUT_OF_A_WRITER_S * self.layout.ranks if saves else _STUCK_TIMEOUT_S
 
     def training_flags(self, data: Path, iterations: int, folder: Path) -> list[str]:
         """Flags of the run that nothing happens to.

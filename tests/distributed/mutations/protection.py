@@ -4,6 +4,7 @@
 import os
 
 from moevement_ext.protect.checkpointer import SparseCheckpointer
+from moevement_ext.protect.protection import Protection
 from moevement_ext.replicate.replicator import Replicator
 
 _LATE_ITERATIONS = 3
@@ -47,3 +48,30 @@ def _note_iterations() -> None:
         begin(self, iteration, state)
 
     SparseCheckpointer.begin = noting
+
+
+def rank_1_keeps_only_its_first_window() -> None:
+    """Until it dies, holders do not commit its others."""
+    if os.environ['RANK'] != '1' or os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':
+        return
+    commit = Replicator._commit
+
+    def first(self, job, peer):
+        if job.name.start > 0:
+            self._stopping.wait()
+        commit(self, job, peer)
+
+    Replicator._commit = first
+
+
+def what_rank_1_lacks_after_a_copy_is_waited_for() -> None:
+    """Nobody gives up the windows that were under way."""
+    rank_1_keeps_only_its_first_window()
+    begin = Protection.begin_window
+
+    def waiting(self, iteration):
+        self.windows.give_up = lambda starts: None
+        begin(self, iteration)
+        del self.windows.give_up
+
+    Protection.begin_window = waiting

@@ -107,6 +107,7 @@ def test_it_ends_with_the_process() -> None:
         assert psutil.pid_exists(dog)
         process.kill()
         assert ends(dog)
+        assert process.communicate()[1] == ''
 
 
 def test_nobody_is_killed_after_the_end() -> None:
