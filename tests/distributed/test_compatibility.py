@@ -133,7 +133,7 @@ CASES = {
         '--init-method-std 0.01',
     ),
 }
-QUICK = 'grouped-routing', 'fp32-accumulation', 'batches-that-grow', 'layout-of-stages'
+QUICK = 'grouped-routing', 'batches-that-grow'
 
 
 @pytest.mark.parametrize('case', with_quick(CASES, *QUICK))

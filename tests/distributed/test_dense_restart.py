@@ -38,7 +38,7 @@ def _flip_byte_of_every_window(job: Cluster, owner: int) -> None:
         ('lost', 'bf16-distributed'),
         pytest.param('damaged', 'bf16-distributed', marks=pytest.mark.thorough),
         pytest.param('damaged', 'bf16-plain', marks=pytest.mark.thorough),
-        ('damaged', 'fp32'),
+        pytest.param('damaged', 'fp32', marks=pytest.mark.thorough),
     ],
 )
 def test_windows_captured_after_a_dense_restart_give_the_same_bits(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.local_cluster import launch
 
@@ -39,7 +39,7 @@ def end_as_planned(job: Cluster, flags: list[str], mutation: str | None) -> None
     del job.flags[len(job.flags) - len(flags) :]
 
 
-@pytest.mark.parametrize('end', PLANNED)
+@pytest.mark.parametrize('end', with_quick(PLANNED, 'exit signal'))
 def test_nothing_is_left_in_memory_where_a_dense_checkpoint_has_it_all(
     end: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
@@ -50,7 +50,7 @@ def test_nothing_is_left_in_memory_where_a_dense_checkpoint_has_it_all(
     assert not job.memory.exists()
 
 
-@pytest.mark.parametrize('phase', ['save', 'saved'])
+@pytest.mark.parametrize('phase', with_quick(['save', 'saved'], 'saved'))
 def test_exit_is_not_lost_when_a_worker_dies_in_the_save_before_it(
     phase: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
@@ -64,7 +64,7 @@ def test_exit_is_not_lost_when_a_worker_dies_in_the_save_before_it(
     assert not job.memory.exists()
 
 
-@pytest.mark.parametrize('end', PLANNED)
+@pytest.mark.parametrize('end', with_quick(PLANNED, 'exit interval', 'exit duration'))
 def test_windows_are_kept_where_nothing_else_has_the_state(
     end: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

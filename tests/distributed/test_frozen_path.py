@@ -86,8 +86,8 @@ def test_counts_notice_that_nothing_is_frozen(cluster: Callable[..., Cluster]) -
 @pytest.mark.parametrize(
     'flags',
     [
-        '',
-        '--bf16 --untie-embeddings-and-output-weights',
+        pytest.param('', marks=pytest.mark.thorough),
+        pytest.param('--bf16 --untie-embeddings-and-output-weights', marks=pytest.mark.thorough),
         '--bf16 --use-distributed-optimizer --moe-shared-expert-intermediate-size 32',
     ],
     ids=['fp32-tied', 'bf16', 'bf16-distributed-tied-shared-expert'],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.conftest import with_quick
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.probes import training as probes
 
@@ -51,10 +52,15 @@ SETUPS = {
     ),
 }
 
+QUICK = (
+    'bf16-distributed-ep2-edp2 fp32-tied-dp2-pp2 shared-experts-and-dense-layer '
+    'etp1-tp2-ep2 virtual-pipeline-2 router-bias'
+).split()
+
 Inventory = dict[str, Any]
 
 
-@pytest.mark.parametrize('name', SETUPS)
+@pytest.mark.parametrize('name', with_quick(SETUPS, *QUICK))
 def test_every_element_of_the_state_is_captured_once(
     name: str, cluster: Callable[..., Cluster]
 ) -> None:

@@ -71,7 +71,12 @@ def test_worker_whose_loader_blocks_replaces_itself(
 @pytest.mark.parametrize(
     ('fault', 'mutation', 'said'),
     [
-        (['--stop', '2@7'], None, 'rank 2 (pid {pid}) was found hung by the others: killed'),
+        pytest.param(
+            ['--stop', '2@7'],
+            None,
+            'rank 2 (pid {pid}) was found hung by the others: killed',
+            marks=pytest.mark.thorough,
+        ),
         ([], 'liveness.loader_of_rank_2_blocks', 'rank 2 (pid {pid}) ended with exit status 76'),
     ],
     ids=['stopped', 'stuck'],

@@ -73,7 +73,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 QUICK_LAYOUTS = (
-    'pp2-ep2-first-stage pp2-ep2-window-5 pp4-tied-first-stage pp3-six-layers '
+    'pp2-ep2-window-5 pp4-tied-first-stage pp3-six-layers '
     'pp2-dp2-plain-both-peers pp2-tp2-sequence-parallel interleaved fp16-skipped-steps '
     'overlapped-reductions router-bias one-stage-ep2'
 ).split()
@@ -87,6 +87,8 @@ PHASES = {
     'while capturing': '1:8:capture',
     'while replicating': '2:8:replicate',
 }
+
+QUICK_PHASES = 'in p2p', 'between norm and step', 'in the middle of the step', 'while capturing'
 
 # One worker, then more trouble: in PP 4 with windows of 3, seen from a kill in iteration 9 the
 # window of iterations 6 to 8 is loaded; from a kill in 8, that of 3 to 5, and 6 and 7 follow.
@@ -107,7 +109,6 @@ MORE_FAILURES = {
 }
 QUICK_FAILURES = (
     'during detection',
-    'during regrouping',
     'when a stage has caught up and is connected',
     'replacement dies converting',
     'same rank right after recovery',
@@ -157,7 +158,7 @@ def test_lost_stage_comes_back_with_the_bits_of_a_fault_free_run(
     check_localized(job)
 
 
-@pytest.mark.parametrize('phase', PHASES)
+@pytest.mark.parametrize('phase', with_quick(PHASES, *QUICK_PHASES))
 def test_death_in_any_phase_of_an_iteration(
     phase: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import check_localized, victims
 
@@ -25,7 +25,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', with_quick(CASES, 'stage without experts'))
 def test_replacement_has_the_parameter_groups_of_the_lost_worker(
     case: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
