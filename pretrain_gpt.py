@@ -6,6 +6,8 @@
 Without `--sparse-ckpt` this is plain Megatron.
 """
 
+from __future__ import annotations
+
 import time
 
 _PROGRAM_START = time.time()
@@ -23,43 +25,45 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import mpu
-from megatron.core.datasets.blended_megatron_dataset_builder import (
-    BlendedMegatronDatasetBuilder,
-)
-from megatron.core.datasets.gpt_dataset import (
-    GPTDataset,
-    GPTDatasetConfig,
-    MockGPTDataset,
-)
-from megatron.core.enums import ModelType
-from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import (
-    get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-)
-from megatron.training import get_args, get_timers, pretrain, set_startup_timestamps
-from megatron.training.argument_utils import (
-    gpt_config_from_args,
-    pretrain_cfg_container_from_args,
-)
-from megatron.training.arguments import parse_and_validate_args
-from megatron.training.utils import (
-    get_blend_and_blend_per_split,
-    is_first_or_last_pipeline_stage,
-)
 
-from megatron.moevement.arguments import add_arguments
-from megatron.moevement.facts import UpstreamArguments
-from megatron.moevement.job.unsupported import refuse_unsupported
-from megatron.moevement.program import run_with_sparse_checkpointing
-from moevement_ext import faults
+if __name__ != '__mp_main__':  # which is no worker, but writes a checkpoint for one, say
+    from megatron.core import mpu
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import (
+        GPTDataset,
+        GPTDatasetConfig,
+        MockGPTDataset,
+    )
+    from megatron.core.enums import ModelType
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.core.utils import (
+        get_attr_wrapped_model,
+        get_batch_on_this_cp_rank,
+        get_batch_on_this_tp_rank,
+    )
+    from megatron.training import get_args, get_timers, pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.utils import (
+        get_blend_and_blend_per_split,
+        is_first_or_last_pipeline_stage,
+    )
 
-dataset_helpers.use_compiled()
-if cpu_device.needed():
-    cpu_device.patch_upstream()
+    from megatron.moevement.arguments import add_arguments
+    from megatron.moevement.facts import UpstreamArguments
+    from megatron.moevement.job.unsupported import refuse_unsupported
+    from megatron.moevement.program import run_with_sparse_checkpointing
+    from moevement_ext import faults
+
+    dataset_helpers.use_compiled()
+    if cpu_device.needed():
+        cpu_device.patch_upstream()
 
 _BATCH_KEYS = ('tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids')
 

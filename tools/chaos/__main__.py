@@ -154,7 +154,7 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(
                 f'--kinds {",".join(sorted(refused))}: not possible here; a lost node needs '
                 '--nodes 2 or more (no replica survives the only one), a double strike two ranks, '
-                'an agent torchrun, a stopped or stuck worker the other launcher'
+                'an agent torchrun'
             )
     args.kinds = kinds
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -25,6 +26,15 @@ _MOST_REFUSALS = 5
 _MAX_RESTARTS = 1000
 _MORE_JOBS = 3
 """So many times the jobs that the faults need: some fail, in some the job was over too soon."""
+
+
+class _Plain(NamedTuple):
+    """A run of plain Megatron to which nothing happened."""
+
+    digest: StateDigest
+    """Of its final state."""
+    pause_s: float
+    """The longest from one iteration to the next."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class Campaign:
 
     def _job(self, number: int) -> JobDone:
         configuration_number = (number - 1) % self.configurations
-        configuration, reference = self._reference(number, configuration_number)
+        configuration, plain = self._reference(number, configuration_number)
         self._print(f'job {number}: {configuration}')
         left = self.faults - len(self.results.faults)
         kinds = [kind for kind in self.kinds if kind in configuration.kinds()] or [Kind.KILL]
@@ -92,7 +102,7 @@ class Campaign:
             job=number,
             aimed=self.aimed if left > 0 else 1.0,
         )
-        return self._disturb(number, configuration_number, configuration, faults, reference)
+        return self._disturb(number, configuration_number, configuration, faults, plain)
 
     def _disturb(
         self,
@@ -100,7 +110,7 @@ class Campaign:
         configuration_number: int,
         configuration: Configuration,
         faults: Sequence[Fault],
-        reference: StateDigest,
+        plain: _Plain,
     ) -> JobDone:
         folder = self._anew(f'job{number}')
         outcomes: list[Outcome] = []
@@ -116,9 +126,11 @@ class Campaign:
             try:
                 with job:
                     last = self._iterations(configuration)
-                    injector = FaultInjector(job, last, configuration, self.coverage, report)
+                    injector = FaultInjector(
+                        job, last, configuration, self.coverage, report, plain.pause_s
+                    )
                     injector.inject_all(faults)
-                identical = self._compare(reference, read_digest(folder / 'digest.json'), number)
+                identical = self._compare(plain.digest, read_digest(folder / 'digest.json'), number)
             except LabError as error:
                 failed = str(error)
                 self._print(f'job {number}: FAILED: {error}\n{error.tail}')
@@ -148,10 +160,8 @@ class Campaign:
         self._print(f'job {number}: final state {"DIFFERENT" if different else "equal"}')
         return not different
 
-    def _reference(
-        self, number: int, configuration_number: int
-    ) -> tuple[Configuration, StateDigest]:
-        """A configuration that plain Megatron takes, and the final state it leads to.
+    def _reference(self, number: int, configuration_number: int) -> tuple[Configuration, _Plain]:
+        """A configuration that plain Megatron takes, and its run.
 
         Raises:
             LabError: it refuses every one that is drawn.
@@ -167,17 +177,17 @@ class Campaign:
                 self._print(f'plain Megatron refuses, drawn again: {configuration}: {error}')
                 self.results.add(Refused(configuration_number, str(configuration), error.tail))
 
-    def _plain(self, number: int, attempt: int, configuration: Configuration) -> StateDigest:
+    def _plain(self, number: int, attempt: int, configuration: Configuration) -> _Plain:
         """Run plain Megatron to its end, once for each configuration."""
-        name = f'plain{number}-{attempt}'
-        digest = self.output / name / 'digest.json'
+        folder = self.output / f'plain{number}-{attempt}'
+        digest = folder / 'digest.json'
+        flags = configuration.training_flags(self.data, self._iterations(configuration), folder)
+        plain = Job(configuration.launch(folder, flags))
         if not digest.exists():
-            folder = self._anew(name)
-            iterations = self._iterations(configuration)
-            flags = configuration.training_flags(self.data, iterations, folder)
-            with Job(configuration.launch(folder, flags)) as job:
-                job.finish()
-        return read_digest(digest)
+            self._anew(folder.name)
+            with plain:
+                plain.finish()
+        return _Plain(read_digest(digest), max(plain.read_log().wall_seconds(warm_up=1)))
 
     def _iterations(self, configuration: Configuration) -> int:
         """That each job trains: enough for all its faults."""

@@ -145,9 +145,7 @@ class Configuration(NamedTuple):
     def kinds(self) -> list[Kind]:
         """Faults that such a job can have."""
         impossible: set[Kind] = set()
-        if self.launcher is Launcher.TORCHRUN:  # an agent does not evict
-            impossible |= {Kind.STOP, Kind.STUCK}
-        else:
+        if self.launcher is not Launcher.TORCHRUN:
             impossible.add(Kind.AGENT)
         if self.nodes == 1:
             impossible.add(Kind.NODE)

@@ -17,6 +17,7 @@ from tools.lab.errors import LabError
 from tools.lab.evidence import (
     Recovery,
     Tier,
+    done_again_s,
     launch_s,
     lost_iterations,
     persisted,
@@ -59,7 +60,8 @@ class Outcome(NamedTuple):
     """Where the injections landed."""
     stall_s: float
     """`seconds` without the time after which a worker is declared hung, and without starting: of
-    the processes that had to be created, or of all, as long as the first start of the job took."""
+    the processes that had to be created, or of all, as long as the first start of the job took.
+    Evaluations and dense saves that are done again do not count as far as they always take."""
     aimed: Cell | None = None
     """What the second injection was aimed at."""
 
@@ -85,6 +87,8 @@ class FaultInjector:
         configuration: of the job.
         coverage: says what to aim at, and learns what was hit.
         report: called with each outcome.
+        pause_s: the longest from one iteration to the next if nothing happens: an evaluation and a
+            dense save may be between them.
     """
 
     def __init__(
@@ -94,7 +98,9 @@ class FaultInjector:
         configuration: Configuration,
         coverage: Coverage,
         report: Callable[[Outcome], None],
+        pause_s: float,
     ) -> None:
+        self._pause_s = pause_s
         self._job = job
         self._last = last
         self._configuration = configuration
@@ -167,13 +173,12 @@ class FaultInjector:
         )
 
     def _expected_s(self, last: Injection, tier: Tier) -> float:
-        """Of a recovery: what detecting a hang and starting processes take anyway."""
-        events = self._job.events()
-        localized = tier is Tier.LOCALIZED
-        started_s = (
-            start_up_s(events, last.time) if localized else launch_s(events, self._iterations())
-        )
-        return self._configuration.detection_s(last.kind) + started_s
+        """Of a recovery: detecting a hang, starting processes, and what is training's own work."""
+        events, detection_s = self._job.events(), self._configuration.detection_s(last.kind)
+        if tier is not Tier.LOCALIZED:
+            return detection_s + launch_s(events, self._iterations())
+        again_s = min(done_again_s(events, last.time), self._pause_s)
+        return detection_s + start_up_s(events, last.time) + again_s
 
     def _new_deaths(self) -> list[str]:
         new = {death.pid: death for death in self._job.unexpected if death.pid not in self._known}

@@ -11,6 +11,7 @@ from moevement_ext.events import (
     FailureDetected,
     NextTier,
     Recovered,
+    RecoveryPhase,
     RecoveryStarted,
     WindowPersisted,
     WorkerStarted,
@@ -20,6 +21,7 @@ from tools.lab.run_log import Iteration
 
 _LIFE = (WorkerStarted, FailureDetected, RecoveryStarted, NextTier, Recovered)
 _WHOLE_JOB = 'the whole job'
+_POST_STEP = 'post-step'
 
 
 def read_events(folder: Path) -> list[Event]:
@@ -119,6 +121,18 @@ def start_up_s(events: Iterable[Event], since: float) -> float:
     started = (event for event in kind_of(events, WorkerStarted) if event.time > since)
     new = (event for event in started if event.time - event.start_up_s > since)  # not a spare
     return max((event.start_up_s for event in new), default=0.0)
+
+
+def done_again_s(events: Iterable[Event], since: float) -> float:
+    """Seconds of the evaluations and dense saves that a failure cut off, on the slowest rank."""
+    began: dict[int, float] = {}
+    longest = 0.0
+    for event in (event for event in events if event.time > since):
+        if isinstance(event, RecoveryPhase) and event.phase == _POST_STEP:
+            began[event.pid] = event.time
+        elif isinstance(event, Recovered) and event.pid in began:
+            longest = max(longest, event.time - began.pop(event.pid))
+    return longest
 
 
 def launch_s(events: Iterable[Event], iterations: Sequence[Iteration]) -> float:

@@ -9,6 +9,7 @@ from moevement_ext.events import (
     FailureDetected,
     NextTier,
     Recovered,
+    RecoveryPhase,
     RecoveryStarted,
     WindowPersisted,
     WorkerStarted,
@@ -17,6 +18,7 @@ from tests.unit.tools.samples import event
 from tools.lab.evidence import (
     Recovery,
     Tier,
+    done_again_s,
     launch_s,
     lost_iterations,
     persisted,
@@ -135,6 +137,17 @@ def test_creating_processes_counts_only_if_it_began_after_the_fault() -> None:
     ]
     assert start_up_s(started, FAULT_AT) == 8.0
     assert start_up_s(started[:2], FAULT_AT) == 0.0
+
+
+def test_what_a_failure_cut_off_is_done_again_until_a_rank_is_back() -> None:
+    def again(rank: int, began: float, back: float) -> list[Event]:
+        phase = happened(RecoveryPhase, rank, began, phase='post-step')
+        return [phase, localized(rank, back)]
+
+    before = again(0, 90.0, 99.0)
+    assert done_again_s([*before, *again(0, 101.0, 104.0)], FAULT_AT) == 3.0
+    assert done_again_s([*again(0, 101.0, 104.0), *again(1, 101.5, 108.0)], FAULT_AT) == 6.5
+    assert done_again_s([*before, *again(0, 101.0, 104.0)[:1]], FAULT_AT) == 0.0
 
 
 def test_a_launch_lasts_from_the_first_process_to_the_first_iteration() -> None:
