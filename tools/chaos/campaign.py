@@ -20,6 +20,8 @@ from tools.chaos.target import TargetJob
 from tools.lab.digests import StateDigest, difference_table, differences, read_digest
 from tools.lab.errors import LabError
 from tools.lab.job import Job, memory_directory
+from tools.lab.local_cluster import log_file
+from tools.lab.run_log import read_log
 
 _ITERATIONS_PER_FAULT = 2 * FEWEST_ITERATIONS
 _MOST_REFUSALS = 5
@@ -181,13 +183,14 @@ class Campaign:
         """Run plain Megatron to its end, once for each configuration."""
         folder = self.output / f'plain{number}-{attempt}'
         digest = folder / 'digest.json'
-        flags = configuration.training_flags(self.data, self._iterations(configuration), folder)
-        plain = Job(configuration.launch(folder, flags))
         if not digest.exists():
             self._anew(folder.name)
-            with plain:
-                plain.finish()
-        return _Plain(read_digest(digest), max(plain.read_log().wall_seconds(warm_up=1)))
+            iterations = self._iterations(configuration)
+            flags = configuration.training_flags(self.data, iterations, folder)
+            with Job(configuration.launch(folder, flags)) as job:
+                job.finish()
+        log = read_log(log_file(folder, configuration.layout.ranks - 1))
+        return _Plain(read_digest(digest), max(log.wall_seconds(warm_up=1)))
 
     def _iterations(self, configuration: Configuration) -> int:
         """That each job trains: enough for all its faults."""

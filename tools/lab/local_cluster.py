@@ -17,6 +17,11 @@ _ENDED = re.compile(r'rank (\d+) \(pid (\d+)\) (was killed by .*|ended with exit
 _GIVEN_UP = re.compile(r'job failed: (.*)')
 
 
+def log_file(folder: Path, rank: int) -> Path:
+    """What a rank printed in a job whose folder this is."""
+    return folder / 'logs' / f'rank{rank}.log'
+
+
 class LocalCluster:
     """The launcher as a process, that can be lost like any other. One thread uses it.
 
@@ -57,7 +62,7 @@ class LocalCluster:
 
     def log_of(self, rank: int) -> Path:
         """What a rank prints in all its lives."""
-        return self._launch.folder / 'logs' / f'rank{rank}.log'
+        return log_file(self._launch.folder, rank)
 
     def pids(self) -> dict[int, int]:
         """Present workers by rank, also those that still import."""
