@@ -108,6 +108,13 @@ class Slurm:
             self.start_node(name)
         self._wait(lambda: self.states() == ['idle'] * len(NODES))
 
+    def restart_controller(self) -> None:
+        """It dies, and goes on with what it has written down."""
+        self.daemons['slurmctld'].kill()
+        self.daemons['slurmctld'].wait()
+        self._daemon('slurmctld', '-D')
+        self._wait(lambda: len(self.states()) == len(NODES))
+
     def start_node(self, name: str) -> None:
         """Start the daemon of a node, also of one that was lost."""
         self._daemon('slurmd', '-D', '-N', name)

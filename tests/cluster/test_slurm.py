@@ -71,6 +71,11 @@ class Submitted:
             time.sleep(0.2)
         return state
 
+    def recovered(self, times: int) -> None:
+        """Wait until both ranks have come back so many times."""
+        events = partial(self.job.events_of, Recovered)
+        self.wait_for(lambda: all(len(events(rank)) >= times for rank in range(2)))
+
     def nothing_is_left(self) -> None:
         deadline = time.monotonic() + 30.0
         while left := self.slurm.left():
@@ -80,15 +85,15 @@ class Submitted:
 
 @pytest.fixture
 def submit(slurm: Slurm, cluster: Make) -> Callable[..., Submitted]:
-    def submitted(script: str, nodes: int, *sbatch: str) -> Submitted:
-        return Submitted(slurm, cluster(*FLAGS, ranks=2), script, nodes, *sbatch)
+    def submitted(script: str, nodes: int, *sbatch: str, more: tuple[str, ...] = ()) -> Submitted:
+        return Submitted(slurm, cluster(*FLAGS, *more, ranks=2), script, nodes, *sbatch)
 
     return submitted
 
 
-def check_bits(running: Submitted, reference: Callable[..., dict]) -> None:
+def check_bits(running: Submitted, reference: Callable[..., dict], *more: str) -> None:
     assert running.end() == 'COMPLETED', running.output[-6000:]
-    assert differences(reference(*FLAGS, ranks=2), read_digest(running.job)) == []
+    assert differences(reference(*FLAGS, *more, ranks=2), read_digest(running.job)) == []
     running.nothing_is_left()
     assert not running.job.memory.exists()
 
@@ -105,6 +110,70 @@ def test_a_spare_takes_the_place_of_a_lost_node(
         (recovered,) = running.job.events_of(Recovered, rank)
         assert (recovered.scope, recovered.stages) == ('localized', [1])
     assert 'rank 1: a hot spare takes over' in running.output
+
+
+@pytest.mark.thorough
+def test_a_spare_that_took_over_is_lost_too_and_the_controller_in_between(
+    submit: Callable[..., Submitted], reference: Callable[..., dict]
+) -> None:
+    longer = ('--train-iters', '60')
+    running = submit('slurm_pretrain.sbatch', 4, '--export=ALL,SPARE_NODES=2', more=longer)
+    running.wait_for(lambda: running.output.count('hot spare ready') == 2)
+    running.protected()
+    running.lose_node(NODES[1])
+    running.recovered(1)
+    running.slurm.restart_controller()
+    running.protected(windows=6)
+    running.lose_node(NODES[2])
+    running.recovered(2)
+    check_bits(running, reference, *longer)
+    assert running.output.count('a hot spare takes over') == 2
+
+
+@pytest.mark.thorough
+def test_without_a_spare_a_lost_node_sends_the_job_back_to_the_queue(
+    submit: Callable[..., Submitted], reference: Callable[..., dict]
+) -> None:
+    """It goes on from the replicas in the memory of the node that is left."""
+    running = submit('slurm_requeue.sbatch', 2)
+    running.protected()
+    running.lose_node(NODES[1])
+    check_bits(running, reference)
+    assert running.slurm.show(running.number)['Restarts'] == '1'
+    for rank in range(2):
+        assert running.job.events_of(Recovered, rank)
+
+
+@pytest.mark.thorough
+def test_a_cancelled_job_is_gone_on_with_by_the_next(
+    submit: Callable[..., Submitted], slurm: Slurm, reference: Callable[..., dict]
+) -> None:
+    running = submit('slurm_pretrain.sbatch', 3)
+    running.protected()
+    slurm.run('scancel', str(running.number))
+    assert running.end() == 'CANCELLED'
+    running.nothing_is_left()
+    again = Submitted(slurm, running.job, 'slurm_pretrain.sbatch', 3)
+    check_bits(again, reference)
+    assert again.job.events_of(Recovered)
+
+
+@pytest.mark.thorough
+def test_before_its_time_is_up_a_job_saves_and_the_next_goes_on(
+    slurm: Slurm, cluster: Make, reference: Callable[..., dict], tmp_path: Path
+) -> None:
+    long = [*PP2.split(), '--train-iters', '100000']
+    job = cluster(*long, '--exit-signal-handler', ranks=2)
+    job.flags += ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
+    running = Submitted(slurm, job, 'slurm_pretrain.sbatch', 3, '--time=2', '--signal=B:TERM@90')
+    assert running.end() in ('COMPLETED', 'TIMEOUT'), running.output[-6000:]
+    running.nothing_is_left()
+    last = int((tmp_path / 'dense' / 'latest_checkpointed_iteration.txt').read_text())
+    ends = ['--exit-interval', str(last + 5)]
+    job.flags += ends
+    again = Submitted(slurm, job, 'slurm_pretrain.sbatch', 3)
+    assert again.end() == 'COMPLETED', again.output[-6000:]
+    assert differences(reference(*long, *ends, ranks=2), read_digest(job)) == []
 
 
 @pytest.mark.thorough
