@@ -24,16 +24,18 @@ def main() -> None:
         return
     if os.getppid() != pid:  # it died before, and the number may be another's
         return
-    looks = 0
+    looks, signs = 0, [0]
     while looks * _LOOK_S < silent_s:
         # Counted in looks, not by a clock: the whole machine may have stood still in between.
-        ready = select.select([0, process], [], [], _LOOK_S)[0]
+        ready = select.select([*signs, process], [], [], _LOOK_S)[0]
         if process in ready:
             return
-        if ready and os.read(0, 1 << 16):
-            looks = 0
-        else:
+        if not ready:
             looks += 1
+        elif os.read(0, 1 << 16):
+            looks = 0
+        else:  # closed: by a death, say, of which only this is to be seen yet
+            signs.clear()
     sys.stderr.write(
         f'sparse checkpointing: rank {rank} (pid {pid}) has given no sign of life for '
         f'{silent_s:g} s: killed\n'

@@ -29,6 +29,8 @@ print(dog._dog.pid, flush=True)
 if sys.argv[1] == 'holds the lock':
     time.sleep(1.0)
     ctypes.PyDLL(None).sleep(60)  # without letting other threads of Python run
+elif sys.argv[1] == 'hangs up':
+    dog._dog.stdin.close()
 elif sys.argv[1] == 'closes':
     time.sleep(1.0)
     dog.close()
@@ -108,6 +110,13 @@ def test_it_ends_with_the_process() -> None:
         process.kill()
         assert ends(dog)
         assert process.communicate()[1] == ''
+
+
+def test_a_process_that_hangs_up_has_as_much_time_as_others() -> None:
+    """A death shows in the pipe before it shows in the process."""
+    with watched('hangs up') as (process, _):
+        assert not ends(process.pid, SILENT_S / 2)
+        assert process.wait(30.0) == -signal.SIGKILL
 
 
 def test_nobody_is_killed_after_the_end() -> None:
