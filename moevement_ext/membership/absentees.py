@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch.distributed import DistError, Store
 
 from moevement_ext.membership.rendezvous import absent, heartbeat_key
-from moevement_ext.membership.watch import HEARTBEAT_SECONDS, evict
+from moevement_ext.membership.watch import HEARTBEAT_SECONDS, MOST_BETWEEN_LOOKS_S, evict
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +44,21 @@ class Absentees:
         self._stopping.set()
 
     def _run(self) -> None:
+        looked = time.monotonic()
         try:
             while not self._stopping.wait(2 * HEARTBEAT_SECONDS):
+                now = time.monotonic()
+                between_s, looked = min(now - looked, MOST_BETWEEN_LOOKS_S), now
                 for rank in absent(self._store, len(self._pids)):
-                    self._listen(rank)
+                    self._listen(rank, between_s)
         except DistError as error:
             logger.warning('absent ranks are no longer looked for: %s', error)
 
-    def _listen(self, rank: int) -> None:
-        heartbeats, now = self._store.add(heartbeat_key(self._before, rank), 0), time.monotonic()
-        before, since = self._heard.get(rank, (-1, now))
-        if heartbeats != before:
-            self._heard[rank] = heartbeats, now
-        elif now - since > self._hang_timeout_s:
+    def _listen(self, rank: int, between_s: float) -> None:
+        heartbeats = self._store.add(heartbeat_key(self._before, rank), 0)
+        before, silent_s = self._heard.get(rank, (-1, 0.0))
+        silent_s = silent_s + between_s if heartbeats == before else 0.0
+        if silent_s > self._hang_timeout_s:
             evict(self._store, rank, self._pids[rank])
-            self._heard[rank] = heartbeats, now
+            silent_s = 0.0
+        self._heard[rank] = heartbeats, silent_s

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
 _LONG = timedelta(days=365)
+MOST_BETWEEN_LOOKS_S = 2.0
+"""That count as silence of another: who looks, or all of the machine, may have stood still."""
 _FIRST_RETRY_SECONDS = 0.5
 _JOIN_SECONDS = 5.0
 _LAST_RETRY_SECONDS = 30.0
@@ -68,7 +70,8 @@ class EpochWatch:
         self._judging = threading.Event()
         self._concluding = threading.Lock()
         self._lost_said = False
-        self._heartbeats, self._heard, self._heard_at = 0, 0, time.monotonic()
+        self._heartbeats, self._heard = 0, 0
+        self._silent_s, self._listened_at = 0.0, time.monotonic()
         self._threads: list[threading.Thread] = []
         self._start(self._wait)
         self._start(self._send_heartbeats)
@@ -142,9 +145,11 @@ class EpochWatch:
     def _listen(self, store: Store) -> None:
         heard = store.add(heartbeat_key(self.epoch, self._watched), 0)
         now = time.monotonic()
+        self._silent_s += min(now - self._listened_at, MOST_BETWEEN_LOOKS_S)
+        self._listened_at = now
         if heard != self._heard or not self._judging.is_set():
-            self._heard, self._heard_at = heard, now
-        elif now - self._heard_at > self._hang_timeout_s:
+            self._heard, self._silent_s = heard, 0.0
+        elif self._silent_s > self._hang_timeout_s:
             self._evict(store)
 
     def _evict(self, store: Store) -> None:

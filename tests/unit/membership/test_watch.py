@@ -201,6 +201,31 @@ def test_a_rank_that_beats_is_left_alone_however_slowly(job: Job, fast_heartbeat
             assert not watch.broken.wait(0.01)
 
 
+def test_who_stood_still_does_not_count_that_time(job: Job, fast_heartbeats: None) -> None:
+    """As of all ranks of a virtual machine that is moved."""
+    stood_still = threading.Event()
+
+    class Slow(TCPStore):
+        def add(self, key: str, amount: int) -> int:
+            found = super().add(key, amount)
+            if amount == 0 and key.startswith('beat/') and not stood_still.is_set():
+                time.sleep(4.0)
+                stood_still.set()
+            return found
+
+    watch = EpochWatch(
+        lambda: Slow('127.0.0.1', job.store.port, is_master=False, timeout=TIMEOUT),
+        0, 0, [1, 2], 3.0, lambda reason: job.woken.put((0, reason)),
+    )  # fmt: skip
+    job.watches.append(watch)
+    watch.judge()
+    assert stood_still.wait(DEADLINE_S)
+    for _ in range(20):
+        job.store.add('beat/0/1', 1)
+        time.sleep(0.1)
+    assert job.woken.empty()
+
+
 def test_a_rank_alone_does_not_watch_itself(job: Job, fast_heartbeats: None) -> None:
     watch = job.watch(0, [100], hang_timeout_s=0.0)
     while job.beats(0) < 4:
