@@ -220,7 +220,7 @@ MUTATIONS = {
     'norm_not_replayed': BASE,
     'frozen_weights_from_wrong_slot': BASE,
     'scheduler_not_restored': BASE,
-    'rng_not_restored': _flags(SETUPS['dropout-recompute'][0]),
+    'rng_not_restored': _flags(SETUPS['cyclic-data-dropout'][0]),
     'router_bias_not_restored': _flags(SETUPS['router-bias'][0]),
 }
 QUICK_MUTATIONS = (

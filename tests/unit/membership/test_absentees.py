@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who neither comes nor beats is evicted; who is on the way is not."""
 
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -38,4 +39,32 @@ def test_only_who_neither_comes_nor_beats_is_evicted(
     assert time.monotonic() - began > HANG_S
     assert (store.get('evict/2'), store.get('evict/3')) == (b'102', b'103')
     assert not store.check(['evict/0']) and not store.check(['evict/1'])
+    found.stop()
+
+
+def test_who_stood_still_does_not_count_that_time(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is late, and stood still for as long as who looks for it."""
+    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
+    stood_still = threading.Event()
+    reads = iter(range(1, 4))
+
+    class Slow(TCPStore):
+        def add(self, key: str, amount: int) -> int:
+            found = super().add(key, amount)
+            if key == 'beat/0/1' and next(reads, None) == 3:
+                time.sleep(5.0)
+                stood_still.set()
+            return found
+
+    assert Rendezvous(store, 0, 2)._join(1, b'', False)
+    slow = Slow('127.0.0.1', store.port, is_master=False, timeout=TIMEOUT)
+    found = Absentees(slow, 0, [100, 101], 4.0)
+    assert stood_still.wait(TIMEOUT.total_seconds())
+    time.sleep(0.5)  # it is looked for again before rank 1 has had its turn
+    for _ in range(10):
+        store.add('beat/0/1', 1)
+        time.sleep(0.1)
+    assert not store.check(['evict/1'])
     found.stop()

@@ -209,13 +209,13 @@ def test_who_stood_still_does_not_count_that_time(job: Job, fast_heartbeats: Non
         def add(self, key: str, amount: int) -> int:
             found = super().add(key, amount)
             if amount == 0 and key.startswith('beat/') and not stood_still.is_set():
-                time.sleep(4.0)
+                time.sleep(5.0)
                 stood_still.set()
             return found
 
     watch = EpochWatch(
         lambda: Slow('127.0.0.1', job.store.port, is_master=False, timeout=TIMEOUT),
-        0, 0, [1, 2], 3.0, lambda reason: job.woken.put((0, reason)),
+        0, 0, [1, 2], 4.0, lambda reason: job.woken.put((0, reason)),
     )  # fmt: skip
     job.watches.append(watch)
     watch.judge()
