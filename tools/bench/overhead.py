@@ -2,10 +2,12 @@
 """Measures what protection costs per iteration, as ratios to plain Megatron on the same machine.
 
     python -m tools.bench.overhead --json overhead.json
+    git worktree add ../before HEAD~1 && python -m tools.bench.overhead --against ../before
 
 The ways to protect a run take turns over several rounds, so that a slow phase of the machine hits
 all of them; ratios are taken within a round. The time of an iteration is that between the log lines
-of two iterations and so has every stall of saving in it. All runs must end in the same bits.
+of two iterations and so has every stall of saving in it. All runs must end in the same bits. With
+`--against` the sparse checkpointing of another checkout of this project takes turns as well.
 
 Exit status: 0 done, 1 the final states differ, 2 a run failed.
 """
@@ -32,15 +34,17 @@ from tools.lab.errors import LabError
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
-from tools.lab.launch import Launch, Launcher
+from tools.lab.launch import PROGRAM, Launch, Launcher
 from tools.lab.models import dense_flags, prepare_text
 
 _POLL_S = 0.25
-PLAIN, SPARSE, DENSE_IN_MEMORY = 'plain', 'sparse', 'dense-in-memory'
+PLAIN, SPARSE, AGAINST = 'plain', 'sparse', 'sparse-against'
+DENSE_IN_MEMORY = 'dense-in-memory'
 SYNC, ASYNC = 'torch-dist-sync', 'torch-dist-async'
 TITLES = {
     PLAIN: 'plain Megatron',
     SPARSE: 'sparse checkpointing',
+    AGAINST: 'sparse checkpointing of the other checkout',
     DENSE_IN_MEMORY: 'dense in host memory each time (window 1)',
     SYNC: 'torch_dist each time',
     ASYNC: 'torch_dist each time, asynchronous',
@@ -112,6 +116,13 @@ class Bench(NamedTuple):
     iterations: int
     warm_up: int
     window: str
+    against: Path | None = None
+    """Another checkout of this project."""
+
+    @property
+    def variants(self) -> list[str]:
+        """In the order of their turns."""
+        return [name for name in TITLES if self.against is not None or name != AGAINST]
 
     def run(self, variant: str, round_number: int) -> Run:
         """Run one variant to its end.
@@ -128,6 +139,8 @@ class Bench(NamedTuple):
             flags = model.training_flags(self.data, self.ranks, self.iterations, digest)
             flags += self._protection(variant, memory, Path(checkpoints), folder / 'events')
             launch = Launch(folder, flags, NODES, self.ranks // NODES)
+            if variant == AGAINST and self.against is not None:
+                launch = launch._replace(checkout=self.against)
             with Job(launch, Launcher.TORCHRUN) as job:
                 clock = CpuClock(job)
                 for log in job.follow('the end', _POLL_S):
@@ -152,7 +165,7 @@ class Bench(NamedTuple):
 
     def _protection(self, variant: str, memory: Path, checkpoints: Path, events: Path) -> list[str]:
         match variant:
-            case 'sparse':
+            case 'sparse' | 'sparse-against':
                 return model.sparse_flags(memory, self.window, events)
             case 'dense-in-memory':
                 return model.sparse_flags(memory, '1', events)
@@ -172,7 +185,7 @@ def summarize(bench: Bench, hardware: Hardware, rounds: list[list[Run]]) -> Over
         warm_up=bench.warm_up,
         window=bench.window,
         identical=len(digests) == 1,
-        variants={name: _variant(name, by_round) for name in TITLES},
+        variants={name: _variant(name, by_round) for name in bench.variants},
         slot_bytes=_slot_bytes(by_round[-1]),
         rounds=rounds,
     )
@@ -245,6 +258,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--ranks', type=int, choices=model.RANKS, default=2)
     parser.add_argument('--window', default='auto', help='of sparse checkpointing (default: auto)')
     parser.add_argument('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
+    parser.add_argument('--against', type=Path, metavar='DIR', help='another checkout to compare')
     parser.add_argument('--json', type=Path, metavar='FILE', help='write everything here')
     args = parser.parse_args(argv)
     if args.rounds < 1:
@@ -255,6 +269,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f'--iterations {args.iterations}: must be at least --warm-up + 3')
     if args.window != 'auto' and not args.window.isdecimal():
         parser.error(f'--window {args.window}: must be a whole number or auto')
+    if args.against is not None:
+        args.against = args.against.resolve()
+        if not (args.against / PROGRAM).is_file():
+            parser.error(f'--against {args.against}: no checkout of this project ({PROGRAM})')
     return args
 
 
@@ -269,15 +287,18 @@ def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     data = prepare_text(args.output.resolve() / 'data')
-    bench = Bench(data, output, args.ranks, args.iterations, args.warm_up, args.window)
+    bench = Bench(
+        data, output, args.ranks, args.iterations, args.warm_up, args.window, args.against
+    )
     rounds: list[list[Run]] = []
     for number in range(1, args.rounds + 1):
         rounds.append([])
-        for name, title in TITLES.items():
+        for name in bench.variants:
             run = bench.run(name, number)
             rounds[-1].append(run)
             console.print(
-                f'round {number}: {1000 * run.iteration_s:5.0f} ms  {title}', highlight=False
+                f'round {number}: {1000 * run.iteration_s:5.0f} ms  {TITLES[name]}',
+                highlight=False,
             )
     return summarize(bench, hardware, rounds)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = ROOT / 'pretrain_gpt.py'
+PROGRAM = 'pretrain_gpt.py'
 _PORTS = 20_000, 32_000
 GRACE_S = 15
 """Between a polite end and SIGKILL."""
@@ -63,6 +63,8 @@ class Launch(NamedTuple):
     """Environment of the workers besides `ENVIRONMENT`."""
     share_gpu: bool = False
     """All ranks on the first GPU, over NCCL, rather than on the CPU, over gloo."""
+    checkout: Path = ROOT
+    """Whose program runs; another than this tool's own only under torchrun."""
 
     @property
     def world_size(self) -> int:
@@ -73,11 +75,13 @@ class Launch(NamedTuple):
         """All of it; a fault that is armed in this process is none of the job."""
         inherited = {name: os.environ[name] for name in os.environ if name != 'MOEVEMENT_FAIL_AT'}
         device = {} if self.share_gpu else _NO_GPU
-        return {**inherited, **ENVIRONMENT, **device, **self.variables}
+        modules = os.pathsep.join(filter(None, [str(self.checkout), inherited.get('PYTHONPATH')]))
+        checkout = {'PYTHONPATH': modules}
+        return {**inherited, **ENVIRONMENT, **checkout, **device, **self.variables}
 
     def program(self) -> list[str]:
         """The program with all its flags."""
-        return [str(PROGRAM), *self.flags, *(_ON_GPU if self.share_gpu else ())]
+        return [str(self.checkout / PROGRAM), *self.flags, *(_ON_GPU if self.share_gpu else ())]
 
 
 def add_share_gpu(parser: argparse.ArgumentParser) -> None:

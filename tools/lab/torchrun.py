@@ -13,7 +13,6 @@ import psutil
 
 from tools.lab.launch import (
     GRACE_S,
-    ROOT,
     Death,
     Launch,
     family,
@@ -70,7 +69,7 @@ class Agents:
         with self._log(node).open('ab') as log:
             self._agents[node] = subprocess.Popen(
                 command,
-                cwd=ROOT,
+                cwd=launch.checkout,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

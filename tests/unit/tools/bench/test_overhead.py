@@ -9,6 +9,7 @@ import pytest
 from tests.unit.tools.samples import HARDWARE
 from tools.bench import model, overhead
 from tools.lab.figures import Spread
+from tools.lab.launch import Launch
 
 
 def run_of(variant: str, iteration_s: float, digest: str = 'same') -> overhead.Run:
@@ -31,7 +32,7 @@ def overhead_report(*sparse_s: float, digest: str = 'same') -> overhead.Overhead
     rounds = [
         [
             run_of(name, seconds if name == overhead.SPARSE else number, digest='same')
-            for name in overhead.TITLES
+            for name in bench.variants
         ]
         for number, seconds in enumerate(sparse_s, 1)
     ]
@@ -71,7 +72,14 @@ def test_exit_status_says_whether_the_runs_are_identical(
 
 
 @pytest.mark.parametrize(
-    'flags', [['--ranks', '3'], ['--rounds', '0'], ['--iterations', '5'], ['--window', 'some']]
+    'flags',
+    [
+        ['--ranks', '3'],
+        ['--rounds', '0'],
+        ['--iterations', '5'],
+        ['--window', 'some'],
+        ['--against', '/nowhere'],
+    ],
 )
 def test_wrong_flags_of_overhead_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit) as refused:
@@ -86,6 +94,7 @@ def test_every_variant_but_plain_adds_flags() -> None:
         for name in overhead.TITLES
     }
     assert added.pop(overhead.PLAIN) == []
+    assert added.pop(overhead.AGAINST) == added[overhead.SPARSE]
     assert len({tuple(flags) for flags in added.values()}) == 4
     assert all(flags for flags in added.values())
 
@@ -95,3 +104,17 @@ def test_ranks_are_two_per_stage(ranks: int, stages: str) -> None:
     flags = model.training_flags(Path('data'), ranks, 10, Path('digest.json'))
     assert flags[flags.index('--pipeline-model-parallel-size') + 1] == stages
     assert flags[flags.index('--expert-model-parallel-size') + 1] == '2'
+
+
+def test_another_checkout_takes_its_turn_after_ours(tmp_path: Path) -> None:
+    bench = overhead.Bench(Path(), Path(), 2, 14, 4, 'auto')
+    assert overhead.AGAINST not in bench.variants
+    both = bench._replace(against=tmp_path).variants
+    assert both[both.index(overhead.SPARSE) + 1] == overhead.AGAINST
+    assert [name for name in both if name != overhead.AGAINST] == bench.variants
+
+
+def test_a_launch_of_another_checkout_finds_only_its_modules(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, ['--flag'], 1, 1, checkout=tmp_path / 'before')
+    assert launch.program() == [str(tmp_path / 'before' / 'pretrain_gpt.py'), '--flag']
+    assert launch.environment()['PYTHONPATH'].split(':')[0] == str(tmp_path / 'before')
