@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from tools.lab.errors import LabError
+from tools.lab.evidence import recovers_locally
 from tools.lab.job import Job
-from tools.lab.launch import Launch, Launcher
+from tools.lab.launch import Death, Launch, Launcher
 from tools.lab.torchrun import Agents
 
 _STALL = 'stall'
@@ -29,6 +30,14 @@ class TargetJob(Job):
         variables = {**launch.variables, 'MOEVEMENT_STALL_FILE': str(self._stall)}
         super().__init__(launch._replace(variables=variables), launcher)
         self._memory = memory
+
+    @property
+    def unexpected(self) -> list[Death]:
+        """As of every job; but where any loss restarts the whole job, no worker survives another.
+
+        Under torchrun they then end by the error of the connection to the lost one.
+        """
+        return super().unexpected if recovers_locally(self.events()) else []
 
     def lose_node_of(self, rank: int) -> float:
         """Kill all workers of the node of a rank and delete its memory; returns when.

@@ -10,6 +10,7 @@ from moevement_ext.events import (
     Event,
     FailureDetected,
     NextTier,
+    Protected,
     Recovered,
     RecoveryPhase,
     RecoveryStarted,
@@ -39,6 +40,11 @@ def kind_of[E: Event](events: Iterable[Event], kind: type[E]) -> list[E]:
 def ranks_with(events: Iterable[Event], kind: type[Event]) -> set[int]:
     """Ranks that wrote an event of a kind."""
     return {event.rank for event in kind_of(events, kind)}
+
+
+def recovers_locally(events: Iterable[Event]) -> bool:
+    """Whether a stage of the job can replay alone: only then does it log what it sends."""
+    return any(event.host_memory['log_ring'] for event in kind_of(events, Protected))
 
 
 class Tier(enum.StrEnum):

@@ -42,6 +42,7 @@ class UpstreamTrainer:
             self._post_step.install()
         trainer = 'megatron.training.training'
         patches.wrap(f'{trainer}:setup_model_and_optimizer', self._set_up)
+        patches.wrap(f'{trainer}:load_checkpoint', upstream.load_with_own_random_numbers)
         patches.wrap(f'{trainer}:train', self._train)
         patches.wrap(f'{trainer}:train_step', self._train_step)
         patches.wrap(f'{trainer}:training_log', self._training_log)

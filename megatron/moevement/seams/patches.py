@@ -31,6 +31,11 @@ UPSTREAM = {
         'model_type', 'model_provider_func', 'checkpointing_context', 'cfg_container',
         'pg_collection',
     ),
+    'megatron.training.training:load_checkpoint': (
+        'ddp_model', 'optimizer', 'opt_param_scheduler', 'load_arg', 'strict',
+        'checkpointing_context', 'skip_load_to_model_and_opt', 'tp_group', 'pp_group',
+        'dp_cp_group', 'dp_group', 'expt_dp_group', 'rng_state_key_prefix',
+    ),
     'megatron.training.training:build_train_valid_test_data_iterators': (
         'build_train_valid_test_datasets_provider',
     ),

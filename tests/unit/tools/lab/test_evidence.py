@@ -8,6 +8,7 @@ from moevement_ext.events import (
     Event,
     FailureDetected,
     NextTier,
+    Protected,
     Recovered,
     RecoveryPhase,
     RecoveryStarted,
@@ -22,6 +23,7 @@ from tools.lab.evidence import (
     launch_s,
     lost_iterations,
     persisted,
+    recovers_locally,
     recovery,
     start_up_s,
 )
@@ -96,6 +98,16 @@ class TestRecovery:
     def test_a_survivor_that_logs_before_it_notices_is_not_back(self) -> None:
         events = [happened(WorkerStarted, 1, 100.4, 51), happened(FailureDetected, 0, 100.3)]
         assert found(events, [10, 51], (40, 99.0), (41, 100.5)) is None
+
+
+def test_a_job_that_logs_what_stages_send_recovers_locally() -> None:
+    fields: Any = {
+        'node': 'n', 'stage': 0, 'world_size': 2, 'copies': 1, 'replicas': 1, 'window': 2,
+        'operators': {}, 'experts': [],
+    }  # fmt: skip
+    rings = [happened(Protected, 0, 1.0, host_memory={'log_ring': n}, **fields) for n in (0, 64)]
+    assert not recovers_locally(rings[:1])
+    assert recovers_locally(rings)
 
 
 class TestLostIterations:
