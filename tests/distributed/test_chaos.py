@@ -12,6 +12,7 @@ from tests.distributed.conftest import ROOT
 
 FAULTS = 8
 SEED = 20261121
+HANG_TIMEOUT_S = 15  # other tests run beside these
 EVERYTHING_ON = 744
 """Draws PP 2 x EP 2 with every feature that the test names."""
 
@@ -43,7 +44,7 @@ def test_faults_aimed_at_a_recovery_with_everything_on(tmp_path: Path) -> None:
 
 def struck(output: Path, flags: str, seed: int = SEED) -> str:
     """Run the tool; returns its last line."""
-    again = f'python -m tools.chaos {flags} --seed {seed}'
+    again = f'python -m tools.chaos {flags} --seed {seed} --hang-timeout {HANG_TIMEOUT_S}'
     print(f'the same faults again: {again}')
     command = [sys.executable, *again.split()[1:], '--output', str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)

@@ -58,6 +58,23 @@ def test_upstream_says_and_saves_what_it_does_without_us(
     assert any(name.endswith('.distcp') for name in dense)
 
 
+EVERY_ITERATION = [*FLAGS, '--log-interval', '1']  # the last of a flag counts
+
+
+@pytest.mark.parametrize('mutation', ['', 'metrics_of_a_replay_are_kept'])
+def test_log_lines_after_a_recovery_are_those_of_a_fault_free_run(
+    mutation: str, cluster: Callable[..., Cluster]
+) -> None:
+    """Losses of the router, which upstream sums up until it logs them, among them."""
+    plain = cluster(*EVERY_ITERATION, sparse=False, ranks=RANKS)
+    plain.finish()
+    expected = set(upstream_lines(plain, 0))
+    job = cluster(*EVERY_ITERATION, *WINDOW, ranks=RANKS)
+    broken = f'mutations.localized:{mutation}' if mutation else None
+    assert job.survive(fail_at='1:10:backward', mutation=broken) == {1: 1}
+    assert (set(upstream_lines(job, 0)) <= expected) is not bool(mutation)
+
+
 def check_our_lines(job: Cluster) -> None:
     """One line after each of upstream's but that of the first iteration, on the last rank only."""
     last = job.log(RANKS - 1).with_name(f'life0-rank{RANKS - 1}.log').read_text().splitlines()

@@ -44,6 +44,7 @@ from rich.console import Console
 from moevement_ext.config import ConfigurationError
 from tools.chaos.campaign import Campaign
 from tools.chaos.configuration import (
+    HANG_TIMEOUT_S,
     LONGEST_WINDOW,
     Configuration,
     Feature,
@@ -93,6 +94,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         'or all), and fail if none landed there')  # fmt: skip
     add('--aimed', type=float, default=0.5, help='share of faults to aim after (default: 0.5)')
     add('--faults-per-job', type=int, default=10, help='at most (default: 10)')
+    add('--hang-timeout', type=int, default=HANG_TIMEOUT_S, metavar='SECONDS',
+        help='after which a worker that is not heard of is replaced; on a machine with other work '
+        'one that starts may be silent for longer (default: %(default)s)')  # fmt: skip
     add('--max-stall', type=float, metavar='SECONDS', help='fail if a recovery takes longer, '
         'without the time to declare a worker hung and to start processes')  # fmt: skip
     add('--output', type=Path, default=Path('runs/chaos'), help='folder for data and logs')
@@ -123,7 +127,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: which flag breaks which rule.
     """
-    for name in ('faults', 'nodes', 'faults_per_job', 'configurations'):
+    for name in ('faults', 'nodes', 'faults_per_job', 'configurations', 'hang_timeout'):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f'--{name.replace("_", "-")} must be at least 1')
@@ -189,6 +193,7 @@ def given(args: argparse.Namespace, job: int) -> Configuration:
         launcher=Launcher(args.launcher),
         share_gpu=args.share_gpu,
         fork=args.fork,
+        hang_timeout_s=args.hang_timeout,
     )
 
 
@@ -196,7 +201,9 @@ def _campaign(args: argparse.Namespace, results: Results, console: Console) -> C
     def drawn(job: int, configuration: int, attempt: int) -> Configuration:
         if args.configurations:
             random = draw_configuration(args.seed, configuration, attempt)
-            return random._replace(share_gpu=args.share_gpu, fork=args.fork)
+            return random._replace(
+                share_gpu=args.share_gpu, fork=args.fork, hang_timeout_s=args.hang_timeout
+            )
         return given(args, job)
 
     coverage = Coverage(args.cover)

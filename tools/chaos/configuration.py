@@ -14,7 +14,7 @@ from tools.lab.launch import Launch, Launcher
 
 AUTO = 'auto'
 LONGEST_WINDOW = 6
-_HANG_TIMEOUT_S = 5
+HANG_TIMEOUT_S = 5
 _STUCK_TIMEOUT_S = 10
 _STUCK_TIMEOUT_OF_A_WRITER_S = 15
 """For each rank: its training thread waits while upstream starts processes that write checkpoints,
@@ -108,6 +108,7 @@ class Configuration(NamedTuple):
     """All ranks on the first GPU, rather than on the CPU."""
     fork: bool = False
     """Workers of the local launcher are forked from one process, instead of hot spares."""
+    hang_timeout_s: int = HANG_TIMEOUT_S
 
     def __str__(self) -> str:
         features = ', '.join(self.features) or 'no features'
@@ -155,7 +156,7 @@ class Configuration(NamedTuple):
 
     def detection_s(self, kind: Kind) -> float:
         """Seconds after which such a fault is noticed."""
-        return {Kind.STOP: _HANG_TIMEOUT_S, Kind.STUCK: self._stuck_timeout_s}.get(kind, 0)
+        return {Kind.STOP: self.hang_timeout_s, Kind.STUCK: self._stuck_timeout_s}.get(kind, 0)
 
     @property
     def _stuck_timeout_s(self) -> int:
@@ -193,7 +194,7 @@ class Configuration(NamedTuple):
         """
         flags = models.sparse_flags(memory, RUN_ID, self.window, events)
         flags += ['--sparse-ckpt-replicas', str(self.replicas)]
-        flags += ['--sparse-ckpt-hang-timeout', str(_HANG_TIMEOUT_S)]
+        flags += ['--sparse-ckpt-hang-timeout', str(self.hang_timeout_s)]
         if self.window == AUTO:
             flags += ['--sparse-ckpt-max-window', str(LONGEST_WINDOW), *_RESTLESS.split()]
         return [*flags, '--sparse-ckpt-stuck-timeout', str(self._stuck_timeout_s)]

@@ -34,6 +34,7 @@ class UpstreamTrainer:
         self._data = data
         self._post_step = session.around.post_step
         self._logged_losses: dict[str, Any] = {}
+        self._job_has_logged = False
 
     def install(self) -> None:
         """Wrap upstream's functions. Called once, before `pretrain`."""
@@ -50,6 +51,7 @@ class UpstreamTrainer:
     def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Build model and optimizer, and load the dense checkpoint where that is the best tier."""
         load = self._args.load
+        self._job_has_logged = self._session.job.joining
 
         def build(load_dense: bool) -> Any:
             self._args.load = load if load_dense else None
@@ -147,6 +149,11 @@ class UpstreamTrainer:
             # Upstream's loop was entered again within a log interval: go on with its sums.
             total_loss_dict.update(self._logged_losses)
             self._logged_losses = total_loss_dict
+        if self._job_has_logged:
+            # Upstream logs the first iteration of a start besides, and counts it once more in the
+            # line that follows; a loop that is entered again is no start.
+            kwargs['is_first_iteration'] = False
+        self._job_has_logged = True
         result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         self._session.report(iteration)
         return result

@@ -3,13 +3,14 @@
 
 import os
 import time
+from contextlib import contextmanager
 
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from examples import own_loop
 from megatron.moevement import attachment
-from megatron.moevement.job import session
+from megatron.moevement.job import session, trainer
 from megatron.moevement.seams import data_position, p2p
 from megatron.moevement.state import global_scalars, training_state
 from moevement_ext.recover import conversion, stage_replay
@@ -30,6 +31,17 @@ def recorded_norm_of_catch_up_wrong() -> None:
         return found
 
     stage_replay.StageReplay._entry = small
+
+
+def metrics_of_a_replay_are_kept() -> None:
+    """What routers sum up for the log in a replay counts for the iteration after it."""
+
+    @contextmanager
+    def replaying(self):
+        with self.operators.frozen.replaying():
+            yield
+
+    trainer.MegatronTrainer.replaying = replaying
 
 
 def log_of_neighbour_changed() -> None:
