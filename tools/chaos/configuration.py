@@ -15,7 +15,6 @@ from tools.lab.launch import Launch, Launcher
 AUTO = 'auto'
 LONGEST_WINDOW = 6
 HANG_TIMEOUT_S = 5
-_STUCK_TIMEOUT_S = 10
 _STUCK_TIMEOUT_OF_A_WRITER_S = 15
 """For each rank: its training thread waits while upstream starts processes that write checkpoints,
 those of all ranks at once on this machine."""
@@ -161,7 +160,10 @@ class Configuration(NamedTuple):
     @property
     def _stuck_timeout_s(self) -> int:
         saves = Feature.SAVE in self.features or Feature.ASYNC_SAVE in self.features
-        return _STUCK_TIMEOUT_OF_A_WRITER_S * self.layout.ranks if saves else _STUCK_TIMEOUT_S
+        return max(
+            2 * self.hang_timeout_s,
+            _STUCK_TIMEOUT_OF_A_WRITER_S * self.layout.ranks if saves else 0,
+        )
 
     def training_flags(self, data: Path, iterations: int, folder: Path) -> list[str]:
         """Flags of the run that nothing happens to.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to break recovery, one step each. Every one must turn the comparison of bits red."""
 
-from megatron.moevement.state import global_scalars, iteration_state, slices
+from megatron.moevement.state import global_scalars, iteration_state, slices, training_state
 
 
 def moments_not_restored() -> None:
@@ -79,3 +79,8 @@ def scheduler_not_restored() -> None:
         scheduler.step(increment=0)
 
     iteration_state.restore = restore
+
+
+def dense_load_without_renewal() -> None:
+    """Windows are captured from what was there before the late load of a dense checkpoint."""
+    training_state.TrainingState.renew = lambda self: None

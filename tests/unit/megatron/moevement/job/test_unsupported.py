@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each rule is given flags by way of upstream's parser, and must name the flag and the remedy."""
 
+import re
 from argparse import Namespace
+from pathlib import Path
 
 import megatron.core.optimizer
 import pytest
@@ -16,6 +18,7 @@ from moevement_ext.config import ConfigurationError
 from tests.stand_ins.fused_adam import FusedAdam
 from tests.unit.megatron.moevement.job.test_identity import parsed
 
+ROOT = Path(__file__).resolve().parents[5]
 EVALUATIONS = '--eval-interval 4 --eval-iters 1'
 SAME_FOLDER = '--save dense --load dense'
 SCALES_LOST = '--use-precision-aware-optimizer --fp8-recipe tensorwise --save dense'
@@ -201,3 +204,13 @@ def test_value_is_shown_as_the_user_wrote_it() -> None:
 def test_a_loop_of_ones_own_need_not_have_all_settings() -> None:
     refuse_unsupported(Namespace(optimizer='adam'))
     assert not_localized(Namespace(distributed_backend='nccl')) is None
+
+
+def test_the_page_for_operators_quotes_what_the_log_says() -> None:
+    page = (ROOT / 'docs' / 'operations.md').read_text('utf-8')
+    (quoted,) = re.findall(r'((?: {4}.*\n)+)', page[page.index('the log says so at the start:') :])[
+        :1
+    ]
+    said = not_localized(parsed('--async-save', '--disable-gloo-process-groups'))
+    start = 'sparse checkpointing: recovery restarts the whole job: '
+    assert ' '.join(quoted.split()) == f'{start}{said}'
