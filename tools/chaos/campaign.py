@@ -34,7 +34,7 @@ class _Plain(NamedTuple):
     """A run of plain Megatron to which nothing happened."""
 
     digest: StateDigest
-    """Of its final state."""
+    """Digest of the run's final state."""
     pause_s: float
     """The longest from one iteration to the next."""
 
