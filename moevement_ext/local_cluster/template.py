@@ -102,7 +102,7 @@ class ForkedChild(Child):
     def _how_it_ended(self) -> int:
         return self._asked('status')
 
-    def _let_go(self) -> int:
+    def _reap(self) -> int:
         return self._asked('reap')
 
     def _asked(self, request: str) -> int:
