@@ -89,7 +89,7 @@ def main() -> None:
 def configurations(
     stages: int,
 ) -> tuple[TransformerConfig, OptimizerConfig, DistributedDataParallelConfig]:
-    """Of the model, of the optimizer, and of data parallelism."""
+    """Configurations of the model, of the optimizer, and of data parallelism."""
     config = TransformerConfig(
         num_layers=2 * stages,
         hidden_size=64,
@@ -194,7 +194,7 @@ def forward_step(data: Batches, model: torch.nn.Module) -> tuple[torch.Tensor, C
 
 
 def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Of a micro-batch, and what is to be reported of it."""
+    """Loss of a micro-batch (a scalar), and what is to be reported of it, by name."""
     loss = output.float().mean()
     return loss, {'lm loss': loss.detach().clone()}  # Megatron divides the other in place
 

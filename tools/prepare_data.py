@@ -421,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_on_sigterm(signum: int, frame: object) -> None:
-    """As an exception, so that the unfinished dataset is removed."""
+    """Handler of SIGTERM: raises SystemExit, so that the unfinished dataset is removed."""
     sys.exit(128 + signum)
 
 

@@ -58,9 +58,9 @@ class TrainingPlan:
     global_batch_size: int
     """Samples per iteration, the same in all."""
     backend: str = 'nccl'
-    """Of `torch.distributed`; without a GPU 'gloo'."""
+    """Backend of `torch.distributed`; without a GPU 'gloo'."""
     timeout: timedelta = timedelta(minutes=10)
-    """Of collectives, and for all ranks to meet."""
+    """How long a collective may take, and all ranks to meet."""
     log_interval: int = 100
     """Iterations between two lines about protection on the last rank's standard output."""
 

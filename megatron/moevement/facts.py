@@ -31,9 +31,9 @@ class JobFacts:
     context_parallel_size: int
     sequence_parallel: bool
     distributed_backend: str
-    """Of `torch.distributed`: gloo or nccl."""
+    """Backend of `torch.distributed`: gloo or nccl."""
     timeout: timedelta
-    """Of collectives, and for all ranks to meet."""
+    """How long a collective may take, and all ranks to meet."""
     use_distributed_optimizer: bool
     micro_batch_size: int
     """Samples per micro-batch and data-parallel rank."""
@@ -64,7 +64,7 @@ class JobFacts:
 
     @property
     def boundary_dtype(self) -> torch.dtype:
-        """Of the tensors that pass between two stages."""
+        """Type of the tensors that pass between two stages."""
         return torch.float32 if self.fp32_residual_connection else self.params_dtype
 
 

@@ -45,14 +45,14 @@ class Child(ABC):
         return self._how_it_ended() == 0
 
     def reap(self) -> int:
-        """Wait until it is dead, kill what it left behind unless it ended well, and let it go.
+        """Wait until it is dead, kill what it left behind unless it ended well, and reap it.
 
         Returns:
             Exit status, or the negative number of the signal that killed it.
         """
         if not self.ended_well():
             self.signal(signal.SIGKILL)
-        code = self._let_go()
+        code = self._reap()
         self.ended = True
         os.close(self.death)
         return code
@@ -66,7 +66,7 @@ class Child(ABC):
         """Wait until it is dead; returns as `reap`, and the process id stays its own."""
 
     @abstractmethod
-    def _let_go(self) -> int:
+    def _reap(self) -> int:
         """Give its process id back."""
 
 
@@ -140,5 +140,5 @@ class SpawnedChild(Child):
     def _how_it_ended(self) -> int:
         return how_it_ended(self.pid, os.WNOWAIT)
 
-    def _let_go(self) -> int:
+    def _reap(self) -> int:
         return self._process.wait()

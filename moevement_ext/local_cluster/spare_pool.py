@@ -84,7 +84,7 @@ class SparePool:
         """Kill all spares."""
         for spare in [*self._importing, *self._ready]:
             spare.signal(signal.SIGKILL)
-            self._let_go(spare)
+            self._drop(spare)
         self._importing.clear()
         self._ready.clear()
 
@@ -100,12 +100,12 @@ class SparePool:
     def _died(self, spare: SpawnedChild) -> None:
         was_ready = spare in self._ready
         (self._ready if was_ready else self._importing).remove(spare)
-        code = self._let_go(spare)
+        code = self._drop(spare)
         self._report(SpareEnded(spare.pid, code, was_ready))
         if was_ready:
             self.start()
 
-    def _let_go(self, spare: SpawnedChild) -> int:
+    def _drop(self, spare: SpawnedChild) -> int:
         assert spare.output is not None
         self._loop.forget(spare.output)
         self._loop.forget(spare.death)

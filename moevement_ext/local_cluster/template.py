@@ -89,7 +89,7 @@ class ForkedChild(Child):
         self._template = template
 
     def signal(self, number: int) -> None:
-        """As for any child; to nobody once its template is gone, and init has reaped it."""
+        """Send a signal; to nobody once the template is gone and init has reaped the child."""
         with contextlib.suppress(ProcessLookupError):
             super().signal(number)
 
@@ -102,7 +102,7 @@ class ForkedChild(Child):
     def _how_it_ended(self) -> int:
         return self._asked('status')
 
-    def _let_go(self) -> int:
+    def _reap(self) -> int:
         return self._asked('reap')
 
     def _asked(self, request: str) -> int:

@@ -18,7 +18,7 @@ class Instrument(NamedTuple):
     """One thing that is measured, of every rank."""
 
     name: str
-    """As Prometheus has it; the exporter of Prometheus appends `_total` to counters."""
+    """Name by the rules of Prometheus, whose exporter appends `_total` to counters."""
     kind: Kind
     help: str
     label: str | None = None

@@ -17,10 +17,10 @@ def close_connections_in_children() -> None:
     global _installed
     if not _installed:
         _installed = True
-        os.register_at_fork(after_in_child=_let_go)
+        os.register_at_fork(after_in_child=_drop_connections)
 
 
-def _let_go() -> None:
+def _drop_connections() -> None:
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir('/proc/self/fd'):
         if _is_connection(int(name)):

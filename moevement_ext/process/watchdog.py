@@ -16,7 +16,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _PROGRAM = Path(__file__).with_name('watchdog_process.py')
-_BEAT_S = 0.5
+_HEARTBEAT_S = 0.5
 
 
 def under_torchrun() -> bool:
@@ -44,7 +44,9 @@ class Watchdog:
         except OSError as error:  # never training's matter (invariant I6)
             logger.warning('sparse checkpointing: nobody kills this process if it hangs: %s', error)
             return
-        threading.Thread(target=self._beat, name='sparse-ckpt-alive', daemon=True).start()
+        threading.Thread(
+            target=self._send_heartbeats, name='sparse-ckpt-alive', daemon=True
+        ).start()
 
     def close(self) -> None:
         """This process has nothing to do any more that could hang."""
@@ -53,11 +55,11 @@ class Watchdog:
             self._dog.kill()
             self._dog.wait()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         assert self._dog is not None and self._dog.stdin is not None
         pipe = self._dog.stdin.fileno()
         try:
-            while not self._stopping.wait(_BEAT_S):
+            while not self._stopping.wait(_HEARTBEAT_S):
                 os.write(pipe, b'.')
         except OSError as error:
             if not self._stopping.is_set():

@@ -219,7 +219,7 @@ class DiskTier:
             self._board.report(window)
         finally:
             if file is not None:
-                self._windows.let_go(file)
+                self._windows.release(file)
 
     def _give_up(self, window: WindowName) -> None:
         self._board.give_up([window.start])

@@ -83,7 +83,7 @@ class SmallState(Protocol):
         """Upper bound of its size in this job."""
 
     def now(self) -> bytes:
-        """As it is. Nothing changes by that."""
+        """The present state, encoded; nothing changes by reading it."""
 
     def restore(self, state: bytes) -> None:
         """Put it back, all of it but the position of the training data."""

@@ -8,7 +8,7 @@ ADDRESS_VARIABLE = 'MOEVEMENT_SUPERVISOR'
 
 
 class Address(NamedTuple):
-    """As an agent gets it from the supervisor."""
+    """Where the supervisor listens, with the secret of the job: what it hands to its agents."""
 
     host: str
     port: int

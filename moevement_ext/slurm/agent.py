@@ -72,7 +72,7 @@ class Agent:
         try:
             while self._link.silent_s < messages.SILENT_S:
                 self._loop.turn(_TURN_S)
-                self._link.beat()
+                self._link.heartbeat()
         except OSError:
             pass  # the job is over, or the supervisor lost
         finally:

@@ -9,7 +9,7 @@ import msgspec
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.slurm.messages import Alive
 
-_BEAT_S = 1.0
+_HEARTBEAT_S = 1.0
 _MESSAGE_S = 10.0
 
 
@@ -49,9 +49,9 @@ class Link[Received]:
         self._heard = time.monotonic()
         return message
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Give a sign of life if it is time for one."""
-        if time.monotonic() - self._sent >= _BEAT_S:
+        if time.monotonic() - self._sent >= _HEARTBEAT_S:
             self.send(Alive())
 
     def close(self) -> None:

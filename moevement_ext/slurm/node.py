@@ -90,7 +90,7 @@ class Node:
         """Give a sign of life, and see whether agent and step still do."""
         self._left = [step for step in self._left if step.ended() is None]
         if self.link is not None:
-            self._attempt(self.link.beat)
+            self._attempt(self.link.heartbeat)
         if self.link is not None and self.link.silent_s > SILENT_S:
             self.lose(f'nothing was heard of it for {SILENT_S:.0f} s')
         if self.is_coming:

@@ -74,5 +74,5 @@ class RemoteChild(Child):
             self.node.hear()
         return self._code
 
-    def _let_go(self) -> int:
+    def _reap(self) -> int:
         return self._how_it_ended()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.events import Recovered, RecoveryStarted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_whole_job_recovery import BASE
@@ -51,8 +52,8 @@ def damage(path: Path) -> None:
 
 def sources(job: Cluster) -> list[tuple[str, int]]:
     """Source and start of the window that each rank came back from."""
-    last = [job.events('recovery_started', rank)[-1] for rank in range(job.ranks)]
-    return [(event['source'], event['start']) for event in last]
+    last = [job.events_of(RecoveryStarted, rank)[-1] for rank in range(job.ranks)]
+    return [(str(event.source), event.start) for event in last]
 
 
 def test_job_whose_memory_is_all_lost_comes_back_from_disk(
@@ -123,5 +124,5 @@ def test_lost_stage_comes_back_while_windows_go_to_disk(
     job.flags += ['--sparse-ckpt-disk', str(disk), '--sparse-ckpt-disk-every', '1']
     assert job.survive(fail_at='3:8:forward') == {3: 1}
     assert differences(reference(*BASE), read_digest(job)) == []
-    (recovered,) = job.events('recovered', rank=3)
-    assert recovered['scope'] == 'localized'
+    (recovered,) = job.events_of(Recovered, rank=3)
+    assert recovered.localized

@@ -8,7 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from moevement_ext.events import FailureDetected, NextTier, Recovered, RecoveryPhase, WorkerStarted
+from moevement_ext.events import (
+    DeviceProblem,
+    FailureDetected,
+    NextTier,
+    Recovered,
+    RecoveryPhase,
+    WorkerStarted,
+)
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.local_cluster import launch
@@ -52,7 +59,7 @@ def check(job: Cluster, expected: dict) -> None:
 def test_worker_whose_loader_blocks_replaces_itself(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    """It beats, and all others wait for it; none of them counts as stuck."""
+    """It has a heartbeat, and all others wait for it; none of them counts as stuck."""
     flags = BASE.split()
     job = cluster(
         *flags,
@@ -116,13 +123,11 @@ def test_worker_whose_device_is_lost_replaces_itself(
     assert differences(reference(*flags), read_digest(job)) == []
     assert 'ended with exit status 76' in output
     assert 'rank 2 replaces itself: its GPU is lost: Xid 79' in output
-    (problem,) = job.events('device_problem', rank=2)
-    assert (problem['device'], problem['harm']) == ('GPU-2', 'device')
-    recovered = [job.events('recovered', rank) for rank in range(job.ranks)]
+    (problem,) = job.events_of(DeviceProblem, rank=2)
+    assert (problem.device, problem.harm) == ('GPU-2', 'device')
+    recovered = [job.events_of(Recovered, rank) for rank in range(job.ranks)]
     assert all(len(found) == 1 for found in recovered)
-    assert {found[0].get('scope') == 'localized' for found in recovered} == {
-        recovery == 'localized'
-    }
+    assert {found[0].localized for found in recovered} == {recovery == 'localized'}
 
 
 def test_death_while_all_connect(

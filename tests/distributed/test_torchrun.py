@@ -113,18 +113,18 @@ def test_a_stopped_worker_is_killed_and_replaced(
             )
             for n in range(2)
         ]
-        wait_until(lambda: all(job.events('window_persisted', rank) for rank in range(2)), logs)
-        stopped = job.events('worker_started', 1)[0]['pid']
+        wait_until(lambda: all(job.events_of(WindowPersisted, rank) for rank in range(2)), logs)
+        stopped = job.events_of(WorkerStarted, 1)[0].pid
         os.kill(stopped, signal.SIGSTOP)
         for process in agents:
             assert process.wait(START_S) == 0, tails(logs)
     assert differences(reference(*flags, ranks=2), read_digest(job)) == []
     said = f'rank 1 (pid {stopped}) has given no sign of life for 8 s: killed'
     assert said in logs[1].read_text()
-    assert [len(job.events('worker_started', rank)) for rank in range(2)] == [1, 2]
+    assert [len(job.events_of(WorkerStarted, rank)) for rank in range(2)] == [1, 2]
     for rank in range(2):
-        (recovered,) = job.events('recovered', rank)
-        assert (recovered['scope'], recovered['stages']) == ('localized', [1])
+        (recovered,) = job.events_of(Recovered, rank)
+        assert recovered.localized and recovered.stages == [1]
 
 
 def prepared(cluster: Callable[..., Cluster]) -> Cluster:

@@ -132,8 +132,8 @@ def test_windows_of_one_iteration_go_on_after_a_recovery(
     job.run(fail_at='2:10:forward')
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
-    first, second = job.events('recovered')
-    assert second['iteration'] - second['replayed'] > first['iteration']
+    first, second = job.events_of(Recovered)
+    assert second.iteration - second.replayed > first.iteration
 
 
 def test_training_with_sparse_checkpointing_has_the_bits_of_plain_megatron(

@@ -45,7 +45,8 @@ class OneRank:
 
     @property
     def state(self) -> ParameterState:
-        return ParameterState('w', self.main, self.main, self.adam, 0, 0, self.main.numel(), None)
+        share = range(self.main.numel())
+        return ParameterState('w', self.main, self.main, self.adam, 0, share, None)
 
     def captured(self) -> Bits:
         """Copies of all that a full slot holds, by part."""

@@ -216,18 +216,58 @@ def test_every_way_to_patch_is_seen(source: str, packages: set[str]) -> None:
 
 
 def constructor_arguments(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Classes that write their constructor themselves, with how many arguments it takes."""
+    """Classes that do something, with how many arguments their constructor takes.
+
+    They write it themselves, or are dataclasses with a public method that returns nothing; one that
+    only answers questions about its fields may have more of them. Of a dataclass, fields with a
+    default do not count: mostly they are its state.
+    """
     for node in ast.walk(tree):
-        for item in node.body if isinstance(node, ast.ClassDef) else ():
-            if isinstance(item, ast.FunctionDef) and item.name == '__init__':
-                given = item.args
-                yield node.name, len(given.posonlyargs + given.args + given.kwonlyargs) - 1
+        if not isinstance(node, ast.ClassDef):
+            continue
+        methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+        for given in (item.args for item in methods if item.name == '__init__'):
+            yield node.name, len(given.posonlyargs + given.args + given.kwonlyargs) - 1
+        if is_dataclass(node) and any(is_action(item) for item in methods):
+            fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+            yield node.name, sum(item.value is None for item in fields)
+
+
+def is_dataclass(node: ast.ClassDef) -> bool:
+    decorators = (ast.unparse(item).split('(')[0] for item in node.decorator_list)
+    return any(name in ('dataclass', 'dataclasses.dataclass') for name in decorators)
+
+
+def is_action(method: ast.FunctionDef) -> bool:
+    returned = method.returns
+    nothing = isinstance(returned, ast.Constant) and returned.value is None
+    return nothing and not method.name.startswith('_')
 
 
 def test_constructors_take_few_arguments() -> None:
     counts = [count for tree in sources(*PRODUCT).values() for count in constructor_arguments(tree)]
     over = {name for name, count in counts if count > MAX_CONSTRUCTOR_ARGUMENTS}
     assert over == MANY_CONSTRUCTOR_ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    ('source', 'counts'),
+    [
+        ('class A:\n    def __init__(self, a, /, b, *, c): ...', [('A', 3)]),
+        (
+            '@dataclass\nclass A:\n    a: int\n    b: int = 0\n    def f(self) -> None: ...',
+            [('A', 1)],
+        ),
+        ('@dataclasses.dataclass(frozen=True)\nclass A:\n    def f(self) -> None: ...', [('A', 0)]),
+        ('@dataclass\nclass A:\n    a: int\n    def f(self) -> int: ...', []),
+        ('@dataclass\nclass A:\n    a: int\n    def _f(self) -> None: ...', []),
+        ('class A(NamedTuple):\n    a: int\n    def f(self) -> None: ...', []),
+    ],
+)
+def test_constructors_of_classes_that_do_something_are_seen(
+    source: str, counts: list[tuple[str, int]]
+) -> None:
+    assert list(constructor_arguments(ast.parse(source))) == counts
 
 
 # ---- names nobody needs

@@ -11,7 +11,7 @@ _WARM_UP = 50
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Of many calls, in microseconds."""
+    """Latency of many calls, in microseconds."""
 
     calls: int
     median_us: float
@@ -20,7 +20,7 @@ class Latency(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, seconds: list[float]) -> 'Latency':
-        """Of at least one call."""
+        """The latency of at least one call."""
         ordered = [1e6 * value for value in sorted(seconds)]
         last = len(ordered) - 1
         return cls(len(ordered), ordered[last // 2], ordered[round(0.99 * last)], ordered[-1])

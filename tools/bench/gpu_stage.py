@@ -65,7 +65,7 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors together."""
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors)
 
     def set(self, value: int) -> None:

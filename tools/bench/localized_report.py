@@ -37,7 +37,7 @@ class Cost(msgspec.Struct, frozen=True):
     stage_cpu_s: float
     """CPU seconds of the process of the stage that is killed elsewhere, per iteration."""
     exposed_ms: float
-    """Of an iteration, by the log of sparse checkpointing on the last rank; mean."""
+    """Mean exposed time of an iteration, from the log of sparse checkpointing on the last rank."""
     save_ms: float
     """That a torch_dist checkpoint stops training for; median."""
     host_bytes: int
@@ -57,7 +57,7 @@ class Comeback(msgspec.Struct, frozen=True):
     stage_iterations: int
     """Iterations computed a second time, times the stages that did."""
     replay_s: float
-    """Of a localized recovery: conversion and catching up."""
+    """Seconds for which a localized recovery converts and catches up."""
     different: list[str]
     """Kinds of state that do not equal those of the undisturbed run."""
 
@@ -68,7 +68,7 @@ class MethodResult(msgspec.Struct, frozen=True):
     title: str
     seconds: Spread
     ratio: Spread
-    """Of seconds, to those of localized recovery with a hot spare in the same round."""
+    """Seconds over those of localized recovery with a hot spare in the same round."""
     phases: dict[str, float]
     """Medians."""
     stage_iterations: float

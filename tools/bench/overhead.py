@@ -61,11 +61,11 @@ class Run(msgspec.Struct, frozen=True):
     cpu_s: float
     """CPU seconds of an iteration, per rank."""
     exposed_ms: float | None
-    """Of an iteration, by the log of sparse checkpointing on the last rank; mean."""
+    """Mean exposed time of an iteration, from the log of sparse checkpointing on the last rank."""
     windows: list[int]
     """W of each iteration."""
     slot_bytes: list[int]
-    """Of the last rank, each slot of the last window once."""
+    """Bytes of each slot in the last window of the last rank."""
     digest: str
 
 
@@ -75,7 +75,7 @@ class Variant(msgspec.Struct, frozen=True):
     title: str
     iteration_ms: Spread
     ratio: Spread
-    """Of iteration times, to plain Megatron in the same round."""
+    """Iteration time over that of plain Megatron in the same round."""
     cpu_s: Spread
     cpu_ratio: Spread
     exposed_ms: Spread | None

@@ -35,7 +35,7 @@ from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 
 _SAMPLES = 10
-"""Of resources, over all cycles."""
+"""How many times resources are looked at over all cycles."""
 _COUNTED = ('file_descriptors', 'threads', 'shm_files', 'store_keys')
 _TIMEOUT = timedelta(seconds=60)
 _SHM = '/dev/shm/'
@@ -47,7 +47,7 @@ class Resources(msgspec.Struct, frozen=True):
 
     cycle: int
     file_descriptors: int
-    """Of the process, as are threads and memory."""
+    """Open files of the process; threads and memory are the process's, too."""
     threads: int
     memory_mib: float
     """Resident."""
@@ -79,7 +79,7 @@ class RegroupReport(msgspec.Struct, frozen=True):
     growth: dict[str, float]
     """From the end of the warm-up to the last cycle, of the process where it is largest."""
     resources: list[Resources]
-    """Of the process whose memory grew most."""
+    """Samples of the process whose memory grew most."""
 
 
 class Bench(msgspec.Struct, frozen=True):

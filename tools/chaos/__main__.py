@@ -42,7 +42,7 @@ from typing import IO
 from rich.console import Console
 
 from moevement_ext.config import ConfigurationError
-from tools.chaos.campaign import Campaign
+from tools.chaos.campaign import Campaign, Plan
 from tools.chaos.configuration import (
     HANG_TIMEOUT_S,
     LONGEST_WINDOW,
@@ -211,14 +211,16 @@ def _campaign(args: argparse.Namespace, results: Results, console: Console) -> C
     return Campaign(
         output=args.output.resolve(),
         data=prepare_text(args.output.resolve() / 'data'),
-        seed=args.seed,
-        faults=args.faults,
-        faults_per_job=min(args.faults, args.faults_per_job),
-        configurations=args.configurations or 1,
-        draw=drawn,
-        kinds=args.kinds,
-        aimed=args.aimed if args.cover else 0.0,
-        patient=bool(args.configurations),
+        plan=Plan(
+            seed=args.seed,
+            faults=args.faults,
+            faults_per_job=min(args.faults, args.faults_per_job),
+            configurations=args.configurations or 1,
+            draw=drawn,
+            kinds=args.kinds,
+            aimed=args.aimed if args.cover else 0.0,
+            patient=bool(args.configurations),
+        ),
         results=results,
         coverage=coverage,
         console=console,

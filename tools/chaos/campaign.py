@@ -34,26 +34,40 @@ class _Plain(NamedTuple):
     """A run of plain Megatron to which nothing happened."""
 
     digest: StateDigest
-    """Of its final state."""
+    """Digest of the run's final state."""
     pause_s: float
     """The longest from one iteration to the next."""
 
 
+class Plan(NamedTuple):
+    """What is to be run."""
+
+    seed: int
+    """Everything that is drawn is drawn from it."""
+    faults: int
+    """How many, over all jobs."""
+    faults_per_job: int
+    """At most."""
+    configurations: int
+    """How many the jobs take in turn."""
+    draw: Callable[[int, int, int], Configuration]
+    """A configuration, by the number of the job, of the configuration and of the attempt."""
+    kinds: Sequence[Kind]
+    """Faults to draw from."""
+    aimed: float
+    """Share of the faults that a second one is aimed after."""
+    patient: bool
+    """Go on with the next job when one failed."""
+
+
 @dataclass(frozen=True)
 class Campaign:
-    """What is to be run.
+    """Runs a plan.
 
     Args:
         output: folder for logs and results.
         data: prefix of the text.
-        seed: of everything.
-        faults: how many.
-        faults_per_job: at most.
-        configurations: how many the jobs take in turn.
-        draw: a configuration, by the number of the job, of the configuration and of the attempt.
-        kinds: faults to draw from.
-        aimed: share of the faults that a second one is aimed after.
-        patient: go on with the next job when one failed.
+        plan: what is to be run.
         results: so far.
         coverage: so far.
         console: for people.
@@ -61,14 +75,7 @@ class Campaign:
 
     output: Path
     data: Path
-    seed: int
-    faults: int
-    faults_per_job: int
-    configurations: int
-    draw: Callable[[int, int, int], Configuration]
-    kinds: Sequence[Kind]
-    aimed: float
-    patient: bool
+    plan: Plan
     results: Results
     coverage: Coverage
     console: Console
@@ -79,30 +86,30 @@ class Campaign:
         Raises:
             LabError: plain Megatron failed; or a job did, if that is not to be waited out.
         """
-        most_jobs = _MORE_JOBS * -(-self.faults // self.faults_per_job) + _MORE_JOBS
+        most_jobs = _MORE_JOBS * -(-self.plan.faults // self.plan.faults_per_job) + _MORE_JOBS
         while len(self.results.jobs) < most_jobs and not self._enough():
             job = self._job(len(self.results.jobs) + 1)
             self.results.add(job)
-            if job.failed and not self.patient:
+            if job.failed and not self.plan.patient:
                 raise LabError(f'job {job.number}: {job.failed}')
 
     def _enough(self) -> bool:
-        return len(self.results.faults) >= self.faults and not self.coverage.empty()
+        return len(self.results.faults) >= self.plan.faults and not self.coverage.empty()
 
     def _job(self, number: int) -> JobDone:
-        configuration_number = (number - 1) % self.configurations
+        configuration_number = (number - 1) % self.plan.configurations
         configuration, plain = self._reference(number, configuration_number)
         self._print(f'job {number}: {configuration}')
-        left = self.faults - len(self.results.faults)
-        kinds = [kind for kind in self.kinds if kind in configuration.kinds()] or [Kind.KILL]
+        left = self.plan.faults - len(self.results.faults)
+        kinds = [kind for kind in self.plan.kinds if kind in configuration.kinds()] or [Kind.KILL]
         faults = draw_faults(
-            self.seed,
-            min(left, self.faults_per_job) if left > 0 else self.faults_per_job,
+            self.plan.seed,
+            min(left, self.plan.faults_per_job) if left > 0 else self.plan.faults_per_job,
             kinds,
             configuration.nodes,
             configuration.workers_per_node,
             job=number,
-            aimed=self.aimed if left > 0 else 1.0,
+            aimed=self.plan.aimed if left > 0 else 1.0,
         )
         return self._disturb(number, configuration_number, configuration, faults, plain)
 
@@ -170,11 +177,11 @@ class Campaign:
         """
         while True:
             attempt = self.results.refusals(configuration_number)
-            configuration = self.draw(number, configuration_number, attempt)
+            configuration = self.plan.draw(number, configuration_number, attempt)
             try:
                 return configuration, self._plain(configuration_number, attempt, configuration)
             except LabError as error:
-                if attempt == _MOST_REFUSALS or not self.patient:
+                if attempt == _MOST_REFUSALS or not self.plan.patient:
                     raise
                 self._print(f'plain Megatron refuses, drawn again: {configuration}: {error}')
                 self.results.add(Refused(configuration_number, str(configuration), error.tail))
@@ -195,7 +202,7 @@ class Campaign:
     def _iterations(self, configuration: Configuration) -> int:
         """That each job trains: enough for all its faults."""
         first_window = 2 * configuration.longest_window
-        return first_window + self.faults_per_job * _ITERATIONS_PER_FAULT + LAST_ITERATIONS
+        return first_window + self.plan.faults_per_job * _ITERATIONS_PER_FAULT + LAST_ITERATIONS
 
     def _anew(self, name: str) -> Path:
         """A folder of which nothing is left."""

@@ -44,7 +44,7 @@ class Feature(enum.StrEnum):
 
 
 class Precision(enum.StrEnum):
-    """Of parameters, and if the optimizer is distributed."""
+    """Type of the parameters, and whether the optimizer is distributed."""
 
     BF16 = 'bf16-distributed'
     BF16_PLAIN = 'bf16'
@@ -92,7 +92,7 @@ _PRECISIONS = [*Precision, *Precision, Precision.BF16, Precision.BF16]
 
 
 class Configuration(NamedTuple):
-    """Of a job, disturbed or not."""
+    """What a job trains, and how; the same for disturbed jobs and the plain one."""
 
     layout: Layout
     precision: Precision

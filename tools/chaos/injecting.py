@@ -29,7 +29,7 @@ from tools.lab.run_log import Iteration
 LAST_ITERATIONS = 6
 """At the end of a job that have no fault: a finished worker cannot help another to recover."""
 FEWEST_ITERATIONS = 3
-"""Of a job, for each fault: what the fault and the survey of it take at least."""
+"""Iterations that a job needs for each fault: the fault and the survey of it take as many."""
 _ELSEWHERE = 1.4
 """Above this drawn number, which is up to 2, an aimed fault hits the first victim again."""
 
@@ -41,7 +41,7 @@ class Injection(NamedTuple):
     time: float
     """Seconds since the epoch."""
     pid: int
-    """Of the worker it was aimed at."""
+    """Process id of the worker that the fault was aimed at."""
 
 
 class Outcome(NamedTuple):
@@ -173,7 +173,7 @@ class FaultInjector:
         )
 
     def _expected_s(self, last: Injection, tier: Tier) -> float:
-        """Of a recovery: detecting a hang, starting processes, and what is training's own work."""
+        """Seconds of a recovery that does not stall: detection, start of processes, training."""
         events, detection_s = self._job.events(), self._configuration.detection_s(last.kind)
         if tier is not Tier.LOCALIZED:
             return detection_s + launch_s(events, self._iterations())

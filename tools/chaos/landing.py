@@ -17,7 +17,7 @@ _OVER = 'over'
 
 
 class Phase(enum.StrEnum):
-    """Of a recovery, as the events name it; besides, where there is none."""
+    """Phase of a recovery, named as in the events; or a time at which there is none."""
 
     TRAINING = 'training'
     """No recovery was under way."""
@@ -39,7 +39,7 @@ RECOVERY = tuple(Phase)[2:]
 
 
 class Cell(NamedTuple):
-    """Of the table: a kind of fault in a phase."""
+    """A cell of the table of coverage: a kind of fault in a phase."""
 
     phase: Phase
     kind: Kind

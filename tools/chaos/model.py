@@ -10,7 +10,7 @@ from tools.lab import models
 RUN_ID = 'chaos'
 
 SAMPLES = 4
-"""Of an iteration; at first, where the batch grows."""
+"""Samples of an iteration; of the first one, where the batch grows."""
 _LAYERS = 4
 _SIZES = ('pp', 'vp', 'tp', 'ep', 'dp')
 _LAYOUT = re.compile(rf'(?:{"|".join(_SIZES)})\d+(?:-(?:{"|".join(_SIZES)})\d+)*')
@@ -20,7 +20,7 @@ _MODEL = models.ToyModel(hidden=32, heads=2, sequence=SEQUENCE, experts=4)
 # The clip is far below the gradient norm, so it acts in every step; the rate warms up and decays.
 _TRAINING = '--micro-batch-size 1 --lr 2e-3 --min-lr 1e-4 --clip-grad 0.5'.split()
 COMMON_FLAGS = [*_MODEL.flags(), *models.TRAINING, *_TRAINING, *models.TEXT]
-"""Of Megatron, in every configuration."""
+"""Megatron's flags that every configuration has."""
 
 
 class Layout(NamedTuple):

@@ -64,7 +64,7 @@ class ResultError(Exception):
 
 
 class Results:
-    """Of a campaign, in memory and in a file.
+    """Results of a campaign, in memory and in a file.
 
     Args:
         path: of the file; what it holds already counts.

@@ -162,7 +162,7 @@ def story(
 
 
 def _lost(events: Events, killed_at: float) -> list[Span]:
-    """Of the stage that was killed; its slowest rank counts."""
+    """Spans of the stage that was killed; its slowest rank counts."""
     replay = _last(events, RecoveryStarted)
     return [
         Span(Doing.STARTING, killed_at, replay),
@@ -171,7 +171,7 @@ def _lost(events: Events, killed_at: float) -> list[Span]:
 
 
 def _kept(events: Events) -> list[Span]:
-    """Of a stage that lives on; it waits from when its first rank notices the failure."""
+    """Spans of a stage that lives on: it waits once its first rank has noticed the failure."""
     noticed = min(event.time for event in kind_of(events, FailureDetected))
     return [Span(Doing.WAITING, noticed, _last(events, Recovered))]
 

@@ -43,7 +43,7 @@ class _Job(NamedTuple):
     """How the drill is launched."""
 
     command: list[str]
-    """Of the launcher, up to its `--`."""
+    """Command line of the launcher, up to its `--`."""
     nodes: int
     workers_per_node: int
     spare: bool

@@ -217,7 +217,7 @@ class Probe:
         return [(self._target[place], self._source[place]) for place in places]
 
     def _small_copy(self) -> None:
-        """As a token dispatcher asks for counts."""
+        """Copy one number to the host and wait, like a token dispatcher that needs counts."""
         self._third.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._third):
             self._one.to('cpu', non_blocking=True)

@@ -58,7 +58,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _foreign_packages() -> list[str]:
-    """Of other packages with the names of ours, that would be run instead."""
+    """Problems: other packages with the names of ours, that would be run instead."""
     found = (find_spec(name) for name in ('tools.lab', 'tests.unit.memory.samples'))
     origins = (Path(spec.origin or '') for spec in found if spec is not None)
     return [

@@ -24,7 +24,7 @@ from moevement_ext.regroup.process_groups import ProcessGroups, stand_in_for
 
 _WAIT = timedelta(seconds=60)
 _TIMEOUT = timedelta(minutes=3)
-"""Of operations."""
+"""How long a collective may take."""
 _BLOCKED_S = 1.0
 """For which survivors wait for the dead before they are unblocked."""
 _ELEMENTS = 1 << 20
@@ -38,9 +38,9 @@ class Trial(msgspec.Struct, frozen=True):
     rank: int
     ranks: int
     port: int
-    """Of the store."""
+    """TCP port of the store."""
     cycle: int
-    """In which it begins; above 0 it takes the place of a process that was killed."""
+    """Cycle in which it begins; above 0 it takes the place of a process that was killed."""
     mend: bool
     """False: a group that an exception has left open is hidden from what would close it."""
 

@@ -40,7 +40,7 @@ def run(settings: Settings) -> Findings:
 
 
 def counts(results: str) -> dict[str, int]:
-    """Of a result file of pytest."""
+    """Number of tests, failures, errors and skipped ones in a JUnit file, by these names."""
     suites = ElementTree.fromstring(results).iter('testsuite')
     total = dict.fromkeys(('tests', 'failures', 'errors', 'skipped'), 0)
     for suite in suites:

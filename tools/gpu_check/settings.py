@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Settings(NamedTuple):
-    """Of one check."""
+    """Where one check of a GPU writes, and on which device it runs."""
 
     output: Path
     """Folder for the results and everything the stages write."""
@@ -18,7 +18,7 @@ class Settings(NamedTuple):
 
     @property
     def backend(self) -> str:
-        """Of process groups."""
+        """Backend of the process groups: nccl or gloo."""
         return 'nccl' if self.gpu else 'gloo'
 
     def folder(self, stage: str) -> Path:

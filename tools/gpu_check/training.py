@@ -63,7 +63,7 @@ class Trials(NamedTuple):
     folder: Path
     """For logs and states."""
     flags: Sequence[str]
-    """Of the model and its training."""
+    """Megatron's flags for the model and its training."""
     nodes: int
     """Emulated, of one rank each."""
     window: int

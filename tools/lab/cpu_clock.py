@@ -45,7 +45,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def _with_children(process: psutil.Process) -> float:
-    """Of a process, its living children and those it has waited for."""
+    """CPU seconds of a process, its living children and those it has waited for."""
     try:
         family = [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:

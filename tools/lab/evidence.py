@@ -103,7 +103,7 @@ def recovery(
 def _recovered(
     events: Sequence[Event], recent: Sequence[Event], back: Sequence[Recovered], died: int
 ) -> Recovery:
-    """Of the newest report of each rank."""
+    """The recovery that the newest report of each rank tells of, after so many deaths."""
     last = max(back, key=lambda event: event.time)
     localized = all(event.localized for event in back)
     tiers = {event.tier for event in kind_of(recent, NextTier)}

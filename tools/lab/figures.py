@@ -18,7 +18,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> 'Spread':
-        """Of at least one value."""
+        """The spread of at least one value."""
         return cls(min(values), statistics.median(values), max(values))
 
     def text(self, digits: int = 2) -> str:

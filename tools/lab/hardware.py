@@ -28,7 +28,7 @@ class Hardware(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls, gpu: bool) -> 'Hardware':
-        """Of this machine, now.
+        """The hardware and software of this machine, now.
 
         Args:
             gpu: whether the benchmark uses a CUDA device.

@@ -47,7 +47,7 @@ class Pace(NamedTuple):
 
     iteration_s: float
     exposed_s: float
-    """Of them, those by which sparse checkpointing held it up."""
+    """Seconds, of those, by which sparse checkpointing held the iteration up."""
 
 
 @dataclass(frozen=True)
@@ -381,7 +381,7 @@ def _turns(events: Sequence[Event], noticed: Sequence[float]) -> list[tuple[floa
 
 
 def _progress(events: Iterable[Event]) -> Iterator[Progress]:
-    """Of one rank: pairs of windows between which nothing happened."""
+    """Progress of one rank between two windows with nothing else in between."""
     before: WindowCommitted | None = None
     for event in events:
         if isinstance(event, WindowCommitted):

@@ -150,7 +150,7 @@ class Job:
     # Its processes
 
     def pids(self) -> list[int]:
-        """Of the present workers, by rank; 0 where there is none."""
+        """Process ids of the present workers, by rank; 0 where there is none."""
         pids = self._launcher.pids()
         return [pids.get(rank, 0) for rank in range(self.world_size)]
 

@@ -50,7 +50,7 @@ class Launch(NamedTuple):
     folder: Path
     """For the logs; the job makes it, and it must not exist."""
     flags: Sequence[str]
-    """Of the program."""
+    """Flags of the program."""
     nodes: int
     workers_per_node: int
     max_restarts: int = 0

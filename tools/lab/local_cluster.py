@@ -69,7 +69,7 @@ class LocalCluster:
         return dict(self._pids)
 
     def exit_status(self) -> int | None:
-        """Of the job; None while it runs."""
+        """Exit status of the job's launcher; None while it runs."""
         if self._process.poll() is None:
             return None
         self._reader.join()

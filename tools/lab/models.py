@@ -16,7 +16,7 @@ CPU = (
     '--no-bias-gelu-fusion --no-bias-dropout-fusion'
 ).split()
 TEXT = '--tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5'.split()
-"""Of bytes, as `prepare_data` writes it."""
+"""Flags for a text of bytes, such as `prepare_data` writes."""
 NO_EVALUATION = '--num-workers 0 --eval-interval 1000000 --eval-iters 0'.split()
 
 TRAINING = (

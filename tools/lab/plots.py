@@ -53,7 +53,7 @@ class LocalizedFailure(NamedTuple):
 
     failure: Failure
     lanes: list[Lane]
-    """Of all stages, the first one first."""
+    """Lanes of all stages, the first one first."""
 
 
 def restarts(log: RunLog) -> list[Failure]:

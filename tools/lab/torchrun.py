@@ -106,7 +106,7 @@ class Agents:
         return ''
 
     def exit_status(self) -> int | None:
-        """Of the job; None while it runs."""
+        """Exit status of the job: of an agent that failed, else 0; None while it runs."""
         codes = [agent.poll() for agent in self._agents.values()]
         return next((code for code in codes if code), None if None in codes else 0)
 
@@ -169,7 +169,7 @@ def _workers(agent: int) -> dict[int, int]:
 
 
 def _rank(environment: Mapping[str, str]) -> int | None:
-    """Of a worker; other children of an agent (and one that is just being made) have none."""
+    """Rank of a worker; other children of an agent (and one just being made) have none."""
     if 'TORCHELASTIC_RUN_ID' not in environment:
         return None
     return int(environment['RANK'])

@@ -17,7 +17,7 @@ _DRIVER = Path('/sys/module/nvidia/version')
 
 
 def versions() -> dict[str, str]:
-    """Of what must be the same everywhere."""
+    """Version by name of what must be the same on all nodes; 'none' if it is not installed."""
     found = {'python': platform.python_version(), 'kernel': platform.release()}
     for package in _PACKAGES:
         try:
@@ -50,7 +50,7 @@ def devices() -> list[str]:
 
 
 def clock_mhz(device: torch.device) -> int | None:
-    """Of the GPU of this rank, now."""
+    """Present clock of the rank's GPU; None without one."""
     if device.type != 'cuda':
         return None
     source = nvml.of_one(f'GPU-{torch.cuda.get_device_properties(device).uuid}')

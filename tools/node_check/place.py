@@ -17,7 +17,7 @@ _SLURM = ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID')
 
 
 class Place(NamedTuple):
-    """Of one process."""
+    """Rank of a process, and where all processes meet."""
 
     rank: int
     ranks: int
@@ -71,7 +71,7 @@ def meet(place: Place, timeout_s: float) -> tuple[TCPStore, list[str]]:
 
 
 def _node() -> str:
-    """As the run names it."""
+    """Name that the run has for this node."""
     return os.environ.get('SLURMD_NODENAME') or node_name()
 
 

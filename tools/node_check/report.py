@@ -17,11 +17,11 @@ class RankReport(msgspec.Struct, frozen=True):
     rank: int
     node: str
     versions: dict[str, str]
-    """Of the node: driver, torch, NCCL, kernel, ..."""
+    """Versions on the node, by name: driver, torch, NCCL, kernel, ..."""
     memory_free_bytes: int
-    """Of the node: free in the file system of windows."""
+    """Bytes free in the node's file system of windows."""
     in_memory: bool
-    """Of the node: that file system is a tmpfs."""
+    """Whether the node's file system of windows is a tmpfs."""
     copy_gb_s: float
     """To host memory: from the GPU of the rank, or within host memory without one."""
     neighbour_gb_s: float | None
@@ -29,7 +29,7 @@ class RankReport(msgspec.Struct, frozen=True):
     all_reduce_gb_s: float
     """Bytes of the tensor over seconds, all ranks together."""
     clock_mhz: int | None
-    """Of the GPU of the rank, under load."""
+    """Clock of the rank's GPU under load; None without a GPU."""
     devices: list[str]
     """What is wrong with GPUs of the node."""
 
@@ -96,7 +96,7 @@ def _of_a_node(report: RankReport, rules: Rules) -> list[str]:
 
 
 def _other_versions(nodes: Sequence[RankReport]) -> list[str]:
-    """Of the fewer nodes, where not all have the same."""
+    """Problems: versions that few nodes have, where not all nodes have the same."""
     found = []
     for name in sorted({name for report in nodes for name in report.versions}):
         counts: dict[str, int] = {}

@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
     name: str
     share: float
-    """Of the bar, 0 to 1."""
+    """Share of the bar, 0 to 1."""
     text: str
     style: str
     """Class in the template."""

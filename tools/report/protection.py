@@ -16,7 +16,7 @@ class Chart(NamedTuple):
     """A line over the time of the run, in a box of 100 by 100 whose origin is above left."""
 
     points: str
-    """Of an SVG path."""
+    """Points of an SVG path."""
     highest: str
     """What the upper edge stands for."""
 
@@ -26,7 +26,7 @@ class Bar(NamedTuple):
 
     name: str
     percent: float
-    """Of the longest."""
+    """Length in per cent of the longest bar."""
     text: str
 
 

@@ -32,7 +32,14 @@ _HISTORIES = 2  # only the first is drawn
 
 
 def timelines(args: argparse.Namespace, systems: Sequence[str]) -> dict[str, Timeline]:
-    """Of each system. Raises FieldError, InfeasiblePlan and what reads files."""
+    """Timeline by name of the system.
+
+    Raises:
+        FieldError: a flag has no sensible value, or is missing.
+        ProfileError: the profile cannot be used.
+        TraceError: the trace of failures cannot be used.
+        InfeasiblePlan: a system cannot protect the job.
+    """
     scenario = flags.scenario(args)
     if isinstance(scenario.process, Renewal) and args.job_hours is None:
         raise FieldError('job_hours', 'is missing; give it, or a trace')

@@ -86,7 +86,7 @@ def missing(history: History) -> list[int]:
 
 
 def recent_pace(history: History) -> Pace | None:
-    """Of the newest undisturbed iterations; None before there are some."""
+    """Pace of the newest undisturbed iterations; None before there are some."""
     pieces = [piece for found in history.progress.values() for piece in found[-_RECENT:]]
     iterations = sum(piece.iterations for piece in pieces)
     if not iterations:

@@ -49,7 +49,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     slots: int | None = None
     """How many it has, which are all if nothing is wrong."""
     digests: tuple[str, str] | None = None
-    """Of run and layout: only windows of the same belong together."""
+    """Digests of run and layout; only windows with the same ones belong together."""
     verified: bool = False
     """Every checksum was compared."""
     problem: str | None = None

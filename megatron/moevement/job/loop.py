@@ -37,7 +37,7 @@ def decode_handover(encoded: bytes) -> MegatronHandover:
 
 
 class MegatronLoop:
-    """As `moevement_ext.recover.trainer.Loop` asks. Training thread only.
+    """Megatron's training loop, a `moevement_ext.recover.trainer.Loop`. Training thread only.
 
     Args:
         training: model and optimizer.

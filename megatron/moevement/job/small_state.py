@@ -13,7 +13,7 @@ _SPARE_BYTES = 4096
 
 
 class MegatronSmallState:
-    """As `moevement_ext.recover.trainer.SmallState` asks. Training thread only.
+    """All state but tensors, a `moevement_ext.recover.trainer.SmallState`. Training thread only.
 
     Args:
         training: model, optimizer and scheduler.
@@ -44,7 +44,7 @@ class MegatronSmallState:
         return len(iteration_state.encode(longest)) + _SPARE_BYTES
 
     def now(self) -> bytes:
-        """As it is; nothing recorded is taken."""
+        """The present state, encoded; nothing recorded is taken."""
         return iteration_state.encode(self.capture(self._counters.iteration, self._recorder.peek()))
 
     def begin(self, iteration: int) -> bytes:

@@ -14,7 +14,7 @@ class Surroundings:
     """What wraps a loop of either kind; made before the model is."""
 
     recorder: ScalarRecorder
-    """Of the scalars that all ranks reduce together."""
+    """Records the scalars that all ranks reduce together."""
     data: DataPosition
     """Where the data of this rank go on."""
     post_step: PostStep

@@ -36,7 +36,7 @@ class ParameterState:
 
     `main` is what the optimizer was given: elements [held_start, held_end) of the flattened
     parameter (all of it without the distributed optimizer), as fp32 masters, or as the compute
-    weights themselves. This rank captures [start, end).
+    weights themselves. This rank captures the elements `share` of it.
     `group` is the data-parallel group to gather from after a restore, None if upstream's own
     parameter all-gather does it.
     """
@@ -46,9 +46,18 @@ class ParameterState:
     main: torch.Tensor
     inner: torch.optim.Optimizer
     held_start: int
-    start: int
-    end: int
+    share: range
     group: torch.distributed.ProcessGroup | None
+
+    @property
+    def start(self) -> int:
+        """First element of the flattened parameter that this rank captures."""
+        return self.share.start
+
+    @property
+    def end(self) -> int:
+        """The element after the last one that this rank captures."""
+        return self.share.stop
 
     def weight(self) -> torch.Tensor:
         """Flat view of the captured range of the compute weights."""
@@ -196,8 +205,7 @@ def _distributed(
             main,
             optimizer.optimizer,
             held_start=shard.start,
-            start=shard.start,
-            end=shard.end,
+            share=range(shard.start, shard.end),
             group=None,
         )
 
@@ -220,8 +228,8 @@ def _replicated(
     name: str, parameter: torch.nn.Parameter, main: torch.Tensor, inner: torch.optim.Optimizer
 ) -> ParameterState:
     group = data_parallel_group(parameter)
-    start, end = share(parameter.numel(), group.rank(), group.size())
-    return ParameterState(name, parameter, main, inner, 0, start, end, group)
+    captured = share(parameter.numel(), group.rank(), group.size())
+    return ParameterState(name, parameter, main, inner, 0, range(*captured), group)
 
 
 def data_parallel_group(parameter: torch.nn.Parameter) -> torch.distributed.ProcessGroup:

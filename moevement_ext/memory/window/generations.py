@@ -142,7 +142,7 @@ class OwnerWindows:
     def abandon(self, file: WindowFile) -> None:
         """Give up a window being written; its file becomes free."""
         with self._lock:
-            self._release(self._writing(file))
+            self._free(self._writing(file))
 
     def agree(self, agreed: Agreed) -> None:
         """Note what all ranks agreed on; other windows may be recycled, up to the newest.
@@ -176,17 +176,17 @@ class OwnerWindows:
             for generation in list(self._generations):
                 name = generation.file.name
                 if generation.state is not _State.FREE and name and name.start > start:
-                    self._release(generation)
+                    self._free(generation)
 
     def discard(self, name: WindowName) -> None:
         """Free one committed window that was found to be damaged, so that it can be fetched."""
         with self._lock:
             generation = self._find(name)
             if generation is not None:
-                self._release(generation)
+                self._free(generation)
 
     def hold(self, name: WindowName) -> WindowFile | None:
-        """Keep the file of a committed window from being overwritten, until `let_go`.
+        """Keep the file of a committed window from being overwritten, until `release`.
 
         Another window takes the file that is kept back for this, so none has to wait.
 
@@ -210,7 +210,7 @@ class OwnerWindows:
         with self._lock:
             return any(g.file is file and g.held for g in self._generations)
 
-    def let_go(self, file: WindowFile) -> None:
+    def release(self, file: WindowFile) -> None:
         """The file may be overwritten again when its window is outdated."""
         with self._lock:
             for generation in self._generations:
@@ -271,7 +271,7 @@ class OwnerWindows:
         for generation in self._recyclable():
             if self._fits(generation):
                 return generation
-            self._release(generation)  # adopted from a run with other sizes
+            self._free(generation)  # adopted from a run with other sizes
         return None
 
     def _recyclable(self) -> list[_Generation]:
@@ -291,7 +291,7 @@ class OwnerWindows:
     def _fits(self, generation: _Generation) -> bool:
         return generation.file.capacity == self.capacity_bytes
 
-    def _release(self, generation: _Generation) -> None:
+    def _free(self, generation: _Generation) -> None:
         """Make a file free, or delete one of another size or one too many."""
         generation.file.freeze()
         generation.held = False

@@ -244,10 +244,9 @@ class Cluster:
             for log in sorted(self.directory.glob(f'life{life}-rank*.log'))
         )
 
-    def events(self, name: str | None = None, rank: int = 0) -> list[dict]:
+    def events(self, rank: int = 0) -> list[dict]:
         """Lines of the events of a rank over all lives, as they are written."""
-        found = [json.loads(line) for line in self._written(rank).splitlines()]
-        return [event for event in found if name in (None, event['event'])]
+        return [json.loads(line) for line in self._written(rank).splitlines()]
 
     def events_of[E: Event](self, kind: type[E], rank: int = 0) -> list[E]:
         """Events of one kind of a rank over all lives."""

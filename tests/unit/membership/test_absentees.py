@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who neither comes nor beats is evicted; who is on the way is not."""
+"""Who neither comes nor has a heartbeat is evicted; who is on the way is not."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ def store() -> Iterator[TCPStore]:
     yield store
 
 
-def test_only_who_neither_comes_nor_beats_is_evicted(
+def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has come, rank 1 is late, ranks 2 and 3 are not heard of."""

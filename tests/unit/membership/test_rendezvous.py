@@ -195,7 +195,7 @@ def test_timeout_says_that_somebody_no_longer_answers(launcher: TCPStore) -> Non
 def test_fifty_epochs_leave_hardly_more_keys_than_three(
     launcher: TCPStore, connections: list[TCPStore]
 ) -> None:
-    """Beats, barriers and what ranks tell each other included; what is not of an epoch stays."""
+    """Heartbeats, barriers and what ranks tell each other, too; what is not of an epoch stays."""
     launcher.set('job/0/plan', 'kept')
     launcher.set('evict/0', '1')
     lives = lives_of(connections)

@@ -75,7 +75,7 @@ class Job:
     def next_woken(self) -> tuple[int, str]:
         return self.woken.get(timeout=DEADLINE_S)
 
-    def beats(self, rank: int) -> int:
+    def heartbeats(self, rank: int) -> int:
         key = f'beat/{present_epoch(self.store)}/{rank}'
         return int(self.store.get(key)) if self.store.check([key]) else 0
 
@@ -130,11 +130,11 @@ def test_who_announced_it_may_have_died_half_way(job: Job) -> None:
     assert present_epoch(job.store) == 1
 
 
-def test_a_rank_that_stops_beating_is_evicted(job: Job, fast_heartbeats: None) -> None:
+def test_a_rank_that_stops_its_heartbeat_is_evicted(job: Job, fast_heartbeats: None) -> None:
     """Rank 1 stops; only rank 0, which watches it, says so, and all that are left wake up."""
     watches = [job.watch(rank, [100, 101, 102], hang_timeout_s=1.0) for rank in (0, 2)]
     stopped = job.watch(1, [100, 101, 102])
-    while job.beats(1) < 3:
+    while job.heartbeats(1) < 3:
         assert not watches[0].broken.wait(0.01)
     stopped.stop()
     reason = 'rank 1 has not been heard of for 1 s'
@@ -144,7 +144,7 @@ def test_a_rank_that_stops_beating_is_evicted(job: Job, fast_heartbeats: None) -
     assert why_broken(job.store, 0) == reason and present_epoch(job.store) == 1
 
 
-def test_a_rank_that_never_begins_to_beat_is_evicted(job: Job, fast_heartbeats: None) -> None:
+def test_a_rank_that_never_sends_a_heartbeat_is_evicted(job: Job, fast_heartbeats: None) -> None:
     job.watch(2, [100, 101, 102], hang_timeout_s=0.3)
     assert job.next_woken() == (2, 'rank 0 has not been heard of for 0.3 s')
     assert job.store.get('evict/0') == b'100'
@@ -153,7 +153,7 @@ def test_a_rank_that_never_begins_to_beat_is_evicted(job: Job, fast_heartbeats: 
 def test_a_silent_rank_is_left_alone_until_it_is_judged(job: Job, fast_heartbeats: None) -> None:
     """As while it sets up: for several times as long as it may be silent later."""
     watch = job.watch(0, [100, 101], hang_timeout_s=0.3, judges=False)
-    while job.beats(0) < 20:
+    while job.heartbeats(0) < 20:
         assert not watch.broken.wait(0.01)
     watch.judge()
     assert job.next_woken() == (0, 'rank 1 has not been heard of for 0.3 s')
@@ -190,14 +190,16 @@ def test_a_stopped_process_is_evicted_and_learns_of_it_when_it_goes_on(job: Job)
     assert said == 'rank 1 has not been heard of for 1.5 s\n'
 
 
-def test_a_rank_that_beats_is_left_alone_however_slowly(job: Job, fast_heartbeats: None) -> None:
+def test_a_rank_with_a_heartbeat_is_left_alone_however_slowly(
+    job: Job, fast_heartbeats: None
+) -> None:
     """For longer than the time after which a silent rank counts as hung."""
-    began, hang_timeout_s, beats = time.monotonic(), 2.0, 0
+    began, hang_timeout_s, heartbeats = time.monotonic(), 2.0, 0
     watch = job.watch(0, [100, 101], hang_timeout_s)
     while time.monotonic() - began < 1.5 * hang_timeout_s:
-        beats += 1
-        job.store.set('beat/0/1', str(beats))  # as rank 1 does
-        while job.beats(0) < 4 * beats:
+        heartbeats += 1
+        job.store.set('beat/0/1', str(heartbeats))  # as rank 1 does
+        while job.heartbeats(0) < 4 * heartbeats:
             assert not watch.broken.wait(0.01)
 
 
@@ -228,11 +230,11 @@ def test_who_stood_still_does_not_count_that_time(job: Job, fast_heartbeats: Non
 
 def test_a_rank_alone_does_not_watch_itself(job: Job, fast_heartbeats: None) -> None:
     watch = job.watch(0, [100], hang_timeout_s=0.0)
-    while job.beats(0) < 4:
+    while job.heartbeats(0) < 4:
         assert not watch.broken.wait(0.01)
 
 
-def test_stop_ends_the_beating_and_nothing_is_noticed_any_more(
+def test_stop_ends_the_heartbeat_and_nothing_is_noticed_any_more(
     job: Job, fast_heartbeats: None
 ) -> None:
     watch = job.watch(0, [100])
@@ -241,9 +243,9 @@ def test_stop_ends_the_beating_and_nothing_is_noticed_any_more(
     watch.stop()
     break_epoch(job.store, 0, 'after the stop')
     wait_for_end_of_threads()
-    beats = job.store.add('beat/0/0', 0)
+    heartbeats = job.store.add('beat/0/0', 0)
     time.sleep(0.2)
-    assert job.store.add('beat/0/0', 0) == beats
+    assert job.store.add('beat/0/0', 0) == heartbeats
     assert job.woken.empty() and not watch.broken.is_set() and watch.reason is None
 
 
@@ -333,13 +335,13 @@ def test_lost_connections_are_made_anew(
 ) -> None:
     of_the_test = connections(job.store.port)
     watch = job.watch(0, [100])
-    while job.beats(0) < 3:
+    while job.heartbeats(0) < 3:
         assert not watch.broken.wait(0.01)
     for fd in connections(job.store.port) - of_the_test:
         with socket.socket(fileno=os.dup(fd)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
-    beats = job.beats(0)
-    while job.beats(0) < beats + 3:
+    heartbeats = job.heartbeats(0)
+    while job.heartbeats(0) < heartbeats + 3:
         assert not watch.broken.wait(0.01)
     assert caplog.text.count(LOST) == 1
     break_epoch(job.store, 0, 'rank 7 died')
@@ -379,7 +381,7 @@ def test_signs_of_life_go_on_until_the_rank_has_left(job: Job, fast_heartbeats: 
     watch = job.watch(0, [100])
     break_epoch(job.store, 0, 'rank 7 died')
     job.next_woken()
-    beats = job.store.add('beat/0/0', 0)
-    while job.store.add('beat/0/0', 0) < beats + 3:
+    heartbeats = job.store.add('beat/0/0', 0)
+    while job.store.add('beat/0/0', 0) < heartbeats + 3:
         time.sleep(0.01)
     watch.stop()

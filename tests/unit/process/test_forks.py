@@ -71,7 +71,7 @@ def test_numbers_of_connections_are_not_given_to_other_files() -> None:
     with socket.create_server(('127.0.0.1', 0)) as server:
         pid = os.fork()
         if pid == 0:
-            forks._let_go()
+            forks._drop_connections()
             file = os.open(os.devnull, os.O_RDONLY)
             kept = file != server.fileno() and os.path.samestat(
                 os.fstat(server.fileno()), os.stat(os.devnull)

@@ -325,7 +325,7 @@ def test_a_held_file_is_neither_overwritten_nor_missed(make: Callable[..., Job])
     assert held.array.tobytes() == content and windows.is_held(held)
     with pytest.raises(ValueError, match='only one'):
         windows.hold(named(9))
-    windows.let_go(held)
+    windows.release(held)
     commit(windows, 12)
     windows.persisted(named(12))
     commit(windows, 15)

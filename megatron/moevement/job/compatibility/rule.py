@@ -56,7 +56,7 @@ class Rule:
     """A kind of recovery does not go with some values of a flag."""
 
     flag: str
-    """As the user writes it."""
+    """The flag in the user's spelling, with its dashes."""
     values: Values
     remedy: str
     """What to do instead, as a command: 'leave it out'."""

@@ -94,7 +94,7 @@ def test_what_is_frozen_has_no_gradient_when_the_update_comes() -> None:
     """Neither the usual one nor that which upstream gives beside a weight of 16 bits."""
     weights = {name: torch.nn.Parameter(torch.ones(2)) for name in ('rest', 'expert')}
     states = {
-        weight: ParameterState(name, weight, weight, None, 0, 0, 2, None)
+        weight: ParameterState(name, weight, weight, None, 0, range(2), None)
         for name, weight in weights.items()
     }
     operators = {name: Operator(name, 'rest', {name: weight}) for name, weight in weights.items()}

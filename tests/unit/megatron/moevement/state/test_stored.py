@@ -50,7 +50,7 @@ def test_masters_that_megatron_holds_are_captured_without_the_weight() -> None:
     main = torch.ones(64)
     adam = FusedAdam([main], exp_avg_dtype=FP8)
     adam.initialize_state(main, False)
-    state = ParameterState('w', weight, main, adam, 0, 0, 64, None)
+    state = ParameterState('w', weight, main, adam, 0, range(64), None)
     parts = {item.part: item.source.dtype for item in slices._full('rest', state)}
     assert parts == {'master': FP32, 'exp_avg': FP8, 'exp_avg_sq': FP32, 'scale_inv/exp_avg': FP32}
 
@@ -92,4 +92,4 @@ def test_optimizers_without_scales_have_none() -> None:
     adam = torch.optim.AdamW([weight])
     weight.grad = torch.ones(4)
     adam.step()
-    assert ParameterState('w', weight, weight, adam, 0, 0, 4, None).scales() == {}
+    assert ParameterState('w', weight, weight, adam, 0, range(4), None).scales() == {}
