@@ -33,9 +33,9 @@ class TargetJob(Job):
 
     @property
     def unexpected(self) -> list[Death]:
-        """As of every job; but where any loss restarts the whole job, no worker survives another.
+        """Deaths without a fault; none where any loss restarts the whole job.
 
-        Under torchrun they then end by the error of the connection to the lost one.
+        No worker survives another there: under torchrun they end by the error of the connection.
         """
         return super().unexpected if recovers_locally(self.events()) else []
 
