@@ -26,6 +26,7 @@ from megatron.moevement.attachment import Attachment  # noqa: E402
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / 'README.md'
 MEASURED = ROOT / 'docs' / 'measured.md'
+TESTS = ROOT / 'tests' / 'README.md'
 PAGES = sorted(
     [
         *ROOT.glob('*.md'),
@@ -179,6 +180,18 @@ def check_figures(figures: list[str], file: Path) -> None:
     for figure in figures:
         digits = len(figure.partition('.')[2])
         assert float(figure) in {round(value, digits) for value in measured}, (figure, file.name)
+
+
+# ---- failures
+
+
+def test_every_failure_that_is_recovered_from_has_its_tests() -> None:
+    """The table of tests has, among others, the failures of README's under the same names."""
+    matrix = [row[0] for row in rows(section(README, 'What is recovered from what'))]
+    shown = [row[0] for row in rows(section(TESTS, 'What shows the rows of the failure matrix'))]
+    assert len(matrix) > 10
+    assert not [failure for failure in matrix if failure not in shown]
+    assert len(shown) == len(set(shown))
 
 
 # ---- form
