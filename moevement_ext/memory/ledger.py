@@ -24,6 +24,8 @@ from moevement_ext.memory.mapped import map_new
 logger = logging.getLogger(__name__)
 
 RECORD_BYTES = 256
+MAX_SCALARS = 16
+"""Gradient norms, and as many overflow flags, for which a record always has room."""
 PREAMBLE_BYTES = 64
 
 _MAGIC = b'MoEvLed\0'
@@ -89,7 +91,7 @@ class Ledger:
         An iteration entered again (after a rollback) replaces the earlier entry.
 
         Raises:
-            ValueError: more norms and flags than a record holds (16 of each always fit).
+            ValueError: more norms and flags than a record holds (`MAX_SCALARS` always fit).
         """
         scratch = self._scratch
         self._encoder.encode_into(entry, scratch, _PREFIX.size)

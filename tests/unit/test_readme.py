@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from megatron.moevement.attachment import Attachment  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / 'README.md'
+MEASURED = ROOT / 'docs' / 'measured.md'
+TESTS = ROOT / 'tests' / 'README.md'
 PAGES = sorted(
     [
         *ROOT.glob('*.md'),
@@ -137,11 +140,39 @@ def test_every_measured_figure_comes_from_its_file() -> None:
 
 @pytest.mark.parametrize('title', ['Overhead', 'All workers killed', 'One worker killed'])
 def test_every_figure_of_a_table_comes_from_its_file(title: str) -> None:
-    text = section(ROOT / 'docs' / 'measured.md', title)
-    (file,) = re.findall(r'\]\((measurements/[^)]+)\)', text)
+    text = section(MEASURED, title)
     cells = [cell for row in rows(text) for cell in row]
     assert len(quoted(' '.join(cells))) > 5
-    check_figures(quoted(' '.join(cells)), ROOT / 'docs' / file)
+    check_figures(quoted(' '.join(cells)), measurement_of(text))
+
+
+def test_figures_of_process_groups_come_from_their_file() -> None:
+    text = section(MEASURED, 'Process groups')
+    assert len(quoted(text)) > 4
+    check_figures(quoted(text), measurement_of(text))
+
+
+def test_figures_of_the_campaign_are_those_of_its_lines() -> None:
+    """Its command, the faults of each kind, and its last line."""
+    text = section(MEASURED, 'Chaos')
+    lines = measurement_of(text).read_text('utf-8').splitlines()
+    struck = Counter(re.findall(r'^ *[\d.]+ s  (\w+) ', '\n'.join(lines), re.M))
+    told = re.search(r'(\d+)\s+kills, (\d+) lost nodes, (\d+) pairs .*?, (\d+) hung', text, re.S)
+    assert told is not None
+    kinds = ('kill', 'node', 'double', 'stop')
+    assert dict(zip(kinds, map(int, told.groups()), strict=True)) == struck
+    assert f'\n    {lines[-1]}\n' in text
+    assert f'--faults {struck.total()} --seed {lines[0].split()[-1]}\n' in text
+    (layout,) = {tuple(re.findall(r'\d+', line)[1:3]) for line in lines if ', window ' in line}
+    assert f'PP {layout[0]} x EP {layout[1]}' in text
+    windows = {int(found) for found in re.findall(r', window (\d+)$', '\n'.join(lines), re.M)}
+    assert f'windows of {min(windows)} to {max(windows)}' in text
+
+
+def measurement_of(text: str) -> Path:
+    """The file that a section is written from."""
+    (file,) = re.findall(r'\]\((measurements/[^)]+)\)', text)
+    return ROOT / 'docs' / file
 
 
 def check_figures(figures: list[str], file: Path) -> None:
@@ -149,6 +180,18 @@ def check_figures(figures: list[str], file: Path) -> None:
     for figure in figures:
         digits = len(figure.partition('.')[2])
         assert float(figure) in {round(value, digits) for value in measured}, (figure, file.name)
+
+
+# ---- failures
+
+
+def test_every_failure_that_is_recovered_from_has_its_tests() -> None:
+    """The table of tests has, among others, the failures of README's under the same names."""
+    matrix = [row[0] for row in rows(section(README, 'What is recovered from what'))]
+    shown = [row[0] for row in rows(section(TESTS, 'What shows the rows of the failure matrix'))]
+    assert len(matrix) > 10
+    assert not [failure for failure in matrix if failure not in shown]
+    assert len(shown) == len(set(shown))
 
 
 # ---- form

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from megatron.core.utils import get_model_config
 from torch.distributed import Store
 
 from megatron.moevement.counters import Counters
@@ -18,6 +19,7 @@ from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.job.trainer import MegatronTrainer
 from megatron.moevement.seams import upstream
 from megatron.moevement.state import parameter_groups
+from megatron.moevement.state.global_scalars import check_room
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext import faults
 from moevement_ext.job.job import Job
@@ -72,11 +74,17 @@ class Session:
             build: builds them; told whether to load the newest dense checkpoint as well.
             load_dense: loads it into what was built; after a recovery from memory proved
                 impossible.
+
+        Raises:
+            SparseCheckpointError: an optimizer or a model that sparse checkpointing does not know,
+                or more optimizers than it can record.
         """
 
         def build_trainer(with_dense: bool) -> MegatronTrainer:
             with parameter_groups.of_all_ranks(self.job.rank.exchange):
-                self._training = TrainingState(*build(with_dense))
+                model, optimizer, scheduler = build(with_dense)
+            check_room(optimizer, upstream.detaches_heads(get_model_config(model[0])))
+            self._training = TrainingState(model, optimizer, scheduler)
             localized = self.job.membership is not None
             self._trainer = MegatronTrainer(
                 self._facts, self._counters, self._training, self.around, localized

@@ -60,8 +60,12 @@ def fill_first_step_caches(optimizer: Any, config: Any) -> None:
         config: of the model.
     """
     assert SEPARATE_GRAD_NORM_GROUPS == (MTP_GRAD_NORM_GROUP,)
-    detached = bool(config.mtp_num_layers and config.mtp_detach_heads)
-    optimizer._has_grad_norm_group_cache = {MTP_GRAD_NORM_GROUP: detached}
+    optimizer._has_grad_norm_group_cache = {MTP_GRAD_NORM_GROUP: detaches_heads(config)}
+
+
+def detaches_heads(config: Any) -> bool:
+    """Layers that predict more tokens have a gradient norm of their own, on whichever stage."""
+    return bool(config.mtp_num_layers and config.mtp_detach_heads)
 
 
 def floating_point_operations(args: UpstreamArguments) -> float:

@@ -25,9 +25,11 @@ import torch
 from megatron.core.optimizer import clip_grads
 
 from megatron.moevement.seams import patches
+from megatron.moevement.state.optimizer_state import links
 from moevement_ext import faults
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.faults import Phase
+from moevement_ext.memory.ledger import MAX_SCALARS
 
 
 class GlobalScalars(msgspec.Struct):
@@ -128,6 +130,27 @@ class ScalarRecorder:
             yield
         finally:
             self._replayed = None
+
+
+def check_room(optimizer: Any, detached_heads: bool) -> None:
+    """See that the ledger has room for what a step reduces: each optimizer may do so on its own.
+
+    Args:
+        optimizer: upstream's.
+        detached_heads: layers that predict more tokens have a gradient norm of their own.
+
+    Raises:
+        SparseCheckpointError: it has not; some iteration could not be recorded.
+    """
+    optimizers = len(list(links(optimizer)))
+    norms = 1 + detached_heads
+    if optimizers * norms > MAX_SCALARS:
+        detached = ' and --mtp-detach-heads' if detached_heads else ''
+        raise SparseCheckpointError(
+            f'{optimizers} chained optimizers{detached} reduce {optimizers * norms} gradient norms '
+            f'in a step; sparse checkpointing records {MAX_SCALARS}. Chain {MAX_SCALARS // norms} '
+            'optimizers at most, or train without --sparse-ckpt.'
+        )
 
 
 def _copy(scalars: GlobalScalars) -> GlobalScalars:

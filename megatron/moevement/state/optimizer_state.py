@@ -130,10 +130,17 @@ def parameter_states(
 
 def chained(optimizer: Any) -> Iterator[Any]:
     """The optimizers behind upstream's chain that really hold state."""
+    for inner in links(optimizer):
+        if not getattr(inner, 'is_stub_optimizer', False):
+            yield inner
+
+
+def links(optimizer: Any) -> Iterator[Any]:
+    """The optimizers behind upstream's chain, also those without parameters on this rank."""
     if isinstance(optimizer, ChainedOptimizer):
         for inner in optimizer.chained_optimizers:
-            yield from chained(inner)
-    elif not getattr(optimizer, 'is_stub_optimizer', False):
+            yield from links(inner)
+    else:
         yield optimizer
 
 

@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moevement_ext.memory.ledger import PREAMBLE_BYTES, RECORD_BYTES, Ledger, LedgerEntry
+from moevement_ext.memory.ledger import (
+    MAX_SCALARS,
+    PREAMBLE_BYTES,
+    RECORD_BYTES,
+    Ledger,
+    LedgerEntry,
+)
 from tests.unit.memory.samples import tmpfs_directory
 
 REPOSITORY = Path(__file__).parents[3]
@@ -151,12 +157,14 @@ def test_floats_keep_their_bits(floats: tuple[float, ...], integers: tuple[int, 
         assert struct.pack('<d', before) == struct.pack('<d', after) or math.isnan(before)
 
 
-def test_sixteen_optimizers_fit_and_too_many_are_refused(shm: Path) -> None:
+def test_scalars_of_many_optimizers_fit_and_too_many_are_refused(shm: Path) -> None:
     ledger = Ledger(shm / 'ledger', 2)
     largest = msgspec.structs.replace(
         entry(2**62), consumed_samples=2**63, num_microbatches=2**32, num_tokens=2**63
     )
-    fitting = msgspec.structs.replace(largest, grad_norms=[0.1] * 16, overflows=[True] * 16)
+    fitting = msgspec.structs.replace(
+        largest, grad_norms=[0.1] * MAX_SCALARS, overflows=[True] * MAX_SCALARS
+    )
     ledger.append(fitting)
     assert newest(shm / 'ledger') == fitting
     with pytest.raises(ValueError, match='does not fit'):

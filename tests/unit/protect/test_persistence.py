@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-import contextlib
 import queue
-import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,6 +11,7 @@ from torch.distributed import TCPStore
 from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, Agreed
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.persistence import PersistenceBoard
+from tests.unit.protect.distant_store import DistantStore
 from tests.unit.replicate.peers import wait_for
 
 WORLD = 3
@@ -293,51 +292,10 @@ def test_a_window_that_waits_for_ever_is_given_up_in_the_end(job: Job) -> None:
 # Losing the store
 
 
-class Server:
-    """A store in a process of its own, and a way to it that can be cut."""
-
-    def __init__(self) -> None:
-        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-        self.listener = socket.create_server(('127.0.0.1', 0))
-        self._open: list[socket.socket] = []
-        self._up = True
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near = self.listener.accept()[0]
-                if not self._up:
-                    near.close()
-                    continue
-                far = socket.create_connection(('127.0.0.1', self.store.port))
-                self._open += [near, far]
-                for a, b in ((near, far), (far, near)):
-                    threading.Thread(target=self._carry, args=(a, b), daemon=True).start()
-
-    @staticmethod
-    def _carry(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(4096):
-                target.sendall(data)
-
-    def cut(self) -> None:
-        self._up = False
-        for sock in self._open:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def mend(self) -> None:
-        self._up = True
-
-
 def test_a_lost_connection_does_not_end_persistence(caplog: pytest.LogCaptureFixture) -> None:
-    server = Server()
+    server = DistantStore()
     heard: queue.Queue[Agreed] = queue.Queue()
-    port = server.listener.getsockname()[1]
-    board = PersistenceBoard(
-        TCPStore('127.0.0.1', port, is_master=False, timeout=TIMEOUT), 0, 1, heard.put
-    )
+    board = PersistenceBoard(server.connect(TIMEOUT), 0, 1, heard.put)
     board.report(window(0))
     assert heard.get(timeout=DEADLINE_S) == Agreed(window(0))
     server.cut()

@@ -6,15 +6,20 @@ Recovery, membership, host memory and its servers are real; processes are thread
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 
 from moevement_ext.faults import Phase
+from moevement_ext.membership.membership import Membership
 from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.sizing import Logged
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.stage_replay import StageReplay
 from tests.unit.memory.samples import tmpfs_directory
-from tests.unit.recover.fake_trainer import FakeLoop, FakeState
+from tests.unit.recover.fake_trainer import FakeLoop, FakeOperators, FakePipeline, FakeState
 from tests.unit.recover.threaded_job import STAGES, WINDOW, Expected, Fault, ThreadedJob, install
 
 OF_AN_ITERATION = [
@@ -148,6 +153,77 @@ def test_death_before_the_first_window_and_after_the_last_iteration(
     job = train(FIRST, [Fault(1, Phase.EVALUATE, iteration)], fault_free)
     assert job.restarts == 1
     assert len(job.recovered) == (STAGES if iteration == FIRST else 0)
+
+
+def first_and_middle_stage_are_tied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If one of them goes back, so does the other, which has a log already."""
+
+    def tied(operators: FakeOperators) -> tuple[str, ...]:
+        return tuple(name for name in operators.names[:1] if name[0] in '01')
+
+    monkeypatch.setattr(FakeOperators, 'tied', property(tied))
+
+
+def log_of_the_middle_stage_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds three of the iterations since the window before the newest."""
+    make = FakePipeline.__init__
+
+    def make_short(pipeline: FakePipeline, stage: int, *args: Any) -> None:
+        make(pipeline, stage, *args)
+        if stage == 1:
+            record_bytes = pipeline.logged.record_bytes
+            pipeline.logged = Logged(record_bytes, record_bytes)
+
+    monkeypatch.setattr(FakePipeline, '__init__', make_short)
+
+
+class Noted(NamedTuple):
+    """What a rank did, in the order of it."""
+
+    rank: int
+    what: str
+    lacking: bool = False
+    """Its log had lost the beginning of what it is to hold again."""
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
+    """Barriers, and what a rank takes back of its log and its windows."""
+    notes: list[Noted] = []
+    rewind, withdraw = Protection.rewind_log, Protection.withdraw_after
+    barrier = Membership.barrier
+
+    def rewind_noted(protection: Protection, iteration: int) -> None:
+        log, rank = protection.memory.log, protection._rank.number
+        first = log.first_iteration if log is not None else None
+        notes.append(Noted(rank, 'rewind', first is not None and first > iteration + 1))
+        rewind(protection, iteration)
+
+    def withdraw_noted(protection: Protection, window: WindowName) -> None:
+        notes.append(Noted(protection._rank.number, 'withdraw'))
+        withdraw(protection, window)
+
+    def barrier_noted(membership: Membership, name: str) -> None:
+        notes.append(Noted(membership._rendezvous.rank, name))
+        barrier(membership, name)
+
+    monkeypatch.setattr(Protection, 'rewind_log', rewind_noted)
+    monkeypatch.setattr(Protection, 'withdraw_after', withdraw_noted)
+    monkeypatch.setattr(Membership, 'barrier', barrier_noted)
+    return notes
+
+
+def test_neighbours_that_replay_wait_for_what_each_sends_anew(
+    fault_free: Expected, noted: list[Noted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log that has lost what they ask for says so at once, unless it was taken back before."""
+    first_and_middle_stage_are_tied(monkeypatch)
+    log_of_the_middle_stage_is_short(monkeypatch)
+    train_through([Fault(0, Phase.FORWARD, FIRST + 2)], fault_free)
+    assert Noted(1, 'rewind', lacking=True) in noted
+    for rank in (0, 1):
+        done = [note.what for note in noted if note.rank == rank]
+        assert done[: done.index('replayed')] == ['rewind', 'withdraw', 'ready']
 
 
 def nothing_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

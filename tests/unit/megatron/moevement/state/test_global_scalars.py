@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overflow flags and loss scales belong to one of several optimizers each."""
+"""Overflow flags, loss scales and gradient norms belong to one of several optimizers each."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
 from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
+from megatron.core.optimizer import optimizer as upstreams  # noqa: E402
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler  # noqa: E402
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer  # noqa: E402
+from megatron.core.optimizer.optimizer_config import OptimizerConfig  # noqa: E402
 
+from megatron.moevement.job.session import Session  # noqa: E402
+from megatron.moevement.seams import upstream  # noqa: E402
 from megatron.moevement.state import iteration_state  # noqa: E402
-from megatron.moevement.state.global_scalars import ScalarRecorder  # noqa: E402
+from megatron.moevement.state.global_scalars import ScalarRecorder, check_room  # noqa: E402
+from moevement_ext.errors import SparseCheckpointError  # noqa: E402
+from moevement_ext.memory.ledger import MAX_SCALARS  # noqa: E402
 
 
 def scaler(hysteresis: int = 2, lowest: float = 256.0) -> DynamicGradScaler:
@@ -55,3 +68,70 @@ def test_a_fixed_scale_has_no_trackers() -> None:
     assert (state.scale, state.growth_tracker, state.hysteresis_tracker) == (1024.0, 0, 0)
     iteration_state._restore_scaler(fixed, state)
     assert fixed.scale.item() == 1024.0
+
+
+# ---- what a step reduces has room in the ledger
+
+
+def chain(optimizers: int, stubs: int = 0) -> ChainedOptimizer:
+    """Each reduces its gradient norm over a group of its own; stubs have no parameters here."""
+    config = OptimizerConfig(lr=0.1)
+    made = []
+    for number in range(optimizers):
+        inner = None
+        if number >= stubs:
+            inner = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
+        made.append(FP32Optimizer(inner, config, lambda *_: None))
+        made[-1].grad_stats_parallel_group = object()
+        made[-1].tp_group = torch.distributed.group.WORLD
+    return ChainedOptimizer(made)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Upstream says on which rank an optimizer has no parameters."""
+    torch.distributed.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def model_config(detached: bool) -> Any:
+    return SimpleNamespace(mtp_num_layers=int(detached), mtp_detach_heads=detached)
+
+
+@pytest.mark.parametrize('detached', [False, True])
+def test_room_is_seen_to_for_all_norms_of_a_step_of_upstreams(
+    detached: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Optimizers without parameters on this rank reduce with the others."""
+    recorder = ScalarRecorder()
+    monkeypatch.setattr(
+        upstreams,
+        'get_grad_norm_fp32',
+        lambda *args, **kwargs: recorder._grad_norm(lambda *_, **__: 1.0, *args, **kwargs),
+    )
+    most = MAX_SCALARS // (1 + detached)
+    optimizer = chain(most, stubs=3)
+    upstream.fill_first_step_caches(optimizer, model_config(detached))
+    optimizer.step()
+    assert len(recorder.take().grad_norms) == most * (1 + detached)
+    check_room(optimizer, detached)
+    with pytest.raises(SparseCheckpointError, match=f'records {MAX_SCALARS}. Chain {most} optim'):
+        check_room(ChainedOptimizer([optimizer, chain(1, stubs=1)]), detached)
+
+
+@pytest.mark.parametrize(('detached', 'named'), [(False, '^17 chained opt'), (True, 'detach-head')])
+def test_more_optimizers_than_can_be_recorded_are_refused_at_set_up(
+    detached: bool, named: str
+) -> None:
+    model = [torch.nn.Linear(2, 2)]
+    model[0].config = model_config(detached)
+    engine = SimpleNamespace(
+        joining=False,
+        rank=SimpleNamespace(exchange=None),
+        set_up=lambda build_trainer, *_: build_trainer(False),
+    )
+    facts = SimpleNamespace(load=None)
+    session = Session(engine, None, facts, SimpleNamespace(train_iters=1), None)
+    with pytest.raises(SparseCheckpointError, match=named):
+        session.set_up(lambda with_dense: (model, chain(17), None), lambda *_: None)

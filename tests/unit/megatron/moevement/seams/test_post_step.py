@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After a failure all ranks do what upstream does after an iteration, if any had left it undone."""
+
+import dataclasses
+import itertools
+from argparse import Namespace
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from megatron.training import training
+
+from megatron.moevement.facts import JobFacts
+from megatron.moevement.seams.post_step import PostStep, PostStepProgress
+
+ITERATION = 6
+OTHER = 4
+"""An interval that does not divide it."""
+BEFORE = 40
+"""Validation samples consumed before that iteration."""
+EVALUATED = 16
+"""Samples of one evaluation."""
+
+FACTS = JobFacts(
+    rank=0,
+    world_size=4,
+    data_parallel_size=2,
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_size=2,
+    context_parallel_size=1,
+    sequence_parallel=False,
+    distributed_backend='gloo',
+    timeout=timedelta(minutes=1),
+    use_distributed_optimizer=True,
+    micro_batch_size=1,
+    global_batch_size=8,
+    seq_length=16,
+    hidden_size=8,
+    params_dtype=torch.float32,
+    fp32_residual_connection=False,
+    log_interval=1,
+    save='checkpoints',
+)
+ALL_DUE = dataclasses.replace(FACTS, eval_interval=3, save_interval=2)
+
+
+class Position:
+    """Of the data; validation only."""
+
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self._calls = calls
+
+    def move_training(self, consumed_samples: int) -> None:
+        raise AssertionError('training data are moved elsewhere')
+
+    def move_validation(self, consumed_samples: int) -> None:
+        self._calls.append(('validation', consumed_samples))
+
+
+class Rank:
+    """One rank, and what it is made to do again."""
+
+    def __init__(self, facts: JobFacts, consumed: int = BEFORE, do_valid: int = 1) -> None:
+        self.counters = Namespace(consumed_valid_samples=consumed, do_valid=do_valid)
+        self.post_step = PostStep(facts, self.counters)
+        self.calls: list[tuple[Any, ...]] = []
+        self.post_step.set_actions(
+            lambda iteration: self.calls.append(('evaluate', iteration)),
+            lambda iteration, not_kept: self.calls.append(('save', iteration, not_kept)),
+            lambda: None,
+        )
+
+    def commit(self, iteration: int = ITERATION) -> PostStepProgress:
+        """Nothing of what follows is done."""
+        self.post_step.begin(iteration)
+        return self.post_step.progress()
+
+    def evaluate(self) -> PostStepProgress:
+        """As upstream does, to the end."""
+        self.post_step._evaluating(self._evaluation)
+        return self.post_step.progress()
+
+    def save(self) -> PostStepProgress:
+        """As upstream does, to the end."""
+        self.post_step._saving(lambda: None)
+        return self.post_step.progress()
+
+    def _evaluation(self) -> None:
+        self.counters.consumed_valid_samples += EVALUATED
+
+    def catch_up(self, survivors: Sequence[PostStepProgress], grows: bool = False) -> None:
+        """After a failure that came after `ITERATION`."""
+        self.post_step.catch_up(ITERATION, survivors, Position(self.calls), grows)
+
+
+def survivor(facts: JobFacts, evaluated: bool, saved: bool) -> PostStepProgress:
+    """A rank that was told of the failure when it had done that much."""
+    rank = Rank(facts)
+    progress = rank.commit()
+    if evaluated:
+        progress = rank.evaluate()
+    if saved:
+        progress = rank.save()
+    return progress
+
+
+NOTHING, EVALUATION, BOTH = (
+    survivor(ALL_DUE, evaluated=False, saved=False),
+    survivor(ALL_DUE, evaluated=True, saved=False),
+    survivor(ALL_DUE, evaluated=True, saved=True),
+)
+EVALUATE = [('validation', BEFORE), ('evaluate', ITERATION)]
+EVALUATED_BY_ALL = [('validation', BEFORE + EVALUATED)]
+SAVE = [('save', ITERATION, False)]
+
+
+@pytest.mark.parametrize(
+    ('survivors', 'expected'),
+    [
+        ([NOTHING, NOTHING], EVALUATE + SAVE),
+        ([NOTHING, EVALUATION], EVALUATE + SAVE),
+        ([EVALUATION, NOTHING], EVALUATE + SAVE),
+        ([NOTHING, BOTH], EVALUATE + SAVE),
+        ([EVALUATION, EVALUATION], EVALUATED_BY_ALL + SAVE),
+        ([EVALUATION, BOTH], EVALUATED_BY_ALL + SAVE),
+        ([BOTH, EVALUATION], EVALUATED_BY_ALL + SAVE),
+        ([BOTH, BOTH], EVALUATED_BY_ALL),
+    ],
+)
+def test_all_do_together_what_any_had_left_undone(
+    survivors: list[PostStepProgress], expected: list[tuple[Any, ...]]
+) -> None:
+    """Also a new process, which has no progress of its own."""
+    survived, new = Rank(ALL_DUE), Rank(ALL_DUE, consumed=0)
+    survived.commit()
+    for rank in (survived, new):
+        rank.catch_up(survivors)
+        assert rank.calls == expected
+        assert rank.counters.consumed_valid_samples == expected[0][1]
+
+
+def test_what_was_caught_up_with_is_done() -> None:
+    """The next failure may come before the next iteration is committed."""
+    rank = Rank(ALL_DUE)
+    rank.commit()
+    rank.catch_up([NOTHING])
+    progress = rank.post_step.progress()
+    assert progress.evaluated and progress.saved
+    rank.calls.clear()
+    rank.catch_up([progress, progress])
+    assert [what for what, *_ in rank.calls] == ['validation']
+
+
+@pytest.mark.parametrize(
+    ('interval', 'start'), list(itertools.product([None, 3, OTHER], [None, 6, 7]))
+)
+@pytest.mark.parametrize('do_valid', [0, 1])
+def test_evaluations_are_due_where_upstream_has_them(
+    interval: int | None, start: int | None, do_valid: int
+) -> None:
+    facts = dataclasses.replace(FACTS, eval_interval=interval, start_eval_at_iter=start)
+    rank = Rank(facts, do_valid=do_valid)
+    rank.catch_up([rank.commit()])
+    due = interval == 3 and start != 7 and do_valid
+    assert rank.calls == (EVALUATE if due else EVALUATE[:1])
+
+
+INTERVALS = [None, 2, OTHER]
+
+
+def upstreams_saves(facts: JobFacts, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], bool]:
+    """What upstream saves after `ITERATION`, and whether it trains no further."""
+    saves: list[tuple[Any, ...]] = []
+
+    def save(iteration: int, *_: object, non_persistent_ckpt: bool = False, **__: object) -> None:
+        saves.append(('save', iteration, non_persistent_ckpt))
+
+    args = Namespace(
+        **dataclasses.asdict(facts),
+        exit_signal_handler=False,
+        exit_duration_in_mins=None,
+        phase_transition_iterations=None,
+    )
+    monkeypatch.setattr(training, 'get_args', lambda: args)
+    monkeypatch.setattr(training, 'get_timers', lambda: None)
+    monkeypatch.setattr(training, 'print_datetime', lambda line: None)
+    monkeypatch.setattr(training, 'save_checkpoint_and_time', save)
+    exits = training.checkpoint_and_decide_exit(None, None, None, ITERATION, 0.0, {}, None)
+    return saves, exits
+
+
+@pytest.mark.parametrize('save', [None, 'checkpoints'])
+@pytest.mark.parametrize(
+    ('interval', 'not_kept', 'ends'), list(itertools.product(INTERVALS, INTERVALS, INTERVALS))
+)
+def test_a_save_that_was_cut_off_is_the_one_that_upstream_had_begun(
+    save: str | None,
+    interval: int | None,
+    not_kept: int | None,
+    ends: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = dataclasses.replace(
+        FACTS,
+        save=save,
+        save_interval=interval,
+        non_persistent_save_interval=not_kept,
+        exit_interval=ends,
+    )
+    expected, exits = upstreams_saves(facts, monkeypatch)
+    rank = Rank(facts)
+    rank.catch_up([rank.commit()])
+    assert rank.calls[1:] == expected
+    assert rank.post_step.exits(ITERATION) is exits
+
+
+@pytest.mark.parametrize(
+    'due', [{}, {'save_interval': 2}, {'non_persistent_save_interval': 2}, {'exit_interval': 2}]
+)
+@pytest.mark.parametrize('done', [False, True])
+def test_before_batches_grow_a_checkpoint_is_kept(due: dict[str, int], done: bool) -> None:
+    """Upstream saves at the entry of the next iteration, which no survivor may have reached."""
+    facts = dataclasses.replace(FACTS, **due)
+    rank = Rank(facts)
+    rank.commit()
+    rank.catch_up([survivor(facts, evaluated=False, saved=done)] * 2, grows=True)
+    assert rank.calls[1:] == SAVE
+
+
+def test_batches_that_grow_save_nothing_where_nothing_is_to_be_saved() -> None:
+    rank = Rank(dataclasses.replace(FACTS, save=None))
+    rank.catch_up([rank.commit()], grows=True)
+    assert rank.calls == [('validation', BEFORE)]

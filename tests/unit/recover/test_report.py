@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank brings to a meeting is short, as the store that it goes through serves all ranks."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moevement_ext.membership.membership import _encode
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.plan.replanning import PlanParameters
+from moevement_ext.recover.localized import LocalizedRecovery, handovers
+from moevement_ext.recover.rank_state import RankState
+from moevement_ext.recover.trainer import Start
+from tests.unit.memory.samples import tmpfs_directory
+
+VERSION, ORIGIN = 2**31, 2**40
+
+
+def recovery(folder: Path, experts: int) -> LocalizedRecovery:
+    """Of a rank that has trained, by a plan that goes by the popularity of so many experts."""
+    shares = {f'layer1.expert{expert}': 1 / experts for expert in range(experts)}
+    memory = SimpleNamespace(
+        log=None,
+        store=NodeStore(folder, 'run', 'node'),
+        windows=SimpleNamespace(committed=lambda: []),
+        addresses=[('127.0.0.1', 1)],
+    )
+    return LocalizedRecovery(
+        SimpleNamespace(number=0, identity=RankIdentity('run', 'pp1', 0)),
+        SimpleNamespace(origin=0),
+        SimpleNamespace(loop=SimpleNamespace(hand_over=lambda: b'')),
+        SimpleNamespace(memory=memory, present=PlanParameters(VERSION, ORIGIN, 4, shares)),
+        SimpleNamespace(),
+        RankState(ORIGIN, Start(ORIGIN, b'state')),
+    )
+
+
+@pytest.mark.parametrize('experts', [1, 4096])
+def test_a_report_is_no_longer_for_more_experts(experts: int) -> None:
+    """Plans have a share for each; the store has them once, under their version."""
+    with tmpfs_directory() as folder:
+        report = recovery(folder, experts)._report()
+    (handover,) = handovers([report])
+    assert (handover.plan.version, handover.plan.origin) == (VERSION, ORIGIN)
+    assert len(report.details) < 100
+    assert len(_encode(report)) < 500
