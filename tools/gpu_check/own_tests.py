@@ -12,7 +12,7 @@ from tools.gpu_check.settings import Settings
 from tools.lab.launch import ROOT
 
 _CONNECTIONS = ('1', '8')
-"""CUDA_DEVICE_MAX_CONNECTIONS: as jobs are launched, and torch's own."""
+"""CUDA_DEVICE_MAX_CONNECTIONS: as with tensor parallelism, and torch's own."""
 
 
 def run(settings: Settings) -> Findings:
