@@ -11,7 +11,7 @@ import pytest
 
 from moevement_ext.events import ProtectionReduced, Recovered
 from tests.unit.tools.samples import event
-from tools.gpu_check import copies, four_rank, nccl, own_tests
+from tools.gpu_check import copies, four_rank, nccl, one_rank, own_tests, stages
 from tools.gpu_check.nccl_rank import Measured
 from tools.gpu_check.training import Trained, compare, costs, reduced
 from tools.lab.digests import StateDigest
@@ -42,6 +42,25 @@ def test_copies(figures: dict[str, Any], problem: str) -> None:
     assert copies.judge(GOOD_PROBE) == []
     (found,) = copies.judge({**GOOD_PROBE, **figures})
     assert problem in found
+
+
+def test_goals() -> None:
+    assert copies.judge_capture({'busy_over_limit': 0.96}) == []
+    (found,) = copies.judge_capture({'busy_over_limit': 0.80})
+    assert found == 'captures reach 0.80 of one large copy into pinned memory'
+    assert one_rank.judge_costs({'plain_ms': 200.0, 'exposed_ms': 2.0}) == []
+    (found,) = one_rank.judge_costs({'plain_ms': 200.0, 'exposed_ms': 3.0})
+    assert found == 'with window auto 1.5% of an iteration are exposed, more than 1 %'
+
+
+def test_transformer_engine_is_run_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(gpu: bool, there: bool) -> bool:
+        spec = lambda name: object() if there else None  # noqa: E731
+        monkeypatch.setattr('importlib.util.find_spec', spec)
+        return 'transformer-engine' in stages.possible(gpu)
+
+    assert [found(True, True), found(True, False), found(False, True)] == [True, False, False]
+    assert len(stages.possible(gpu=False)) == len(stages.STAGES) - 1
 
 
 def measured(cycle: int, rank: int, pid: int, **resources: float) -> Measured:
