@@ -46,8 +46,9 @@ EOF
 check_packages() {
     TORCHDYNAMO_DISABLE=1 "$python" - 2>/dev/null <<'EOF' || exit 2
 import importlib, sys
-for name in ('torch', 'numpy', 'msgspec', 'xxhash', 'psutil', 'rich', 'pytest', 'pytest_timeout',
-             'megatron.core', 'megatron.training', 'megatron.moevement', 'moevement_ext'):
+for name in ('torch', 'numpy', 'msgspec', 'xxhash', 'psutil', 'rich', 'tqdm', 'pytest',
+             'pytest_timeout', 'megatron.core', 'megatron.training', 'megatron.moevement',
+             'moevement_ext'):
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:

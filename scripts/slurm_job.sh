@@ -24,7 +24,6 @@ train() {
 # What all programs of a job find in their environment.
 surroundings() {
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-    export CUDA_DEVICE_MAX_CONNECTIONS=1  # overlap of communication and compute in Megatron
     export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 }
 

@@ -41,6 +41,7 @@ from megatron.moevement.facts import JobFacts
 from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.unsupported import refuse_unsupported
+from megatron.moevement.seams import torch_adam
 from megatron.moevement.state.digest import state_digest, write_digest
 from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
@@ -135,6 +136,7 @@ def attach(
     facts = _facts(model, optimizer, plan)
     settings = _settings(model, optimizer, ddp, plan, facts)
     refuse_unsupported(settings)
+    torch_adam.mend()
     counters, data = LoopCounters(plan.train_iters), ReplayableData()
     operations = OperationCount(lambda: 0.0)
     with protected_job(settings, facts, counters, sparse, data, operations) as session:

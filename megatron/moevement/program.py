@@ -13,7 +13,7 @@ from megatron.moevement.job.loop import decode_handover
 from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
-from megatron.moevement.seams import patches, upstream
+from megatron.moevement.seams import patches, torch_adam, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.state.digest import state_digest, write_digest
 from megatron.moevement.state.operation_count import OperationCount
@@ -29,6 +29,7 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: UpstreamArgum
         train: upstream's `pretrain`, ready to be called; takes `store`.
         args: upstream's parsed arguments.
     """
+    torch_adam.mend()
     if not args.sparse_ckpt:
         _digest_at_the_end(args)
         train()

@@ -8,9 +8,9 @@ import torch
 from moevement_ext.config import ConfigurationError
 from moevement_ext.local_cluster import shared_gpu
 from moevement_ext.local_cluster.config import LaunchConfig
+from moevement_ext.local_cluster.connections import connections
 
 _DEFAULTS = {
-    'CUDA_DEVICE_MAX_CONNECTIONS': '1',
     'OMP_NUM_THREADS': '1',
     'PYTHONUNBUFFERED': '1',  # what a killed worker had printed is not lost
 }
@@ -23,15 +23,19 @@ def job_environment(config: LaunchConfig, port: int) -> dict[str, str]:
         config: of the job.
         port: where the store of the launcher listens.
     """
-    defaults = default_variables()
+    defaults = default_variables(config)
     if config.share_gpu:
         defaults |= shared_gpu.DEFAULTS
     return {**defaults, **os.environ, **job_variables(config, '127.0.0.1', port)}
 
 
-def default_variables() -> dict[str, str]:
-    """What a worker finds in its environment unless the user has set it otherwise."""
-    defaults = dict(_DEFAULTS)
+def default_variables(config: LaunchConfig) -> dict[str, str]:
+    """What a worker finds in its environment unless the user has set it otherwise.
+
+    Args:
+        config: of the job.
+    """
+    defaults = {**_DEFAULTS, **connections(config.flags)}
     if not torch.cuda.is_available():
         defaults['TORCHDYNAMO_DISABLE'] = '1'
     return defaults

@@ -29,10 +29,12 @@ _PACKAGES = sysconfig.get_path('purelib')
 _ROOT = Path(__file__).parents[2]
 _WAITING_FOR_OTHERS = (
     torch.distributed.distributed_c10d.__file__,
+    str(Path(torch.cuda.__file__).parent),
     str(_ROOT / 'moevement_ext'),
     str(_ROOT / 'megatron' / 'moevement'),
 )
-"""Files and directories of code that waits for other ranks; loaders that hang on purpose do not."""
+"""Files and directories of code that waits for other ranks, or for a GPU that does; loaders that
+hang on purpose do not."""
 
 
 class Look(NamedTuple):
@@ -51,9 +53,12 @@ class TrainingThread:
 
     A thread counts as moving when it is at another place of its program at two looks in turn,
     wherever that is, or has computed in between; so nothing has to be counted in the training loop.
+
+    Made when process groups exist: the GPU of this rank, if there is one, is in use by then.
     """
 
     def __init__(self) -> None:
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._ident = threading.get_ident()
         self._place: list[tuple[CodeType, int]] = []
         self._clock = time.pthread_getcpuclockid(self._ident)
@@ -76,7 +81,7 @@ class TrainingThread:
         self._still_s = self._still_s + between_s if same and not computes else 0.0
         self._place = place
         self._looked = now
-        waits = _waits_for_others(frames) or _device_is_busy()
+        waits = _waits_for_others(frames) or _device_is_busy(self._stream)
         return Look(self._still_s, waits, self._same_place_s)
 
     def moved(self) -> None:
@@ -112,8 +117,16 @@ def _of_standard_library(file: str) -> bool:
     )
 
 
-def _device_is_busy() -> bool:
-    """The thread may wait for the GPU, and that for collectives."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+def _device_is_busy(stream: torch.cuda.Stream | None) -> bool:
+    """The thread may wait for the GPU, and that for collectives.
+
+    Args:
+        stream: of the thread that is looked at; the one that looks is on GPU 0 until it is told.
+    """
+    if stream is None:
         return False
-    return not torch.cuda.default_stream().query()
+    try:
+        torch.cuda.set_device(stream.device)
+        return not stream.query()
+    except RuntimeError:
+        return True  # the GPU is lost, which is for others to judge

@@ -172,7 +172,7 @@ class SlurmStarter:
                     self._config.program,
                     list(self._config.flags),
                     None if log_dir is None else str(log_dir.absolute()),
-                    default_variables(),
+                    default_variables(self._config),
                 )
             )
             self._report(NodeReady(here.host))

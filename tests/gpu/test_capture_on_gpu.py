@@ -246,6 +246,7 @@ def test_copies_run_beside_training_in_a_pool_of_streams_of_their_own(rig: Rig) 
     assert ours.cuda_stream not in others
 
 
+@pytest.mark.two_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason='needs two CUDA devices')
 def test_threads_of_the_copier_are_on_the_device_of_the_rank(shm: Path) -> None:
     second = torch.device('cuda', 1)

@@ -11,6 +11,7 @@ from moevement_ext.devices.xids import Harm
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.nvml
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 def test_a_device_tells_of_itself() -> None:
     pytest.importorskip('pynvml', reason='needs nvidia-ml-py')

@@ -27,7 +27,7 @@ import torch
 
 from tools.gpu_check.report import Findings, Report, StageResult, load, save
 from tools.gpu_check.settings import Settings
-from tools.gpu_check.stages import STAGES
+from tools.gpu_check.stages import STAGES, possible
 from tools.lab.benchmark import exit_on_sigterm
 from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
@@ -39,7 +39,7 @@ _LIMIT_S = 570
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; exits with a message if they are wrong."""
-    stages = '\n'.join(f'  {name:12} {stage.proves}' for name, stage in STAGES.items())
+    stages = '\n'.join(f'  {name:18} {stage.proves}' for name, stage in STAGES.items())
     parser = argparse.ArgumentParser(
         prog='scripts/gpu_check.sh',
         description=__doc__,
@@ -111,7 +111,7 @@ def check(settings: Settings, only: str | None) -> Report:
         LabError: the output folder is of another machine.
     """
     report = load(settings.output, Hardware.here(settings.gpu), not settings.gpu)
-    for name in [only] if only else STAGES:
+    for name in [only] if only else possible(settings.gpu):
         if not only and report.passed(name):
             print(f'\n== {name}: has passed already', flush=True)
             continue
@@ -129,7 +129,8 @@ def summary(report: Report) -> str:
     lines = [f'gpu_check on {head}{report.hardware.line()}']
     for name in STAGES:
         result = report.stages.get(name)
-        lines += result.lines(name) if result else [f'---- {name} (not run)']
+        missing = '' if name in possible(not report.dry_run) else f': no {STAGES[name].needs}'
+        lines += result.lines(name) if result else [f'---- {name} (not run{missing})']
     return '\n'.join(lines)
 
 
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'gpu_check: {error}', file=sys.stderr)
         return 2
     print(f'\n{summary(report)}', flush=True)
-    wanted = [args.stage] if args.stage else list(STAGES)
+    wanted = [args.stage] if args.stage else possible(settings.gpu)
     return 0 if all(report.passed(name) for name in wanted) else 1
 
 

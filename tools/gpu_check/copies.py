@@ -20,7 +20,7 @@ from tools.lab.launch import ROOT
 
 _CONNECTIONS = ('1', '8')
 _LEAST_OF_PINNED = 0.95
-"""Bandwidth into registered pages of a tmpfs over that into pinned memory of torch."""
+"""Bandwidth into registered pages of a tmpfs, and of captures, over that into pinned memory."""
 _SLOWEST_SMALL_MS = 3.0
 """99 of 100 small copies beside paced bulk copies: two pieces of 32 MiB and some."""
 _SPINNING = 0.1
@@ -45,6 +45,7 @@ def run(settings: Settings) -> Findings:
         capture, code = _capture(settings, folder / 'capture.json')
         figures |= {'busy_over_limit': capture['busy_over_limit'], 'capture': capture}
         problems += ['what was captured is not the state at its iteration'] if code else []
+        problems += judge_capture(capture)
     return Findings(figures, problems)
 
 
@@ -62,6 +63,14 @@ def judge(probed: dict[str, Any]) -> list[str]:
     if probed['blocking_wait_cpu'] > _SPINNING:
         problems.append(f'a blocking event spins: {probed["blocking_wait_cpu"]:.2f} of its wait')
     return problems
+
+
+def judge_capture(capture: dict[str, Any]) -> list[str]:
+    """What is wrong with the bandwidth of captures beside compute."""
+    over = capture['busy_over_limit']
+    if over >= _LEAST_OF_PINNED:
+        return []
+    return [f'captures reach {over:.2f} of one large copy into pinned memory']
 
 
 def _probe(settings: Settings, connections: str, target: Path) -> dict[str, Any]:

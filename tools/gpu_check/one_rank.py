@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: one rank with a model that fills some of the GPU; what do windows cost, do bits return?"""
+"""Stages: one rank with a model that fills some of the GPU: what windows cost, whether bits return."""
+
+from collections.abc import Sequence
+from typing import Any
 
 from tools.gpu_check.report import Findings
 from tools.gpu_check.settings import Settings
-from tools.gpu_check.training import Kill, Trials, compare, costs, reduced
+from tools.gpu_check.training import Kill, Trained, Trials, compare, costs, reduced
 from tools.lab import models
 from tools.lab.evidence import Tier
 
 WINDOW = 4
 ITERATIONS = 20
 KILL = Kill(rank=0, after=11)
+_MOST_EXPOSED = 0.01
+"""Of an iteration, with the window that the job chooses for itself."""
 
 _LARGE = models.ToyModel(hidden=1024, heads=16, sequence=1024, experts=8)
 _LARGE_LAYERS = 10
@@ -23,10 +28,43 @@ _TRAINING = (
 ).split()
 
 
+_TRANSFORMER_ENGINE = ['--transformer-impl', 'transformer_engine', '--moe-grouped-gemm']
+
+
 def run(settings: Settings) -> Findings:
-    """Train plain, plain again, with windows, and killed on the way."""
-    folder = settings.folder('one-rank')
-    trials = Trials(settings, folder, _flags(settings), nodes=1, window=WINDOW)
+    """Train plain, plain again, with windows, killed on the way, and with window `auto`."""
+    trials = _trials(settings, 'one-rank', [])
+    plain, findings = _same_bits(trials)
+    auto = trials._replace(window='auto').protected('auto')
+    problems = compare(plain, auto, 'with window auto') + reduced(auto)
+    if settings.gpu:
+        problems += judge_costs(costs(plain, auto))
+    figures = {f'auto_{name}': figure for name, figure in costs(plain, auto).items()}
+    del figures['auto_plain_ms']
+    figures['auto_window'] = auto.log.captured[-1].window
+    return Findings({**findings.figures, **figures}, [*findings.problems, *problems])
+
+
+def run_transformer_engine(settings: Settings) -> Findings:
+    """The same with the layers and the optimizer of Transformer Engine, experts in one module."""
+    return _same_bits(_trials(settings, 'transformer-engine', _TRANSFORMER_ENGINE))[1]
+
+
+def judge_costs(figures: dict[str, Any]) -> list[str]:
+    """What is wrong with the costs of windows, as `costs` gives them."""
+    share = figures['exposed_ms'] / figures['plain_ms']
+    if share <= _MOST_EXPOSED:
+        return []
+    return [f'with window auto {share:.1%} of an iteration are exposed, more than 1 %']
+
+
+def _trials(settings: Settings, name: str, more: Sequence[str]) -> Trials:
+    flags = [*_flags(settings), *more]  # the last of a flag counts
+    return Trials(settings, settings.folder(name), flags, nodes=1, window=WINDOW)
+
+
+def _same_bits(trials: Trials) -> tuple[Trained, Findings]:
+    """Compare final states with that of plain Megatron, which comes first."""
     plain, again = trials.plain('plain'), trials.plain('plain-again')
     problems = compare(plain, again, 'again')
     if problems:
@@ -45,7 +83,7 @@ def run(settings: Settings) -> Findings:
         'came_back': str(found.tier) if found else 'no',
         'replayed': found.replayed if found else 0,
     }
-    return Findings(figures, problems)
+    return plain, Findings(figures, problems)
 
 
 def _flags(settings: Settings) -> list[str]:

@@ -6,26 +6,31 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from tools.gpu_check.report import Findings
 from tools.gpu_check.settings import Settings
 from tools.lab.launch import ROOT
 
 _CONNECTIONS = ('1', '8')
-"""CUDA_DEVICE_MAX_CONNECTIONS: as jobs are launched, and torch's own."""
+"""CUDA_DEVICE_MAX_CONNECTIONS: as with tensor parallelism, and torch's own."""
 
 
 def run(settings: Settings) -> Findings:
     """Run them once for each number of connections; without a GPU they are all skipped."""
     folder = settings.folder('tests')
-    figures: dict[str, int] = {}
+    left_out = deselected(torch.cuda.device_count(), _installed)
+    figures: dict[str, Any] = {'left_out': ' '.join(left_out) or 'none'}
     problems = []
     for connections in _CONNECTIONS if settings.gpu else _CONNECTIONS[:1]:
         results = folder / f'connections-{connections}.xml'
         command = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/gpu']
         command += [f'--junit-xml={results}']
-        if importlib.util.find_spec('transformer_engine') is None:
-            command += ['-m', 'not transformer_engine']
+        if left_out:
+            command += ['-m', ' and '.join(f'not {marker}' for marker in left_out)]
         environment = {**os.environ, 'CUDA_DEVICE_MAX_CONNECTIONS': connections}
         code = subprocess.run(command, cwd=ROOT, env=environment).returncode
         found = counts(results.read_text('utf-8')) if results.exists() else {}
@@ -36,7 +41,26 @@ def run(settings: Settings) -> Findings:
                 f'CUDA_DEVICE_MAX_CONNECTIONS={connections}: pytest tests/gpu ended with exit '
                 f'status {code}: {found or "no results"}'
             )
-    return Findings(dict(figures), problems)
+    return Findings(figures, problems)
+
+
+def deselected(gpus: int, has: Callable[[str], bool]) -> list[str]:
+    """Markers of tests that cannot run here; whatever else is skipped on a GPU is a failure.
+
+    Args:
+        gpus: CUDA devices of this machine.
+        has: whether a module can be imported.
+    """
+    runs = {
+        'nvml': has('pynvml'),
+        'transformer_engine': has('transformer_engine'),
+        'two_gpus': gpus >= 2,
+    }
+    return [marker for marker, here in runs.items() if not here]
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def counts(results: str) -> dict[str, int]:

@@ -6,6 +6,7 @@
 Each stage has a process of its own: what it does to its CUDA context, the next one does not see.
 """
 
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ class Stage(NamedTuple):
     run: Callable[[Settings], Findings]
     proves: str
     """In a few words."""
+    needs: str = ''
+    """Module without which, or without a GPU, it is not run."""
 
 
 STAGES = {
@@ -36,8 +39,26 @@ STAGES = {
     'tests': Stage(own_tests.run, 'tests/gpu passes'),
     'nccl': Stage(nccl.run, 'survivors of a killed rank are unblocked and connected anew'),
     'one-rank': Stage(one_rank.run, 'a model of 0.3 G parameters recovers bit for bit'),
+    'transformer-engine': Stage(
+        one_rank.run_transformer_engine,
+        'the same model on Transformer Engine, with grouped experts',
+        needs='transformer_engine',
+    ),
     'four-rank': Stage(four_rank.run, 'a lost rank of PP 2 x EP 2 recovers alone, bit for bit'),
 }
+
+
+def possible(gpu: bool) -> list[str]:
+    """Names of the stages that this machine can run.
+
+    Args:
+        gpu: whether it is not a dry run.
+    """
+    return [
+        name
+        for name, stage in STAGES.items()
+        if not stage.needs or (gpu and importlib.util.find_spec(stage.needs) is not None)
+    ]
 
 
 def run_stage(name: str, settings: Settings) -> Findings:

@@ -66,7 +66,8 @@ class Trials(NamedTuple):
     """Megatron's flags for the model and its training."""
     nodes: int
     """Emulated, of one rank each."""
-    window: int
+    window: int | str
+    """W, or `auto`."""
 
     def plain(self, name: str) -> Trained:
         """Upstream's trainer alone."""

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import psutil
 
+from moevement_ext.local_cluster.connections import connections
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = 'pretrain_gpt.py'
 _PORTS = 20_000, 32_000
@@ -23,7 +25,6 @@ GRACE_S = 15
 ENVIRONMENT = {
     # One thread a process keeps the order of summation, hence the bits, the same everywhere.
     'OMP_NUM_THREADS': '1',
-    'CUDA_DEVICE_MAX_CONNECTIONS': '1',
     'GLOO_SOCKET_IFNAME': 'lo',
     'TORCHDYNAMO_DISABLE': '1',
     'PYTHONUNBUFFERED': '1',
@@ -74,6 +75,7 @@ class Launch(NamedTuple):
     def environment(self) -> dict[str, str]:
         """All of it; a fault that is armed in this process is none of the job."""
         inherited = {name: os.environ[name] for name in os.environ if name != 'MOEVEMENT_FAIL_AT'}
+        inherited = {**connections(self.flags), **inherited}
         device = {} if self.share_gpu else _NO_GPU
         modules = os.pathsep.join(filter(None, [str(self.checkout), inherited.get('PYTHONPATH')]))
         checkout = {'PYTHONPATH': modules}

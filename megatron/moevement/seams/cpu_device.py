@@ -25,7 +25,6 @@ _FACTORIES = (
     'rand rand_like randint randn randn_like randperm tensor zeros zeros_like'
 ).split()
 
-_DISTRIBUTED_OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer'
 _COUNTS_OF_MEMORY = (
     'memory_allocated max_memory_allocated memory_reserved max_memory_reserved device_memory_used'
 ).split()
@@ -55,8 +54,6 @@ def patch_upstream() -> None:
         'megatron.core.tensor_parallel.random:_get_cuda_rng_state': _instead(_get_rng_state),
         'megatron.core.tensor_parallel.random:_set_cuda_rng_state': _instead(_set_rng_state),
         'megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__': _marked_norm,
-        f'{_DISTRIBUTED_OPTIMIZER}.sharded_state_dict': _describe_allocated,
-        f'{_DISTRIBUTED_OPTIMIZER}.load_state_dict': _load_with_own_steps,
     }.items():
         patches.wrap(part, wrapper)
 
@@ -232,32 +229,3 @@ def _marked_norm(
     for parameter in norm.parameters():
         parameter.sequence_parallel = parallel
     return norm
-
-
-# Torch's Adam keeps a step per parameter; upstream's distributed optimizer forgets it in a dense
-# checkpoint, or shares one tensor.
-
-
-def _describe_allocated(
-    describe: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
-) -> Any:
-    if isinstance(optimizer.optimizer, torch.optim.Adam):
-        for group in optimizer.optimizer.param_groups:
-            for parameter in group['params']:
-                _ensure_adam_state(optimizer.optimizer.state[parameter], parameter)
-    return describe(optimizer, *args, **kwargs)
-
-
-def _load_with_own_steps(load: Callable[..., Any], optimizer: Any, state_dict: Any) -> None:
-    load(optimizer, state_dict)
-    if isinstance(optimizer.optimizer, torch.optim.Adam):
-        step = float(state_dict['optimizer']['param_groups'][0]['step'])
-        for state in optimizer.optimizer.state.values():
-            state['step'] = torch.tensor(step)
-
-
-def _ensure_adam_state(state: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
-    if not state:
-        state['step'] = torch.tensor(0.0)
-        state['exp_avg'] = torch.zeros_like(parameter.data)
-        state['exp_avg_sq'] = torch.zeros_like(parameter.data)

@@ -17,6 +17,7 @@ from moevement_ext.local_cluster.environment import (
 )
 from moevement_ext.local_cluster.shared_gpu import DEFAULTS
 from tests.unit.local_cluster.conftest import Job
+from tools.lab.launch import Launch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -40,12 +41,41 @@ def test_workers_find_what_torchrun_gives(job: Job, monkeypatch: pytest.MonkeyPa
             'TORCHELASTIC_USE_AGENT_STORE': 'True',
             'TORCHELASTIC_RESTART_COUNT': str(restarts),
             'MOEVEMENT_NODE': f'node{node}',
-            'CUDA_DEVICE_MAX_CONNECTIONS': '1',
+            'CUDA_DEVICE_MAX_CONNECTIONS': None,
             'OMP_NUM_THREADS': '3',
             'TORCHDYNAMO_DISABLE': '1',
         }
         assert {name: life['env'].get(name) for name in expected} == expected
         assert life['argv'] == [str(job.program), '--flag', 'a value', '3.0=kill']
+
+
+@pytest.mark.parametrize(
+    ('flags', 'users', 'found'),
+    [
+        ('--tensor-model-parallel-size 2', None, '1'),
+        ('--hidden-size 8 --context-parallel-size=2', None, '1'),
+        ('--tensor-model-parallel-size 2', '32', '32'),
+        ('--tensor-model-parallel-size 1', None, None),
+        ('--pipeline-model-parallel-size 2', '4', '4'),
+        ('--overlap-moe-expert-parallel-comm --tensor-model-parallel-size 2', None, None),
+        ('--tensor-model-parallel-size 2 --use-megatron-fsdp', None, None),
+    ],
+)
+def test_one_queue_of_the_gpu_only_where_megatron_needs_it(
+    job: Job,
+    flags: str,
+    users: str | None,
+    found: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = 'CUDA_DEVICE_MAX_CONNECTIONS'
+    monkeypatch.delenv(name, raising=False)
+    if users is not None:
+        monkeypatch.setenv(name, users)
+    config = LaunchConfig(str(job.program), tuple(flags.split()))
+    assert job_environment(config, 1).get(name) == found
+    launch = Launch(Path('unused'), flags.split(), nodes=1, workers_per_node=1)
+    assert launch.environment().get(name) == found
 
 
 def test_each_worker_has_a_gpu_of_its_own(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore, Work
 
@@ -144,3 +145,57 @@ def test_time_for_which_the_whole_process_was_stopped_does_not_count() -> None:
         thread._looked -= 1000.0  # as if nobody had looked for so long
         assert thread.look().still_s < 5.0
     release.set()
+
+
+class Queue:
+    """Work of the second GPU; a machine without one can tell who asks how."""
+
+    device = torch.device('cuda', 1)
+
+    def __init__(self, idle: bool | RuntimeError) -> None:
+        self.idle = idle
+        self.asked_on: list[torch.device] = []
+        """The current device of the thread that asked, each time."""
+        self._bound: dict[int, torch.device] = {}
+
+    def bind(self, device: torch.device) -> None:
+        self._bound[threading.get_ident()] = device
+
+    def query(self) -> bool:
+        self.asked_on.append(self._bound.get(threading.get_ident(), torch.device('cuda', 0)))
+        if isinstance(self.idle, RuntimeError):
+            raise self.idle
+        return self.idle
+
+
+@pytest.mark.parametrize(
+    ('idle', 'waits'), [(True, False), (False, True), (RuntimeError('a dead context'), True)]
+)
+def test_the_gpu_of_the_training_thread_is_looked_at(
+    idle: bool | RuntimeError, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, main = Queue(idle), threading.get_ident()
+    queues = {main: Queue(idle=True)}
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, 'current_stream', lambda: queues.get(threading.get_ident(), queue)
+    )
+    monkeypatch.setattr(torch.cuda, 'default_stream', torch.cuda.current_stream)
+    monkeypatch.setattr(torch.cuda, 'set_device', queue.bind)
+    release = threading.Event()
+    with running(release.wait) as thread:
+        found = looks(thread, 3)
+    release.set()
+    assert [look.waits_for_others for look in found[1:]] == [waits, waits]
+    assert set(queue.asked_on) == {Queue.device}
+
+
+def test_a_thread_in_a_call_of_cuda_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    # `synchronize` lies in the same file, but may be that for machines without a GPU.
+    monkeypatch.setattr(torch.cuda, '_lazy_init', release.wait)
+    monkeypatch.setattr(torch._C, '_cuda_ipc_collect', lambda: None, raising=False)
+    with running(torch.cuda.ipc_collect) as thread:
+        found = looks(thread, 3)
+    release.set()
+    assert all(look.waits_for_others for look in found[1:])

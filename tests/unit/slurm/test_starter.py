@@ -49,8 +49,10 @@ def test_workers_run_on_their_hosts(
     job: SlurmJob, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('OMP_NUM_THREADS', '3')
+    monkeypatch.delenv('CUDA_DEVICE_MAX_CONNECTIONS', raising=False)
     job.finish_when = lambda: len(job.started()) == 4
-    assert job.on_hosts('ab', '3.0=print:hello', nodes=2, workers_per_node=2).run() == 0
+    flags = ('3.0=print:hello', '--tensor-model-parallel-size', '2')
+    assert job.on_hosts('ab', *flags, nodes=2, workers_per_node=2).run() == 0
     assert seated(job) == [('a', 0), ('b', 1)]
     for rank in range(4):
         seen = job.life(rank)['env']
@@ -64,7 +66,7 @@ def test_workers_run_on_their_hosts(
             'MASTER_PORT': str(job.running.store.port),
             'MOEVEMENT_NODE': 'ab'[rank // 2],
             'OMP_NUM_THREADS': '3',
-            'CUDA_DEVICE_MAX_CONNECTIONS': '1',
+            'CUDA_DEVICE_MAX_CONNECTIONS': '1',  # for tensor parallelism
             'TORCHELASTIC_RESTART_COUNT': '0',
         }
         assert {name: seen.get(name) for name in expected} == expected

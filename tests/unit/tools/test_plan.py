@@ -74,6 +74,15 @@ def as_json(capsys, *argv):
     return json.loads(out)
 
 
+@pytest.mark.parametrize(('flags', 'most_gib'), [((), 306.4), (('--log-lag', 1), 404.0)])
+def test_a_large_job_fits_into_a_part_of_its_nodes(capsys, flags, most_gib):
+    """By the pages: windows, what holders of replicas need of them, and no more log than that."""
+    job = ('--model', 'deepseek-v3', '--cluster', 'h100', '--mfu', 0.35, '--window', 1)
+    memory = as_json(capsys, *job, *flags)['host_memory_bytes_per_node']
+    assert memory['total'] < most_gib * 2**30
+    assert memory['replicas'] == 2 * memory['own_windows'] < 130 * 2**30
+
+
 def test_slots_of_a_list(capsys, operators):
     path = operators((12, 2), (12, 2), (12, 2))
     assert as_json(capsys, '--operators', path, '--budget-bytes', 36) == {

@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the stages of the GPU check accept, and what they name."""
 
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moevement_ext.events import ProtectionReduced, Recovered
 from tests.unit.tools.samples import event
-from tools.gpu_check import copies, four_rank, nccl, own_tests
+from tools.gpu_check import copies, four_rank, nccl, one_rank, own_tests, stages
 from tools.gpu_check.nccl_rank import Measured
 from tools.gpu_check.training import Trained, compare, costs, reduced
 from tools.lab.digests import StateDigest
 from tools.lab.evidence import Recovery, Tier
 from tools.lab.run_log import Captured, Iteration, RunLog
+
+ROOT = Path(__file__).resolve().parents[4]
 
 GOOD_PROBE: dict[str, Any] = {
     'pinned_gb_s': 50.0,
@@ -36,6 +42,25 @@ def test_copies(figures: dict[str, Any], problem: str) -> None:
     assert copies.judge(GOOD_PROBE) == []
     (found,) = copies.judge({**GOOD_PROBE, **figures})
     assert problem in found
+
+
+def test_goals() -> None:
+    assert copies.judge_capture({'busy_over_limit': 0.96}) == []
+    (found,) = copies.judge_capture({'busy_over_limit': 0.80})
+    assert found == 'captures reach 0.80 of one large copy into pinned memory'
+    assert one_rank.judge_costs({'plain_ms': 200.0, 'exposed_ms': 2.0}) == []
+    (found,) = one_rank.judge_costs({'plain_ms': 200.0, 'exposed_ms': 3.0})
+    assert found == 'with window auto 1.5% of an iteration are exposed, more than 1 %'
+
+
+def test_transformer_engine_is_run_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(gpu: bool, there: bool) -> bool:
+        spec = lambda name: object() if there else None  # noqa: E731
+        monkeypatch.setattr('importlib.util.find_spec', spec)
+        return 'transformer-engine' in stages.possible(gpu)
+
+    assert [found(True, True), found(True, False), found(False, True)] == [True, False, False]
+    assert len(stages.possible(gpu=False)) == len(stages.STAGES) - 1
 
 
 def measured(cycle: int, rank: int, pid: int, **resources: float) -> Measured:
@@ -96,6 +121,49 @@ def test_only_the_lost_stage_replays() -> None:
     ):
         (found,) = four_rank.not_localized(wrong)
         assert problem in found
+
+
+def marks(node: ast.AST) -> list[str]:
+    return [
+        ast.unparse(inner)
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Call) and ast.unparse(inner.func) == 'pytest.mark.skipif'
+    ]
+
+
+def reasons_to_skip(file: Path) -> Iterator[tuple[str, set[str], list[str]]]:
+    """Each test, its markers, and what skips it besides that there is no GPU at all."""
+    tree = ast.parse(file.read_text('utf-8'))
+    everywhere = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == 'pytestmark'
+    ]
+    for test in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+        nodes = [*everywhere, *test.decorator_list]
+        markers = set(re.findall(r'pytest\.mark\.(\w+)', ' '.join(map(ast.unparse, nodes))))
+        conditions = [skip for node in nodes for skip in marks(node)]
+        reasons = [text for text in conditions if 'not torch.cuda.is_available()' not in text]
+        reasons += re.findall(r'pytest\.(?:importorskip|skip)\(.*', ast.unparse(test))
+        yield f'{file.name}: {test.name}', markers, reasons
+
+
+def test_every_test_that_may_be_skipped_on_a_gpu_is_left_out_by_a_marker() -> None:
+    known = set(own_tests.deselected(0, lambda module: False))
+    files = sorted((ROOT / 'tests' / 'gpu').glob('test_*.py'))
+    found = [one for file in files for one in reasons_to_skip(file)]
+    skipped = {name for name, _, reasons in found if reasons}
+    assert len(skipped) >= 3
+    unknown = [name for name, markers, reasons in found if len(reasons) > len(markers & known)]
+    assert not unknown
+    used = {marker for _, markers, reasons in found for marker in markers & known if reasons}
+    assert used == known
+
+
+def test_what_a_machine_has_is_not_left_out() -> None:
+    assert own_tests.deselected(2, lambda module: True) == []
+    assert own_tests.deselected(1, lambda module: True) == ['two_gpus']
+    assert own_tests.deselected(2, lambda module: module != 'pynvml') == ['nvml']
 
 
 def test_counts_of_a_result_file() -> None:

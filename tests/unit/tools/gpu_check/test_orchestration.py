@@ -26,6 +26,7 @@ def test_a_line_for_each_stage() -> None:
         '     a sum was wrong',
         '     and another',
         '---- one-rank (not run)',
+        '---- transformer-engine (not run: no transformer_engine)',
         '---- four-rank (not run)',
     ]
 

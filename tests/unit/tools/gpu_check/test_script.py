@@ -4,10 +4,71 @@
 import ast
 import re
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = ROOT / 'scripts' / 'gpu_check.sh'
+PROGRAMS = ('tools/gpu_check', 'tests/gpu', 'scripts/local_cluster.py', 'pretrain_gpt.py')
+"""What the check runs; names of modules that these start are in their texts."""
+
+
+def looked_for() -> set[str]:
+    names = re.findall(r'for name in \((.*?)\):', SCRIPT.read_text('utf-8'), re.S)[0]
+    return set(re.findall(r"'([\w.]+)'", names))
+
+
+def ours(module: str) -> Path | None:
+    """The file of a module of this checkout."""
+    path = ROOT.joinpath(*module.split('.'))
+    files = (path.with_suffix('.py'), path / '__init__.py')
+    return next((file for file in files if module and file.is_file()), None)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f'{node.module}.{alias.name}' for alias in node.names)
+
+
+def packages_in_use() -> set[str]:
+    """Of others, imported when the modules that the check runs are."""
+    files = [ROOT / program for program in PROGRAMS if program.endswith('.py')]
+    files += [file for program in PROGRAMS for file in (ROOT / program).glob('*.py')]
+    seen, found = set(files), set()
+    while files:
+        tree = ast.parse(files.pop().read_text('utf-8'))
+        at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        found |= {name for node in at_once for name in imported(node)}
+        started = {
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        modules = {*imported(tree), *(text for text in started if re.fullmatch(r'[\w.]+', text))}
+        new = {file for name in modules if (file := ours(name)) and file not in seen}
+        seen |= new
+        files += new
+    packages = {'.'.join(name.split('.')[: 1 + name.startswith('megatron.')]) for name in found}
+    own = {name for name in packages if ROOT.joinpath(*name.split('.')).exists()}
+    return packages - own - sys.stdlib_module_names
+
+
+def test_everything_that_is_imported_is_looked_for() -> None:
+    used = packages_in_use()
+    assert {'torch', 'megatron.core', 'pytest', 'rich', 'xxhash'} <= used
+    assert used <= looked_for()
+
+
+def test_the_pages_name_every_package() -> None:
+    page = ' '.join((ROOT / 'docs' / 'operations.md').read_text('utf-8').split())
+    (text,) = re.findall(r'\*\*Without a network\.\*\*(.*?) are installed', page)
+    distributions = {name.split('.')[0] for name in looked_for()} - {'megatron', 'moevement_ext'}
+    assert {name.replace('_', '-') for name in distributions} <= set(re.findall(r'[\w-]+', text))
 
 
 def test_everything_that_is_required_is_looked_for() -> None:
@@ -21,10 +82,7 @@ def test_everything_that_is_required_is_looked_for() -> None:
         re.split('[<>=]', text)[0] for text in ast.literal_eval(keywords['install_requires'])
     ]
     assert len(required) > 4
-    looked_for = re.findall(
-        r"'([\w.]+)'", re.findall(r'for name in \((.*?)\):', SCRIPT.read_text('utf-8'), re.S)[0]
-    )
-    assert {name.replace('-', '.') for name in required} <= set(looked_for)
+    assert {name.replace('-', '.') for name in required} <= looked_for()
 
 
 def test_a_folder_without_wheels_is_named(tmp_path: Path) -> None:

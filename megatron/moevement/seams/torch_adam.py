@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense checkpoints of torch's own Adam, which upstream uses without Transformer Engine and Apex.
+
+It keeps a step for each parameter. Upstream's distributed optimizer does not describe those of
+parameters without gradients so far, and loads one tensor for all: each parameter's update would then
+count it up for all others.
+
+Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.moevement.seams import patches
+
+_DISTRIBUTED_OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer'
+
+
+@functools.cache
+def mend() -> None:
+    """Have dense checkpoints keep steps apart, on any device. To be called after megatron imports.
+
+    With Transformer Engine or Apex nothing happens: their Adam keeps a step for a group.
+    """
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+    if not HAVE_APEX_OR_TE:
+        patches.wrap(f'{_DISTRIBUTED_OPTIMIZER}.sharded_state_dict', _describe_allocated)
+        patches.wrap(f'{_DISTRIBUTED_OPTIMIZER}.load_state_dict', _load_with_own_steps)
+
+
+def _describe_allocated(
+    describe: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if isinstance(optimizer.optimizer, torch.optim.Adam):
+        for group in optimizer.optimizer.param_groups:
+            for parameter in group['params']:
+                _ensure_adam_state(optimizer.optimizer.state[parameter], parameter)
+    return describe(optimizer, *args, **kwargs)
+
+
+def _load_with_own_steps(load: Callable[..., Any], optimizer: Any, state_dict: Any) -> None:
+    load(optimizer, state_dict)
+    if isinstance(optimizer.optimizer, torch.optim.Adam):
+        step = float(state_dict['optimizer']['param_groups'][0]['step'])
+        for state in optimizer.optimizer.state.values():
+            state['step'] = torch.tensor(step)
+
+
+def _ensure_adam_state(state: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
+    if not state:
+        state['step'] = torch.tensor(0.0)
+        state['exp_avg'] = torch.zeros_like(parameter.data)
+        state['exp_avg_sq'] = torch.zeros_like(parameter.data)
