@@ -86,6 +86,29 @@ def test_low_precision_state_comes_back_as_it_was_stored(real: Any, name: str) -
     check_restored(real.optimizers.FusedAdam, rules.FORMATS[name], 'cuda')
 
 
+def test_delayed_scaling_has_the_same_state_and_rules(real: Any) -> None:
+    from transformer_engine.common.recipe import DelayedScaling, Format
+
+    from tests.stand_ins import fp8_compute, scaling_rules
+
+    asked = {'margin': 1, 'amax_history_len': 4, 'amax_compute_algo': 'max'}
+    recipe = DelayedScaling(fp8_format=Format.HYBRID, **asked)
+    layer = real.Linear(32, 32, bias=False, params_dtype=torch.bfloat16)
+    found = scaling_rules.facts_of_scaling(
+        layer, lambda: real.fp8_autocast(enabled=True, fp8_recipe=recipe), 'cuda'
+    )
+    stand_in = fp8_compute.Recipe(True, fp8_compute.E5M2, **asked)
+    expected = scaling_rules.facts_of_scaling(
+        fp8_compute.Linear(), lambda: fp8_compute.autocast(stand_in, None), 'cpu'
+    )
+    assert found._replace(values={}) == expected._replace(values={})
+    for name, value in expected.values.items():
+        used = 2 if 'fwd' in name else 1  # columns; what is in others nobody reads
+        torch.testing.assert_close(
+            found.values[name][..., :used], value[..., :used], **CLOSE_IN_FP8
+        )
+
+
 @pytest.mark.parametrize(
     'wanted',
     [(True, True, True), (True, False, True), (False, True, True), (False, False, False)],

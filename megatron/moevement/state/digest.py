@@ -69,13 +69,15 @@ def _tensors(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str]]:
             yield f'parameter/{name}', _sha_tensor(parameter)
         for name, buffer in operator.buffers.items():
             yield f'buffer/{name}', _sha_tensor(buffer)
-    for state in parameter_states(optimizer, names).values():
-        yield f'master/{state.name}', _sha_tensor(state.main)
-        for key, value in sorted(state.inner.state[state.main].items()):
+        for name, state in operator.scaling.items():
+            yield f'scaling/{name}', _sha_tensor(state)
+    for held in parameter_states(optimizer, names).values():
+        yield f'master/{held.name}', _sha_tensor(held.main)
+        for key, value in sorted(held.inner.state[held.main].items()):
             if torch.is_tensor(value):
-                yield f'{key}/{state.name}', _sha_tensor(stored.raw(value))
-        for key, scale in state.scales().items():
-            yield f'{key}/{state.name}', _sha_tensor(scale)
+                yield f'{key}/{held.name}', _sha_tensor(stored.raw(value))
+        for key, scale in held.scales().items():
+            yield f'{key}/{held.name}', _sha_tensor(scale)
 
 
 def _sha_tensor(tensor: torch.Tensor) -> str:

@@ -32,7 +32,11 @@ def _slices(
     ]
     full = [part for state in owned for part in _full(operator.name, state)]
     light = [_slice(operator.name, state, 'weight', state.weight()) for state in owned]
-    return OperatorSlices((*full, *buffers), (*light, *buffers))
+    scaling = [
+        TensorSlice(operator.name, name, 'scaling', 0, state.numel(), _flat(state), volatile=True)
+        for name, state in operator.scaling.items()
+    ]
+    return OperatorSlices((*full, *buffers), (*light, *buffers), tuple(scaling))
 
 
 def _full(operator: str, state: ParameterState) -> list[TensorSlice]:
@@ -97,6 +101,9 @@ class SlotLoader:
         self._buffers = {
             name: buffer for item in operators.values() for name, buffer in item.buffers.items()
         }
+        self._scaling = {
+            name: state for item in operators.values() for name, state in item.scaling.items()
+        }
 
     def check(self, header: SlotHeader) -> None:
         """Compare what a slot holds with what this model needs of it.
@@ -133,6 +140,7 @@ class SlotLoader:
                 if name in self._slices
                 for item in self._slices[name].light
             ),
+            *(item for slices in self._slices.values() for item in slices.always),
         ]
         for item in parts:
             dtype = dtype_name(item.source.dtype)
@@ -168,6 +176,8 @@ class SlotLoader:
             self._states[record.tensor].weight().copy_(content)
         elif record.part == 'master':
             self._states[record.tensor].master().copy_(content)
+        elif record.part == 'scaling':
+            self.restore_scaling(record, content)
         elif record.part.startswith('scale'):
             self.restore_scale(record, content)
         else:
@@ -177,6 +187,11 @@ class SlotLoader:
         """Router bias and token counters."""
         buffer = self._buffers[record.tensor]
         buffer.copy_(content.view(buffer.shape))
+
+    def restore_scaling(self, record: Record, content: torch.Tensor) -> None:
+        """Scales and amax histories of one module."""
+        state = self._scaling[record.tensor]
+        state.copy_(content.view(state.shape))
 
     def restore_step(self, record: Record, content: torch.Tensor) -> None:
         """The step count of one parameter."""
