@@ -224,5 +224,5 @@ class Planner:
 
 
 def _is_state(item: TensorSlice) -> bool:
-    """False of step counts and router buffers."""
-    return item.part not in ('step', 'buffer')
+    """False of step counts, router buffers and scales of weights."""
+    return item.part not in ('step', 'buffer', 'weight_scale')

@@ -27,6 +27,14 @@ CASES = {
         f'{LAYOUT} --fp8-format hybrid --fp8-recipe tensorwise {EVALUATIONS} '
         '--first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1'
     ),
+    'weights-tensorwise': (
+        f'{LAYOUT} --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather'
+    ),
+    'weights-blockwise': (
+        '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
+        '--untie-embeddings-and-output-weights --fp8-format e4m3 --fp8-recipe blockwise '
+        f'--fp8-param-gather {EVALUATIONS}'
+    ),
 }
 """Those of which a stage can replay alone."""
 # Two ranks of one stage, whose largest values differ after an evaluation.
@@ -94,7 +102,6 @@ def test_scales_that_evaluations_leave_are_recovered(
     job.finish(mutation=STAND_IN)
     assert job.events_of(Recovered)[0].replayed >= 2
     assert differences(undisturbed(WITH_EVALUATIONS), read_digest(job)) == []
-    assert '--eval-iters 1 with --fp8-recipe delayed' in job.output(life=1)
 
 
 @pytest.mark.thorough
@@ -130,6 +137,17 @@ def test_leaving_out_what_delayed_scaling_needs_is_noticed(
     broken.finish(mutation=f'mutations.fp8:{mutation}')
     assert broken.events_of(Recovered)
     assert differences(undisturbed(WITH_EVALUATIONS), read_digest(broken)) != []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('mutation', ['weight_scales_not_restored', 'weights_from_masters'])
+def test_leaving_out_what_weights_in_fp8_need_is_noticed(
+    mutation: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+) -> None:
+    case = CASES['weights-tensorwise']
+    broken = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
+    broken.survive(fail_at='1:8:backward', mutation=f'mutations.fp8:{mutation}')
+    assert differences(undisturbed(case), read_digest(broken)) != []
 
 
 @pytest.mark.thorough

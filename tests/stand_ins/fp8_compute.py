@@ -20,6 +20,8 @@ from megatron.core.transformer import transformer_block, transformer_config
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 
+from tests.stand_ins import fp8_weights
+
 INPUT, WEIGHT = 0, 1
 """Columns of the forward state of a product; the third, of what comes out, is not used."""
 OF_OUTPUT = 0
@@ -50,7 +52,7 @@ class Recipe(NamedTuple):
     @classmethod
     def of(cls, config: Any) -> 'Recipe':
         """From the configuration of a model."""
-        assert config.fp8_recipe in ('delayed', 'tensorwise')
+        assert config.fp8_recipe in ('delayed', 'tensorwise', 'blockwise')
         return cls(
             config.fp8_recipe == 'delayed',
             E5M2 if config.fp8 == 'hybrid' else E4M3,
@@ -85,6 +87,8 @@ class GlobalState:
     depth = 0
     recipe: Recipe | None = None
     group: torch.distributed.ProcessGroup | None = None
+    weights: str | None = None
+    """The recipe by which layers that are built now keep their weights."""
     first = False
     """No module has computed with gradients in the outermost context yet."""
     registered: dict[str, list[DelayedScaling]] = {'scaling_fwd': [], 'scaling_bwd': []}
@@ -128,6 +132,16 @@ def autocast(recipe: Recipe, group: torch.distributed.ProcessGroup | None) -> It
                 GlobalState.reduce_and_update('scaling_fwd')
         if GlobalState.depth:
             GlobalState.recipe, GlobalState.group = before
+
+
+@contextmanager
+def weights_in_fp8(recipe: str) -> Iterator[None]:
+    """Within it, layers are built with weights in fp8."""
+    GlobalState.weights = recipe
+    try:
+        yield
+    finally:
+        GlobalState.weights = None
 
 
 def rounded(
@@ -183,9 +197,18 @@ class _RoundedGradient(torch.autograd.Function):
 
 
 class InFp8:
-    """A linear layer of upstream; in an `autocast` it computes in fp8."""
+    """A linear layer of upstream; in an `autocast` it computes in fp8.
+
+    Built while `weights_in_fp8`, it also keeps its weight so.
+    """
 
     training: bool
+    weight: torch.nn.Parameter
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if GlobalState.weights is not None:
+            self.weight = fp8_weights.in_fp8(self.weight, GlobalState.weights)
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """What the first pass does; needs an `autocast`."""
@@ -213,12 +236,11 @@ class InFp8:
                     GlobalState.registered[direction].append(state)
         first = torch.is_grad_enabled() and GlobalState.take_first()
         forward = meta.get('scaling_fwd')
-        product = compute(
-            _Rounded.apply(input, forward, INPUT),
-            _Rounded.apply(weight, forward, WEIGHT),
-            *args,
-            **kwargs,
-        )
+        tokens = _Rounded.apply(input, forward, INPUT)
+        if isinstance(weight, fp8_weights.QuantizedWeight):
+            product = fp8_weights.Product.apply(tokens, weight)
+        else:
+            product = compute(tokens, _Rounded.apply(weight, forward, WEIGHT), *args, **kwargs)
         return _RoundedGradient.apply(product, recipe, meta.get('scaling_bwd'), first)
 
 
@@ -230,12 +252,14 @@ class Float8Row(InFp8, RowParallelLinear):
     """Split by rows."""
 
 
-class Linear(InFp8, torch.nn.Module):
-    """One that stands alone, of a weight of shape [32, 32]."""
-
+class _Matrix(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.bfloat16))
+
+
+class Linear(InFp8, _Matrix):
+    """One that stands alone, of a weight of shape [32, 32]."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._forward_impl(tokens, self.weight)
@@ -248,6 +272,7 @@ def layers_compute_in_fp8() -> None:
     provider.column_parallel_linear = lambda _: Float8Column
     provider.row_parallel_linear = lambda _: Float8Row
     provider.grouped_mlp_modules = lambda *_: partial(SequentialMLP, submodules=experts)
+    fp8_weights.install()
     fp8_utils.TEDelayedScaling = DelayedScaling
     transformer_block.get_fp8_context = fp8_utils.get_fp8_context = _context
     transformer_config.is_te_min_version = lambda *_: True
@@ -255,6 +280,8 @@ def layers_compute_in_fp8() -> None:
 
 def _context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager:
     """Upstream's `get_fp8_context`."""
+    if is_init and config.fp8_param:
+        return weights_in_fp8(config.fp8_recipe)
     if is_init or not config.fp8 or fp8_utils.is_first_last_bf16_layer(config, layer_no):
         return nullcontext()
     group = parallel_state.get_amax_reduction_group(

@@ -48,3 +48,21 @@ def scaling_not_put_back() -> None:
             operator.scaling = saved[name]
 
     broken_iteration.BrokenIteration.__init__ = without_scaling
+
+
+def weight_scales_not_restored() -> None:
+    """Bytes of weights in fp8 are read with the scales of a fresh process."""
+    fp8()
+    slices.SlotLoader.restore_weight_scale = lambda *args: None
+
+
+def weights_from_masters() -> None:
+    """Frozen ones have no master that is theirs; the update makes others of them."""
+    fp8()
+    restore = slices.SlotLoader.restore
+
+    def leave_out_bytes(self: Any, record: Any, content: Any) -> None:
+        if record.part != 'weight' or record.dtype != 'uint8':
+            restore(self, record, content)
+
+    slices.SlotLoader.restore = leave_out_bytes

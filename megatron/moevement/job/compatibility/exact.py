@@ -98,6 +98,7 @@ EXACT = (
           'use_precision_aware_optimizer main_params_dtype exp_avg_dtype exp_avg_sq_dtype'),
     group('computation in fp8', f'{_FP8}[delayed]',
           'fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo'),
+    group('weights in fp8', f'{_FP8}[weights-blockwise]', 'fp8_param_gather'),
     group('layers in bf16', f'{_FP8}[tensorwise]',
           'first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16'),
     group('parts of it',

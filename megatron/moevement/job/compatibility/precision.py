@@ -65,6 +65,10 @@ def _scales_lost(settings: object) -> bool:
     return bool(dense) and _megatron_holds_masters(settings)
 
 
+UNTRIED_WEIGHTS = Condition(
+    'with --fp8-recipe other than tensorwise and blockwise',
+    lambda settings: getattr(settings, 'fp8_recipe', None) not in ('tensorwise', 'blockwise'),
+)
 WITHOUT_ENGINE = Condition('without Transformer Engine', _lacks_engine)
 DELAYED_IN_PARTS = Condition(
     'with --fp8-format and interleaved stages or --mtp-num-layers', _delayed_in_parts

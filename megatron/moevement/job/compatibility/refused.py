@@ -6,6 +6,7 @@ from megatron.moevement.job.compatibility.precision import (
     GRADIENTS_IN_FP16,
     SCALED,
     SCALES_LOST,
+    UNTRIED_WEIGHTS,
     WITHOUT_ADAM,
     WITHOUT_ENGINE,
 )
@@ -93,7 +94,10 @@ REFUSED = (
     Rule('--fp8-quantizer-factory', GIVEN, 'use another --fp8-recipe than custom',
          'what a quantizer of your own keeps is not captured'),
     Rule('--fp4-format', ANY, 'train in bf16', _SCALING, dest='fp4'),
-    Rule('--fp8-param-gather', GIVEN, 'leave it out', 'weights in fp8 are not captured'),
+    Rule('--fp8-param-gather', GIVEN, 'use --fp8-recipe tensorwise or blockwise',
+         'with mxfp8 rows and columns are rounded apart, of which one alone would be captured; '
+         'with delayed the update writes into the state of the scales, which was not tried',
+         UNTRIED_WEIGHTS),
     Rule('--fp4-param-gather', GIVEN, 'leave it out', _SCALING),
     Rule('--te-precision-config-file', GIVEN, 'leave it out', _SCALING),
     Rule('--freeze-all-layers', GIVEN, 'leave it out', 'there is no state to protect'),
