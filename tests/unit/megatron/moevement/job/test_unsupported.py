@@ -172,6 +172,8 @@ def test_other_values_are_recovered_locally(flags: str) -> None:
         '--fp8-format hybrid --fp8-recipe tensorwise --mtp-num-layers 1 --eval-interval 4',
         '--fp8-format hybrid --fp8-recipe blockwise --eval-interval 4 --eval-iters 2',
         '--fp8-format hybrid --fp8-recipe mxfp8',
+        '--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather',
+        '--fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather',
         '--fp8-format hybrid --eval-iters 0',
         '--fp8-recipe delayed --eval-iters 2',
     ],
@@ -183,6 +185,16 @@ def test_computation_in_fp8_is_recovered_locally(
     args = parsed(*flags.split(), '--distributed-backend', 'gloo')
     refuse_unsupported(args)
     assert not_localized(args) is None
+
+
+@pytest.mark.parametrize('recipe', ['mxfp8', 'delayed'])
+def test_weights_in_fp8_are_refused_with_other_recipes(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_engine(monkeypatch)
+    args = parsed('--fp8-format', 'hybrid', '--fp8-recipe', recipe, '--fp8-param-gather')
+    with pytest.raises(ConfigurationError, match='use --fp8-recipe tensorwise or blockwise'):
+        refuse_unsupported(args)
 
 
 def test_delayed_scaling_is_refused_where_a_rank_has_several_chunks(
