@@ -43,10 +43,16 @@ class TensorSlice:
 
 
 class OperatorSlices(NamedTuple):
-    """What is captured of one operator: in full, or its compute weights only."""
+    """What is captured of one operator: in full, or its compute weights only.
+
+    What is in `always` is in every slot of a window, also in those after the one that has the
+    operator in full: small state that a replay alone would not bring to the right values, as
+    something between two iterations changes it (an evaluation).
+    """
 
     full: tuple[TensorSlice, ...]
     light: tuple[TensorSlice, ...]
+    always: tuple[TensorSlice, ...] = ()
 
     @property
     def full_bytes(self) -> int:
@@ -57,6 +63,11 @@ class OperatorSlices(NamedTuple):
     def light_bytes(self) -> int:
         """Bytes in a slot that holds its compute weights only, alignment included."""
         return sum(align_up(item.nbytes) for item in self.light)
+
+    @property
+    def always_bytes(self) -> int:
+        """Bytes in every slot besides, alignment included."""
+        return sum(align_up(item.nbytes) for item in self.always)
 
 
 class Copy(NamedTuple):
@@ -122,6 +133,7 @@ class SlotLayout:
         self._slices = [
             *(item for name in self.full if name in operators for item in operators[name].full),
             *(item for name in self.light if name in operators for item in operators[name].light),
+            *(item for held in operators.values() for item in held.always),
         ]
         self.records: list[Record] = []
         offset = 0

@@ -39,6 +39,8 @@ class RankOperators(msgspec.Struct, frozen=True):
     sizes: dict[str, tuple[int, int]]
     kinds: dict[str, str]
     tied: list[str]
+    always: int
+    """Bytes in every slot besides."""
 
 
 class RankSummary(msgspec.Struct, frozen=True):
@@ -71,6 +73,7 @@ class Planner:
             },
             kinds=dict(operators.kinds),
             tied=list(operators.tied),
+            always=sum(item.always_bytes for item in operators.slices.values()),
         )
         encoded = msgspec.msgpack.encode(own)
         summary = RankSummary(
@@ -131,7 +134,8 @@ class Planner:
 
     def compare_windows(self, longest: int) -> None:
         """Prepare `shortest_window`. Collective."""
-        own = largest_slots(self._operators({}), longest)
+        always = max(member.always for member in self._members)
+        own = [size + always for size in largest_slots(self._operators({}), longest)]
         encoded = self._exchange('largest-slots', msgspec.msgpack.encode(own))
         of_stage = dict(zip(self.stage_of, encoded, strict=True))
         self._largest_slots = [
@@ -154,7 +158,7 @@ class Planner:
     def capacity(self, window: int, context_bytes: int) -> int:
         """Bytes of a window file of this rank that suffice for any plan of up to W slots."""
         operators = operator_bytes(list(self._own.sizes), [self._own.sizes])
-        payload = window_bytes_bound(operators, window)[0]
+        payload = window_bytes_bound(operators, window)[0] + window * self._own.always
         frame = frame_bytes_bound(self._largest_header(window, context_bytes))
         needed = window_capacity([(payload, 0), *((0, frame) for _ in range(window))])
         return window_file_bytes(self._state_bytes(window), window, needed)
@@ -197,7 +201,7 @@ class Planner:
         records = [
             Record(part.operator, part.tensor, part.part, 'bfloat16', part.start, part.end, 0, 0)
             for item in self._operators_held.slices.values()
-            for part in (*item.full, *item.light)
+            for part in (*item.full, *item.light, *item.always)
         ]
         names = sum(len(name) + 5 for name in self._all_names())
         return SlotHeader(
@@ -220,5 +224,5 @@ class Planner:
 
 
 def _is_state(item: TensorSlice) -> bool:
-    """False of step counts and router buffers."""
-    return item.part not in ('step', 'buffer')
+    """False of step counts, router buffers and scales of weights."""
+    return item.part not in ('step', 'buffer', 'weight_scale')

@@ -111,10 +111,10 @@ def _recovery(plan: JobPlan) -> Iterator[str]:
 
 def _hardware(plan: JobPlan) -> Iterator[str]:
     job = plan.job
-    if 'fp8' in (job.precision.compute, job.precision.master):
+    if job.precision.compute == 'fp8' and job.precision.master != 'fp32':
         yield (
-            'the training refuses FP8 weights and masters so far; the plan shows what they would '
-            'take'
+            'the training refuses FP8 weights with masters below fp32 so far; the plan shows what '
+            'they would take'
         )
     of_full = job.precision.optimizer_bytes / job.precision.full_bytes
     state = max(

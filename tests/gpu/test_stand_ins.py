@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from megatron.moevement.state import stored
 from tests.stand_ins import rules
 from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam
 from tests.stand_ins.grouped_linear import GroupedLinear
@@ -84,6 +85,52 @@ def test_low_precision_state_comes_back_as_it_was_stored(real: Any, name: str) -
     from tests.stand_ins.one_rank import check_restored
 
     check_restored(real.optimizers.FusedAdam, rules.FORMATS[name], 'cuda')
+
+
+@pytest.mark.parametrize(
+    ('name', 'recipe'),
+    [('tensorwise', 'Float8CurrentScaling'), ('blockwise', 'Float8BlockScaling')],
+)
+def test_weights_in_fp8_are_held_under_the_same_names(real: Any, name: str, recipe: str) -> None:
+    """Also where the product looks for bytes and scales; the transposed bytes may be missing."""
+    from transformer_engine.common import recipe as recipes
+
+    from tests.stand_ins.fp8_weights import KINDS
+
+    with real.fp8_model_init(enabled=True, recipe=getattr(recipes, recipe)()):
+        weight = real.Linear(256, 128, bias=False, params_dtype=torch.bfloat16).weight
+    stand_in = KINDS[name].rounded(torch.ones(128, 256))
+    assert type(weight).__name__ == type(stand_in).__name__
+    assert all(hasattr(weight, attribute) for attribute in stand_in.NAMES)
+    bytes_, scale = stored.raw(weight), stored.weight_scale(weight)
+    assert bytes_ is getattr(weight, stand_in.NAMES[0])
+    assert scale is getattr(weight, stand_in.NAMES[1])
+    assert (bytes_.dtype, bytes_.shape) == (torch.uint8, weight.shape)
+    assert scale.dtype == torch.float32 and scale.dim() == stored.weight_scale(stand_in).dim()
+    assert weight.dtype == stand_in.dtype
+
+
+def test_delayed_scaling_has_the_same_state_and_rules(real: Any) -> None:
+    from transformer_engine.common.recipe import DelayedScaling, Format
+
+    from tests.stand_ins import fp8_compute, scaling_rules
+
+    asked = {'margin': 1, 'amax_history_len': 4, 'amax_compute_algo': 'max'}
+    recipe = DelayedScaling(fp8_format=Format.HYBRID, **asked)
+    layer = real.Linear(32, 32, bias=False, params_dtype=torch.bfloat16)
+    found = scaling_rules.facts_of_scaling(
+        layer, lambda: real.fp8_autocast(enabled=True, fp8_recipe=recipe), 'cuda'
+    )
+    stand_in = fp8_compute.Recipe(True, fp8_compute.E5M2, **asked)
+    expected = scaling_rules.facts_of_scaling(
+        fp8_compute.Linear(), lambda: fp8_compute.autocast(stand_in, None), 'cpu'
+    )
+    assert found._replace(values={}) == expected._replace(values={})
+    for name, value in expected.values.items():
+        used = 2 if 'fwd' in name else 1  # columns; what is in others nobody reads
+        torch.testing.assert_close(
+            found.values[name][..., :used], value[..., :used], **CLOSE_IN_FP8
+        )
 
 
 @pytest.mark.parametrize(

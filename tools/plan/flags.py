@@ -56,7 +56,9 @@ _MODEL_SWITCHES = (
     'group_query_attention swiglu untie_embeddings_and_output_weights disable_bias_linear '
     'add_qkv_bias qk_layernorm multi_latent_attention'
 ).split()
-_PRECISION_SWITCHES = ('bf16 fp16 fp32_residual_connection use_precision_aware_optimizer').split()
+_PRECISION_SWITCHES = (
+    'bf16 fp16 fp32_residual_connection use_precision_aware_optimizer fp8_param_gather'
+).split()
 _MODEL_TEXTS = ('position_embedding_type', 'normalization', 'moe_layer_freq')
 
 
@@ -136,12 +138,13 @@ class MegatronFlags:
 
     def _precision(self, base: Training | None) -> Precision:
         state = self._renamed(_PRECISION)
+        weights = {'compute': 'fp8'} if 'fp8_param_gather' in self.given else {}
         formats = [name for name in ('bf16', 'fp16') if name in self.given]
         if base and not formats:
-            return dataclasses.replace(base.precision, **state)
+            return dataclasses.replace(base.precision, **state, **weights)
         compute = formats[0] if formats else 'fp32'
         boundary = 'fp32' if 'fp32_residual_connection' in self.given else compute
-        return Precision(compute=compute, boundary=boundary, **state)
+        return Precision(**{'compute': compute} | weights, boundary=boundary, **state)
 
 
 def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:

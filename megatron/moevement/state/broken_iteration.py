@@ -29,7 +29,8 @@ class BrokenIteration:
 
     Args:
         model: model chunks of this rank.
-        operators: inventory of this rank; their buffers (router bias, token counts) are kept.
+        operators: inventory of this rank; their buffers (router bias, token counts) and their
+            scaling state are kept.
 
     Raises:
         SparseCheckpointError: upstream no longer has the parts that are put back.
@@ -39,7 +40,9 @@ class BrokenIteration:
         _check()
         self._model = model
         self._buffers = [
-            buffer for operator in operators.values() for buffer in operator.buffers.values()
+            buffer
+            for operator in operators.values()
+            for buffer in (*operator.buffers.values(), *operator.scaling.values())
         ]
         self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
         self._metrics: dict[str, torch.Tensor] = {}

@@ -66,16 +66,21 @@ def _tensors(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str]]:
     for operator in operator_inventory(model).values():
         for name, parameter in operator.parameters.items():
             names[parameter] = name
-            yield f'parameter/{name}', _sha_tensor(parameter)
+            yield f'parameter/{name}', _sha_tensor(stored.raw(parameter))
+            weight_scale = stored.weight_scale(parameter)
+            if weight_scale is not None:
+                yield f'weight_scale/{name}', _sha_tensor(weight_scale)
         for name, buffer in operator.buffers.items():
             yield f'buffer/{name}', _sha_tensor(buffer)
-    for state in parameter_states(optimizer, names).values():
-        yield f'master/{state.name}', _sha_tensor(state.main)
-        for key, value in sorted(state.inner.state[state.main].items()):
+        for name, state in operator.scaling.items():
+            yield f'scaling/{name}', _sha_tensor(state)
+    for held in parameter_states(optimizer, names).values():
+        yield f'master/{held.name}', _sha_tensor(stored.raw(held.main))
+        for key, value in sorted(held.inner.state[held.main].items()):
             if torch.is_tensor(value):
-                yield f'{key}/{state.name}', _sha_tensor(stored.raw(value))
-        for key, scale in state.scales().items():
-            yield f'{key}/{state.name}', _sha_tensor(scale)
+                yield f'{key}/{held.name}', _sha_tensor(stored.raw(value))
+        for key, scale in held.scales().items():
+            yield f'{key}/{held.name}', _sha_tensor(scale)
 
 
 def _sha_tensor(tensor: torch.Tensor) -> str:

@@ -48,6 +48,7 @@ def _tensors(
     """Everything that training changes, in the same order on all replicas."""
     for operator in operators.values():
         yield from operator.buffers.values()
+        yield from operator.scaling.values()
         for parameter in operator.parameters.values():
             yield parameter.detach()
             if parameter in states:

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import get_model_config
 
 from megatron.moevement.state.optimizer_state import ParameterState
+from megatron.moevement.state.scaling import scaling_of
 from moevement_ext.errors import SparseCheckpointError
 
 _EXPERT = re.compile(
@@ -32,14 +33,15 @@ _HEAD = ('decoder.final_layernorm.', 'decoder.final_norm.', 'output_layer.')
 class Operator:
     """One operator of this rank.
 
-    `parameters` and `buffers` are keyed by a name that is unique on the rank
-    (`chunk0.decoder.layers.1.mlp.router.weight`).
+    `parameters`, `buffers` and `scaling` (see `scaling.scaling_of`) are keyed by a name that is
+    unique on the rank (`chunk0.decoder.layers.1.mlp.router.weight`).
     """
 
     name: str
     kind: str  # 'expert', 'router' or 'rest'
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    scaling: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def operator_inventory(model: Sequence[torch.nn.Module]) -> dict[str, Operator]:
@@ -64,6 +66,9 @@ def operator_inventory(model: Sequence[torch.nn.Module]) -> dict[str, Operator]:
             operator = _operator_of(name, layers)
             home = heads if operator.name == 'head' else operators
             home.setdefault(operator.name, operator).buffers[f'chunk{index}.{name}'] = buffer
+        for name, tensor in scaling_of(inner):
+            operator = _owner_of_scaling(name, layers)
+            operators.setdefault(operator.name, operator).scaling[f'chunk{index}.{name}'] = tensor
     return {**operators, **heads}
 
 
@@ -144,6 +149,13 @@ def _operator_of(name: str, layers: dict[str, _Layer]) -> Operator:
     if name.startswith(_HEAD):
         return Operator('head', 'rest')
     return Operator('embedding' if name.startswith('embedding.') else 'others', 'rest')
+
+
+def _owner_of_scaling(name: str, layers: dict[str, _Layer]) -> Operator:
+    """Experts that are computed together have one scaling state, which is no expert's."""
+    operator = _operator_of(name, layers)
+    layer, _, shared = operator.name.rpartition('.experts')
+    return Operator(f'{layer}.rest', 'rest') if layer and not shared else operator
 
 
 def _operator_in_layer(name: str, layer: _Layer) -> Operator:

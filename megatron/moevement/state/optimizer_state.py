@@ -60,12 +60,16 @@ class ParameterState:
         return self.share.stop
 
     def weight(self) -> torch.Tensor:
-        """Flat view of the captured range of the compute weights."""
-        return self.parameter.detach().view(-1)[self.start : self.end]
+        """Flat view of the captured range of the compute weights; of fp8 the bytes."""
+        return stored.raw(self.parameter).detach().view(-1)[self.start : self.end]
+
+    def weight_has_scale(self) -> bool:
+        """True of fp8, which is rounded with a scale that the master does not give."""
+        return stored.weight_scale(self.parameter) is not None
 
     def master(self) -> torch.Tensor:
         """Flat view of the captured range of `main`."""
-        return self._captured(self.main)
+        return self._captured(stored.raw(self.main))
 
     def updates_weight(self) -> bool:
         """True where the optimizer writes the compute weights itself.
@@ -73,11 +77,11 @@ class ParameterState:
         In fp32, and where it holds the masters in its own state. Of a master of 16 or 8 bits the
         weight is not a function: both are rounded from what the update computes.
         """
-        return self.main.data_ptr() == self.weight_of_main().data_ptr()
+        return stored.raw(self.main).data_ptr() == self.weight_of_main().data_ptr()
 
     def weight_of_main(self) -> torch.Tensor:
         """The compute weights of the elements that `main` holds."""
-        flat = self.parameter.detach().view(-1)
+        flat = stored.raw(self.parameter).detach().view(-1)
         return flat[self.held_start : self.held_start + self.main.numel()]
 
     def elements(self) -> dict[str, torch.Tensor]:
@@ -264,9 +268,10 @@ def complete_restore(
     """Make weights and replicated state whole after each rank restored its own range.
 
     Collective: called by all ranks of a stage together. Thawed parameters get their compute
-    weights from the masters, unless the optimizer writes weights itself and they were captured
-    beside its masters; frozen ones get masters that equal the compute weights, so that upstream's
-    copy of masters to weights writes the same bits.
+    weights from the masters, unless they were captured beside them: where the optimizer writes
+    weights itself, and in fp8. Frozen ones get masters that equal the compute weights, so that
+    upstream's copy of masters to weights writes the same bits; not in fp8, where it may write what
+    it likes: the next slot has the weights again.
 
     Args:
         states: of the parameters just restored.
@@ -276,7 +281,7 @@ def complete_restore(
             on ranks that restored nothing.
     """
     for state in states:
-        if state.updates_weight():
+        if state.updates_weight() or state.weight_has_scale():
             continue
         if state.name in frozen:
             state.master().copy_(state.weight())

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megatron.moevement.state import stored
 from megatron.moevement.state.operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, complete_restore
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
@@ -32,12 +33,27 @@ def _slices(
     ]
     full = [part for state in owned for part in _full(operator.name, state)]
     light = [_slice(operator.name, state, 'weight', state.weight()) for state in owned]
-    return OperatorSlices((*full, *buffers), (*light, *buffers))
+    scaling = [
+        TensorSlice(operator.name, name, 'scaling', 0, state.numel(), _flat(state), volatile=True)
+        for name, state in operator.scaling.items()
+    ]
+    small = (*_weight_scales(operator), *buffers)
+    return OperatorSlices((*full, *small), (*light, *small), tuple(scaling))
+
+
+def _weight_scales(operator: Operator) -> Iterator[TensorSlice]:
+    """Of each weight in fp8, also those that this rank has no shard of."""
+    for name, parameter in operator.parameters.items():
+        scale = stored.weight_scale(parameter)
+        if scale is not None:
+            yield TensorSlice(operator.name, name, 'weight_scale', 0, scale.numel(), _flat(scale))
 
 
 def _full(operator: str, state: ParameterState) -> list[TensorSlice]:
     main = 'weight' if state.updates_weight() else 'master'
     parts = [_slice(operator, state, main, state.master())]
+    if state.weight_has_scale() and not state.updates_weight():
+        parts.append(_slice(operator, state, 'weight', state.weight()))
     parts += [_slice(operator, state, key, value) for key, value in state.elements().items()]
     parts += [
         TensorSlice(operator, state.name, key, 0, 1, value) for key, value in state.scales().items()
@@ -97,6 +113,12 @@ class SlotLoader:
         self._buffers = {
             name: buffer for item in operators.values() for name, buffer in item.buffers.items()
         }
+        self._weights = {
+            name: weight for item in operators.values() for name, weight in item.parameters.items()
+        }
+        self._scaling = {
+            name: state for item in operators.values() for name, state in item.scaling.items()
+        }
 
     def check(self, header: SlotHeader) -> None:
         """Compare what a slot holds with what this model needs of it.
@@ -133,6 +155,7 @@ class SlotLoader:
                 if name in self._slices
                 for item in self._slices[name].light
             ),
+            *(item for slices in self._slices.values() for item in slices.always),
         ]
         for item in parts:
             dtype = dtype_name(item.source.dtype)
@@ -168,6 +191,10 @@ class SlotLoader:
             self._states[record.tensor].weight().copy_(content)
         elif record.part == 'master':
             self._states[record.tensor].master().copy_(content)
+        elif record.part == 'weight_scale':
+            self.restore_weight_scale(record, content)
+        elif record.part == 'scaling':
+            self.restore_scaling(record, content)
         elif record.part.startswith('scale'):
             self.restore_scale(record, content)
         else:
@@ -177,6 +204,17 @@ class SlotLoader:
         """Router bias and token counters."""
         buffer = self._buffers[record.tensor]
         buffer.copy_(content.view(buffer.shape))
+
+    def restore_weight_scale(self, record: Record, content: torch.Tensor) -> None:
+        """What the bytes of one weight in fp8 are multiplied by."""
+        scale = stored.weight_scale(self._weights[record.tensor])
+        assert scale is not None  # the same model was captured
+        scale.copy_(content.view(scale.shape))
+
+    def restore_scaling(self, record: Record, content: torch.Tensor) -> None:
+        """Scales and amax histories of one module."""
+        state = self._scaling[record.tensor]
+        state.copy_(content.view(state.shape))
 
     def restore_step(self, record: Record, content: torch.Tensor) -> None:
         """The step count of one parameter."""

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Transformer Engine's Adam keeps in 16 or 8 bits: the bits themselves, and their scales.
+"""What Transformer Engine keeps in 16 or 8 bits: the bits themselves, and their scales.
 
-Its own `get_unscaled_state` and `set_scaled_state`, by which dense checkpoints go, round once more:
-an fp8 state that went through them may be another.
+The `get_unscaled_state` and `set_scaled_state` of its Adam, by which dense checkpoints go, round
+once more: an fp8 state that went through them may be another. Weights in fp8 are rounded from the
+masters with scales that all ranks agree on; the transposed copies of them, with which gradients are
+computed, upstream makes anew when it gathers them.
 
 Checked against megatron-core 0.19.2 and Transformer Engine 2.1 to 2.18.
 """
@@ -11,14 +13,22 @@ from typing import Any
 
 import torch
 
+# Of a tensor or a weight with one scale, and of a weight with a scale for each block.
+_BYTES = ('_data', '_rowwise_data')
+_SCALES = ('_scale_inv', '_rowwise_scale_inv')
+
 
 def raw(state: torch.Tensor) -> torch.Tensor:
-    """The tensor that holds the bits of an elementwise state; of fp8 the bytes.
+    """The tensor that holds the bits of an elementwise state or a weight; of fp8 the bytes.
 
     Without it an fp8 state would be read as what it stands for.
     """
-    found: torch.Tensor = getattr(state, '_data', state)
-    return found
+    return next((getattr(state, name) for name in _BYTES if hasattr(state, name)), state)
+
+
+def weight_scale(weight: torch.Tensor) -> torch.Tensor | None:
+    """What the bytes of a weight in fp8 are multiplied by, fp32, whole on each rank; else None."""
+    return next((getattr(weight, name) for name in _SCALES if hasattr(weight, name)), None)
 
 
 def scales(inner: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.moevement.counters import Counters
-from megatron.moevement.state import iteration_state
+from megatron.moevement.state import iteration_state, scaling
 from megatron.moevement.state.dp_copy import copy_state
 from megatron.moevement.state.frozen import FrozenOperators
 from megatron.moevement.state.iteration_state import IterationState
@@ -46,6 +46,7 @@ class TrainingState:
         self.scheduler = scheduler
         for _, router in router_modules(model):
             router._maintain_float32_expert_bias()  # upstream does it in the first forward
+        scaling.create(model)
         self.operators = operator_inventory(model)
         self.tied = tied_operators(model, self.operators)
         self.device = next(model[0].parameters()).device

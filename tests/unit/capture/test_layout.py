@@ -70,6 +70,20 @@ def test_operators_of_other_ranks_take_no_space_but_are_named() -> None:
     assert layout.payload_bytes == OPERATORS['expert2'].light_bytes
 
 
+def test_what_is_always_captured_is_in_every_slot_once() -> None:
+    always = tensor_slice('expert0', 'scaling', 3, volatile=True)
+    operators = OPERATORS | {'expert0': OPERATORS['expert0']._replace(always=(always,))}
+    for slot in range(3):
+        plain, layout = (SlotLayout(PLAN, slot, each) for each in (OPERATORS, operators))
+        parts = [(record.operator, record.part) for record in layout.records]
+        assert parts == [
+            *((record.operator, record.part) for record in plain.records),
+            ('expert0', 'scaling'),
+        ]
+        bytes_more = layout.payload_bytes - plain.payload_bytes
+        assert bytes_more == operators['expert0'].always_bytes == ALIGNMENT
+
+
 SIZES = st.tuples(st.integers(0, 200), st.sampled_from(DTYPES), st.booleans())
 
 

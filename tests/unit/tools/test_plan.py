@@ -310,15 +310,17 @@ def test_formats_of_the_state_change_what_is_captured(capsys):
     ).split()
     assert bytes_of('--', *precise) == (full * 7 / 12, light)
     assert bytes_of('--', '--bf16', *precise) == (full * 7 / 12, light)
+    assert bytes_of('--', '--fp8-param-gather') == (full * 13 / 12, light / 2)
+    assert bytes_of('--', '--bf16', '--fp8-param-gather') == (full * 13 / 12, light / 2)
 
 
 def test_formats_that_are_refused_are_planned_with_a_warning(capsys):
     argv = ['--model', 'gpt-moe', '--iteration-time', '2.9', '--precision']
     refused = [
         any('refuses FP8' in text for text in as_json(capsys, *argv, name)['warnings'])
-        for name in ('bf16', 'c1', 'c2')
+        for name in ('bf16', 'c1', 'c2', 'c3')
     ]
-    assert refused == [False, False, True]
+    assert refused == [False, False, False, True]
 
 
 def test_flags_for_latent_attention_and_uneven_stages():

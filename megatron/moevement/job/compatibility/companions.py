@@ -11,10 +11,6 @@ _COMPANIONS = {
         'optimizer_offload_fraction use_torch_optimizer_for_cpu_offload '
         'overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params',
     'qk_clip': 'qk_clip_alpha qk_clip_threshold',
-    'fp8':
-        'fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len '
-        'fp8_amax_compute_algo fp8_wgrad fp8_output_proj first_last_layers_bf16 '
-        'num_layers_at_start_in_bf16 num_layers_at_end_in_bf16',
     'fp8_param_gather': 'reuse_grad_buf_for_mxfp8_param_ag',
     'fp4': 'fp4_recipe fp4_quantizer_factory',
     'use_megatron_fsdp':

@@ -12,6 +12,7 @@ _WHOLE_JOB = 'test_recovered_run_has_the_bits_of_a_fault_free_run'
 _UNEQUAL = 'test_replacement_has_the_parameter_groups_of_the_lost_worker'
 _FLAGS = 'test_flags_that_are_recovered_locally'
 _PRECISION = 'test_low_precision_state_is_recovered'
+_FP8 = 'test_computation_in_fp8_is_recovered'
 _SHAPES = 'By reasoning: sizes of what is captured and sent; all are read off the tensors.'
 _FORWARD = (
     'By reasoning: a function of activations and weights; a replay computes it again by the same '
@@ -95,6 +96,15 @@ EXACT = (
           'apply_query_key_layer_scaling attention_softmax_in_fp32'),
     group('state of 16 bits', f'{_PRECISION}[fp16-everywhere]',
           'use_precision_aware_optimizer main_params_dtype exp_avg_dtype exp_avg_sq_dtype'),
+    group('computation in fp8', f'{_FP8}[delayed]',
+          'fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo'),
+    group('weights in fp8', f'{_FP8}[weights-blockwise]', 'fp8_param_gather'),
+    group('layers in bf16', f'{_FP8}[tensorwise]',
+          'first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16'),
+    group('parts of it',
+          'By reasoning: a replay computes again in the same formats; beyond an iteration only '
+          'delayed scaling keeps anything.',
+          'fp8_interval fp8_wgrad fp8_output_proj'),
     group('gradients of 16 bits', f'{_PRECISION}[bf16-moments-and-gradients]', 'main_grads_dtype'),
     group('checks', 'test_job_that_ran_an_iteration_twice_recovers_as_a_whole',
           'check_for_nan_in_loss_and_grad'),

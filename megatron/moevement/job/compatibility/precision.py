@@ -38,11 +38,42 @@ def _fp16_gradients(settings: object) -> bool:
     )
 
 
+def _lacks_engine(settings: object) -> bool:
+    """True if upstream would go on in 16 bits: it has not found Transformer Engine."""
+    from megatron.core import fp8_utils
+
+    return not hasattr(fp8_utils, 'TEDelayedScaling')
+
+
+def _delayed(settings: object) -> bool:
+    computes = bool(getattr(settings, 'fp8', None))
+    return computes and getattr(settings, 'fp8_recipe', None) == 'delayed'
+
+
+def _delayed_in_parts(settings: object) -> bool:
+    """A rank computes in several parts, the modules of each in a context of their own."""
+    chunks = getattr(settings, 'virtual_pipeline_model_parallel_size', None) or 1
+    return _delayed(settings) and (chunks > 1 or bool(getattr(settings, 'mtp_num_layers', None)))
+
+
+def _delayed_evaluations(settings: object) -> bool:
+    return _delayed(settings) and bool(getattr(settings, 'eval_interval', None))
+
+
 def _scales_lost(settings: object) -> bool:
     dense = getattr(settings, 'save', None) or getattr(settings, 'load', None)
     return bool(dense) and _megatron_holds_masters(settings)
 
 
+UNTRIED_WEIGHTS = Condition(
+    'with --fp8-recipe other than tensorwise and blockwise',
+    lambda settings: getattr(settings, 'fp8_recipe', None) not in ('tensorwise', 'blockwise'),
+)
+WITHOUT_ENGINE = Condition('without Transformer Engine', _lacks_engine)
+DELAYED_IN_PARTS = Condition(
+    'with --fp8-format and interleaved stages or --mtp-num-layers', _delayed_in_parts
+)
+DELAYED_EVALUATIONS = Condition('with --fp8-recipe delayed', _delayed_evaluations)
 WITHOUT_ADAM = Condition('without Transformer Engine', _lacks_adam)
 GRADIENTS_IN_FP16 = Condition('with --use-precision-aware-optimizer', _fp16_gradients)
 SCALES_LOST = Condition('with --fp8-recipe other than delayed and dense checkpoints', _scales_lost)

@@ -2,10 +2,13 @@
 """Flags that a job with `--sparse-ckpt` is not started with."""
 
 from megatron.moevement.job.compatibility.precision import (
+    DELAYED_IN_PARTS,
     GRADIENTS_IN_FP16,
     SCALED,
     SCALES_LOST,
+    UNTRIED_WEIGHTS,
     WITHOUT_ADAM,
+    WITHOUT_ENGINE,
 )
 from megatron.moevement.job.compatibility.rule import (
     ANY,
@@ -83,9 +86,18 @@ REFUSED = (
     Rule('--overlap-param-gather-with-optimizer-step', GIVEN, 'use --overlap-param-gather',
          'parameters are gathered while others are still updated'),
     Rule('--qk-clip', GIVEN, 'leave it out', 'it changes weights behind the optimizer'),
-    Rule('--fp8-format', ANY, 'train in bf16', _SCALING, dest='fp8'),
+    Rule('--fp8-format', ANY, 'install it, or train in bf16',
+         'upstream would compute in 16 bits and not say so', WITHOUT_ENGINE, dest='fp8'),
+    Rule('--fp8-recipe', equal_to('delayed'), 'use another --fp8-recipe',
+         'modules are reduced with the others only once they have computed, which a process that '
+         'is started again does not know', DELAYED_IN_PARTS),
+    Rule('--fp8-quantizer-factory', GIVEN, 'use another --fp8-recipe than custom',
+         'what a quantizer of your own keeps is not captured'),
     Rule('--fp4-format', ANY, 'train in bf16', _SCALING, dest='fp4'),
-    Rule('--fp8-param-gather', GIVEN, 'leave it out', _SCALING),
+    Rule('--fp8-param-gather', GIVEN, 'use --fp8-recipe tensorwise or blockwise',
+         'with mxfp8 rows and columns are rounded apart, of which one alone would be captured; '
+         'with delayed the update writes into the state of the scales, which was not tried',
+         UNTRIED_WEIGHTS),
     Rule('--fp4-param-gather', GIVEN, 'leave it out', _SCALING),
     Rule('--te-precision-config-file', GIVEN, 'leave it out', _SCALING),
     Rule('--freeze-all-layers', GIVEN, 'leave it out', 'there is no state to protect'),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags with which a failure restarts all workers, which recover together from host memory."""
 
+from megatron.moevement.job.compatibility.precision import DELAYED_EVALUATIONS
 from megatron.moevement.job.compatibility.rule import (
     ANY,
     GIVEN,
@@ -31,6 +32,10 @@ _PREDICTS_EARLY = Values(
 )
 
 _WIDER = 'what passes from such a stage is more than the log has room for'
+_NOTES = (
+    'an evaluation leaves its largest values in the state of the scales, which a stage that '
+    'replays alone does not see'
+)
 _DRAWS = 'an evaluation draws random numbers, which a stage that replays alone cannot draw again'
 _TWICE = 'an iteration may run twice, which a stage that replays alone cannot do'
 _HANDLES = 'memory of peers and handles to it are not reconnected in place'
@@ -70,6 +75,9 @@ WHOLE_JOB = (
          _DRAWS, _EVALUATIONS),
     Rule('--moe-router-force-load-balancing', GIVEN,
          'leave it or evaluations (--eval-interval 0) out', _DRAWS, _EVALUATIONS),
+    # Evaluations
+    Rule('--eval-iters', above(0), 'use another --fp8-recipe, or --eval-iters 0', _NOTES,
+         DELAYED_EVALUATIONS),
     # Data
     Rule('--dataloader-type', equal_to('external'), 'use single or cyclic',
          'an external data loader cannot be moved back'),

@@ -17,6 +17,7 @@ from megatron.moevement.job.compatibility.whole_job import WHOLE_JOB
 from megatron.moevement.job.compatibility.without_effect import WITHOUT_EFFECT
 from megatron.moevement.seams import cpu_device
 from tests.distributed import test_compatibility as combinations
+from tests.distributed import test_fp8 as fp8
 from tests.distributed import test_localized_recovery as localized
 from tests.distributed import test_precision as precision
 from tests.distributed import test_unequal_stages as unequal
@@ -43,6 +44,7 @@ TRIED = {
         name: flags for name, (flags, _) in unequal.CASES.items()
     },
     'test_low_precision_state_is_recovered': precision.CASES,
+    'test_computation_in_fp8_is_recovered': fp8.CASES,
     'test_recovered_run_has_the_bits_of_a_fault_free_run': {
         name: setup[0] for name, setup in whole.SETUPS.items()
     },

@@ -8,8 +8,9 @@ from pathlib import Path
 import megatron.core.optimizer
 import pytest
 import torch
+from megatron.core import fp8_utils
 
-from megatron.moevement.job.compatibility.precision import WITHOUT_ADAM
+from megatron.moevement.job.compatibility.precision import WITHOUT_ADAM, WITHOUT_ENGINE
 from megatron.moevement.job.compatibility.refused import REFUSED
 from megatron.moevement.job.compatibility.rule import Rule
 from megatron.moevement.job.compatibility.whole_job import WHOLE_JOB
@@ -30,6 +31,9 @@ ARGUMENTS = {
     '--exp-avg-dtype': f'fp16 {SCALES_LOST}',
     '--exp-avg-sq-dtype': f'fp8 {SCALES_LOST}',
     '--fp8-format': 'hybrid',
+    '--fp8-recipe': 'delayed --fp8-format hybrid --mtp-num-layers 1',
+    '--fp8-quantizer-factory': 'own.quantizer',
+    '--eval-iters': '2 --eval-interval 4 --fp8-format hybrid --fp8-recipe delayed',
     '--fp4-format': 'e2m1',
     '--te-precision-config-file': 'recipes.yaml',
     '--tensor-parallel-num-weight-shards': '4 --tensor-model-parallel-size 2',
@@ -94,10 +98,17 @@ def flag_of(rule: Rule) -> str:
     return rule.flag
 
 
+def with_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream has found Transformer Engine."""
+    monkeypatch.setattr(fp8_utils, 'TEDelayedScaling', object, raising=False)
+
+
 @pytest.mark.parametrize('rule', REFUSED, ids=flag_of)
 def test_refused_flag_is_named_with_the_remedy(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     adam = torch.optim.AdamW if rule.when is WITHOUT_ADAM else FusedAdam
     monkeypatch.setattr(megatron.core.optimizer, 'Adam', adam)
+    if rule.when is not WITHOUT_ENGINE:
+        with_engine(monkeypatch)
     with pytest.raises(ConfigurationError) as refused:
         refuse_unsupported(given(rule))
     message = str(refused.value)
@@ -112,7 +123,10 @@ def test_muon_is_refused_where_its_state_is_not_captured(flags: str) -> None:
 
 
 @pytest.mark.parametrize('rule', WHOLE_JOB, ids=flag_of)
-def test_flag_of_the_whole_job_is_named_with_the_remedy(rule: Rule) -> None:
+def test_flag_of_the_whole_job_is_named_with_the_remedy(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_engine(monkeypatch)
     args = given(rule)
     refuse_unsupported(args)
     reason = not_localized(args)
@@ -153,6 +167,47 @@ def test_other_values_are_recovered_locally(flags: str) -> None:
     args = parsed(*flags.split())
     refuse_unsupported(args)
     assert not_localized(args) is None
+
+
+@pytest.mark.parametrize(
+    'flags',
+    [
+        '--fp8-format hybrid --fp8-recipe tensorwise --mtp-num-layers 1 --eval-interval 4',
+        '--fp8-format hybrid --fp8-recipe blockwise --eval-interval 4 --eval-iters 2',
+        '--fp8-format hybrid --fp8-recipe mxfp8',
+        '--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather',
+        '--fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather',
+        '--fp8-format hybrid --eval-iters 0',
+        '--fp8-recipe delayed --eval-iters 2',
+    ],
+)
+def test_computation_in_fp8_is_recovered_locally(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_engine(monkeypatch)
+    args = parsed(*flags.split(), '--distributed-backend', 'gloo')
+    refuse_unsupported(args)
+    assert not_localized(args) is None
+
+
+@pytest.mark.parametrize('recipe', ['mxfp8', 'delayed'])
+def test_weights_in_fp8_are_refused_with_other_recipes(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_engine(monkeypatch)
+    args = parsed('--fp8-format', 'hybrid', '--fp8-recipe', recipe, '--fp8-param-gather')
+    with pytest.raises(ConfigurationError, match='use --fp8-recipe tensorwise or blockwise'):
+        refuse_unsupported(args)
+
+
+def test_delayed_scaling_is_refused_where_a_rank_has_several_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_engine(monkeypatch)
+    args = parsed('--fp8-format', 'hybrid', '--num-layers-per-virtual-pipeline-stage', '1')
+    args.virtual_pipeline_model_parallel_size = 2  # what upstream's validation makes of it
+    with pytest.raises(ConfigurationError, match='--fp8-recipe delayed with --fp8-format and'):
+        refuse_unsupported(args)
 
 
 PRECISION_AWARE = '--use-precision-aware-optimizer'

@@ -31,6 +31,11 @@ def _model(**changed: OperatorSlices) -> Model:
     return {'expert0': _operator('expert0'), 'rest': _operator('rest')} | changed
 
 
+def _scaled(name: str, length: int = 4) -> OperatorSlices:
+    history = TensorSlice(name, f'{name}.amax_history', 'scaling', 0, length, torch.zeros(length))
+    return _operator(name)._replace(always=(history,))
+
+
 def _slot(model: Model, index: int = 0) -> SlotHeader:
     names = list(model)
     layout = SlotLayout(WindowPlan((tuple(names[:1]), tuple(names[1:]))), index, model)
@@ -68,9 +73,21 @@ def test_slot_of_the_same_model_is_taken(index: int) -> None:
         (_model(rest=_operator('rest', dtype=torch.float16)), 'rest.weight'),
         ({'expert0': _operator('expert0')}, 'nothing of rest'),
         (_model(rest=OperatorSlices((), ())), 'rest.weight'),
+        (_model(expert0=_scaled('expert0')), 'expert0.amax_history'),
     ],
-    ids=['shape', 'type', 'operator', 'parameter'],
+    ids=['shape', 'type', 'operator', 'parameter', 'scaling'],
 )
 def test_slot_of_another_model_is_refused_by_parameter(captured: Model, named: str) -> None:
     with pytest.raises(RefusedWindow, match=named):
         _loader(_model()).check(_slot(captured))
+
+
+@pytest.mark.parametrize('index', [0, 1])
+def test_slot_without_the_scaling_of_any_operator_is_refused(index: int) -> None:
+    """Also of one that an earlier slot of the window has in full."""
+    model = _model(expert0=_scaled('expert0'))
+    _loader(model).check(_slot(model, index))
+    with pytest.raises(RefusedWindow, match='no expert0.amax_history'):
+        _loader(model).check(_slot(_model(), index))
+    with pytest.raises(RefusedWindow, match='expert0.amax_history'):
+        _loader(model).check(_slot(_model(expert0=_scaled('expert0', length=8)), index))

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs that compute in fp8; with delayed scaling their scales come back with every slot.
+
+On a CPU stand-ins with the rules of Transformer Engine's layers do it (`tests/stand_ins`).
+"""
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+from moevement_ext.events import Recovered
+from tests.distributed.conftest import differences, read_digest, with_quick
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.test_localized_recovery import check_localized
+
+LAYOUT = """--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2
+ --expert-model-parallel-size 2 --untie-embeddings-and-output-weights"""
+STAND_IN = 'mutations.fp8:fp8'
+HISTORY = '--fp8-amax-history-len 4 --fp8-amax-compute-algo max --fp8-margin 1'
+EVALUATIONS = '--eval-interval 1 --eval-iters 2'
+
+CASES = {
+    'delayed': f'{LAYOUT} --fp8-format hybrid --fp8-recipe delayed {HISTORY}',
+    'delayed-most-recent': f'{LAYOUT} --fp8-format e4m3 --fp8-recipe delayed',
+    'tensorwise': (
+        f'{LAYOUT} --fp8-format hybrid --fp8-recipe tensorwise {EVALUATIONS} '
+        '--first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1'
+    ),
+    'weights-tensorwise': (
+        f'{LAYOUT} --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather'
+    ),
+    'weights-blockwise': (
+        '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
+        '--untie-embeddings-and-output-weights --fp8-format e4m3 --fp8-recipe blockwise '
+        f'--fp8-param-gather {EVALUATIONS}'
+    ),
+}
+"""Those of which a stage can replay alone."""
+# Two ranks of one stage, whose largest values differ after an evaluation.
+WITH_EVALUATIONS = (
+    '--bf16 --use-distributed-optimizer --expert-model-parallel-size 2 '
+    f'--untie-embeddings-and-output-weights --fp8-format hybrid {HISTORY} '
+    '--eval-interval 1 --eval-iters 1'
+)
+DIES = '1:7:forward'
+REPLICATED = (
+    '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights '
+    f'--fp8-format hybrid --fp8-recipe delayed {HISTORY}'
+)
+
+
+def flags_of(setup: str) -> list[str]:
+    return f'{setup} --train-iters {8 if setup == WITH_EVALUATIONS else 12}'.split()
+
+
+def ranks_of(setup: str) -> int:
+    return 2 if setup == WITH_EVALUATIONS else 4
+
+
+@pytest.fixture
+def undisturbed(
+    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
+) -> Callable[[str], dict]:
+    """The digest of plain Megatron with these flags, that nothing happened to."""
+
+    def digest(setup: str) -> dict:
+        ranks = ranks_of(setup)
+        key = (str(ranks), STAND_IN, *flags_of(setup))
+        if key not in references:
+            plain = cluster(*flags_of(setup), sparse=False, ranks=ranks)
+            plain.finish(mutation=STAND_IN)
+            references[key] = read_digest(plain)
+        return references[key]
+
+    return digest
+
+
+@pytest.mark.parametrize('case', with_quick(CASES, 'delayed'))
+def test_computation_in_fp8_is_recovered(
+    case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+) -> None:
+    """By the lost stage alone."""
+    job = cluster(*flags_of(CASES[case]), '--sparse-ckpt-window', '3')
+    assert job.survive(fail_at='1:8:backward', mutation=STAND_IN) == {1: 1}
+    assert differences(undisturbed(CASES[case]), read_digest(job)) == []
+    check_localized(job)
+    kinds = {name.partition('/')[0] for name in undisturbed(CASES[case])['ranks']['0']}
+    assert ('scaling' in kinds) is case.startswith('delayed')
+    assert ('weight_scale' in kinds) is case.startswith('weights')
+
+
+def test_scales_that_evaluations_leave_are_recovered(
+    cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+) -> None:
+    """All workers die; every iteration of the window was followed by an evaluation."""
+    job = cluster(*flags_of(WITH_EVALUATIONS), '--sparse-ckpt-window', '3', ranks=2)
+    assert -9 in job.run(fail_at=DIES, mutation=STAND_IN)
+    job.finish(mutation=STAND_IN)
+    assert job.events_of(Recovered)[0].replayed >= 2
+    assert differences(undisturbed(WITH_EVALUATIONS), read_digest(job)) == []
+
+
+@pytest.mark.thorough
+def test_a_lost_node_gets_its_scales_from_replicas(
+    cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+) -> None:
+    job = cluster(*flags_of(WITH_EVALUATIONS), '--sparse-ckpt-window', '3', ranks=2)
+    job.run(fail_at='0:7:forward', mutation=STAND_IN)
+    assert list(job.node_memory(1).rglob('window-*.window'))
+    shutil.rmtree(job.node_memory(1))
+    job.finish(mutation=STAND_IN)
+    assert len(job.events_of(Recovered, rank=1)) == 1
+    assert differences(undisturbed(WITH_EVALUATIONS), read_digest(job)) == []
+
+
+@pytest.mark.thorough
+def test_scales_are_copied_from_a_data_parallel_replica(
+    cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+) -> None:
+    job = cluster(*flags_of(REPLICATED), '--sparse-ckpt-window', '3')
+    assert job.survive(fail_at='1:8:backward', mutation=STAND_IN) == {1: 1}
+    assert differences(undisturbed(REPLICATED), read_digest(job)) == []
+    assert job.events_of(Recovered, rank=1)[0].replayed == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('mutation', ['scaling_not_restored', 'scaling_captured_once'])
+def test_leaving_out_what_delayed_scaling_needs_is_noticed(
+    mutation: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+) -> None:
+    broken = cluster(*flags_of(WITH_EVALUATIONS), '--sparse-ckpt-window', '3', ranks=2)
+    broken.run(fail_at=DIES, mutation=f'mutations.fp8:{mutation}')
+    broken.finish(mutation=f'mutations.fp8:{mutation}')
+    assert broken.events_of(Recovered)
+    assert differences(undisturbed(WITH_EVALUATIONS), read_digest(broken)) != []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('mutation', ['weight_scales_not_restored', 'weights_from_masters'])
+def test_leaving_out_what_weights_in_fp8_need_is_noticed(
+    mutation: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+) -> None:
+    case = CASES['weights-tensorwise']
+    broken = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
+    broken.survive(fail_at='1:8:backward', mutation=f'mutations.fp8:{mutation}')
+    assert differences(undisturbed(case), read_digest(broken)) != []
+
+
+@pytest.mark.thorough
+def test_survivors_that_keep_what_a_cut_off_iteration_left_in_scales_are_noticed(
+    cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+) -> None:
+    case = CASES['delayed']
+    broken = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
+    broken.survive(fail_at='1:8:backward', mutation='mutations.fp8:scaling_not_put_back')
+    assert differences(undisturbed(case), read_digest(broken)) != []
