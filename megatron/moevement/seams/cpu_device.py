@@ -57,6 +57,7 @@ def patch_upstream() -> None:
         'megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__': _marked_norm,
         f'{_DISTRIBUTED_OPTIMIZER}.sharded_state_dict': _describe_allocated,
         f'{_DISTRIBUTED_OPTIMIZER}.load_state_dict': _load_with_own_steps,
+        f'{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states': _set_without_step,
     }.items():
         patches.wrap(part, wrapper)
 
@@ -254,6 +255,13 @@ def _load_with_own_steps(load: Callable[..., Any], optimizer: Any, state_dict: A
         step = float(state_dict['optimizer']['param_groups'][0]['step'])
         for state in optimizer.optimizer.state.values():
             state['step'] = torch.tensor(step)
+
+
+def _set_without_step(
+    set_states: Callable[..., None], optimizer: Any, parameter: Any, tensors: dict[str, Any]
+) -> None:
+    """Of a checkpoint for all layouts, which has no steps; what is no tensor is left alone."""
+    set_states(optimizer, parameter, {'step': None, **tensors})
 
 
 def _ensure_adam_state(state: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
