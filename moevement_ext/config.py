@@ -55,6 +55,8 @@ class SparseCheckpointConfig:
     """Re-plan when at least this fraction of experts changed popularity."""
     reorder_change: float = 0.10
     """Relative change of an expert's share of tokens that counts as changed."""
+    store: str | None = None
+    """HOST:PORT of a store that no training node holds; None: that of the launcher."""
     recovery: str = LOCALIZED
     """'localized': only the stages that lost a worker go back; 'whole-job': all workers restart."""
     hang_timeout: float = 60.0
@@ -118,6 +120,8 @@ class SparseCheckpointConfig:
                 f'--sparse-ckpt-dir {self.dir!r} must be an absolute path, in a tmpfs.'
             )
         self._check_disk()
+        if self.store is not None:
+            _ = self.store_address
 
     def _check_disk(self) -> None:
         if self.disk is not None and not os.path.isabs(self.disk):
@@ -127,6 +131,21 @@ class SparseCheckpointConfig:
             raise ConfigurationError(
                 f'--sparse-ckpt-disk-gb-per-s {self.disk_gb_per_s:g} must be above 0.'
             )
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        """Host and port of `store`, which is given.
+
+        Raises:
+            ConfigurationError: it is not of that form.
+        """
+        host, _, port = (self.store or '').rpartition(':')
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigurationError(
+                f'--sparse-ckpt-store {self.store!r} must be HOST:PORT, where python -m '
+                'moevement_ext.store serves.'
+            )
+        return host, int(port)
 
     @property
     def longest_window(self) -> int:

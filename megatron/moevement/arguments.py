@@ -134,6 +134,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help='Relative change of the share of tokens that counts as a changed popularity.',
     )
     group.add_argument(
+        '--sparse-ckpt-store',
+        default=None,
+        metavar='HOST:PORT',
+        help='Where python -m moevement_ext.store serves: the ranks meet there, so that the death '
+        'of no node ends the job. Default: the store of the launcher.',
+    )
+    group.add_argument(
         '--sparse-ckpt-recovery',
         choices=(LOCALIZED, WHOLE_JOB),
         default=_DEFAULTS.recovery,

@@ -281,7 +281,10 @@ class Job:
 
     def _protected(self, protection: Protection) -> WholeJob:
         if self.membership is None:
-            return WholeJob(self.rank, self.trainer, protection, self._restart)
+            lost = None
+            if self._guard is not None and self.rank.config.store is not None:
+                lost = self._guard.store_lost
+            return WholeJob(self.rank, self.trainer, protection, self._restart, lost)
         return Localized(self.rank, self.trainer, protection, self._restart, self.membership)
 
     def failed(self, error: Exception) -> None:

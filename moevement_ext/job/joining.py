@@ -18,6 +18,7 @@ from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.process.forks import close_connections_in_children
 from moevement_ext.process.orphans import end_orphans
 from moevement_ext.recover.inventory import replacement_report
+from moevement_ext.store.outside import meet_there
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +45,15 @@ def join(
         The membership, None where a failure can only restart the whole job; and the store to
         initialise `torch.distributed` with, without keys of an earlier life of the job; None for
         torch's own.
+
+    Raises:
+        ConfigurationError: the store of `--sparse-ckpt-store` is not reached, or not this job's.
     """
     directory = Path(config.dir)
     close_connections_in_children()
     end_orphans(directory / run_id)
     warn_unless_in_memory(directory)
+    meet_there(config, run_id, timeout)
     launcher = launcher_store(timeout)
     if launcher is None:
         return None, None

@@ -36,7 +36,8 @@ class Localized(WholeJob):
         restart: Restart | None,
         membership: Membership,
     ) -> None:
-        super().__init__(rank, trainer, protection, restart)
+        lost = None if rank.config.store is None else membership.store_lost
+        super().__init__(rank, trainer, protection, restart, lost)
         self._membership = membership
         self._trained = False
         self._recovery: LocalizedRecovery | None = None

@@ -5,6 +5,7 @@ Windows are captured in every iteration. If this life of the job began with wind
 one, the first iteration converts them, all stages together.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +18,14 @@ from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
 from moevement_ext.recover.conversion import Conversion
+from moevement_ext.recover.giving_up import start_the_whole_job_again
 from moevement_ext.recover.log_line import conversion_line, recovered_line
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verification import Verification
+
+_OTHERS_S = 2.0
+"""In which ranks that are a little behind receive what this one sent them last, and come to the
+same place; one that does not has the window, too."""
 
 
 @dataclass
@@ -49,15 +55,22 @@ class WholeJob:
         trainer: its training loop.
         protection: started.
         restart: what this life of the job began with, None if there was nothing.
+        store_lost: set when the ranks cannot meet any more; None where they never do.
     """
 
     def __init__(
-        self, rank: Rank, trainer: Trainer, protection: Protection, restart: Restart | None
+        self,
+        rank: Rank,
+        trainer: Trainer,
+        protection: Protection,
+        restart: Restart | None,
+        store_lost: threading.Event | None = None,
     ) -> None:
         self.rank = rank
         self.trainer = trainer
         self.protection = protection
         self._restart = restart
+        self._store_lost = store_lost
         self._converting = restart is not None
         self._catch_up_to = NOWHERE if restart is None else restart.catches_up_to
         self._caught_up_from = 0.0
@@ -81,6 +94,8 @@ class WholeJob:
 
     def failed(self, error: Exception) -> None:
         """The program has failed; the launcher starts all workers again."""
+        if self._store_lost is not None and self._store_lost.is_set():  # others may have left
+            self.protection.drain()
 
     # Around the update
 
@@ -132,6 +147,8 @@ class WholeJob:
             state = self.trainer.begin_iteration(iteration)
             self.begins(Start(iteration, state))
             self.protection.begin(iteration, state)
+        if self._store_lost is not None and self._store_lost.is_set():
+            self._leave_between_windows()
         self._running = iteration
         try:
             result = self.trainer.iterate(iteration)
@@ -140,6 +157,20 @@ class WholeJob:
         with self.protection.exposed():
             self.protection.end(iteration + 1, replayed=iteration < self._catch_up_to)
         return result
+
+    # The store is lost
+
+    def _leave_between_windows(self) -> None:
+        """Have the whole job start again once no window is under way.
+
+        Nobody can tell the others of a failure any more, nor that a window is persisted. A window
+        that is complete in host memory is found again all the same.
+        """
+        if self.protection.window_under_way:
+            return
+        self.protection.drain()
+        time.sleep(_OTHERS_S)
+        start_the_whole_job_again(self.rank, 'the store in which the ranks meet is lost')
 
     # Recovery
 

@@ -11,12 +11,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.local_cluster.child import Child
 from moevement_ext.local_cluster.config import Action, LaunchConfig, StagedFault
@@ -40,9 +42,11 @@ from moevement_ext.local_cluster.staged_faults import StagedFaults
 from moevement_ext.local_cluster.starter import LocalStarter, Starter
 from moevement_ext.local_cluster.statements import told_finished, told_memory, told_survivors
 from moevement_ext.membership.rendezvous import announce_failure
+from moevement_ext.store import outside
 
 _POLL_S = 0.1
 _STORE_TIMEOUT = timedelta(seconds=60)
+_GLANCE = timedelta(seconds=1)
 _MAX_ERRORS = 3
 _ERRORS_WITHIN_S = 600.0
 
@@ -81,12 +85,15 @@ class Supervisor:
         starter: makes what starts the workers; by default they are processes of this machine.
 
     Attributes:
-        store: where the workers meet; it outlives them. `evict/<rank>` = `<pid>` asks to kill the
-            process of a rank that was found hung.
+        store: where the workers meet; it outlives them. That of `--sparse-ckpt-store` if the
+            program has this flag: if it is lost, the workers leave, and all start again in the
+            one that is there then. `evict/<rank>` = `<pid>` asks to kill the process of a rank
+            that was found hung.
         workers: by rank, while `run` runs and afterwards.
 
     Raises:
-        ConfigurationError: a staged failure or the GPUs of this machine do not fit the job.
+        ConfigurationError: a staged failure or the GPUs of this machine do not fit the job, or
+            the outside store is not reached.
     """
 
     def __init__(
@@ -106,7 +113,13 @@ class Supervisor:
         self._announced_code = 0
         self._restarts = 0
 
-    def _open_store(self) -> None:
+    def _open_store(self, to_connect: timedelta = _STORE_TIMEOUT) -> None:
+        address = outside.given(self.config.flags)
+        if address is not None:
+            host, port = SparseCheckpointConfig(store=address).store_address
+            self.store = outside.connect(host, port, to_connect)
+            self.store.set_timeout(_STORE_TIMEOUT)
+            return
         self.store = TCPStore(
             '127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
         )
@@ -152,7 +165,7 @@ class Supervisor:
             if time.monotonic() >= next_poll:
                 next_poll = time.monotonic() + _POLL_S
                 self._starter.look()
-                self._evict()
+                self._look_into_store()
                 if tail is not None:
                     tail.pump()
 
@@ -175,6 +188,13 @@ class Supervisor:
         code = self._reap(worker)
         if code == 0:
             return
+        try:
+            self._judge(worker, code)
+        except DistError:  # an outside store: the connection is lost, or all that was in it
+            self._open_store()
+            self._judge(worker, code)
+
+    def _judge(self, worker: Worker, code: int) -> None:
         how = f'rank {worker.rank} (pid {worker.pid}) {describe_exit(code)}'
         announced = told_finished(self.store, worker.rank, worker.pid)
         if announced is not None:
@@ -219,7 +239,7 @@ class Supervisor:
 
     def _start_all_again(self, worker: Worker, how: str) -> None:
         """The others wait for the dead worker, perhaps for ever, and nothing can wake them up."""
-        self._evict()  # one that ended because of a hung one asked for this first
+        self._look_into_store()  # one that ended because of a hung one asked for this first
         self._stop(self._living())
         errors = [at for any_worker in self.workers for at in any_worker.errors]
         self._refuse_in_vain(worker, how, errors)
@@ -309,7 +329,10 @@ class Supervisor:
 
     def _report_memory(self) -> None:
         """Say what a job that did not finish left behind."""
-        memory = told_memory(self.store)
+        try:
+            memory = told_memory(self.store)
+        except DistError:
+            return
         if memory is not None and memory.exists():
             self._report(MemoryKept(memory))
 
@@ -317,6 +340,13 @@ class Supervisor:
         return [worker for worker in self.workers if not worker.child.ended]
 
     # Killed on purpose
+
+    def _look_into_store(self) -> None:
+        try:
+            self._evict()
+        except DistError:
+            with suppress(ConfigurationError):  # tried again
+                self._open_store(_GLANCE)
 
     def _evict(self) -> None:
         """Kill the workers that the others found hung."""

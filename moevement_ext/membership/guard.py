@@ -6,6 +6,7 @@ and looks at its own training thread. But nobody is woken up: whoever waits for 
 started again with it.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -13,6 +14,7 @@ from torch.distributed import Store
 
 from moevement_ext.membership.rendezvous import present_epoch
 from moevement_ext.membership.replacing import replace_this_process
+from moevement_ext.membership.store_loss import StoreLoss
 from moevement_ext.membership.training_thread import TrainingThread
 from moevement_ext.membership.watch import EpochWatch
 
@@ -42,11 +44,17 @@ class Guard:
         self._rank = rank
         self._stuck_timeout_s = stuck_timeout_s
         self._thread = TrainingThread()
+        self._loss = StoreLoss(store, hang_timeout_s)
         epoch = present_epoch(store)
         self._watch = EpochWatch(
-            store.clone, epoch, rank, pids, hang_timeout_s, lambda reason: None, self._look
+            self._loss.connect, epoch, rank, pids, hang_timeout_s, lambda reason: None, self._look
         )
         self._watch.judge()
+
+    @property
+    def store_lost(self) -> threading.Event:
+        """Set when the launcher's store is lost for good."""
+        return self._loss.lost
 
     def lose_device(self, what: str) -> NoReturn:
         """End this process, whose GPU is lost. Any thread.

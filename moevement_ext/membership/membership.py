@@ -43,8 +43,9 @@ from moevement_ext.membership.rendezvous import (
 )
 from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report
+from moevement_ext.membership.store_loss import StoreLoss
 from moevement_ext.membership.training_thread import Look, TrainingThread
-from moevement_ext.membership.watch import EpochWatch, evict
+from moevement_ext.membership.watch import HEARTBEAT_SECONDS, EpochWatch, evict
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups
 
@@ -83,6 +84,7 @@ class Membership:
         stuck_timeout_s: float = 0.0,
     ) -> None:
         self._store = store
+        self._loss = StoreLoss(store, hang_timeout_s, self._without_store)
         self._timeout = timeout
         self._hang_timeout_s = hang_timeout_s
         self._stuck_timeout_s = stuck_timeout_s
@@ -92,6 +94,7 @@ class Membership:
         self._published: tuple[int, int] | None = None
         self._wake: Callable[[], None] = lambda: None
         self._in_use: list[Store] = []
+        self._closed = threading.Event()
         self._setting_up = threading.Lock()
         """Held by who moves on to the next epoch before `settle`."""
         self._settled = False
@@ -133,7 +136,13 @@ class Membership:
     @property
     def archive(self) -> Store:
         """For keys of this life of the job, from the start of all its ranks to the next such."""
-        return PrefixStore(f'job/{self.origin}', self._store.clone())
+        # What outlives its store for a while does not write to the one of the next life.
+        return PrefixStore(f'job/{self._loss.life}/{self.origin}', self._store.clone())
+
+    @property
+    def store_lost(self) -> threading.Event:
+        """Set when the ranks can never meet in the store again."""
+        return self._loss.lost
 
     @property
     def broken(self) -> bool:
@@ -182,7 +191,9 @@ class Membership:
         announced: by the launcher, which saw a worker die, or by another rank.
         """
         epoch = self._meeting.epoch
-        self._store = self._rendezvous.store = self._store.clone()  # the other may have been lost
+        store = self._loss.reconnect()  # the other may have been lost
+        store.set_timeout(self._timeout)
+        self._store = self._rendezvous.store = store
         break_epoch(self._store, epoch, reason)
         announced = broken_since(self._store, epoch) or time.time()
         self.detect_s = max(time.time() - announced, 0.0)  # the clock of another node may be ahead
@@ -266,6 +277,7 @@ class Membership:
         Such a thread wakes up when the epoch ends, for which all must have stopped to watch it.
         """
         self._watch.stop()
+        self._closed.set()
         try:
             self._rendezvous.barrier(self._meeting, 'over', _CLOSING)
             break_epoch(self._store, self._meeting.epoch, 'the job is over')
@@ -286,7 +298,7 @@ class Membership:
         self._unblocked_at = None
         # Signs of life from now on: the set-up of a new process may take long.
         self._watch = EpochWatch(
-            self._store.clone,
+            self._loss.connect,
             meeting.epoch,
             self._rendezvous.rank,
             [report.pid for report in self.reports],
@@ -380,6 +392,17 @@ class Membership:
             self._groups.check_device()
         except RuntimeError as error:
             self._replace(self._store, f'its GPU is lost: {error}', self._training_thread)
+
+    def _without_store(self) -> None:
+        """On the thread that looked for it: wake this rank up should others have left already.
+
+        Nobody can announce any more that they have.
+        """
+        while not (self.broken or self._closed.wait(HEARTBEAT_SECONDS)):
+            thread = self._training_thread
+            look = None if thread is None else thread.look()
+            if look and look.waits_for_others and look.same_place_s > self._hang_timeout_s:
+                self._watch.conclude('the store is lost, and others do not come')
 
     def _replace(self, store: Store, what: str, thread: TrainingThread) -> NoReturn:
         replace_this_process(store, self._meeting.epoch, self._rendezvous.rank, what, thread)

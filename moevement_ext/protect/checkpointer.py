@@ -164,6 +164,12 @@ class SparseCheckpointer:
         """Measured rate of the copies to host memory, bytes/s; None before the first."""
         return self._copier.bytes_per_s()
 
+    @property
+    def window_under_way(self) -> bool:
+        """Slots of the present window are still to be captured. Training thread."""
+        window = self._window
+        return window is not None and not (window.complete or window.given_up)
+
     def drain(self) -> None:
         """Return when everything captured so far is sealed."""
         self._copier.drain()

@@ -254,6 +254,11 @@ class Protection:
             host_memory=self._reserved(),
         )
 
+    @property
+    def window_under_way(self) -> bool:
+        """Slots of the present window are still to be captured. Training thread."""
+        return self.checkpointer.window_under_way
+
     def drain(self) -> None:
         """Return when everything captured is sealed; training is over."""
         self.checkpointer.drain()

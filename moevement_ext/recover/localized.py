@@ -9,20 +9,18 @@ iteration the lost stages replay (see `stage_replay`), everybody reconnects, and
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import msgspec
+from torch.distributed import DistError
 
 from moevement_ext import faults
 from moevement_ext.config import node_name
-from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import (
     FailureDetected,
-    NextTier,
     Recovered,
     RecoveryPhase,
     RecoveryStarted,
@@ -32,9 +30,11 @@ from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import EpochBroken
 from moevement_ext.membership.report import NOWHERE, Report
+from moevement_ext.membership.store_loss import StoreLost
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import Window
 from moevement_ext.protect.protection import Protection
+from moevement_ext.recover.giving_up import start_the_whole_job_again
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.recover.log_line import recovered_line
 from moevement_ext.recover.lost_peer import lost_peer
@@ -272,7 +272,11 @@ class LocalizedRecovery:
         self._enters('detect')
         self._membership.not_updating.set()
         faults.point(Phase.DETECT)
-        self._membership.leave(reason)
+        try:
+            self._membership.leave(reason)
+        except StoreLost as lost:
+            self._protection.drain()
+            self.give_up(str(lost))
         unblock = time.perf_counter() - began
         self._phases = Phases(detect=self._membership.detect_s, unblock=unblock)
         self._rank.events.emit(FailureDetected(reason=self._membership.reason))
@@ -281,7 +285,10 @@ class LocalizedRecovery:
     def _meet(self) -> None:
         began = time.perf_counter()
         self._enters('meet')
-        self._membership.meet(self._report)
+        try:
+            self._membership.meet(self._report)
+        except DistError as error:
+            self.give_up(f'the store failed in a meeting: {error}')
         self._phases.respawn = time.perf_counter() - began
 
     def _report(self) -> Report:
@@ -342,11 +349,7 @@ class LocalizedRecovery:
 
     def give_up(self, reason: str) -> NoReturn:
         """The next tier: all workers end, and the launcher starts the whole job again."""
-        self._rank.events.emit(NextTier(reason=reason, tier='the whole job'))
-        logger.warning('sparse checkpointing: the whole job starts again: %s', reason)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_WHOLE_JOB)
+        start_the_whole_job_again(self._rank, reason)
 
     # Recovery
 

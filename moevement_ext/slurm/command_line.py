@@ -3,7 +3,6 @@
 
 import argparse
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -80,8 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = parse(sys.argv[1:] if argv is None else argv)
     from moevement_ext.local_cluster.supervisor import Supervisor  # torch: too slow for --help
     from moevement_ext.slurm.starter import SlurmStarter
+    from moevement_ext.store.server import allow_many_connections
 
-    _allow_many_connections()
+    allow_many_connections()
     starter = partial(SlurmStarter, job.hosts, slurm_step)
     supervisor = Supervisor(job.launch, starter=starter)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -91,12 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print('[launcher] the job goes back to the queue of Slurm', file=sys.stderr, flush=True)
         subprocess.run(['scontrol', 'requeue', os.environ['SLURM_JOB_ID']], check=False)
     return code
-
-
-def _allow_many_connections() -> None:
-    """Every worker of the job has some to the store."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _hosts() -> tuple[str, ...]:

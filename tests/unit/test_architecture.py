@@ -21,7 +21,7 @@ ENGINE_FLOORS = (
     {'config', 'events'},
     {'faults'},
     {'devices', 'process', 'plan', 'memory', 'regroup'},
-    {'replicate'},
+    {'replicate', 'store'},
     {'capture', 'membership'},
     {'protect'},
     {'recover', 'metrics'},
@@ -50,6 +50,18 @@ NEEDED_BY_NO_PRODUCT_CODE = {
     'InterruptibleStore.deleteKey': 'torch calls it: part of its Store interface',
     'InterruptibleStore.has_extended_api': 'torch calls it: part of its Store interface',
     'InterruptibleStore.multi_set': 'torch calls it: part of its Store interface',
+    **{
+        f'OutsideStore.{name}': 'torch calls it: part of its RendezvousHandler interface'
+        for name in (
+            'get_backend',
+            'get_run_id',
+            'is_closed',
+            'next_rendezvous',
+            'num_nodes_waiting',
+            'set_closed',
+            'use_agent_store',
+        )
+    },
 }
 """Public names of the engine that stay all the same, and why."""
 

@@ -4,13 +4,18 @@ r"""Windows in host memory and on disk: what lies there, whether it is sound, wh
     python -m tools.windows list /dev/shm/moevement-1000
     python -m tools.windows verify /lustre/windows/my-run
     python -m tools.windows prune /dev/shm/moevement-1000 --keep 1 --yes
+    python -m tools.windows export /lustre/windows/my-run --to torch_dist --output DENSE -- \
+        torchrun --nproc-per-node 8 pretrain_gpt.py <flags of the run>
 
 DIR is a directory of `--sparse-ckpt-dir` or `--sparse-ckpt-disk`, or one below it. Host memory is
 that of the node on which this runs. `list` reads headers; `verify` also payloads, and compares
 every checksum. `prune` says what it would delete, and does so with --yes: of runs without a live
-process on this node, all but the newest windows that each rank seen there has whole.
+process on this node, all but the newest windows that each rank seen there has whole. `export`
+launches a run that has ended once more, by the command after `--`: it converts its newest window,
+trains one iteration and saves Megatron's own checkpoint, which any layout can load. As at every end
+with a dense checkpoint, the windows are given back then.
 
-Exit status: 0 done, 1 a window is damaged, 2 the directory cannot be read.
+Exit status: 0 done, 1 a window is damaged or nothing was exported, 2 the directory cannot be read.
 """
 
 import argparse
@@ -24,10 +29,12 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_ext.memory.budget import gib
+from tools.windows.export import TORCH_DIST, ExportError, export, source
 from tools.windows.found import Found, complete, find
 from tools.windows.pruning import prunable, remove
 
 _KEEP = 2
+_END = '--'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'windows: {args.directory} is no directory', file=sys.stderr)
         return 2
     found = find(args.directory, verify=args.command == 'verify')
+    if args.command == 'export':
+        return _export(found, args)
     if args.command == 'prune':
         return _prune(found, args)
     if args.json:
@@ -67,7 +76,30 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             command.add_argument('--yes', action='store_true', help='delete, do not only say so')
         else:
             command.add_argument('--json', action='store_true')
-    return parser.parse_args(argv)
+    command = commands.add_parser('export', help='make a dense checkpoint of the newest window')
+    command.add_argument('directory', type=Path, metavar='DIR', help='of one run')
+    command.add_argument('--to', choices=[TORCH_DIST], required=True, help='format')
+    command.add_argument('--output', type=Path, required=True, metavar='DIR', help='of --load then')
+    given = list(sys.argv[1:] if argv is None else argv)
+    own = given[: given.index(_END)] if _END in given else given
+    args = parser.parse_args(own)
+    args.launch = given[len(own) + 1 :]
+    if bool(args.launch) != (args.command == 'export'):
+        parser.error(
+            f'{_END} and the command that launches the run belong to export, and to it only'
+        )
+    return args
+
+
+def _export(found: Sequence[Found], args: argparse.Namespace) -> int:
+    try:
+        windows = source(found, args.directory)
+        iteration = export(windows, args.output, args.launch)
+    except ExportError as error:
+        print(f'windows: {error}', file=sys.stderr)
+        return 1
+    print(f'{windows.run}: iteration {iteration} is in {args.output}; go on with --load')
+    return 0
 
 
 def _as_json(found: Sequence[Found]) -> dict[str, Any]:

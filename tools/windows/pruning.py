@@ -32,7 +32,7 @@ def prunable(found: Sequence[Found], keep: int) -> Pruned:
         keep: windows of each run that stay, of those that all of its ranks have here; 0: nothing
             of an ended run stays.
     """
-    live = sorted({one.run for one in found if one.tier == MEMORY and _is_held(_holder(one.path))})
+    live = live_runs(found)
     kept = {run: set(windows[:keep]) for run, windows in complete(found).items()}
     ended = [one for one in found if one.run not in live]
     files = {one.path for one in ended if _may_go(one, kept.get(one.run, set()), keep)}
@@ -41,6 +41,11 @@ def prunable(found: Sequence[Found], keep: int) -> Pruned:
             names = ('ledger', 'lock', 'upstream-log') if keep == 0 else ('upstream-log',)
             files |= {path for name in names if (path := _holder(one.path) / name).exists()}
     return Pruned(sorted(files), live)
+
+
+def live_runs(found: Sequence[Found]) -> list[str]:
+    """Runs with windows in the memory of processes that live."""
+    return sorted({one.run for one in found if one.tier == MEMORY and _is_held(_holder(one.path))})
 
 
 def remove(files: Sequence[Path], root: Path) -> None:

@@ -81,6 +81,10 @@ UPSTREAM = {
     'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict': (
         'self', 'state_dict',
     ),
+    'megatron.core.optimizer.distrib_optimizer:'
+    'DistributedOptimizer._set_main_param_and_optimizer_states': (
+        'self', 'model_param', 'tensors',
+    ),
     # Layers, pipeline, random numbers, data.
     'megatron.core.transformer.moe.router:router_gating_linear': (
         'inp', 'weight', 'bias', 'router_dtype',

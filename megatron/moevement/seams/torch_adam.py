@@ -30,6 +30,9 @@ def mend() -> None:
     if not HAVE_APEX_OR_TE:
         patches.wrap(f'{_DISTRIBUTED_OPTIMIZER}.sharded_state_dict', _describe_allocated)
         patches.wrap(f'{_DISTRIBUTED_OPTIMIZER}.load_state_dict', _load_with_own_steps)
+        patches.wrap(
+            f'{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states', _set_without_step
+        )
 
 
 def _describe_allocated(
@@ -48,6 +51,13 @@ def _load_with_own_steps(load: Callable[..., Any], optimizer: Any, state_dict: A
         step = float(state_dict['optimizer']['param_groups'][0]['step'])
         for state in optimizer.optimizer.state.values():
             state['step'] = torch.tensor(step)
+
+
+def _set_without_step(
+    set_states: Callable[..., None], optimizer: Any, parameter: Any, tensors: dict[str, Any]
+) -> None:
+    """A checkpoint for all layouts has no steps; what is no tensor is left alone."""
+    set_states(optimizer, parameter, {'step': None, **tensors})
 
 
 def _ensure_adam_state(state: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:

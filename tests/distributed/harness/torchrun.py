@@ -15,7 +15,11 @@ from tests.distributed.harness.cluster import ROOT
 
 @contextmanager
 def agent(
-    launch: Sequence[str], flags: Sequence[str], log: Path, **env: str
+    launch: Sequence[str],
+    flags: Sequence[str],
+    log: Path,
+    module: str = 'torch.distributed.run',
+    **env: str,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """One agent with its workers; nothing of it is left afterwards.
 
@@ -23,9 +27,10 @@ def agent(
         launch: flags of torchrun.
         flags: flags of `pretrain_gpt.py`.
         log: what agent and workers print.
+        module: that is torchrun.
         env: additional environment.
     """
-    command = [sys.executable, '-m', 'torch.distributed.run', *launch, 'pretrain_gpt.py', *flags]
+    command = [sys.executable, '-m', module, *launch, 'pretrain_gpt.py', *flags]
     environment = {**os.environ, 'CUDA_DEVICE_MAX_CONNECTIONS': '1', **env}
     with log.open('wb') as output:
         process = subprocess.Popen(

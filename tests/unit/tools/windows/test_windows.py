@@ -19,6 +19,7 @@ from tests.unit.memory.samples import (
     write_slot,
 )
 from tools.windows.__main__ import main
+from tools.windows.found import find
 
 RANKS = 2
 
@@ -185,3 +186,87 @@ def test_windows_on_disk_are_told_from_memory_whatever_the_run_is_called(
 def test_what_is_no_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(['list', str(tmp_path / 'nowhere')]) == 2
     assert 'nowhere is no directory' in capsys.readouterr().err
+
+
+# Export; what it comes to: tests/distributed/test_export.py
+
+
+def exported(directory: Path, output: Path, *command: str) -> int:
+    windows = ['export', str(directory), '--to', 'torch_dist', '--output', str(output)]
+    return main([*windows, '--', *command])
+
+
+def saved_in(directory: Path, iteration: int) -> Path:
+    directory.mkdir()
+    (directory / 'latest_checkpointed_iteration.txt').write_text(f'{iteration}\n')
+    return directory
+
+
+def test_nothing_is_exported_of_a_run_that_lives(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exported(run.root, tmp_path / 'dense', 'false') == 1
+    assert 'run1: a process lives' in capsys.readouterr().err
+
+
+def test_one_run_is_exported(
+    root: Path, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Run(root, 'run2')
+    other.commit(0)
+    for one in (run, other):
+        one.store.close()
+    assert exported(root, tmp_path / 'dense', 'false') == 1
+    assert 'name the directory of one run; there is run1, run2' in capsys.readouterr().err
+    assert exported(root / 'run2', tmp_path / 'dense', 'false') == 1
+    assert 'status 1 and saved no checkpoint of iteration' in capsys.readouterr().err
+
+
+def test_what_is_saved_is_neither_overwritten_nor_made_older(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.store.close()
+    dense = saved_in(tmp_path / 'dense', 100)
+    assert exported(run.root, dense, 'false') == 1
+    assert f'--output {dense}: there is a checkpoint already' in capsys.readouterr().err
+    assert exported(run.root, tmp_path / 'new', 'false', '--load', str(dense)) == 1
+    assert f'--load {dense} has iteration 100' in capsys.readouterr().err
+
+
+def test_the_run_is_launched_with_flags_that_have_the_last_word(run: Run, tmp_path: Path) -> None:
+    run.store.close()
+    said, dense = tmp_path / 'said', tmp_path / 'dense'
+    program = tmp_path / 'launch.sh'
+    tracker = f'{dense}/latest_checkpointed_iteration.txt'
+    program.write_text(f'echo "$@" > {said}; mkdir {dense}; echo $SAVED > {tracker}\n')
+    newest = listed_newest(run.root)
+    command = ['env', f'SAVED={newest + 1}', 'sh', str(program), '--use-distributed-optimizer']
+    assert exported(run.root, dense, *command) == 0
+    flags = said.read_text().split()
+    assert flags[0] == '--use-distributed-optimizer'
+    assert dict(zip(flags[1:-1:2], flags[2::2], strict=True)) == {
+        '--sparse-ckpt-dir': str(run.root.resolve()),
+        '--sparse-ckpt-run-id': 'run1',
+        '--save': str(dense),
+        '--ckpt-format': 'torch_dist',
+        '--save-interval': str(newest + 1),
+        '--exit-interval': str(newest + 1),
+    }
+    assert flags[-1] == '--dist-ckpt-optim-fully-reshardable'
+
+
+def listed_newest(root: Path) -> int:
+    """Iteration that the newest window comes to when it is converted."""
+    found = max(find(root), key=lambda one: one.start)
+    assert found.slots is not None
+    return found.start + found.slots - 1
+
+
+def test_the_command_belongs_to_export_alone(root: Path) -> None:
+    for argv in (
+        ['export', str(root), '--to', 'torch_dist', '--output', 'dense'],
+        ['list', str(root), '--', 'true'],
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(argv)
+        assert end.value.code == 2

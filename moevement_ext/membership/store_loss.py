@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is the store in which the ranks meet still there?
+
+Connections are lost, and made anew. The store itself is lost when it is out of reach for longer
+than a process may be silent, or when another one answers in its place: that knows nothing of this
+life of the job, and belongs to the next.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import DistError, DistStoreError, Store
+
+from moevement_ext.errors import SparseCheckpointError
+
+logger = logging.getLogger(__name__)
+
+_LIFE = 'life'
+_TO_CONNECT = timedelta(seconds=15)
+_PAUSE_S = 0.2
+
+
+class StoreLost(SparseCheckpointError):
+    """The ranks cannot meet any more; only the whole job can start again."""
+
+
+class StoreLoss:
+    """Connects threads to the store, and finds out if it is lost. Any thread.
+
+    Args:
+        store: a connection; of the thread that makes this object.
+        patience_s: seconds out of reach after which the store is lost.
+        on_lost: called once then, on a thread of this object's own.
+
+    Attributes:
+        life: names this life of the store, the same for all.
+        lost: set when the store is lost; it stays so.
+    """
+
+    def __init__(
+        self, store: Store, patience_s: float, on_lost: Callable[[], None] = lambda: None
+    ) -> None:
+        self.life = _life_of(store)
+        self.lost = threading.Event()
+        self._store = store.clone()
+        self._store.set_timeout(min(_TO_CONNECT, timedelta(seconds=patience_s)))
+        self._patience_s = patience_s
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._looking = False
+
+    def connect(self) -> Store:
+        """A new connection; its timeout is short.
+
+        Raises:
+            DistError: there is none now, or the store is lost.
+        """
+        try:
+            return self._connect()
+        except DistError:
+            self._look_for_it()
+            raise
+
+    def reconnect(self) -> Store:
+        """A new connection, as soon as there is one.
+
+        Raises:
+            StoreLost: there is none any more.
+        """
+        while not self.lost.is_set():
+            try:
+                return self.connect()
+            except DistError:
+                self.lost.wait(_PAUSE_S)
+        raise StoreLost('the store in which the ranks meet is lost')
+
+    def _connect(self) -> Store:
+        if self.lost.is_set():
+            raise DistStoreError('the store is lost')
+        with self._lock:
+            store = self._store.clone()
+        if not store.check([_LIFE]) or store.get(_LIFE).decode() != self.life:
+            self._conclude('another one answers in its place')
+            raise DistStoreError('this is another store')
+        return store
+
+    def _look_for_it(self) -> None:
+        with self._lock:
+            if self._looking:
+                return
+            self._looking = True
+        threading.Thread(target=self._look, name='sparse-ckpt-store', daemon=True).start()
+
+    def _look(self) -> None:
+        deadline = time.monotonic() + self._patience_s
+        while not self.lost.is_set():
+            try:
+                self._connect()
+                break
+            except DistError as error:
+                if time.monotonic() > deadline:
+                    self._conclude(f'it is out of reach for {self._patience_s:g} s: {error}')
+            self.lost.wait(_PAUSE_S)
+        if self.lost.is_set():
+            self._on_lost()
+            return
+        with self._lock:
+            self._looking = False
+
+    def _conclude(self, why: str) -> None:
+        with self._lock:
+            known = self.lost.is_set()
+            self.lost.set()
+        if not known:
+            logger.warning('sparse checkpointing: the store of the job is lost: %s', why)
+
+
+def _life_of(store: Store) -> str:
+    """Whoever asks first names it."""
+    return bytes(store.compare_set(_LIFE, '', secrets.token_hex(8))).decode()

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves the store in which the ranks of one job meet, where no training node's death reaches it.
+
+    python -m moevement_ext.store --host 10.0.0.5 --port 29400
+
+The job gets `--sparse-ckpt-store 10.0.0.5:29400`. A second process serves; should that die, another
+one takes its place at once, empty, and the job starts again from host memory. SIGTERM ends it.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from moevement_ext.process import user_errors
+from moevement_ext.store.server import allow_many_connections, keep_serving, listen
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status."""
+    args = parse_arguments(argv)
+    allow_many_connections()
+    with user_errors.in_one_line():
+        listening = listen(args.host, args.port)
+    keep_serving(listening, args.host)
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog='python -m moevement_ext.store',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        '--host',
+        required=True,
+        help='Name or address of this host under which all nodes of the job reach it.',
+    )
+    parser.add_argument(
+        '--port', type=int, default=29400, help='Default: %(default)s; 0: one that is free.'
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job's end of `--sparse-ckpt-store`."""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import DistError, TCPStore
+
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+
+FLAG = '--sparse-ckpt-store'
+_TO_CONNECT = timedelta(seconds=60)
+_RUN = 'run'
+
+
+def meet_there(config: SparseCheckpointConfig, run_id: str, timeout: timedelta) -> None:
+    """Have all that this process does from now on use the store of `--sparse-ckpt-store`, if any.
+
+    It takes the place of the launcher's in the environment. Called once, before the others are met.
+
+    Args:
+        config: settings.
+        run_id: of this job; a store serves one.
+        timeout: for all ranks to come.
+
+    Raises:
+        ConfigurationError: nobody serves there, or for another run.
+    """
+    if config.store is None:
+        return
+    host, port = config.store_address
+    store = connect(host, port, min(timeout, _TO_CONNECT))
+    served = store.compare_set(_RUN, '', run_id).decode()
+    if served != run_id:
+        raise ConfigurationError(
+            f'--sparse-ckpt-store {config.store} serves the run {served}, not {run_id}: start a '
+            'store for each job (python -m moevement_ext.store).'
+        )
+    os.environ |= {
+        'MASTER_ADDR': host,
+        'MASTER_PORT': str(port),
+        'TORCHELASTIC_USE_AGENT_STORE': 'True',
+    }
+
+
+def given(flags: Sequence[str]) -> str | None:
+    """The HOST:PORT in the flags of a program, as it reads them; None if there is none."""
+    found = None
+    for number, flag in enumerate(flags):
+        if flag == FLAG:
+            found = ''.join(flags[number + 1 : number + 2])
+        elif flag.startswith(f'{FLAG}='):
+            found = flag.partition('=')[2]
+    return found
+
+
+def connect(host: str, port: int, timeout: timedelta) -> TCPStore:
+    """A connection to the store, which may still be about to come.
+
+    Raises:
+        ConfigurationError: nobody serves there.
+    """
+    try:
+        return TCPStore(host, port, is_master=False, timeout=timeout)
+    except DistError as error:
+        raise ConfigurationError(
+            f'--sparse-ckpt-store {host}:{port} is not reached: start python -m '
+            f'moevement_ext.store --host {host} --port {port} there ({_first_line(error)}).'
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ['no reason given'])[0]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store that is reached at one address of this host."""
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import time
+from typing import NoReturn
+
+from torch.distributed import TCPStore
+
+from moevement_ext.config import ConfigurationError
+
+_BACKLOG = 16384
+"""All ranks come at the same time."""
+_PR_SET_PDEATHSIG = 1
+_ENDS = (signal.SIGTERM, signal.SIGINT)
+_PAUSE_S = 1.0
+"""Before another process is tried in the place of one that died at once."""
+
+
+def allow_many_connections() -> None:
+    """Let this process have as many as the system allows: every worker has some to the store."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen at one address of this host, and at no other.
+
+    Raises:
+        ConfigurationError: that is not possible; names the flags.
+    """
+    try:
+        if not 0 <= port < 65536:
+            raise OSError('there is no such port')
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigurationError(
+            f'--host {host} --port {port}: cannot listen there ({error}); give an address of this '
+            'host, and a free port or 0.'
+        ) from error
+
+
+def keep_serving(listening: socket.socket, host: str) -> None:
+    """Have a process serve, and another one when it dies; returns after SIGTERM or SIGINT.
+
+    Who connects meanwhile waits. Called by a process without other threads.
+
+    Args:
+        listening: where.
+        host: its name, for the log.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDS, signal.SIGCHLD))
+    while True:
+        began = time.monotonic()
+        server = _start(listening, host)
+        ended = signal.sigwait((*_ENDS, signal.SIGCHLD))
+        if ended in _ENDS:
+            os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+        if ended in _ENDS:
+            return
+        print(f'[store] process {server} died; another one serves, empty', flush=True)
+        if time.monotonic() < began + _PAUSE_S:
+            time.sleep(_PAUSE_S)
+
+
+def _start(listening: socket.socket, host: str) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        _serve(listening, host)
+    return pid
+
+
+def _serve(listening: socket.socket, host: str) -> NoReturn:
+    address, port = listening.getsockname()[:2]
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    print(
+        f'[store] process {os.getpid()} serves at {host}:{port}; the program gets '
+        f'--sparse-ckpt-store {host}:{port}',
+        flush=True,
+    )
+    while store:  # it serves on a thread of its own as long as the object lives
+        signal.pause()
+    raise AssertionError('a store is something')

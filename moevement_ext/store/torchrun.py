@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""`torchrun` with static rendezvous, whose agents meet in the store of `--sparse-ckpt-store`.
+
+    python -m moevement_ext.store.torchrun --nnodes 4 --node-rank 2 --nproc-per-node 8 \
+        --max-restarts 100 pretrain_gpt.py <flags> --sparse-ckpt --sparse-ckpt-store HOST:PORT
+
+All flags are those of torchrun. There the agent of the first node serves the store, so that its
+death ends the job; here no agent does. An agent that is started again takes the place of the lost
+one; and when the store is lost, the agents wait for another one at the same address.
+
+Checked against torch 2.15.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.run import parse_args, run
+
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.process import user_errors
+from moevement_ext.store.outside import FLAG, connect, given
+
+_BACKEND = 'sparse-ckpt-store'
+_TO_MEET_S = 600
+
+
+class OutsideStore(RendezvousHandler):
+    """Where an agent meets the others; as torch's static rendezvous, but it is never the server.
+
+    Args:
+        host, port: of the store.
+        rank: of this node.
+        nodes: number of them.
+        run_id: `--rdzv-id`.
+        timeout: for all to come, and for a store to be there.
+    """
+
+    def __init__(
+        self, host: str, port: int, rank: int, nodes: int, run_id: str, timeout: timedelta
+    ) -> None:
+        self._host, self._port = host, port
+        self._rank = rank
+        self._nodes = nodes
+        self._run_id = run_id
+        self._timeout = timeout
+
+    @classmethod
+    def create(cls, params: RendezvousParameters) -> 'OutsideStore':
+        """As torch's registry asks for it."""
+        host, _, port = params.endpoint.rpartition(':')
+        rank, seconds = params.get_as_int('rank'), params.get_as_int('timeout', _TO_MEET_S)
+        assert rank is not None and seconds is not None
+        timeout = timedelta(seconds=seconds)
+        return cls(host, int(port), rank, params.max_nodes, params.run_id, timeout)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Before workers are started: a connection, anew, as the store may be another one by now.
+
+        What another layout left there is not read.
+        """
+        store = connect(self._host, self._port, self._timeout)
+        name = f'agents/{self._run_id}/{self._nodes}'
+        at = RendezvousStoreInfo(self._host, self._port)
+        return RendezvousInfo(PrefixStore(name, store), self._rank, self._nodes, at)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers meet there, too."""
+        return True
+
+    def get_backend(self) -> str:
+        """Name of this kind."""
+        return _BACKEND
+
+    def num_nodes_waiting(self) -> int:
+        """None ever is: a new agent takes the place of a lost one."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """As given."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """Never."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing is to be closed."""
+
+    def shutdown(self) -> bool:
+        """The store goes on."""
+        return True
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    """The arguments of torchrun, with the store of the program's flags as the place to meet.
+
+    Raises:
+        ConfigurationError: the program has no such flag, or torchrun is to meet elsewhere.
+    """
+    args: Namespace = parse_args(list(argv))
+    address = given(args.training_script_args)
+    if address is None:
+        raise ConfigurationError(f'{FLAG} HOST:PORT is missing among the flags of the program.')
+    if args.standalone or args.rdzv_endpoint or args.rdzv_backend != 'static':
+        raise ConfigurationError(
+            f'{FLAG} is where agents meet: leave out --standalone, --rdzv-backend and '
+            '--rdzv-endpoint.'
+        )
+    host, port = SparseCheckpointConfig(store=address).store_address
+    args.rdzv_backend, args.rdzv_endpoint = _BACKEND, f'{host}:{port}'
+    rank = f'rank={args.node_rank}'
+    args.rdzv_conf = f'{args.rdzv_conf},{rank}' if args.rdzv_conf else rank
+    args.node_rank = 0  # torchrun warns that it ignores it
+    return args
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the agent of a node."""
+    with user_errors.in_one_line():
+        args = parse(sys.argv[1:] if argv is None else argv)
+        rendezvous_handler_registry.register(_BACKEND, OutsideStore.create)
+        run(args)
+
+
+if __name__ == '__main__':
+    main()

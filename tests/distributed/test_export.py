@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows of a run that has ended become a checkpoint that upstream's own loader reads."""
+
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.events import RecoveryStarted, WindowOnDisk
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import ROOT, Cluster
+from tools.windows.__main__ import main
+
+pytestmark = pytest.mark.timeout(1200)
+
+MODEL = '--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights --train-iters 14'
+ONE_STAGE = MODEL.split()
+TWO_STAGES = [*ONE_STAGE, '--pipeline-model-parallel-size', '2']
+WINDOW = ['--sparse-ckpt-window', '3']
+
+
+def export(job: Cluster, directory: Path, dense: Path) -> None:
+    launcher = str(ROOT / 'scripts' / 'local_cluster.py')
+    command = [sys.executable, launcher, '--nodes', '2', '--fork', '--']
+    command += [str(ROOT / 'pretrain_gpt.py'), *job.flags]
+    windows = ['export', str(directory), '--to', 'torch_dist', '--output', str(dense)]
+    assert main([*windows, '--', *command]) == 0
+
+
+def loss_after(iteration: int, output: str) -> float:
+    (found,) = re.findall(rf'iteration +{iteration}/.*?lm loss: (\S+)', output)
+    return float(found)
+
+
+@pytest.mark.parametrize('tier', ['memory', pytest.param('disk', marks=pytest.mark.thorough)])
+def test_any_layout_goes_on_from_an_export(
+    tier: str,
+    cluster: Callable[..., Cluster],
+    reference: Callable[..., dict],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    dense, disk = tmp_path / 'dense', tmp_path / 'disk'
+    disk.mkdir()
+    to_disk = ['--sparse-ckpt-disk', str(disk), '--sparse-ckpt-disk-every', '1']
+    extra = to_disk if tier == 'disk' else []
+    job = cluster(*TWO_STAGES, *WINDOW, *extra, ranks=2)
+    assert -9 in job.run(fail_at='1:11:forward')
+    if tier == 'disk':
+        assert job.events_of(WindowOnDisk)
+        shutil.rmtree(job.memory)
+    export(job, disk if tier == 'disk' else job.memory, dense)
+    (begun,) = job.events_of(RecoveryStarted)
+    assert begun.source == ('disk' if tier == 'disk' else 'own memory')
+    first = begun.dense_at + 1
+    assert f'iteration {first} is in {dense}' in capfd.readouterr().out
+    assert not job.memory.exists()
+
+    same = cluster(*TWO_STAGES, '--load', str(dense), sparse=False, ranks=2)
+    same.finish(timeout_s=400.0)
+    other = cluster(*ONE_STAGE, '--load', str(dense), sparse=False, ranks=1)
+    other.finish(timeout_s=400.0)
+    for one in (same, other):
+        assert f'iteration        {first}/' not in one.output(0)
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(same)) == []
+    losses = [loss_after(14, one.output(0)) for one in (same, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks meet in a store that no node of theirs holds, and that dies all the same."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.events import (
+    NextTier,
+    Recovered,
+    RecoveryStarted,
+    WindowPersisted,
+    WorkerStarted,
+)
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.local_cluster import launch
+from tests.distributed.harness.store import OutsideStore
+from tests.distributed.harness.torchrun import agent
+from tests.distributed.test_torchrun import START_S, tails, wait_until
+
+pytestmark = pytest.mark.timeout(1200)
+
+FLAGS = (
+    '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights '
+    '--train-iters 16'
+).split()
+MUTATIONS = 'mutations.store'
+LOST = 'sparse checkpointing: the store of the job is lost'
+
+
+@pytest.fixture
+def store() -> Iterator[OutsideStore]:
+    made = OutsideStore()
+    yield made
+    assert made.close() == 0
+
+
+def job_in(store: OutsideStore, cluster: Callable[..., Cluster]) -> Cluster:
+    job = cluster(
+        *FLAGS, '--sparse-ckpt-window', '3', '--sparse-ckpt-store', store.address, ranks=2
+    )
+    job.directory.mkdir(parents=True)
+    return job
+
+
+# The store dies
+
+
+def run_through_the_death_of(store: OutsideStore, job: Cluster, mutation: str) -> None:
+    def strike(workers: list, start: Callable[[int], object]) -> None:
+        if not struck and job._reached(6):
+            struck.append(True)
+            store.lose()
+
+    struck: list[bool] = []
+    counts = job.survive(
+        strike=strike,
+        announce=False,
+        evict=False,
+        timeout_s=500.0,
+        mutation=f'{MUTATIONS}:{mutation}',
+    )
+    assert counts.keys() == {0, 1}
+
+
+def check_nothing_is_lost(job: Cluster) -> None:
+    """What was committed is what the converted window comes to."""
+    for rank in range(job.ranks):
+        (left,) = job.events_of(NextTier, rank)
+        (begun,) = job.events_of(RecoveryStarted, rank)
+        (recovered,) = job.events_of(Recovered, rank)
+        assert recovered.scope != 'localized'
+        assert begun.dense_at == left.iteration == recovered.iteration
+
+
+def test_when_the_store_dies_the_job_comes_back_with_all_that_was_committed(
+    store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = job_in(store, cluster)
+    run_through_the_death_of(store, job, 'waits_in_iteration_7_until_the_store_is_lost')
+    check_nothing_is_lost(job)
+    assert job.events_of(RecoveryStarted)[0].dense_at == 8
+    assert LOST in job.output(0)
+    assert differences(reference(*FLAGS, ranks=2), read_digest(job)) == []
+
+
+def test_who_leaves_in_the_middle_of_a_window_loses_it(
+    store: OutsideStore, cluster: Callable[..., Cluster]
+) -> None:
+    job = job_in(store, cluster)
+    run_through_the_death_of(store, job, 'ends_in_the_middle_of_a_window')
+    with pytest.raises(AssertionError):
+        check_nothing_is_lost(job)
+    assert job.events_of(RecoveryStarted)[0].dense_at == 5
+
+
+# Under torchrun
+
+
+class Nodes:
+    """Agents of two nodes, one worker each."""
+
+    def __init__(self, job: Cluster, stack: ExitStack) -> None:
+        self._job = job
+        self._stack = stack
+        self._stall = job.directory / 'stall'
+        self.logs = [job.directory / f'agent{node}.log' for node in range(2)]
+        self.agents = [self.start(node, self.logs[node]) for node in range(2)]
+
+    def start(self, node: int, log: Path):
+        launch = ['--nnodes', '2', '--nproc-per-node', '1', '--max-restarts', '2']
+        return self._stack.enter_context(
+            agent(
+                [*launch, '--node-rank', str(node)],
+                self._job.flags,
+                log,
+                module='moevement_ext.store.torchrun',
+                MOEVEMENT_NODE=f'node{node}',
+                MOEVEMENT_STALL_FILE=str(self._stall),
+            )
+        )
+
+    def stall_once_windows_are_safe(self) -> Path:
+        """The first rank waits as long as the file is there."""
+        job = self._job
+        wait_until(
+            lambda: all(job.events_of(WindowPersisted, rank) for rank in range(2)), self.logs
+        )
+        file = Path(f'{self._stall}.{job.events_of(WorkerStarted)[0].pid}')
+        file.touch()
+        return file
+
+
+def test_job_goes_on_when_the_first_node_dies_with_its_agent(
+    store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = job_in(store, cluster)
+    with ExitStack() as stack:
+        nodes = Nodes(job, stack)
+        stalled = nodes.stall_once_windows_are_safe()
+        nodes.agents[0].kill()
+        os.kill(job.events_of(WorkerStarted)[0].pid, signal.SIGKILL)
+        stalled.unlink()
+        again = nodes.start(0, job.directory / 'agent0-again.log')
+        for process in (again, nodes.agents[1]):
+            assert process.wait(START_S) == 0, tails(nodes.logs)
+    assert differences(reference(*FLAGS, ranks=2), read_digest(job)) == []
+    assert [len(job.events_of(WorkerStarted, rank)) for rank in range(2)] == [2, 1]
+    for rank in range(2):
+        (recovered,) = job.events_of(Recovered, rank)
+        assert (recovered.scope, recovered.stages) == ('localized', [0])
+
+
+@pytest.mark.thorough
+def test_agents_go_on_in_another_store(
+    store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = job_in(store, cluster)
+    with ExitStack() as stack:
+        nodes = Nodes(job, stack)
+        stalled = nodes.stall_once_windows_are_safe()
+        store.lose()
+        wait_until(lambda: all(LOST in log.read_text() for log in nodes.logs), nodes.logs)
+        stalled.unlink()
+        for process in nodes.agents:
+            assert process.wait(START_S) == 0, tails(nodes.logs)
+    assert differences(reference(*FLAGS, ranks=2), read_digest(job)) == []
+    check_nothing_is_lost(job)
+
+
+# Under the project's launchers
+
+
+def test_the_launcher_goes_on_in_another_store(
+    store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """A worker that dies before that is replaced alone, as the launcher looks into that store."""
+    job = job_in(store, cluster)
+
+    def lose_the_store() -> None:
+        starts = {window.start for window in job.events_of(WindowPersisted, 1)}
+        while 3 not in starts and time.monotonic() < deadline:
+            time.sleep(0.02)
+            starts = {window.start for window in job.events_of(WindowPersisted, 1)}
+        store.lose()
+
+    deadline = time.monotonic() + START_S
+    with ThreadPoolExecutor(1) as threads:
+        losing = threads.submit(lose_the_store)
+        code, output = launch(
+            job,
+            '--fork',
+            '--kill',
+            '1@2',
+            mutation='store.waits_in_iteration_7_until_the_store_is_lost',
+        )
+        losing.result()
+    assert code == 0, output[-5000:]
+    assert '[launcher] all workers start again, since rank' in output
+    assert differences(reference(*FLAGS, ranks=2), read_digest(job)) == []
+    localized, *whole = job.events_of(Recovered)
+    assert localized.scope == 'localized'
+    assert len(whole) == 1

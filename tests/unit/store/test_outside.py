@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a worker comes to use the store of `--sparse-ckpt-store`, and agents of torchrun do."""
+
+import os
+import socket
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.membership.rendezvous import launcher_store
+from moevement_ext.store import torchrun
+from moevement_ext.store.outside import connect, given, meet_there
+
+SOON = timedelta(seconds=1)
+TIMEOUT = timedelta(seconds=60)
+NODE = ['--nnodes', '2', '--node-rank', '1', '--nproc-per-node', '4']
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ('MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_USE_AGENT_STORE'):
+        monkeypatch.setenv(name, 'of the launcher')  # and put back afterwards
+
+
+@pytest.mark.usefixtures('environment')
+def test_it_takes_the_place_of_the_launcher_s(store: TCPStore) -> None:
+    config = SparseCheckpointConfig(store=f'127.0.0.1:{store.port}')
+    meet_there(config, 'run1', TIMEOUT)
+    meet_there(config, 'run1', TIMEOUT)  # the next rank
+    store.set('key', 'value')
+    found = launcher_store(TIMEOUT)
+    assert found is not None
+    assert found.get('key') == b'value'
+
+
+@pytest.mark.usefixtures('environment')
+def test_without_the_flag_nothing_changes() -> None:
+    meet_there(SparseCheckpointConfig(), 'run1', TIMEOUT)
+    assert os.environ['MASTER_ADDR'] == 'of the launcher'
+
+
+@pytest.mark.usefixtures('environment')
+def test_store_of_another_run_is_refused(store: TCPStore) -> None:
+    config = SparseCheckpointConfig(store=f'127.0.0.1:{store.port}')
+    meet_there(config, 'run1', TIMEOUT)
+    with pytest.raises(ConfigurationError, match='--sparse-ckpt-store .* serves the run run1, not'):
+        meet_there(config, 'run2', TIMEOUT)
+
+
+def test_store_that_is_not_reached_is_named() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(('127.0.0.1', 0))
+        port = nobody.getsockname()[1]
+        with pytest.raises(ConfigurationError) as refusal:
+            connect('127.0.0.1', port, SOON)
+    assert f'--sparse-ckpt-store 127.0.0.1:{port} is not reached: start python -m' in str(
+        refusal.value
+    )
+
+
+@pytest.mark.parametrize('flags', [['--sparse-ckpt-store', 'h:7'], ['--sparse-ckpt-store=h:7']])
+def test_agents_meet_where_the_program_is_told_to(flags: list[str]) -> None:
+    args = torchrun.parse([*NODE, '--rdzv-conf', 'timeout=9', 'train.py', '--lr', '1', *flags])
+    assert (args.rdzv_backend, args.rdzv_endpoint) == ('sparse-ckpt-store', 'h:7')
+    assert args.rdzv_conf == 'timeout=9,rank=1'
+    assert args.training_script_args == ['--lr', '1', *flags]
+
+
+@pytest.mark.parametrize(
+    ('launch', 'flags', 'named'),
+    [
+        (NODE, [], '--sparse-ckpt-store HOST:PORT is missing'),
+        (['--standalone'], ['--sparse-ckpt-store', 'h:7'], 'leave out --standalone'),
+        (['--rdzv-backend', 'c10d'], ['--sparse-ckpt-store', 'h:7'], 'leave out --standalone'),
+        (NODE, ['--sparse-ckpt-store', 'h'], "--sparse-ckpt-store 'h' must be HOST:PORT"),
+    ],
+)
+def test_mistakes_name_the_flag(launch: list[str], flags: list[str], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        torchrun.parse([*launch, 'train.py', *flags])
+
+
+def test_the_last_one_counts() -> None:
+    assert given(['--sparse-ckpt-store', 'a:1', '--x', '--sparse-ckpt-store=b:2']) == 'b:2'
+    assert given(['--x']) is None
+
+
+def test_an_agent_connects_anew_each_time(store: TCPStore) -> None:
+    """The store may be another one by then."""
+    params = RendezvousParameters(
+        'sparse-ckpt-store', f'127.0.0.1:{store.port}', 'id', 2, 2, rank='1', timeout='60'
+    )
+    handler = torchrun.OutsideStore.create(params)
+    first, second = handler.next_rendezvous(), handler.next_rendezvous()
+    assert (second.rank, second.world_size) == (1, 2)
+    assert second.bootstrap_store_info.master_port == store.port
+    first.store.set('key', 'value')
+    del first
+    assert second.store.get('key') == b'value'

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that serves a store to a job."""
+
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+
+import psutil
+import pytest
+from torch.distributed import DistError
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.store.outside import connect
+from moevement_ext.store.server import listen
+from tests.distributed.harness.cluster import ROOT
+from tests.distributed.harness.store import OutsideStore
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def test_another_process_serves_at_once_and_nothing_is_left_at_the_end() -> None:
+    store = OutsideStore()
+    host, _, port = store.address.partition(':')
+    before = connect(host, int(port), TIMEOUT)
+    before.set('key', 'value')
+    address = store.address
+    store.lose()
+    assert store.address == address
+    with pytest.raises(DistError):
+        before.check(['key'])
+    assert not connect(host, int(port), TIMEOUT).check(['key'])
+    (server,) = psutil.Process(store.pid).children()
+    assert store.close() == 0
+    assert not server.is_running()
+
+
+def test_what_serves_does_not_outlive_who_restarts_it() -> None:
+    store = OutsideStore()
+    (server,) = psutil.Process(store.pid).children()
+    psutil.Process(store.pid).kill()
+    psutil.wait_procs([server], timeout=60.0)
+    assert not server.is_running()
+    store.close()
+
+
+def test_port_that_is_taken_is_named() -> None:
+    with socket.create_server(('127.0.0.1', 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f'--host 127.0.0.1 --port {port}: cannot'):
+            listen('127.0.0.1', port)
+
+
+@pytest.mark.parametrize(
+    ('host', 'port'), [('192.0.2.7', 0), ('no.such.host.invalid', 0), ('127.0.0.1', 65536)]
+)
+def test_address_of_another_host_is_refused(host: str, port: int) -> None:
+    with pytest.raises(ConfigurationError, match=f'--host {host} --port {port}: cannot listen'):
+        listen(host, port)
+
+
+def test_mistake_on_the_command_line_is_one_line() -> None:
+    command = [sys.executable, '-m', 'moevement_ext.store', '--host', '192.0.2.7', '--port', '0']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = [text for text in done.stderr.splitlines() if 'error' in text]
+    assert '--host 192.0.2.7 --port 0: cannot listen there' in line

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dense checkpoint out of windows: the run itself goes on from them, for a moment, and saves.
+
+Windows hold the states of several iterations, and only a replay makes one of them. So the run's own
+program is launched with its own flags, converts the window, trains one iteration, and ends with
+what upstream saves of it.
+"""
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.lab.errors import LabError
+from tools.windows.found import DISK, Found, complete
+from tools.windows.pruning import live_runs
+
+TORCH_DIST = 'torch_dist'
+_TRACKER = 'latest_checkpointed_iteration.txt'
+
+
+class ExportError(LabError):
+    """Nothing can be exported; the message says why, and what to do."""
+
+
+class Source(NamedTuple):
+    """The windows of one run that has ended."""
+
+    run: str
+    flags: list[str]
+    """By which the program finds them."""
+    dense_at: int
+    """Iteration that a conversion of the newest one comes to."""
+
+
+def source(found: Sequence[Found], directory: Path) -> Source:
+    """What is exported of the windows below a directory.
+
+    Raises:
+        ExportError: there is no complete window of a run that has ended, or there are several runs.
+    """
+    runs = complete(found)
+    if len(runs) != 1:
+        names = ', '.join(sorted(runs)) or 'none'
+        raise ExportError(f'{directory}: name the directory of one run; there is {names}')
+    ((run, windows),) = runs.items()
+    if live_runs(found):
+        raise ExportError(f'{run}: a process lives; end the job first, or let it save by itself')
+    if not windows:
+        raise ExportError(f'{directory}: no window is whole on all ranks that are seen there')
+    newest = next(one for one in found if one.window == windows[0] and one.sound)
+    assert newest.slots is not None
+    on_disk = newest.tier == DISK
+    root = newest.path.parents[2 if on_disk else 4]
+    flag = '--sparse-ckpt-disk' if on_disk else '--sparse-ckpt-dir'
+    flags = [flag, str(root), '--sparse-ckpt-run-id', run]
+    return Source(run, flags, newest.start + newest.slots - 1)
+
+
+def export(source: Source, output: Path, command: Sequence[str]) -> int:
+    """Launch the run once more, to save in `output`; returns the iteration of the checkpoint.
+
+    Args:
+        source: its windows.
+        output: directory, without a checkpoint so far.
+        command: by which the run is launched; its last arguments are flags of the program.
+
+    Raises:
+        ExportError: the run has a newer dense checkpoint, or did not save.
+    """
+    if _saved(output) is not None:
+        raise ExportError(f'--output {output}: there is a checkpoint already; name another one')
+    load = _last_value(command, '--load')
+    dense = None if load is None else _saved(Path(load))
+    if dense is not None and dense >= source.dense_at:
+        raise ExportError(
+            f'--load {load} has iteration {dense}, and the windows none after it: use that'
+        )
+    iteration = source.dense_at + 1
+    done = subprocess.run([*command, *_flags(source, output, iteration, command)], check=False)
+    if done.returncode != 0 or _saved(output) != iteration:
+        raise ExportError(
+            f'the run ended with status {done.returncode} and saved no checkpoint of iteration '
+            f'{iteration} in {output}; its output says why'
+        )
+    return iteration
+
+
+def _flags(source: Source, output: Path, iteration: int, command: Sequence[str]) -> list[str]:
+    """The last one of each flag counts."""
+    flags = [*source.flags, '--save', str(output.absolute()), '--ckpt-format', TORCH_DIST]
+    flags += ['--save-interval', str(iteration), '--exit-interval', str(iteration)]
+    if '--use-distributed-optimizer' in command:  # else other layouts cannot load its state
+        flags.append('--dist-ckpt-optim-fully-reshardable')
+    return flags
+
+
+def _saved(directory: Path) -> int | None:
+    """Iteration of the newest checkpoint there; None if there is none."""
+    tracker = directory / _TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text().strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _last_value(command: Sequence[str], flag: str) -> str | None:
+    found = None
+    for number, argument in enumerate(command):
+        if argument == flag:
+            found = ''.join(command[number + 1 : number + 2])
+        elif argument.startswith(f'{flag}='):
+            found = argument.partition('=')[2]
+    return found
