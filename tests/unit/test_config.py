@@ -38,6 +38,8 @@ NAN = float('nan')
         ('reorder_fraction', NAN, r'in \(0, 1\]'),
         ('dir', 'relative/path', 'an absolute path'),
         ('disk', 'relative/path', 'an absolute path'),
+        ('store', 'host', 'HOST:PORT, where'),
+        ('store', 'host:70000', 'HOST:PORT, where'),
         ('disk_every', 0, 'at least 1'),
         ('disk_gb_per_s', 0, 'above 0'),
         ('disk_gb_per_s', NAN, 'above 0'),

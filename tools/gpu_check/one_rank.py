@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages: one rank with a model that fills some of the GPU: what windows cost, whether bits return."""
+"""Stages: one rank, a model that fills some of the GPU: what windows cost, if bits return."""
 
 from collections.abc import Sequence
 from typing import Any

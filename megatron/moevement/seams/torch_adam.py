@@ -2,8 +2,8 @@
 """Dense checkpoints of torch's own Adam, which upstream uses without Transformer Engine and Apex.
 
 It keeps a step for each parameter. Upstream's distributed optimizer does not describe those of
-parameters without gradients so far, and loads one tensor for all: each parameter's update would then
-count it up for all others.
+parameters without gradients so far, and loads one tensor for all: each parameter's update would
+then count it up for all others.
 
 Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
 """

@@ -14,7 +14,10 @@ cpu_device.install()
 
 from megatron.core.model_parallel_config import ModelParallelConfig  # noqa: E402
 
-from megatron.moevement.seams.p2p import BoundaryCommunicator  # noqa: E402
+from megatron.moevement.seams.p2p import (  # noqa: E402
+    BoundaryCommunicator,
+    receives_per_iteration,
+)
 from moevement_ext.memory.upstream_log.record import Direction  # noqa: E402
 
 NOTHING = {
@@ -97,3 +100,17 @@ def test_what_a_replay_receives_is_waited_for_on_the_stream_that_uses_it(
     assert done == ['copied']
     requests['recv_prev'].wait()
     assert done == ['copied', 'waited']
+
+
+@pytest.mark.parametrize('stages', [1, 2, 3, 4])
+@pytest.mark.parametrize('chunks', [1, 2, 3])
+def test_a_stage_receives_what_its_neighbours_send(stages: int, chunks: int) -> None:
+    """Model chunks are dealt to the stages in turn; each passes on all micro-batches, both ways."""
+    parts = [part % stages for part in range(stages * chunks)]
+    micro_batches = 5
+    for stage in range(stages):
+        received = receives_per_iteration(stage, stages, chunks, micro_batches)
+        assert received == {
+            Direction.DOWN: micro_batches * parts[1:].count(stage),
+            Direction.UP: micro_batches * parts[:-1].count(stage),
+        }

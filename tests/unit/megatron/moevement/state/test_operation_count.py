@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floating point operations are counted from the samples, wherever the loop is entered."""
+
+from megatron.moevement.state.operation_count import CountedOperations, OperationCount
+
+
+def test_the_count_goes_on_from_what_is_known() -> None:
+    asked: list[float] = []
+
+    def per_sample() -> float:
+        asked.append(2.5)
+        return 2.5
+
+    count = OperationCount(per_sample)
+    count.base = CountedOperations(100, 1e6)
+    assert count.at(100) == 1e6
+    assert not asked, 'upstream cannot be asked before training begins'
+    assert count.at(104) == 1e6 + 10
+    count.base = CountedOperations(0, 0.0)
+    assert count.at(4) == 10.0
+    assert len(asked) == 1
