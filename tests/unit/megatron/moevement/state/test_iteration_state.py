@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an iteration starts from but tensors comes back: random numbers, counters, schedule."""
+
+import random
+from argparse import Namespace
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.core import num_microbatches_calculator  # noqa: E402
+from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
+
+from megatron.moevement.state import iteration_state  # noqa: E402
+from megatron.moevement.state.global_scalars import GlobalScalars  # noqa: E402
+
+SAMPLES = 24
+"""In which the batch grows from 4 to 8 and 12, of micro-batches of 4."""
+
+
+@pytest.fixture(autouse=True)
+def growing_batches() -> Iterator[None]:
+    num_microbatches_calculator.init_num_microbatches_calculator(
+        0, None, 12, 4, 1, step_batch_size_schedule=f'0:4 12:8 {SAMPLES}:12', seq_length=1
+    )
+    assert get_num_microbatches() == 1
+    yield
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+
+
+@pytest.fixture
+def tracker() -> Iterator[None]:
+    """A generator of upstream's besides the default one, as model parallelism has it."""
+    get_cuda_rng_tracker().reset()
+    get_cuda_rng_tracker().add('experts', 5)
+    yield
+    get_cuda_rng_tracker().reset()
+
+
+class Loop:
+    """What a training loop counts with."""
+
+    def __init__(self) -> None:
+        self.counters = Namespace(
+            iteration=0,
+            curr_iteration=0,
+            consumed_train_samples=0,
+            consumed_valid_samples=0,
+            skipped_train_samples=0,
+            num_floating_point_operations_so_far=0.0,
+        )
+        self.inner = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+        for group in self.inner.param_groups:
+            group.update(max_lr=1.0, min_lr=0.1, wd_mult=1.0, lr_mult=1.0)
+        self.optimizer = SimpleNamespace(optimizer=self.inner, param_groups=self.inner.param_groups)
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=1.0,
+            min_lr=0.1,
+            lr_warmup_steps=8,
+            lr_decay_steps=64,
+            lr_decay_style='cosine',
+            start_wd=0.1,
+            end_wd=0.5,
+            wd_incr_steps=64,
+            wd_incr_style='linear',
+        )
+
+    def train(self, samples: int) -> None:
+        """An iteration of that many, as far as it is counted."""
+        counters = self.counters
+        counters.iteration += 1
+        counters.curr_iteration = counters.iteration
+        counters.consumed_train_samples += samples
+        counters.consumed_valid_samples += 2
+        counters.skipped_train_samples += 1
+        counters.num_floating_point_operations_so_far += 1e9
+        get_rerun_state_machine().current_iteration = counters.iteration
+        num_microbatches_calculator.update_num_microbatches(
+            counters.consumed_train_samples, consistency_check=False
+        )
+        self.scheduler.step(increment=samples)
+
+    def captured(self) -> bytes:
+        counters = self.counters
+        state = iteration_state.capture(
+            counters,
+            counters.iteration,
+            self.optimizer,
+            self.scheduler,
+            GlobalScalars([0.1, 3.0], [True], 7),
+            counters.num_floating_point_operations_so_far,
+        )
+        return iteration_state.encode(state)
+
+    def restore(self, state: bytes) -> None:
+        decoded = iteration_state.decode(state)
+        iteration_state.restore(decoded, self.counters, self.optimizer, self.scheduler)
+
+    def rates(self) -> list[float]:
+        (group,) = self.inner.param_groups
+        return [group['lr'], group['weight_decay'], self.scheduler.num_steps]
+
+
+def drawn() -> list[object]:
+    """The next numbers of all generators; one of them keeps every second one it makes."""
+    with get_cuda_rng_tracker().fork('experts'):
+        of_experts = torch.rand(3).tolist()
+    return [
+        random.random(),
+        random.gauss(),
+        np.random.rand(),
+        np.random.randn(),
+        torch.rand(3).tolist(),
+        of_experts,
+    ]
+
+
+def test_every_generator_draws_the_same_again(tracker: None) -> None:
+    random.gauss(), np.random.randn()  # each has another one ready now
+    state = iteration_state.capture_rng()
+    state.cuda = iteration_state._bytes(torch.Generator().manual_seed(9).get_state())
+    expected = drawn()
+    assert all(one != other for one, other in zip(drawn(), expected, strict=True))
+    iteration_state.restore_rng(state)
+    assert drawn() == expected
+
+
+def test_another_loop_goes_on_where_one_was_captured(tracker: None) -> None:
+    trained, fresh = Loop(), Loop()
+    for samples in (4, 4, 8, 8):
+        trained.train(samples)
+    state, counted = trained.captured(), Namespace(**vars(trained.counters))
+    rates, micro_batches, expected = trained.rates(), get_num_microbatches(), drawn()
+    assert micro_batches == 3
+    fresh.train(4)
+    num_microbatches_calculator.update_num_microbatches(0, consistency_check=False)
+    assert get_num_microbatches() == 1
+    fresh.restore(state)
+    assert fresh.counters == counted
+    assert fresh.rates() == rates
+    assert get_num_microbatches() == micro_batches
+    assert get_rerun_state_machine().current_iteration == counted.iteration
+    assert drawn() == expected
+    for loop in (trained, fresh):
+        loop.train(12)
+    assert fresh.rates() == trained.rates()
+    fresh.restore(state)
+    assert fresh.captured() == state, 'also by all that was not looked at'
+
+
+def test_a_loop_counts_on_from_what_is_told() -> None:
+    loop = Loop()
+    iteration_state.move_to(5, SAMPLES, loop.counters)
+    assert (loop.counters.iteration, loop.counters.curr_iteration) == (5, 5)
+    assert loop.counters.consumed_train_samples == SAMPLES
+    assert get_num_microbatches() == 3
+    assert get_rerun_state_machine().current_iteration == 5
