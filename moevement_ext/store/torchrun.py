@@ -57,7 +57,7 @@ class OutsideStore(RendezvousHandler):
 
     @classmethod
     def create(cls, params: RendezvousParameters) -> 'OutsideStore':
-        """As torch's registry asks for it."""
+        """Made from what torch's registry of rendezvous backends is given."""
         host, _, port = params.endpoint.rpartition(':')
         rank, seconds = params.get_as_int('rank'), params.get_as_int('timeout', _TO_MEET_S)
         assert rank is not None and seconds is not None
@@ -88,7 +88,7 @@ class OutsideStore(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """As given."""
+        """The name of the run that all agents were given."""
         return self._run_id
 
     def is_closed(self) -> bool:

@@ -58,7 +58,7 @@ def test_windows_captured_after_a_dense_restart_give_the_same_bits(
 def test_windows_of_what_a_late_load_replaced_are_noticed(
     cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
-    flags = SETUPS['experts'].split()
+    flags = SETUPS['bf16-plain'].split()
     job = restarted(cluster, flags, 'damaged', tmp_path, mutation='dense_load_without_renewal')
     assert differences(reference(*flags), read_digest(job)) != []
 

@@ -14,7 +14,7 @@ WINDOW = 4
 ITERATIONS = 20
 KILL = Kill(rank=0, after=11)
 _MOST_EXPOSED = 0.01
-"""Of an iteration, with the window that the job chooses for itself."""
+"""Share of an iteration, with the window that the job chooses for itself."""
 
 _LARGE = models.ToyModel(hidden=1024, heads=16, sequence=1024, experts=8)
 _LARGE_LAYERS = 10

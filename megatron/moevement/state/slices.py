@@ -42,7 +42,7 @@ def _slices(
 
 
 def _weight_scales(operator: Operator) -> Iterator[TensorSlice]:
-    """Of each weight in fp8, also those that this rank has no shard of."""
+    """The scales of each weight in fp8, also of those that this rank has no shard of."""
     for name, parameter in operator.parameters.items():
         scale = stored.weight_scale(parameter)
         if scale is not None:

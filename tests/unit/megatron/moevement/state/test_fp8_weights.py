@@ -53,7 +53,7 @@ def rank(recipe: str, seed: int, shard: bool = True) -> Rank:
         main = weight.float().detach().flatten()[START:END].clone()
         adam = torch.optim.AdamW([main])
         adam.state[main] = {name: main.clone() for name in ('exp_avg', 'exp_avg_sq')}
-        states[weight] = ParameterState('w', weight, main, adam, START, START, END, None)
+        states[weight] = ParameterState('w', weight, main, adam, START, range(START, END), None)
     return Rank(weight, states, {'rest': Operator('rest', 'rest', {'w': weight})})
 
 
