@@ -177,6 +177,7 @@ def test_help_shows_the_flags_in_a_group(cluster: Callable[..., Cluster]) -> Non
             True,
             {
                 'megatron.training.training.build_pretraining_data_loader',
+                'megatron.training.training.load_checkpoint',
                 'megatron.training.training.setup_model_and_optimizer',
                 'megatron.training.training.train',
                 'megatron.training.training.train_step',
