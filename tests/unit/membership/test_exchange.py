@@ -45,7 +45,8 @@ def _operators(rank: int) -> bytes:
         for expert in range(LOCAL_EXPERTS)
     ]
     sizes = {name: (123_456_789 + index, 12_345_678) for index, name in enumerate(names)}
-    return msgspec.msgpack.encode(RankOperators(sizes, dict.fromkeys(names, 'expert'), [], always=0))
+    kinds = dict.fromkeys(names, 'expert')
+    return msgspec.msgpack.encode(RankOperators(sizes, kinds, tied=[], always=0))
 
 
 def test_operators_of_hundreds_of_ranks_reach_a_process_that_joins(store: PrefixStore) -> None:
