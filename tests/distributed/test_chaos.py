@@ -17,6 +17,7 @@ EVERYTHING_ON = 744
 """Draws PP 2 x EP 2 with every feature that the test names."""
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(560)
 def test_random_faults(tmp_path: Path) -> None:
     last_line = struck(tmp_path, f'--fork --faults {FAULTS} --faults-per-job {FAULTS}')
