@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Flags of all commands."""
     parser = argparse.ArgumentParser(
-        prog='local_slurm', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog='local_slurm',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest='command', required=True)
     for name, about in (

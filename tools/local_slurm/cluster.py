@@ -126,7 +126,7 @@ class LocalSlurm:
         processes = self.processes()
         daemon = [one for one in processes if _command(one)[-2:] == ['-N', name]]
         if not daemon:
-            raise LabError(f'{name} is no node of {self.folder} that runs; nodes: {", ".join(NODES)}')
+            raise LabError(f'{name} is no node of {self.folder}, or it is lost already')
         doomed = [one for one in processes if _variables(one).get('SLURMD_NODENAME') == name]
         _kill([*daemon, *doomed, *_step_daemons(doomed)])
         return len(daemon) + len(doomed)
