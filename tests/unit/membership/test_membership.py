@@ -167,12 +167,13 @@ def test_a_start_that_is_late_deletes_nothing_of_the_next(job: Job) -> None:
 def test_who_joins_finds_what_was_left(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
-    survivors, _ = joined
+    survivors, before = joined
+    before.settle()
     survivors[1].archive.set('exchange/plan/1/0', 'of the start')
     survivors[0].close()
     break_epoch(job.store, present_epoch(job.store), 'rank 0 died')
     coming = job.start(0)
-    moving = [job.move_on(survivors[1]), job.move_on(joined[1])]
+    moving = [job.move_on(survivors[1]), job.move_on(before)]
     new = coming.result()
     assert [len(future.result()) for future in moving] == [WORLD, WORLD]
     assert new.joining
