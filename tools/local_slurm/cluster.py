@@ -21,7 +21,7 @@ import psutil
 from tools.lab.errors import LabError
 
 PACKAGES = ('slurm-wlm', 'munge')
-"""Of Debian and Ubuntu."""
+"""Their names in Debian and Ubuntu."""
 NODES = tuple(f'n{number}' for number in range(1, 6))
 _MUNGE, _CONTROLLER, _NODE_DAEMON = _PROGRAMS = 'munged', 'slurmctld', 'slurmd'
 _STEP_DAEMON = 'slurmstepd'
