@@ -87,3 +87,9 @@ def test_a_page_that_says_something_else_is_noticed() -> None:
     assert unseen(['rank ... of 5', '[launcher] all ... well'], output) == []
     assert unseen(['[launcher] all is well', 'rank 1 of 5'], output) == ['rank 1 of 5']
     assert unseen(['all is well'], output) != []
+
+
+def test_the_first_command_that_fails_ends_all_and_nothing_is_left() -> None:
+    shell = program(['echo one', 'false', 'echo two'], cleanup='echo gone\n')
+    done = subprocess.run(['bash', '-c', shell], capture_output=True, text=True)
+    assert done.returncode != 0 and done.stdout == 'one\ngone\n'
