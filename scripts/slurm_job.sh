@@ -18,7 +18,13 @@ train() {
     surroundings
     # The launcher takes the place of this shell, so that signals of Slurm reach it.
     exec .venv/bin/python -m moevement_ext.slurm \
-        --workers-per-node "${SLURM_GPUS_ON_NODE:-1}" "${launch[@]}" -- pretrain_gpt.py "${flags[@]}"
+        --workers-per-node "$(gpus_per_node)" "${launch[@]}" -- pretrain_gpt.py "${flags[@]}"
+}
+
+# The one is set on nodes of the job, the other by salloc where it runs: such as 8, or h100:8.
+gpus_per_node() {
+    local asked=${SLURM_GPUS_PER_NODE:-1}
+    echo "${SLURM_GPUS_ON_NODE:-${asked##*:}}"
 }
 
 # What all programs of a job find in their environment.

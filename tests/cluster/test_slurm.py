@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real Slurm, the project's own batch scripts, nodes that are lost: the bits stay the same."""
 
+import math
+import re
 import shutil
+import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from moevement_ext.events import Recovered, WindowPersisted
+from moevement_ext.events import Recovered, WindowPersisted, WorkerStarted
 from tests.cluster.slurm import END_STATES, NODES, Slurm
 from tests.distributed.conftest import differences, read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.cluster import ROOT, Cluster
+from tests.distributed.harness.store import OutsideStore
 
 pytestmark = pytest.mark.timeout(1800)
 PP2 = '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights'
 FLAGS = [*PP2.split(), '--train-iters', '16']
+WINDOW = ('--sparse-ckpt-window', '2')
 WAIT_S = 400.0
 """Programs are imported, on perhaps two cores that others use, too."""
 Make = Callable[..., Cluster]
@@ -38,9 +46,11 @@ class Submitted:
         self.job = job
         job.directory.mkdir(parents=True, exist_ok=True)
         self.log = job.directory / 'slurm.log'
-        flags = ('--sparse-ckpt-window', '2')
-        allocation = (f'--nodes={nodes}', *sbatch)
-        self.number = slurm.submit(script, *job.flags, *flags, log=self.log, sbatch=allocation)
+        self.number = self._submit(script, [f'--nodes={nodes}', *sbatch])
+
+    def _submit(self, script: str, allocation: Sequence[str]) -> int:
+        flags = [*self.job.flags, *WINDOW]
+        return self.slurm.submit(script, *flags, log=self.log, sbatch=allocation)
 
     @property
     def output(self) -> str:
@@ -71,6 +81,20 @@ class Submitted:
             time.sleep(0.2)
         return state
 
+    def shows(self, name: str) -> str:
+        """What the controller says of the job."""
+        return self.slurm.show(self.number)[name]
+
+    def ask_for(self, host: str) -> None:
+        """While it waits in the queue: which node it wants among those it gets."""
+        self.slurm.run('scontrol', 'update', f'JobId={self.number}', f'ReqNodeList={host}')
+
+    def leave_it(self, seconds: int) -> None:
+        """Cut its time, to whole minutes, so that it has at least so long from now on."""
+        began = datetime.fromisoformat(self.shows('StartTime')).timestamp()
+        minutes = math.ceil((time.time() - began + seconds) / 60)
+        self.slurm.run('scontrol', 'update', f'JobId={self.number}', f'TimeLimit={minutes}')
+
     def recovered(self, times: int) -> None:
         """Wait until both ranks have come back so many times."""
         events = partial(self.job.events_of, Recovered)
@@ -81,6 +105,46 @@ class Submitted:
         while left := self.slurm.left():
             assert time.monotonic() < deadline, left
             time.sleep(0.2)
+
+
+class FromHere(Submitted):
+    """A job whose launcher runs here, on none of its nodes; it is ended with the test.
+
+    Args:
+        stack: ends it.
+        slurm, job, nodes: as of `Submitted`.
+    """
+
+    def __init__(self, stack: ExitStack, slurm: Slurm, job: Cluster, nodes: int) -> None:
+        self._stack = stack
+        super().__init__(slurm, job, 'slurm_from_here.sh', nodes)
+
+    def _submit(self, script: str, allocation: Sequence[str]) -> int:
+        command = [f'scripts/{script}', *allocation, '--gpus-per-node=1', '--cpus-per-task=1']
+        with self.log.open('wb') as log:
+            launcher = subprocess.Popen(
+                [*command, '--', *self.job.flags, *WINDOW],
+                cwd=ROOT,
+                env=self.slurm.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self._stack.callback(launcher.wait)
+        self._stack.callback(launcher.terminate)
+        deadline = time.monotonic() + WAIT_S
+        while not (granted := re.search(r'Granted job allocation (\d+)', self.output)):
+            assert launcher.poll() is None and time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+        return int(granted[1])
+
+
+@pytest.fixture
+def store() -> Iterator[OutsideStore]:
+    """A store that is on none of the nodes."""
+    made = OutsideStore()
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -112,19 +176,61 @@ def test_a_spare_takes_the_place_of_a_lost_node(
     assert 'rank 1: a hot spare takes over' in running.output
 
 
+def test_the_first_node_is_lost_where_launcher_and_store_are_elsewhere(
+    slurm: Slurm, store: OutsideStore, cluster: Make, reference: Callable[..., dict]
+) -> None:
+    """Submitted with sbatch, that node would hold both, and the job would end with it."""
+    job = cluster(*FLAGS, '--sparse-ckpt-store', store.address, ranks=2)
+    with ExitStack() as stack:
+        running = FromHere(stack, slurm, job, nodes=3)
+        running.wait_for(lambda: 'hot spare ready' in running.output)
+        running.protected()
+        running.lose_node(NODES[0])
+        check_bits(running, reference)
+    for rank in range(2):
+        (recovered,) = running.job.events_of(Recovered, rank)
+        assert (recovered.scope, recovered.stages) == ('localized', [0])
+    assert 'rank 0: a hot spare takes over' in running.output
+
+
+@pytest.mark.thorough
+def test_a_job_whose_batch_host_is_lost_is_sent_back_to_the_queue_by_a_person(
+    slurm: Slurm, store: OutsideStore, cluster: Make, reference: Callable[..., dict]
+) -> None:
+    """The launcher is lost; the workers end. It meets in the same store again, and goes on."""
+    job = cluster(*FLAGS, '--sparse-ckpt-store', store.address, ranks=2)
+    running = Submitted(slurm, job, 'slurm_pretrain.sbatch', 3)
+    running.protected()
+    running.lose_node(NODES[0])
+    running.wait_for(lambda: NODES[0] not in slurm.hosts(running.number))
+    assert running.shows('JobState') == 'RUNNING', 'it holds its other nodes, and does nothing'
+    slurm.run('scontrol', 'requeue', str(running.number))
+    running.ask_for(NODES[1])
+    assert running.end() == 'COMPLETED', running.output[-6000:]
+    assert differences(reference(*FLAGS, ranks=2), read_digest(job)) == []
+    for rank in range(2):
+        (recovered,) = job.events_of(Recovered, rank)
+        assert recovered.scope != 'localized'
+
+
 @pytest.mark.thorough
 def test_a_spare_that_took_over_is_lost_too_and_the_controller_in_between(
-    submit: Callable[..., Submitted], reference: Callable[..., dict]
+    submit: Callable[..., Submitted], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
+    stall = tmp_path / 'stall'
     longer = ('--train-iters', '60')
-    running = submit('slurm_pretrain.sbatch', 4, '--export=ALL,SPARE_NODES=2', more=longer)
+    exported = f'--export=ALL,SPARE_NODES=2,MOEVEMENT_STALL_FILE={stall}'
+    running = submit('slurm_pretrain.sbatch', 4, exported, more=longer)
     running.wait_for(lambda: running.output.count('hot spare ready') == 2)
     running.protected()
     running.lose_node(NODES[1])
     running.recovered(1)
-    running.slurm.restart_controller()
     running.protected(windows=6)
+    stalled = Path(f'{stall}.{running.job.events_of(WorkerStarted)[-1].pid}')
+    stalled.touch()  # or the job might end before the controller is back
+    running.slurm.restart_controller()
     running.lose_node(NODES[2])
+    stalled.unlink()
     running.recovered(2)
     check_bits(running, reference, *longer)
     assert running.output.count('a hot spare takes over') == 2
@@ -134,14 +240,16 @@ def test_a_spare_that_took_over_is_lost_too_and_the_controller_in_between(
 def test_without_a_spare_a_lost_node_sends_the_job_back_to_the_queue(
     submit: Callable[..., Submitted], reference: Callable[..., dict]
 ) -> None:
-    """It goes on from the replicas in the memory of the node that is left."""
+    """It goes on from the replicas in the memory of the node that is left, and asked for."""
     running = submit('slurm_requeue.sbatch', 2)
     running.protected()
     running.lose_node(NODES[1])
+    running.wait_for(lambda: running.shows('Restarts') == '1')
+    running.ask_for(NODES[0])
     check_bits(running, reference)
-    assert running.slurm.show(running.number)['Restarts'] == '1'
     for rank in range(2):
-        assert running.job.events_of(Recovered, rank)
+        (recovered,) = running.job.events_of(Recovered, rank)
+        assert recovered.scope != 'localized'
 
 
 @pytest.mark.thorough
@@ -165,8 +273,11 @@ def test_before_its_time_is_up_a_job_saves_and_the_next_goes_on(
     long = [*PP2.split(), '--train-iters', '100000']
     job = cluster(*long, '--exit-signal-handler', ranks=2)
     job.flags += ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
-    running = Submitted(slurm, job, 'slurm_pretrain.sbatch', 3, '--time=2', '--signal=B:TERM@90')
-    assert running.end() in ('COMPLETED', 'TIMEOUT'), running.output[-6000:]
+    running = Submitted(slurm, job, 'slurm_pretrain.sbatch', 3, '--signal=B:TERM@60')
+    running.protected()
+    running.leave_it(seconds=75)
+    assert running.end() == 'FAILED', running.output[-6000:]
+    assert running.shows('ExitCode') == f'{128 + signal.SIGTERM}:0'
     running.nothing_is_left()
     last = int((tmp_path / 'dense' / 'latest_checkpointed_iteration.txt').read_text())
     ends = ['--exit-interval', str(last + 5)]

@@ -211,6 +211,7 @@ def slurm_command(script: str, tmp_path: Path, *flags: str) -> list[str]:
     programs = {
         'python': "printf '%s\\n' \"$@\"",
         'srun': "printf '%s\\n' \"$@\"",
+        'salloc': "printf '%s\\n' \"$@\"",
         'scontrol': "printf '%s\\n' node-{a,b,c,d,e}",
     }
     for name, body in programs.items():
@@ -281,6 +282,25 @@ def test_slurm_check_uses_flags_that_exist(tmp_path: Path) -> None:
     end = command.index('--')
     assert _parser().parse_args(command[2:end]).spare_nodes == 1
     assert command[end + 1 :] == ['--num-layers', '4']
+
+
+def test_slurm_from_here_runs_the_batch_script_in_an_allocation(tmp_path: Path) -> None:
+    salloc = slurm_command('slurm_from_here.sh', tmp_path, '--nodes=9', '--', '--num-layers', '4')
+    program = salloc.index('bash')
+    assert salloc[program:] == ['bash', 'scripts/slurm_pretrain.sbatch', '--num-layers', '4']
+    assert '--no-kill' in salloc[:program]
+    assert [flag for flag in salloc if flag.startswith('--nodes=')][-1] == '--nodes=9'
+
+
+def test_workers_of_a_node_are_as_many_as_gpus_were_asked_for() -> None:
+    source = f'source {ROOT / "scripts" / "slurm_job.sh"}; gpus_per_node'
+    for variables, workers in (
+        ({}, '1'),
+        ({'SLURM_GPUS_PER_NODE': '4'}, '4'),
+        ({'SLURM_GPUS_PER_NODE': 'h100:8'}, '8'),
+        ({'SLURM_GPUS_PER_NODE': '4', 'SLURM_GPUS_ON_NODE': '2'}, '2'),
+    ):
+        assert run('bash', '-c', source, env=variables).stdout.strip() == workers
 
 
 # ---- Dockerfile

@@ -48,3 +48,12 @@ def training_flags(data: Path, ranks: int, iterations: int, digest: Path) -> lis
 def sparse_flags(memory: Path, window: str, events: Path) -> list[str]:
     """Sparse checkpointing with windows of `window` iterations, which may be `auto`."""
     return models.sparse_flags(memory, RUN_ID, window, events)
+
+
+def disk_flags(directory: Path) -> list[str]:
+    """Windows go to disk as well, the next one as soon as all ranks have the one before there.
+
+    Args:
+        directory: that exists.
+    """
+    return ['--sparse-ckpt-disk', str(directory), '--sparse-ckpt-disk-every', '1']

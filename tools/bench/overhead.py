@@ -25,12 +25,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from moevement_ext.events import WindowOnDisk
 from tools.bench import model
 from tools.bench.model import NODES
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.cpu_clock import CpuClock
 from tools.lab.digests import read_digest
 from tools.lab.errors import LabError
+from tools.lab.evidence import kind_of, read_events
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
@@ -39,12 +41,14 @@ from tools.lab.models import dense_flags, prepare_text
 
 _POLL_S = 0.25
 PLAIN, SPARSE, AGAINST = 'plain', 'sparse', 'sparse-against'
+DISK = 'sparse-disk'
 DENSE_IN_MEMORY = 'dense-in-memory'
 SYNC, ASYNC = 'torch-dist-sync', 'torch-dist-async'
 TITLES = {
     PLAIN: 'plain Megatron',
     SPARSE: 'sparse checkpointing',
     AGAINST: 'sparse checkpointing of the other checkout',
+    DISK: 'sparse checkpointing, windows also to disk',
     DENSE_IN_MEMORY: 'dense in host memory each time (window 1)',
     SYNC: 'torch_dist each time',
     ASYNC: 'torch_dist each time, asynchronous',
@@ -67,6 +71,8 @@ class Run(msgspec.Struct, frozen=True):
     slot_bytes: list[int]
     """Bytes of each slot in the last window of the last rank."""
     digest: str
+    on_disk: int = 0
+    """Windows that all ranks had on disk."""
 
 
 class Variant(msgspec.Struct, frozen=True):
@@ -148,6 +154,10 @@ class Bench(NamedTuple):
                 log = job.read_log()
         if len(log.iterations) != self.iterations:
             raise LabError(f'{variant}: {len(log.iterations)} of {self.iterations} iterations')
+        copied = kind_of(read_events(folder / 'events'), WindowOnDisk)
+        on_disk = len({window.start for window in copied})
+        if variant == DISK and not on_disk:
+            raise LabError(f'{variant}: no window came to disk; take more --iterations')
         measured = log.iterations[self.warm_up - 1 :]
         seconds = log.wall_seconds(self.warm_up)
         slots = log.captured
@@ -161,12 +171,16 @@ class Bench(NamedTuple):
             windows=[slot.window for slot in slots],
             slot_bytes=[slot.nbytes for slot in slots[-slots[-1].window :]] if slots else [],
             digest=read_digest(digest).digest,
+            on_disk=on_disk,
         )
 
     def _protection(self, variant: str, memory: Path, checkpoints: Path, events: Path) -> list[str]:
         match variant:
             case 'sparse' | 'sparse-against':
                 return model.sparse_flags(memory, self.window, events)
+            case 'sparse-disk':
+                flags = model.sparse_flags(memory, self.window, events)
+                return [*flags, *model.disk_flags(checkpoints)]
             case 'dense-in-memory':
                 return model.sparse_flags(memory, '1', events)
             case 'torch-dist-sync' | 'torch-dist-async':

@@ -95,8 +95,9 @@ def test_every_variant_but_plain_adds_flags() -> None:
     }
     assert added.pop(overhead.PLAIN) == []
     assert added.pop(overhead.AGAINST) == added[overhead.SPARSE]
-    assert len({tuple(flags) for flags in added.values()}) == 4
+    assert len({tuple(flags) for flags in added.values()}) == 5
     assert all(flags for flags in added.values())
+    assert added[overhead.DISK][: len(added[overhead.SPARSE])] == added[overhead.SPARSE]
 
 
 @pytest.mark.parametrize(('ranks', 'stages'), [(2, '1'), (4, '2')])

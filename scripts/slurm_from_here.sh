@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Trains as scripts/slurm_pretrain.sbatch does, but launcher and store run on this host, such as a
+# login or management node: no node that trains holds them, so that any of them may be lost.
+#
+#   scripts/slurm_from_here.sh --nodes=9 --time=24:00:00 -- <flags of pretrain_gpt.py>
+#
+# Flags before -- are those of salloc; without flags after it the example of scripts/slurm_job.sh is
+# trained. SPARE_NODES (1) of --nodes are spare. It ends with the job, which scancel ends.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+allocation=()
+while (($#)) && [[ $1 != -- ]]; do
+    allocation+=("$1")
+    shift
+done
+exec salloc --job-name=moevement --nodes=5 --ntasks-per-node=1 --gpus-per-node=8 \
+    --cpus-per-task=96 --mem=0 --exclusive --no-kill "${allocation[@]}" \
+    bash scripts/slurm_pretrain.sbatch "${@:2}"

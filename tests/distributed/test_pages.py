@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs that the pages show, run as a reader would run them."""
+
+import os
+import re
+import shutil
+import subprocess
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.config import SparseCheckpointConfig
+from tests.distributed.harness.cluster import ROOT
+
+pytestmark = pytest.mark.timeout(600)
+API = (ROOT / 'docs' / 'api.md').read_text('utf-8')
+README = (ROOT / 'README.md').read_text('utf-8')
+MAIN = "if __name__ == '__main__':\n"
+ITERATIONS = 12
+# What the snippet trains, and what a machine without a GPU can.
+LARGE = 'train_iters=1000, seq_length=4096, micro_batch_size=1, global_batch_size=512'
+SMALL = (
+    f'train_iters={ITERATIONS}, seq_length=SEQUENCE, micro_batch_size=1, '
+    "global_batch_size=MICRO_BATCHES, backend='gloo'"
+)
+# The names that the snippet of README leaves to its reader, by those of the complete program.
+READERS_OWN = """
+model_config, optimizer_config, ddp_config, data = model, optimizer, ddp, batches
+_build, _train_step = build, train_step
+
+
+def build():
+    return _build(model_config, optimizer_config, ddp_config)
+
+
+def train_step(data, **schedule):
+    return _train_step((model, optimizer, scheduler), data, **schedule)
+"""
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf'^```{language}\n(.*?)^```', page, re.M | re.S)
+
+
+def program_of_readme() -> str:
+    """Its snippet, with all that it does not say taken from the program of api.md."""
+    (snippet,), (complete,) = blocks(README, 'python'), blocks(API, 'python')
+    configurations = re.search(r'^def main\(\):\n(.*?)^    plan = ', complete, re.M | re.S)
+    assert configurations is not None and LARGE in snippet
+    functions = complete.removesuffix(f'{MAIN}    main()\n')
+    assert functions != complete
+    snippet = snippet.replace(LARGE, SMALL) + "print('trained', job.iteration)\n"
+    own = textwrap.dedent(configurations[1]) + READERS_OWN
+    return f'{functions}{own}\n\n{MAIN}{textwrap.indent(snippet, "    ")}'
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """This one, and what a reader has saved in it."""
+    for entry in ROOT.iterdir():
+        (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / 'loop.py').write_text(blocks(API, 'python')[0])
+    (tmp_path / 'readme.py').write_text(program_of_readme())
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[None]:
+    """What a program that fails leaves in the directory of all runs of this user goes."""
+    directory = Path(SparseCheckpointConfig().dir)
+    before = set(directory.glob('*'))
+    yield
+    for run in set(directory.glob('*')) - before:
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def run(command: str, checkout: Path) -> str:
+    done = subprocess.run(
+        ['bash', '-c', command],
+        cwd=checkout,
+        env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize('number', range(2))
+def test_commands_of_api_lose_a_worker_and_go_on(number: int, checkout: Path) -> None:
+    commands = blocks(API, 'bash')
+    assert len(commands) == 2
+    printed = run(commands[number], checkout)
+    assert re.search(r'rank 1: a hot spare takes over', printed), printed[-5000:]
+    assert re.search(r'recovered at iteration: \d+ \| replayed iterations: [1-9]', printed)
+
+
+def test_the_loop_of_readme_trains(checkout: Path) -> None:
+    command = '.venv/bin/python scripts/local_cluster.py --nodes 2 -- readme.py'
+    assert run(command, checkout).count(f'trained {ITERATIONS}\n') == 2

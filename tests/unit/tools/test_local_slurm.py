@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tool refuses; clusters that it starts are those of tests/cluster."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.local_slurm import cluster
+from tools.local_slurm.__main__ import main
+
+
+def test_a_node_of_no_cluster_cannot_be_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(['lose', str(tmp_path), 'n2']) == 2
+    assert f'local_slurm: n2 is no node of {tmp_path}' in capsys.readouterr().err
+
+
+def test_a_node_that_there_never_is_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(['lose', str(tmp_path), 'n9'])
+    assert refused.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ('user', 'programs', 'there', 'message'),
+    [
+        (1000, True, False, 'takes root'),
+        (0, False, False, 'apt-get install slurm-wlm munge'),
+        (0, True, True, 'has a cluster already'),
+    ],
+)
+def test_start_says_what_is_missing(
+    user: int,
+    programs: bool,
+    there: bool,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cluster.os, 'geteuid', lambda: user)
+    monkeypatch.setattr(cluster.shutil, 'which', lambda name: name if programs else None)
+    if there:
+        (tmp_path / 'slurm.conf').touch()
+    assert main(['start', str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_stopping_what_does_not_run_is_no_error(tmp_path: Path) -> None:
+    assert main(['stop', str(tmp_path)]) == 0

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One controller, and node daemons that listen on loopback, in a folder of their own.
+
+Nothing is remembered but in that folder and in the processes, all of which have its configuration
+in their environment; so another process can lose a node of the cluster, or end it. A node is lost
+as by a power failure: everything that runs on it is killed at once.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+from tools.lab.errors import LabError
+
+PACKAGES = ('slurm-wlm', 'munge')
+"""Their names in Debian and Ubuntu."""
+NODES = tuple(f'n{number}' for number in range(1, 6))
+_MUNGE, _CONTROLLER, _NODE_DAEMON = _PROGRAMS = 'munged', 'slurmctld', 'slurmd'
+_STEP_DAEMON = 'slurmstepd'
+_START_S = 60.0
+_POLL_S = 0.05
+_TAIL = 500
+
+_CONFIGURATION = """\
+ClusterName=local
+SlurmctldHost=localhost
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+GresTypes=gpu
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+ReturnToService=2
+SlurmdTimeout=20
+MessageTimeout=5
+KillWait=5
+MpiDefault=none
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+_NODE = 'NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 Gres=gpu:1\n'
+# A device that is none: the jobs train on the CPU, but count it as they do on a real cluster.
+_DEVICES = 'Name=gpu File=/dev/null\n'
+
+
+class LocalSlurm:
+    """The cluster in a folder, whoever started it.
+
+    Args:
+        folder: for configuration, logs and state; its path is short, as there is a socket in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def configuration(self) -> Path:
+        """The file that everything of Slurm finds through its environment."""
+        return self.folder / 'slurm.conf'
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """That of this process, in which commands of Slurm speak to this cluster."""
+        return {**os.environ, 'SLURM_CONF': str(self.configuration)}
+
+    def start(self) -> None:
+        """Start it, and wait until all nodes are idle.
+
+        Raises:
+            LabError: it cannot be started here, or does not come up.
+        """
+        self._check()
+        for name in ('state', 'spool', 'log'):
+            (self.folder / name).mkdir(parents=True)
+        self._write_files()
+        self._start_daemon(
+            _MUNGE,
+            *('--force', '--foreground', '--num-threads=2'),
+            *(f'--{name}-file={self.folder / f"munge.{name}"}' for name in ('key', 'pid', 'seed')),
+            f'--log-file={self.folder / "log" / "munge.log"}',
+            f'--socket={self.folder / "munge.socket"}',
+        )
+        self._wait((self.folder / 'munge.socket').exists)
+        self._start_daemon(_CONTROLLER, '-D', '-i')
+        for name in NODES:
+            self._start_daemon(_NODE_DAEMON, '-D', '-N', name)
+        self._wait(lambda: self.states() == ['idle'] * len(NODES))
+
+    def restart_controller(self) -> None:
+        """It dies, and goes on with what it has written down.
+
+        Raises:
+            LabError: it does not come up again.
+        """
+        _kill([process for process in self.processes() if _program(process) == _CONTROLLER])
+        self._start_daemon(_CONTROLLER, '-D')
+        self._wait(lambda: len(self.states()) == len(NODES))
+
+    def lose_node(self, name: str) -> int:
+        """Kill all that runs on a node, at once; returns the number of processes.
+
+        Daemon, steps, agent of the launcher, workers. What they have in `/dev/shm` stays.
+
+        Raises:
+            LabError: there is no such node.
+        """
+        processes = self.processes()
+        daemon = [one for one in processes if _command(one)[-2:] == ['-N', name]]
+        if not daemon:
+            raise LabError(f'{name} is no node of {self.folder}, or it is lost already')
+        doomed = [one for one in processes if _variables(one).get('SLURMD_NODENAME') == name]
+        _kill([*daemon, *doomed, *_step_daemons(doomed)])
+        return len(daemon) + len(doomed)
+
+    def states(self) -> list[str]:
+        """State of each node that answers."""
+        return self.query('sinfo', '--noheader', '--Node', '--format=%T').stdout.split()
+
+    def query(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of Slurm to its end."""
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True)
+
+    def processes(self) -> list[psutil.Process]:
+        """Daemons of this cluster, and all of its jobs; not what else was started beside them."""
+        return [
+            process
+            for process in psutil.process_iter()
+            if (variables := _variables(process)).get('SLURM_CONF') == str(self.configuration)
+            and ('SLURM_JOB_ID' in variables or _program(process) in (*_PROGRAMS, _STEP_DAEMON))
+        ]
+
+    def stop(self) -> None:
+        """End everything, by process id; daemons first, which might start more."""
+        _kill([process for process in self.processes() if _program(process) in _PROGRAMS])
+        _kill(self.processes())
+        for child in self._children:
+            child.wait()
+
+    def _check(self) -> None:
+        if os.geteuid() != 0:
+            raise LabError('a Slurm cluster on this machine takes root: its daemons start jobs')
+        if None in map(shutil.which, _PROGRAMS):
+            raise LabError(f'there is no Slurm here: apt-get install {" ".join(PACKAGES)}')
+        if self.configuration.exists():
+            raise LabError(f'{self.folder} has a cluster already: stop it, and delete the folder')
+
+    def _write_files(self) -> None:
+        key = self.folder / 'munge.key'
+        key.write_bytes(secrets.token_bytes(1024))
+        key.chmod(0o400)
+        host = socket.gethostname()
+        nodes = [_NODE.format(name=name, host=host, port=_free_port()) for name in NODES]
+        text = _CONFIGURATION.format(port=_free_port(), folder=self.folder)
+        self.configuration.write_text(text + ''.join(nodes))
+        (self.folder / 'gres.conf').write_text(_DEVICES)
+
+    def _start_daemon(self, program: str, *arguments: str) -> None:
+        name = '-'.join([program, *arguments[-1:]]) if program == _NODE_DAEMON else program
+        with (self.folder / 'log' / f'{name}.log').open('ab') as log:
+            self._children.append(
+                subprocess.Popen(
+                    [program, *arguments],
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _START_S
+        while not condition():
+            if time.monotonic() > deadline:
+                logs = sorted((self.folder / 'log').iterdir())
+                tails = (f'--- {log.name}\n{log.read_text()[-_TAIL:]}' for log in logs)
+                raise LabError(f'Slurm did not come up within {_START_S:g} s', '\n'.join(tails))
+            time.sleep(_POLL_S)
+
+
+def _variables(process: psutil.Process) -> dict[str, str]:
+    """Its environment; as psutil has it, but also of slurmstepd, which writes its title into it."""
+    try:
+        text = Path(f'/proc/{process.pid}/environ').read_text(errors='replace')
+    except OSError:
+        return {}
+    entries = (entry.partition('=') for entry in text.split('\0') if '=' in entry)
+    return {name: value for name, _, value in entries}
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(process.cmdline())
+    return []
+
+
+def _program(process: psutil.Process) -> str:
+    """What runs there; slurmstepd has a title in its place, such as `slurmstepd: [7.1]`."""
+    name = ''.join(_command(process)[:1]).partition(':')[0]
+    return Path(name).name
+
+
+def _step_daemons(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Parents of what Slurm has started, in whose environment no node is named."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = process.parent()
+            if parent is not None and _program(parent) == _STEP_DAEMON:
+                found.append(parent)
+    return found
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    """Return when all are dead; what nobody reaps is."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    while any(map(_lives, processes)):
+        time.sleep(_POLL_S)
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return int(probe.getsockname()[1])
