@@ -65,9 +65,60 @@ def _scales_lost(settings: object) -> bool:
     return bool(dense) and _megatron_holds_masters(settings)
 
 
+def _is_precision_aware(settings: object) -> bool:
+    return bool(getattr(settings, 'use_precision_aware_optimizer', False))
+
+
+def _fp32_masters_in_adam(settings: object) -> bool:
+    """Upstream has Adam keep fp32 masters, of which it keeps 16 bits beside a weight of 16."""
+    main = str(getattr(settings, 'main_params_dtype', _FP32[0]))
+    return (
+        _is_precision_aware(settings)
+        and getattr(settings, 'fp8_recipe', None) == 'delayed'
+        and main in _FP32
+    )
+
+
+def _narrow_masters_by_other_scales(settings: object) -> bool:
+    """Upstream has Adam keep the masters of weights that it gives it no view of."""
+    main = str(getattr(settings, 'main_params_dtype', _FP32[0]))
+    return (
+        _is_precision_aware(settings)
+        and getattr(settings, 'fp8_recipe', None) in ('tensorwise', 'blockwise')
+        and main not in _FP32
+    )
+
+
+def keeps_fp8_masters(settings: object) -> bool:
+    """True if updates that are too small for 8 bits are lost."""
+    return str(getattr(settings, 'main_params_dtype', None)) in FP8
+
+
+def leaves_scales_of_others(settings: object) -> bool:
+    """True if upstream may leave the scale of a weight as it was where a rank has no part of it.
+
+    Its fp8 update writes those of the weights it is given, of which each rank has some.
+    """
+    return (
+        _delayed(settings)
+        and _is_precision_aware(settings)
+        and bool(getattr(settings, 'fp8_param_gather', False))
+        and int(getattr(settings, 'data_parallel_size', None) or 1) > 1
+    )
+
+
 UNTRIED_WEIGHTS = Condition(
-    'with --fp8-recipe other than tensorwise and blockwise',
-    lambda settings: getattr(settings, 'fp8_recipe', None) not in ('tensorwise', 'blockwise'),
+    'with --fp8-recipe other than delayed, tensorwise and blockwise',
+    lambda settings: getattr(settings, 'fp8_recipe', None)
+    not in ('delayed', 'tensorwise', 'blockwise'),
+)
+FP32_MASTERS_IN_ADAM = Condition(
+    'with --fp8-recipe delayed, --use-precision-aware-optimizer and fp32 masters',
+    _fp32_masters_in_adam,
+)
+NARROW_MASTERS_BY_OTHER_SCALES = Condition(
+    'with --fp8-recipe other than delayed and --main-params-dtype other than fp32',
+    _narrow_masters_by_other_scales,
 )
 WITHOUT_ENGINE = Condition('without Transformer Engine', _lacks_engine)
 DELAYED_IN_PARTS = Condition(

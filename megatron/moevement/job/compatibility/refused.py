@@ -3,7 +3,9 @@
 
 from megatron.moevement.job.compatibility.precision import (
     DELAYED_IN_PARTS,
+    FP32_MASTERS_IN_ADAM,
     GRADIENTS_IN_FP16,
+    NARROW_MASTERS_BY_OTHER_SCALES,
     SCALED,
     SCALES_LOST,
     UNTRIED_WEIGHTS,
@@ -94,10 +96,16 @@ REFUSED = (
     Rule('--fp8-quantizer-factory', GIVEN, 'use another --fp8-recipe than custom',
          'what a quantizer of your own keeps is not captured'),
     Rule('--fp4-format', ANY, 'train in bf16', _SCALING, dest='fp4'),
-    Rule('--fp8-param-gather', GIVEN, 'use --fp8-recipe tensorwise or blockwise',
-         'with mxfp8 rows and columns are rounded apart, of which one alone would be captured; '
-         'with delayed the update writes into the state of the scales, which was not tried',
+    Rule('--fp8-param-gather', GIVEN, 'use --fp8-recipe delayed, tensorwise or blockwise',
+         'with mxfp8 rows and columns are rounded apart, of which one alone would be captured',
          UNTRIED_WEIGHTS),
+    Rule('--fp8-param-gather', GIVEN,
+         'add --main-params-dtype fp16, or leave out --use-precision-aware-optimizer',
+         'upstream fails: its Adam keeps 16 bits of such a master beside a weight of 16 bits, which '
+         'there is none', FP32_MASTERS_IN_ADAM),
+    Rule('--fp8-param-gather', GIVEN, 'use --fp8-recipe delayed',
+         'upstream fails: it gives such weights to an Adam that keeps their masters with delayed '
+         'scaling only', NARROW_MASTERS_BY_OTHER_SCALES),
     Rule('--fp4-param-gather', GIVEN, 'leave it out', _SCALING),
     Rule('--te-precision-config-file', GIVEN, 'leave it out', _SCALING),
     Rule('--freeze-all-layers', GIVEN, 'leave it out', 'there is no state to protect'),
