@@ -8,7 +8,6 @@ the rules of Transformer Engine's layers and Adam do it (`tests/stand_ins`).
 import re
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -16,29 +15,32 @@ from moevement_ext.events import Recovered
 from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import check_localized
+from tools.lab import precisions
 
 VARIANT = 'mutations.masters'
 STAND_INS = f'{VARIANT}:masters'
 HISTORY = '--fp8-amax-history-len 4 --fp8-amax-compute-algo max --fp8-margin 1'
-WEIGHTS = f"""--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights
- --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather {HISTORY}"""
-C3 = f'{WEIGHTS} --use-precision-aware-optimizer --main-params-dtype fp16'
-C4 = f'{C3} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16'
-C5 = C4.replace('--main-params-dtype fp16', '--main-params-dtype fp8')
+C2, C3, C4, C5 = (
+    f'{precisions.FLAGS[name]} {HISTORY} --untie-embeddings-and-output-weights'
+    for name in ('c2', 'c3', 'c4', 'c5')
+)
 # A rank for each stage: upstream leaves the scale of a weight alone on ranks without a part of it.
 ALONE = '--pipeline-model-parallel-size 4'
 TWO_REPLICAS = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'
 EVALUATIONS = '--pipeline-model-parallel-size 4 --eval-interval 1 --eval-iters 1'
 
 CASES = {
-    'c2-delayed': f'{WEIGHTS} {TWO_REPLICAS}',
+    'c2-delayed': f'{C2} --fp8-recipe delayed {TWO_REPLICAS}',
     'c3': f'{C3} {ALONE}',
     'c4': f'{C4} {ALONE}',
     'c4-two-replicas': f'{C4} {TWO_REPLICAS}',
     'c5': f'{C5} {ALONE}',
 }
 """Those of which a stage can replay alone."""
-WITH_EVALUATIONS = {'c4-evaluations': f'{C4} {EVALUATIONS}', 'c5-evaluations': f'{C5} {EVALUATIONS}'}
+WITH_EVALUATIONS = {
+    'c4-evaluations': f'{C4} {EVALUATIONS}',
+    'c5-evaluations': f'{C5} {EVALUATIONS}',
+}
 QUICK = ('c4',)
 MUTATIONS = {
     'scales_not_restored': 'c4',
@@ -47,8 +49,6 @@ MUTATIONS = {
     'scaling_not_restored': 'c3',
     'weight_from_master': 'c3',
 }
-# Without experts on different ranks, whose random numbers upstream does not keep apart there.
-DENSE = {name: CASES[name] for name in ('c4', 'c5')}
 
 
 def flags_of(case: str) -> list[str]:

@@ -221,9 +221,7 @@ def in_fp8(
     return made
 
 
-def delayed_weight(
-    values: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor
-) -> Float8Tensor:
+def delayed_weight(values: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor) -> Float8Tensor:
     """A weight that is rounded by a scale of its module, where the largest value is noted."""
     return Float8Tensor.by(values, Float8Quantizer(scale, amax))
 

@@ -101,8 +101,8 @@ REFUSED = (
          UNTRIED_WEIGHTS),
     Rule('--fp8-param-gather', GIVEN,
          'add --main-params-dtype fp16, or leave out --use-precision-aware-optimizer',
-         'upstream fails: its Adam keeps 16 bits of such a master beside a weight of 16 bits, which '
-         'there is none', FP32_MASTERS_IN_ADAM),
+         'upstream fails: of such a master its Adam keeps 16 bits beside a weight that has the '
+         'others', FP32_MASTERS_IN_ADAM),
     Rule('--fp8-param-gather', GIVEN, 'use --fp8-recipe delayed',
          'upstream fails: it gives such weights to an Adam that keeps their masters with delayed '
          'scaling only', NARROW_MASTERS_BY_OTHER_SCALES),

@@ -10,9 +10,9 @@ from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
+from megatron.moevement.seams.fp8_masters import keeping  # noqa: E402
 from megatron.moevement.state import optimizer_state, slices, stored  # noqa: E402
 from megatron.moevement.state.optimizer_state import ParameterState  # noqa: E402
-from megatron.moevement.seams.fp8_masters import keeping  # noqa: E402
 from tests.stand_ins import rules  # noqa: E402
 from tests.stand_ins.fp8_weights import delayed_weight  # noqa: E402
 from tests.stand_ins.fused_adam import FusedAdam  # noqa: E402
