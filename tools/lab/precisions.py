@@ -19,8 +19,8 @@ _MOMENTS = '--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16'
 
 FLAGS = {
     'bf16': f'{BASE} --bf16',
-    'c1': f'{BASE} --fp16 --accumulate-allreduce-grads-in-fp32 {_AWARE} --main-params-dtype fp16 '
-    '--exp-avg-dtype fp16 --exp-avg-sq-dtype fp16',
+    'c1': f'{BASE} --fp16 --initial-loss-scale 4096 --accumulate-allreduce-grads-in-fp32 {_AWARE} '
+    '--main-params-dtype fp16 --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16',
     'c2': f'{BASE} {_IN_FP8} --fp8-recipe tensorwise',
     'c3': f'{BASE} {_C3}',
     'c4': f'{BASE} {_C3} {_MOMENTS}',
