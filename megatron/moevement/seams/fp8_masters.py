@@ -9,6 +9,7 @@ Checked against megatron-core 0.19.2 and, by reading, Transformer Engine 2.1 to 
 
 import argparse
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ def install(settings: object) -> None:
 @functools.cache
 def _install() -> None:
     patches.wrap('megatron.core.optimizer:Adam', _build)
+    # Upstream reads the command line once more, by a parser of its own.
+    patches.wrap('megatron.training.arguments:add_megatron_arguments', _with_choice)
+
+
+def _with_choice(add: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
+    whole = add(parser)
+    add_choice(whole)
+    return whole
 
 
 def _build(adam: type, *args: Any, **settings: Any) -> Any:

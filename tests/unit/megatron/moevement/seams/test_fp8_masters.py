@@ -13,6 +13,7 @@ from megatron.moevement.seams import cpu_device
 cpu_device.install()
 
 from megatron.core import optimizer as upstream  # noqa: E402
+from megatron.training import arguments  # noqa: E402
 
 from megatron.moevement.seams import fp8_masters  # noqa: E402
 from megatron.moevement.seams.preflight import InstallationError  # noqa: E402
@@ -26,8 +27,9 @@ ASKED = Namespace(main_params_dtype=FP8)
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Upstream has found Transformer Engine; what is put in the place of its Adam goes again."""
+    """Upstream has found Transformer Engine; what is put in the place of its parts goes again."""
     monkeypatch.setattr(upstream, 'Adam', FusedAdam)
+    monkeypatch.setattr(arguments, 'add_megatron_arguments', arguments.add_megatron_arguments)
     fp8_masters._install.cache_clear()
     yield
     fp8_masters._install.cache_clear()
@@ -58,6 +60,22 @@ def test_upstream_builds_what_keeps_them() -> None:
     assert isinstance(adam, FusedAdam)
     assert adam.state[weight]['master_param']._data.dtype == FP8
     assert type(upstream.Adam([weight], master_weight_dtype=FP16, **settings)) is FusedAdam
+
+
+@pytest.mark.usefixtures('engine')
+def test_upstream_may_read_the_command_line_again() -> None:
+    """As it does before it trains, without the arguments of others."""
+
+    def accepts() -> bool:
+        parser = arguments.add_megatron_arguments(argparse.ArgumentParser(exit_on_error=False))
+        try:
+            return bool(parser.parse_args(['--main-params-dtype', 'fp8']))
+        except argparse.ArgumentError:
+            return False
+
+    assert not accepts()
+    fp8_masters.install(ASKED)
+    assert accepts()
 
 
 def test_another_adam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
