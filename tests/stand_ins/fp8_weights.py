@@ -86,6 +86,10 @@ class QuantizedWeight(torch.Tensor):
         bytes_, scale_inv, _ = self.held()
         return _values(bytes_, self.spread(scale_inv))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A dense checkpoint holds what it stands for."""
+        return self.dequantize().__reduce_ex__(protocol)
+
     def of_transposed(self) -> torch.Tensor:
         """bf16, by the transposed bytes as they were when the weights were gathered last."""
         if self.held()[2] is None:
@@ -303,6 +307,7 @@ def install() -> None:
     """Upstream takes these for Transformer Engine's."""
     fp8_utils.HAVE_TE_FP8_TENSOR_CLASS = True
     fp8_utils.FP8_TENSOR_CLASS = QuantizedWeight
+    fp8_utils.is_te_min_version = lambda *_: True
     fp8_utils._modify_underlying_storage_impl = replace_raw_data
     fp8_utils._quantize_param_shard_impl = cast_master_weights_to_fp8
     fp8_utils.te_post_all_gather_processing = post_all_gather_processing
