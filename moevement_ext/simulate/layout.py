@@ -72,12 +72,12 @@ class Precision:
 
     @property
     def weight_scale_bytes(self) -> int:
-        """Of each matrix of a capture, full or light."""
+        """Bytes of the scale of each matrix in a capture, full or light."""
         return _SCALE_BYTES if self.compute == 'fp8' else 0
 
     @property
     def state_scale_bytes(self) -> int:
-        """Of each tensor of a full capture: a scale for each state of 8 bits or fp16.
+        """Bytes of the scales of each tensor in a full capture: one for each state of fp8 or fp16.
 
         Fewer where Megatron holds the masters, which takes fp32 ones.
         """
@@ -86,7 +86,7 @@ class Precision:
 
     @property
     def scaling_bytes(self) -> int:
-        """Of each matrix in every slot: scales and largest values of delayed scaling."""
+        """Bytes of each matrix in every slot: scales and largest values of delayed scaling."""
         rows = 1 + self.amax_history
         return _SCALE_BYTES * _TENSORS_OF_PRODUCT * rows if self.amax_history else 0
 

@@ -48,11 +48,11 @@ class Row(msgspec.Struct, frozen=True):
 
     name: str
     flags: str
-    """Of Megatron, besides those of the model."""
+    """Flags of Megatron, besides those of the model."""
     bytes_full: int
     """A parameter takes so many in a window, without scales."""
     first_loss: float
-    """Of the first iteration."""
+    """The loss of the first iteration."""
     loss: float | None
     """Mean over the last ones; None: it became NaN."""
     over_bf16: float | None

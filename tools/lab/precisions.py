@@ -26,7 +26,7 @@ FLAGS = {
     'c4': f'{BASE} {_C3} {_MOMENTS}',
     'c5': f'{BASE} {_C3.replace("fp16", "fp8")} {_MOMENTS}',
 }
-"""Of Megatron, by the names that `tools.plan --precision` has for them."""
+"""Flags of Megatron, by the names that `tools.plan --precision` has."""
 ENGINE = ('--transformer-impl', 'transformer_engine')
 """Where it is not a stand-in."""
 

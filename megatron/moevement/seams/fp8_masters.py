@@ -17,7 +17,7 @@ import torch
 from megatron.moevement.seams import patches
 
 FP8 = torch.uint8
-"""As upstream writes the type of what is kept in fp8."""
+"""How upstream writes the type of what is kept in fp8."""
 _LARGEST = 448.0  # of the format e4m3
 _FLAG, _NAME = 'main_params_dtype', 'fp8'
 

@@ -11,6 +11,7 @@ from megatron.moevement.job.compatibility.rule import Condition, Values
 
 _FP32 = ('fp32', 'torch.float32')
 FP8 = ('fp8', 'torch.uint8')
+_RECIPES_OF_WEIGHTS = ('delayed', 'tensorwise', 'blockwise')
 _SCALED = ('fp16', 'torch.float16', *FP8)
 
 
@@ -69,23 +70,19 @@ def _is_precision_aware(settings: object) -> bool:
     return bool(getattr(settings, 'use_precision_aware_optimizer', False))
 
 
-def _fp32_masters_in_adam(settings: object) -> bool:
-    """Upstream has Adam keep fp32 masters, of which it keeps 16 bits beside a weight of 16."""
-    main = str(getattr(settings, 'main_params_dtype', _FP32[0]))
-    return (
-        _is_precision_aware(settings)
-        and getattr(settings, 'fp8_recipe', None) == 'delayed'
-        and main in _FP32
-    )
+def _masters_against_recipe(settings: object) -> bool:
+    """Upstream has weights in fp8 beside narrow masters with delayed scaling, and only there.
 
-
-def _narrow_masters_by_other_scales(settings: object) -> bool:
-    """Upstream has Adam keep the masters of weights that it gives it no view of."""
-    main = str(getattr(settings, 'main_params_dtype', _FP32[0]))
+    Then Adam keeps the masters, of fp32 ones 16 bits beside a weight of 16; else Megatron keeps
+    them, in fp32, and gives an Adam that is to keep them no view of the weights.
+    """
+    fp32 = str(getattr(settings, 'main_params_dtype', _FP32[0])) in _FP32
+    recipe = getattr(settings, 'fp8_recipe', None)
     return (
-        _is_precision_aware(settings)
-        and getattr(settings, 'fp8_recipe', None) in ('tensorwise', 'blockwise')
-        and main not in _FP32
+        bool(getattr(settings, 'fp8_param_gather', False))
+        and _is_precision_aware(settings)
+        and recipe in _RECIPES_OF_WEIGHTS
+        and fp32 == (recipe == 'delayed')
     )
 
 
@@ -108,18 +105,14 @@ def leaves_scales_of_others(settings: object) -> bool:
 
 
 UNTRIED_WEIGHTS = Condition(
-    'with --fp8-recipe other than delayed, tensorwise and blockwise',
-    lambda settings: getattr(settings, 'fp8_recipe', None)
-    not in ('delayed', 'tensorwise', 'blockwise'),
+    f'with --fp8-recipe other than {", ".join(_RECIPES_OF_WEIGHTS[:-1])} and '
+    f'{_RECIPES_OF_WEIGHTS[-1]}',
+    lambda settings: getattr(settings, 'fp8_recipe', None) not in _RECIPES_OF_WEIGHTS,
 )
-FP32_MASTERS_IN_ADAM = Condition(
-    'with --fp8-recipe delayed, --use-precision-aware-optimizer and fp32 masters',
-    _fp32_masters_in_adam,
-)
-NARROW_MASTERS_BY_OTHER_SCALES = Condition(
-    'with --fp8-recipe other than delayed and --main-params-dtype other than fp32',
-    _narrow_masters_by_other_scales,
-)
+MASTERS_AGAINST_RECIPE = Condition(
+    'with --fp8-param-gather, --use-precision-aware-optimizer and an --fp8-recipe that it does '
+    'not go with', _masters_against_recipe,
+)  # fmt: skip
 WITHOUT_ENGINE = Condition('without Transformer Engine', _lacks_engine)
 DELAYED_IN_PARTS = Condition(
     'with --fp8-format and interleaved stages or --mtp-num-layers', _delayed_in_parts

@@ -3,9 +3,8 @@
 
 from megatron.moevement.job.compatibility.precision import (
     DELAYED_IN_PARTS,
-    FP32_MASTERS_IN_ADAM,
     GRADIENTS_IN_FP16,
-    NARROW_MASTERS_BY_OTHER_SCALES,
+    MASTERS_AGAINST_RECIPE,
     SCALED,
     SCALES_LOST,
     UNTRIED_WEIGHTS,
@@ -79,6 +78,11 @@ REFUSED = (
          'no other Adam has state of 16 and 8 bits', WITHOUT_ADAM),
     Rule('--fp16', GIVEN, 'add --accumulate-allreduce-grads-in-fp32',
          'upstream does not clip the fp16 gradients that it would have', GRADIENTS_IN_FP16),
+    Rule('--main-params-dtype', ANY,
+         'give fp16 or fp8 with --fp8-recipe delayed, and fp32 with tensorwise or blockwise',
+         'upstream fails: with delayed scaling its Adam keeps the masters, of fp32 ones 16 bits '
+         'beside a weight that has none of the others; else Megatron keeps them, in fp32',
+         MASTERS_AGAINST_RECIPE),
     Rule('--exp-avg-dtype', SCALED, _UNSCALED, _LOSES_SCALES, SCALES_LOST),
     Rule('--exp-avg-sq-dtype', SCALED, _UNSCALED, _LOSES_SCALES, SCALES_LOST),
     Rule('--optimizer-cpu-offload', GIVEN, 'leave it out',
@@ -99,13 +103,6 @@ REFUSED = (
     Rule('--fp8-param-gather', GIVEN, 'use --fp8-recipe delayed, tensorwise or blockwise',
          'with mxfp8 rows and columns are rounded apart, of which one alone would be captured',
          UNTRIED_WEIGHTS),
-    Rule('--fp8-param-gather', GIVEN,
-         'add --main-params-dtype fp16, or leave out --use-precision-aware-optimizer',
-         'upstream fails: of such a master its Adam keeps 16 bits beside a weight that has the '
-         'others', FP32_MASTERS_IN_ADAM),
-    Rule('--fp8-param-gather', GIVEN, 'use --fp8-recipe delayed',
-         'upstream fails: it gives such weights to an Adam that keeps their masters with delayed '
-         'scaling only', NARROW_MASTERS_BY_OTHER_SCALES),
     Rule('--fp4-param-gather', GIVEN, 'leave it out', _SCALING),
     Rule('--te-precision-config-file', GIVEN, 'leave it out', _SCALING),
     Rule('--freeze-all-layers', GIVEN, 'leave it out', 'there is no state to protect'),

@@ -11,9 +11,6 @@ import torch
 from megatron.core import fp8_utils
 
 from megatron.moevement.job.compatibility.precision import (
-    FP32_MASTERS_IN_ADAM,
-    NARROW_MASTERS_BY_OTHER_SCALES,
-    UNTRIED_WEIGHTS,
     WITHOUT_ADAM,
     WITHOUT_ENGINE,
 )
@@ -36,6 +33,11 @@ ARGUMENTS = {
     '--fp16': '--use-precision-aware-optimizer',
     '--exp-avg-dtype': f'fp16 {SCALES_LOST}',
     '--exp-avg-sq-dtype': f'fp8 {SCALES_LOST}',
+    '--main-params-dtype': (
+        'fp32 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather '
+        '--use-precision-aware-optimizer'
+    ),
+    '--fp8-param-gather': '--fp8-format hybrid --fp8-recipe mxfp8',
     '--fp8-format': 'hybrid',
     '--fp8-recipe': 'delayed --fp8-format hybrid --mtp-num-layers 1',
     '--fp8-quantizer-factory': 'own.quantizer',
@@ -90,22 +92,9 @@ ARGUMENTS = {
 }
 
 
-# The same for rules that share their flag with others.
-ARGUMENTS_BY_CONDITION = {
-    UNTRIED_WEIGHTS: '--fp8-format hybrid --fp8-recipe mxfp8',
-    FP32_MASTERS_IN_ADAM: (
-        '--fp8-format hybrid --fp8-recipe delayed --use-precision-aware-optimizer'
-    ),
-    NARROW_MASTERS_BY_OTHER_SCALES: (
-        '--fp8-format hybrid --fp8-recipe tensorwise --use-precision-aware-optimizer '
-        '--main-params-dtype fp16'
-    ),
-}
-
-
 def given(rule: Rule) -> Namespace:
     """What upstream's parser makes of the flag of a rule, on gloo where no backend is named."""
-    rest = ARGUMENTS_BY_CONDITION.get(rule.when, ARGUMENTS.get(rule.flag, ''))
+    rest = ARGUMENTS.get(rule.flag, '')
     values = rest.split()
     flags = [*values] if 'gloo' in rule.flag else [rule.flag, *values]
     if '--distributed-backend' not in rest:
@@ -218,11 +207,11 @@ DELAYED_WEIGHTS = f'{WEIGHTS_IN_FP8} --fp8-recipe delayed --use-precision-aware-
     ('flags', 'remedy'),
     [
         (f'{WEIGHTS_IN_FP8} --fp8-recipe mxfp8', 'use --fp8-recipe delayed, tensorwise or block'),
-        (DELAYED_WEIGHTS, 'add --main-params-dtype fp16, or leave out --use-precision-aware-opt'),
+        (DELAYED_WEIGHTS, 'give fp16 or fp8 with --fp8-recipe delayed'),
         (
             f'{WEIGHTS_IN_FP8} --fp8-recipe blockwise --use-precision-aware-optimizer '
             '--main-params-dtype fp8',
-            'use --fp8-recipe delayed',
+            'and fp32 with tensorwise or blockwise',
         ),
     ],
 )
