@@ -6,6 +6,7 @@ import dataclasses
 import re
 
 from megatron.moevement.job.unsupported import refuse_unsupported
+from megatron.moevement.seams import fp8_masters
 from moevement_ext.config import (
     AUTO,
     LOCALIZED,
@@ -29,7 +30,10 @@ def _window(text: str) -> int | str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the `sparse checkpointing` group; pass as upstream's `extra_args_provider`."""
+    """Add the `sparse checkpointing` group; pass as upstream's `extra_args_provider`.
+
+    Also gives upstream's `--main-params-dtype` the choice `fp8`.
+    """
     group = parser.add_argument_group(title='sparse checkpointing')
     group.add_argument(
         '--sparse-ckpt',
@@ -195,6 +199,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar='FILE',
         help='Write SHA-256 digests of the final training state; works without --sparse-ckpt too.',
     )
+    fp8_masters.add_choice(parser)
     _mend_help(parser)
     return parser
 

@@ -41,7 +41,7 @@ from megatron.moevement.facts import JobFacts
 from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.unsupported import refuse_unsupported
-from megatron.moevement.seams import torch_adam
+from megatron.moevement.seams import fp8_masters, torch_adam
 from megatron.moevement.state.digest import state_digest, write_digest
 from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
@@ -137,6 +137,7 @@ def attach(
     settings = _settings(model, optimizer, ddp, plan, facts)
     refuse_unsupported(settings)
     torch_adam.mend()
+    fp8_masters.install(settings)
     counters, data = LoopCounters(plan.train_iters), ReplayableData()
     operations = OperationCount(lambda: 0.0)
     with protected_job(settings, facts, counters, sparse, data, operations) as session:

@@ -13,7 +13,7 @@ from megatron.moevement.job.loop import decode_handover
 from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
-from megatron.moevement.seams import patches, torch_adam, upstream
+from megatron.moevement.seams import fp8_masters, patches, torch_adam, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.state.digest import state_digest, write_digest
 from megatron.moevement.state.operation_count import OperationCount
@@ -30,6 +30,7 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: UpstreamArgum
         args: upstream's parsed arguments.
     """
     torch_adam.mend()
+    fp8_masters.install(args)
     if not args.sparse_ckpt:
         _digest_at_the_end(args)
         train()

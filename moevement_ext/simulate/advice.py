@@ -111,10 +111,16 @@ def _recovery(plan: JobPlan) -> Iterator[str]:
 
 def _hardware(plan: JobPlan) -> Iterator[str]:
     job = plan.job
-    if job.precision.compute == 'fp8' and job.precision.master != 'fp32':
+    narrow = job.precision.compute == 'fp8' and job.precision.master != 'fp32'
+    if narrow and not job.precision.amax_history:
         yield (
-            'the training refuses FP8 weights with masters below fp32 so far; the plan shows what '
-            'they would take'
+            'upstream has weights in fp8 beside masters below fp32 with --fp8-recipe delayed only; '
+            'the plan shows what they would take'
+        )
+    if job.precision.master == 'fp8':
+        yield (
+            'masters in fp8 lose updates that are small beside a weight; compare the losses '
+            '(python -m tools.bench.precision)'
         )
     of_full = job.precision.optimizer_bytes / job.precision.full_bytes
     state = max(

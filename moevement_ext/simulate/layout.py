@@ -12,13 +12,16 @@ from dataclasses import fields as fields_of
 from moevement_ext.simulate import fields
 
 _BYTES = {'fp8': 1, 'fp16': 2, 'bf16': 2, 'fp32': 4}
+_SCALED = ('fp8', 'fp16')
+_SCALE_BYTES = 4
+_TENSORS_OF_PRODUCT = 5  # what goes in, the weight, what comes out, and two gradients
 
 
 @dataclass(frozen=True)
 class Precision:
     """Number formats of the training state: fp8, fp16, bf16 or fp32.
 
-    Bytes are those that an exact recovery needs, without the scales (4 bytes a tensor).
+    Bytes are those that an exact recovery needs; those of a parameter are without the scales.
     """
 
     compute: str = 'bf16'
@@ -29,9 +32,14 @@ class Precision:
     """The second moment of Adam; `first_moment` is its first."""
     boundary: str = 'bf16'
     """Activations and gradients between pipeline stages."""
+    amax_history: int = 0
+    """Passes that delayed scaling remembers; 0: another scaling, which remembers nothing."""
 
     def __post_init__(self) -> None:
+        fields.whole('amax_history', self.amax_history, least=0)
         for field in fields_of(self):
+            if field.name == 'amax_history':
+                continue
             value = getattr(self, field.name)
             fields.require(value in _BYTES, field.name, value, f'give one of {", ".join(_BYTES)}')
         rule = f'goes with master fp32, not {self.master}: such a weight is its own master'
@@ -63,6 +71,26 @@ class Precision:
         return _BYTES[self.compute]
 
     @property
+    def weight_scale_bytes(self) -> int:
+        """Bytes of the scale of each matrix in a capture, full or light."""
+        return _SCALE_BYTES if self.compute == 'fp8' else 0
+
+    @property
+    def state_scale_bytes(self) -> int:
+        """Bytes of the scales of each tensor in a full capture: one for each state of fp8 or fp16.
+
+        Fewer where Megatron holds the masters, which takes fp32 ones.
+        """
+        states = (self.master, self.first_moment, self.second_moment)
+        return _SCALE_BYTES * sum(name in _SCALED for name in states)
+
+    @property
+    def scaling_bytes(self) -> int:
+        """Bytes of each matrix in every slot: scales and largest values of delayed scaling."""
+        rows = 1 + self.amax_history
+        return _SCALE_BYTES * _TENSORS_OF_PRODUCT * rows if self.amax_history else 0
+
+    @property
     def boundary_bytes(self) -> int:
         """Bytes per element that passes between stages."""
         return _BYTES[self.boundary]
@@ -72,11 +100,14 @@ PRECISIONS = {
     'bf16': Precision(),
     'c1': Precision('fp16', 'fp16', 'fp16', 'fp16', 'fp16'),
     'c2': Precision('fp8', 'fp32', 'fp32', 'fp32'),
-    'c3': Precision('fp8', 'fp16', 'fp32', 'fp32'),
-    'c4': Precision('fp8', 'fp16', 'fp8', 'fp16'),
-    'c5': Precision('fp8', 'fp8', 'fp8', 'fp16'),
+    'c3': Precision('fp8', 'fp16', 'fp32', 'fp32', amax_history=1),
+    'c4': Precision('fp8', 'fp16', 'fp8', 'fp16', amax_history=1),
+    'c5': Precision('fp8', 'fp8', 'fp8', 'fp16', amax_history=1),
 }
-"""By name; C1 to C5 are those of the paper's Table 7."""
+"""By name; C1 to C5 are those of the paper's Table 7.
+
+Upstream has weights in fp8 beside narrow masters with delayed scaling only.
+"""
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,23 @@ class Weights:
 
     split: int = 0
     whole: int = 0
+    matrices: int = 0
+    """Tensors that products are computed with; in fp8 each has a scale."""
+    vectors: int = 0
+    """Norms and biases."""
 
     def __add__(self, other: 'Weights') -> 'Weights':
-        return Weights(self.split + other.split, self.whole + other.whole)
+        return Weights(
+            self.split + other.split,
+            self.whole + other.whole,
+            self.matrices + other.matrices,
+            self.vectors + other.vectors,
+        )
+
+    @property
+    def tensors(self) -> int:
+        """How many there are."""
+        return self.matrices + self.vectors
 
     @property
     def total(self) -> int:
@@ -152,12 +166,14 @@ class ModelShape:
     def embedding(self, vocab_size: int | None = None) -> Weights:
         """Word embedding of `vocab_size` (None: unpadded), and positions if they are learned."""
         words = self.vocab_size if vocab_size is None else vocab_size
-        return Weights(words * self.hidden_size, self.learned_positions * self.hidden_size)
+        positions = self.learned_positions * self.hidden_size
+        # They are looked up, not multiplied with.
+        return Weights(words * self.hidden_size, positions, vectors=2 if positions else 1)
 
     def head(self, vocab_size: int | None = None) -> Weights:
         """Final norm and output matrix."""
         words = self.vocab_size if vocab_size is None else vocab_size
-        return self.norm + Weights(split=words * self.hidden_size)
+        return self.norm + Weights(split=words * self.hidden_size, vectors=1)  # in 16 bits
 
     def expert(self) -> Weights:
         """One routed expert of one layer."""
@@ -165,7 +181,7 @@ class ModelShape:
 
     def router(self) -> Weights:
         """The gate of one layer."""
-        return Weights(whole=self.hidden_size * self.experts)
+        return Weights(whole=self.hidden_size * self.experts, vectors=1)  # in 16 bits
 
     def rest(self, layer: int) -> Weights:
         """Layer number `layer` (from 1) without router and routed experts."""
@@ -176,7 +192,8 @@ class ModelShape:
     @property
     def norm(self) -> Weights:
         """One norm over the hidden state."""
-        return Weights(whole=self.hidden_size * (2 if self.norm_bias else 1))
+        parts = 2 if self.norm_bias else 1
+        return Weights(whole=self.hidden_size * parts, vectors=parts)
 
     def _parameters(self, experts: int) -> int:
         total = self.embedding().total
@@ -189,8 +206,9 @@ class ModelShape:
 
     def _feed_forward(self, size: int) -> Weights:
         matrices = 3 if self.gated else 2
-        bias = Weights((matrices - 1) * size, self.hidden_size) if self.linear_bias else Weights()
-        return Weights(split=matrices * self.hidden_size * size) + bias
+        bias = Weights((matrices - 1) * size, self.hidden_size, vectors=2)
+        product = Weights(split=matrices * self.hidden_size * size, matrices=2)
+        return product + bias if self.linear_bias else product
 
     @property
     def _key_size(self) -> int:
@@ -211,7 +229,8 @@ class ModelShape:
         bias = all_heads if self.linear_bias or self.qkv_bias else 0
         whole = self.hidden_size if self.linear_bias else 0
         whole += 2 * self._key_size if self.qk_norm else 0
-        return Weights(self.hidden_size * (all_heads + queries) + bias, whole)
+        vectors = int(bool(bias)) + int(self.linear_bias) + 2 * int(self.qk_norm)
+        return Weights(self.hidden_size * (all_heads + queries) + bias, whole, 2, vectors)
 
     def _latent_attention(self, latent: LatentAttention) -> Weights:
         """Down-projections and their norms are repeated on tensor-parallel ranks."""
@@ -219,7 +238,9 @@ class ModelShape:
         up = latent.kv_rank * (latent.query_key_size + latent.value_size)
         output = latent.value_size * self.hidden_size
         queries = self.hidden_size * self._key_size
+        low = 2 if latent.query_rank else 1
         if latent.query_rank:
             down += self.hidden_size * latent.query_rank + latent.query_rank
             queries = latent.query_rank * self._key_size
-        return Weights(self.attention_heads * (up + output + queries), down)
+        split = self.attention_heads * (up + output + queries)
+        return Weights(split, down, matrices=3 + low, vectors=low)

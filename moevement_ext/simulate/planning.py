@@ -28,7 +28,12 @@ from moevement_ext.simulate.closed_form import Sparse
 from moevement_ext.simulate.cluster import Cluster
 from moevement_ext.simulate.layout import Batch, Layout, Precision
 from moevement_ext.simulate.model import ModelShape
-from moevement_ext.simulate.sizes import held_elements, operator_sizes, stage_kind
+from moevement_ext.simulate.sizes import (
+    held_elements,
+    operator_sizes,
+    scaling_bytes,
+    stage_kind,
+)
 
 
 @dataclass(frozen=True)
@@ -158,10 +163,12 @@ class StageKind:
     """Parameters that a rank computes with."""
     logged: Logged
     """What each rank logs per iteration."""
+    always: int = 0
+    """Bytes of each rank that are in every slot, whatever it captures."""
 
     def slot_bytes(self) -> np.ndarray:
         """int64 (window, ranks of a stage)."""
-        return np.array(self.plan.slot_bytes(self.operators), dtype=np.int64)
+        return np.array(self.plan.slot_bytes(self.operators), dtype=np.int64) + self.always
 
 
 @dataclass(frozen=True)
@@ -360,7 +367,8 @@ def _stage_kind(
             job.model, job.layout, job.batch, job.precision, stages[0]
         )
     held = held_elements(job.model, job.layout, stages[0])
-    return StageKind(stages, operators, plan, held, logged)
+    always = scaling_bytes(job.model, job.layout, job.precision, stages[0])
+    return StageKind(stages, operators, plan, held, logged, always)
 
 
 def _paper_plan(stages: Sequence[Sequence[OperatorBytes]], budget: int) -> PaperPlan:

@@ -5,10 +5,12 @@ Operators, their names and their order are those of the training (embedding, `la
 `layer3.router`, `layer3.rest`, head; experts first, turn by turn over the expert-parallel ranks).
 With the distributed optimizer a rank captures its shard of each gradient bucket: a contiguous range
 of the parameters in backward order, so that it holds much of few operators rather than a little of
-all. Left out: alignment of tensors, padding of buckets, router buffers and step counters.
+all. Left out: alignment of tensors, padding of buckets, router buffers and step counters. Scales
+are counted on every rank that has a part of an operator, as if of all its tensors.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +18,7 @@ import numpy as np
 from moevement_ext.plan.byte_planner import OperatorBytes
 from moevement_ext.simulate import fields
 from moevement_ext.simulate.layout import Layout, Precision
-from moevement_ext.simulate.model import ModelShape
+from moevement_ext.simulate.model import ModelShape, Weights
 
 VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times the tensor parallelism."""
@@ -29,6 +31,8 @@ class Piece(NamedTuple):
 
     operator: str
     elements: int
+    weights: Weights
+    """What it is a rank's part of."""
 
 
 class ChunkPieces(NamedTuple):
@@ -56,13 +60,30 @@ def operator_sizes(
     """
     pieces = [_chunk(model, layout, stage, chunk) for chunk in range(layout.chunks)]
     elements = _elements(layout, stage, pieces)
-    return [_in_bytes(name, elements[name], precision) for name in capture_order(model, pieces)]
+    weights: dict[str, Weights] = {}
+    for chunk in pieces:
+        for piece in chain(chunk.dense, *chunk.experts):
+            weights[piece.operator] = weights.get(piece.operator, Weights()) + piece.weights
+    return [
+        _in_bytes(name, elements[name], weights[name], precision)
+        for name in capture_order(model, pieces)
+    ]
 
 
 def held_elements(model: ModelShape, layout: Layout, stage: int) -> int:
     """Parameters that a rank of `stage` computes with, whatever it owns of their masters."""
+    return sum(piece.elements for piece in _held(model, layout, stage))
+
+
+def scaling_bytes(model: ModelShape, layout: Layout, precision: Precision, stage: int) -> int:
+    """Bytes of delayed scaling's state on a rank of `stage`, which are in every slot."""
+    matrices = sum(piece.weights.matrices for piece in _held(model, layout, stage))
+    return matrices * precision.scaling_bytes
+
+
+def _held(model: ModelShape, layout: Layout, stage: int) -> list[Piece]:
     chunks = [_chunk(model, layout, stage, chunk) for chunk in range(layout.chunks)]
-    return sum(piece.elements for chunk in chunks for piece in [*chunk.dense, *chunk.experts[0]])
+    return [piece for chunk in chunks for piece in (*chunk.dense, *chunk.experts[0])]
 
 
 def capture_order(model: ModelShape, chunks: Sequence[ChunkPieces]) -> list[str]:
@@ -107,8 +128,13 @@ def shard(elements: Sequence[int], shards: int, bucket: int | None) -> np.ndarra
     return owned[::-1]
 
 
-def _in_bytes(name: str, elements: np.ndarray, precision: Precision) -> OperatorBytes:
-    full, light = elements * precision.full_bytes, elements * precision.light_bytes
+def _in_bytes(
+    name: str, elements: np.ndarray, weights: Weights, precision: Precision
+) -> OperatorBytes:
+    scales = weights.matrices * precision.weight_scale_bytes * (elements > 0)
+    light = elements * precision.light_bytes + scales
+    of_state = weights.tensors * precision.state_scale_bytes * (elements > 0)
+    full = elements * precision.full_bytes + scales + of_state
     return OperatorBytes(name, tuple(full.tolist()), tuple(light.tolist()))
 
 
@@ -155,24 +181,28 @@ def _chunk(model: ModelShape, layout: Layout, stage: int, chunk: int) -> ChunkPi
     unit = VOCABULARY_MULTIPLE * layout.tensor
     vocabulary = -(-model.vocab_size // unit) * unit
     if stage == 0 and chunk == 0:
-        dense.append(Piece('embedding', model.embedding(vocabulary).per_rank(layout.tensor)))
+        dense.append(_piece('embedding', model.embedding(vocabulary), layout.tensor))
     for layer in layout.layers_of(stage, model.layers)[chunk]:
-        dense.append(Piece(f'layer{layer}.rest', model.rest(layer).per_rank(layout.tensor)))
+        dense.append(_piece(f'layer{layer}.rest', model.rest(layer), layout.tensor))
         if model.has_experts(layer):
-            dense.append(Piece(f'layer{layer}.router', model.router().per_rank(layout.tensor)))
+            dense.append(_piece(f'layer{layer}.router', model.router(), layout.tensor))
             for rank, pieces in enumerate(experts):
                 pieces.extend(_local_experts(model, layout, layer, rank))
     if stage == layout.pipeline - 1 and chunk == layout.chunks - 1:
         whole = layout.pipeline == 1 and model.tied_embeddings
         head = model.norm if whole else model.head(vocabulary)
-        dense.append(Piece('head', head.per_rank(layout.tensor)))
+        dense.append(_piece('head', head, layout.tensor))
     return ChunkPieces(dense, experts)
+
+
+def _piece(operator: str, weights: Weights, tensor: int) -> Piece:
+    return Piece(operator, weights.per_rank(tensor), weights)
 
 
 def _local_experts(model: ModelShape, layout: Layout, layer: int, rank: int) -> list[Piece]:
     local = model.experts // layout.expert
-    elements = model.expert().per_rank(layout.tensor_of_experts)
     first = rank * local
     return [
-        Piece(f'layer{layer}.expert{number}', elements) for number in range(first, first + local)
+        _piece(f'layer{layer}.expert{number}', model.expert(), layout.tensor_of_experts)
+        for number in range(first, first + local)
     ]

@@ -15,6 +15,8 @@ SEED = 20261121
 HANG_TIMEOUT_S = 15  # other tests run beside these
 EVERYTHING_ON = 744
 """Draws PP 2 x EP 2 with every feature that the test names."""
+NARROW = 1688
+"""Draws C4, C2 and C5 for the first three configurations, without evaluations."""
 
 
 @pytest.mark.thorough
@@ -29,6 +31,19 @@ def test_random_faults(tmp_path: Path) -> None:
     assert summary is not None, last_line
     assert int(summary[1]) + int(summary[2]) == FAULTS
     assert int(summary[1]) > int(summary[2]), 'recovery is hardly ever localized'
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(560)
+def test_random_faults_with_state_of_16_and_8_bits(tmp_path: Path) -> None:
+    """On stand-ins for Transformer Engine."""
+    last_line = struck(
+        tmp_path,
+        '--fork --stand-ins --configurations 3 --faults 6 --faults-per-job 2 '
+        '--kinds kill,stop,node,double',
+        seed=NARROW,
+    )
+    assert last_line.endswith('bit_identical=true phases_covered=0/0 survivors_lost=0'), last_line
 
 
 @pytest.mark.timeout(560)

@@ -24,6 +24,8 @@ TRANSFORMER_ENGINE = f'{VARIANTS}:transformer_engine'
 FUSED_ADAM = f'{VARIANTS}:fused_adam'
 BEFORE_SECOND_WINDOW = '1:5:backward'
 """The window of iterations 0 to 2 is complete, that of 3 to 5 is not; rank 0 replays with it."""
+AT_FULL_RATE = ('--lr-warmup-iters', '0')
+"""From the first update on: one with a rate of 0 is the same whatever steps are counted."""
 
 
 def _reference(
@@ -58,10 +60,23 @@ def test_whole_job_and_localized_recovery(
 def test_survivor_counts_steps_anew_when_it_replays_from_the_start(
     cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict], variant: str
 ) -> None:
-    reference = _reference(cluster, references, f'{VARIANTS}:{variant}')
-    local = cluster(*FLAGS)
+    reference = _reference(cluster, references, f'{VARIANTS}:{variant}', *AT_FULL_RATE)
+    local = cluster(*FLAGS, *AT_FULL_RATE)
     survived = local.survive(fail_at=BEFORE_SECOND_WINDOW, mutation=f'{VARIANTS}:{variant}')
     assert survived == {1: 1}
+    assert differences(reference, read_digest(local)) == []
+    assert local.events_of(Recovered)[0].replayed == 4, 'from the start'
+
+
+@pytest.mark.thorough
+def test_first_expert_of_a_group_may_thaw_after_others(
+    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
+) -> None:
+    """The group asks it whether gradients are wanted."""
+    reference = _reference(cluster, references, TRANSFORMER_ENGINE)
+    local = cluster(*FLAGS)
+    variant = f'{VARIANTS}:experts_in_reverse'
+    assert local.survive(fail_at='1:8:backward', mutation=variant) == {1: 1}
     assert differences(reference, read_digest(local)) == []
 
 
@@ -93,10 +108,10 @@ def test_asking_frozen_layers_for_delayed_gradients_is_noticed(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ('mutation', 'fail_at'),
+    ('mutation', 'fail_at', 'flags'),
     [
-        ('steps_of_groups_not_taken_away', BEFORE_SECOND_WINDOW),
-        ('experts_frozen_one_by_one', '1:8:backward'),
+        ('steps_of_groups_not_taken_away', BEFORE_SECOND_WINDOW, AT_FULL_RATE),
+        ('experts_frozen_one_by_one', '1:8:backward', ()),
     ],
 )
 def test_leaving_out_what_transformer_engine_needs_is_noticed(
@@ -104,10 +119,12 @@ def test_leaving_out_what_transformer_engine_needs_is_noticed(
     references: dict[tuple[str, ...], dict],
     mutation: str,
     fail_at: str,
+    flags: tuple[str, ...],
 ) -> None:
-    reference = _reference(cluster, references, TRANSFORMER_ENGINE)
-    broken = cluster(*FLAGS)
+    reference = _reference(cluster, references, TRANSFORMER_ENGINE, *flags)
+    broken = cluster(*FLAGS, *flags)
     assert broken.survive(fail_at=fail_at, mutation=f'{VARIANTS}:{mutation}') == {1: 1}
+    assert broken.events_of(Recovered)[0].replayed >= 4
     assert differences(reference, read_digest(broken)) != []
 
 

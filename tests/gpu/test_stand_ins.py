@@ -87,6 +87,65 @@ def test_low_precision_state_comes_back_as_it_was_stored(real: Any, name: str) -
     check_restored(real.optimizers.FusedAdam, rules.FORMATS[name], 'cuda')
 
 
+@pytest.fixture
+def in_fp8() -> rules.WeightKind:
+    """Makes weights as a layer with delayed scaling does."""
+    import transformer_engine_torch
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    e4m3 = transformer_engine_torch.DType.kFloat8E4M3
+
+    def make(values: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+        quantizer = Float8Quantizer(scale=scale, amax=amax, fp8_dtype=e4m3, columnwise=False)
+        return quantizer(values.bfloat16())
+
+    return make
+
+
+def test_adam_writes_weights_in_fp8_by_the_same_rules(real: Any, in_fp8: rules.WeightKind) -> None:
+    from tests.stand_ins.fp8_weights import delayed_weight
+
+    found = rules.facts_of_fp8_update(real.optimizers.FusedAdam, in_fp8, 'cuda')
+    assert found == rules.facts_of_fp8_update(FusedAdam, delayed_weight, 'cpu')
+
+
+def test_adam_fails_with_fp32_masters_of_weights_in_fp8(
+    real: Any, in_fp8: rules.WeightKind
+) -> None:
+    """As the refusal says; where it does not any more, the refusal can go."""
+    formats = rules.Formats(rules.FP8, rules.FP32)
+    weights, adam = rules.precise_adam(real.optimizers.FusedAdam, formats, 'cuda', in_fp8=in_fp8)
+    weights[0].decoupled_grad = rules.gradient_of(0, 'cuda')
+    with pytest.raises(RuntimeError):
+        adam.step()
+
+
+@pytest.mark.parametrize('name', rules.FORMATS_OF_FP8_WEIGHTS)
+def test_weights_in_fp8_come_back_beside_their_masters(
+    real: Any, in_fp8: rules.WeightKind, name: str
+) -> None:
+    from tests.stand_ins.one_rank import check_restored
+
+    formats = rules.FORMATS_OF_FP8_WEIGHTS[name]
+    check_restored(real.optimizers.FusedAdam, formats, 'cuda', in_fp8=in_fp8)
+
+
+@pytest.mark.parametrize('weight', [rules.BF16, rules.FP8])
+def test_masters_in_fp8_are_kept_and_come_back(
+    real: Any, in_fp8: rules.WeightKind, weight: torch.dtype
+) -> None:
+    from megatron.moevement.seams.fp8_masters import keeping
+    from tests.stand_ins.one_rank import check_restored
+
+    formats = rules.Formats(weight, rules.FP8, rules.FP8, rules.FP16)
+    kind = keeping(real.optimizers.FusedAdam)
+    if weight == rules.BF16:
+        found = rules.facts_of_precision(kind, formats, 'cuda')
+        expected = rules.facts_of_precision(keeping(FusedAdam), formats, 'cpu')
+        assert found._replace(values={}) == expected._replace(values={})
+    check_restored(kind, formats, 'cuda', in_fp8=in_fp8 if weight == rules.FP8 else None)
+
+
 @pytest.mark.parametrize(
     ('name', 'recipe'),
     [('tensorwise', 'Float8CurrentScaling'), ('blockwise', 'Float8BlockScaling')],

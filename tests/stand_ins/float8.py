@@ -10,11 +10,30 @@ LARGEST = 448.0
 
 
 class Float8Quantizer:
-    """By what a tensor is multiplied before it is rounded; `scale` and `amax` are fp32 [1]."""
+    """Rounds by a scale that it is given, and notes the largest value that it has seen.
 
-    def __init__(self, device: torch.device) -> None:
-        self.scale = torch.ones(1, device=device)
-        self.amax = torch.zeros(1, device=device)
+    Args:
+        scale: by what a tensor is multiplied before it is rounded, fp32, one element.
+        amax: raised to the largest value of what is rounded, in place; fp32 [1].
+    """
+
+    def __init__(self, scale: torch.Tensor, amax: torch.Tensor) -> None:
+        self.scale, self.amax = scale, amax
+
+    @classmethod
+    def fresh(cls, device: torch.device) -> Self:
+        """With a scale of 1."""
+        return cls(torch.ones(1, device=device), torch.zeros(1, device=device))
+
+    def update_quantized(
+        self, source: torch.Tensor, bytes_: torch.Tensor, scale_inv: torch.Tensor
+    ) -> None:
+        """Round `source` into `bytes_`; what is not a number stays none."""
+        values = source.detach().float()
+        scaled = (values * self.scale).clamp(-LARGEST, LARGEST)
+        bytes_.copy_(scaled.to(torch.float8_e4m3fn).view(torch.uint8))
+        scale_inv.copy_(self.scale.reciprocal())
+        self.amax.copy_(torch.maximum(self.amax, values.abs().max()))
 
 
 class Float8Tensor(torch.Tensor):
@@ -42,14 +61,12 @@ class Float8Tensor(torch.Tensor):
     def zeros(cls, like: torch.Tensor) -> Self:
         """Zeros of the shape of another tensor, with a scale of 1."""
         data = torch.zeros_like(like, dtype=torch.uint8)
-        return cls(data, torch.ones(1, device=like.device), Float8Quantizer(like.device))
+        quantizer = Float8Quantizer.fresh(like.device)
+        return cls(data, torch.ones(1, device=like.device), quantizer)
 
     def quantize_(self, source: torch.Tensor) -> Self:
-        """Round `source` times the quantizer's scale; what is not a number stays none."""
-        scale = self._quantizer.scale
-        scaled = (source.float() * scale).clamp(-LARGEST, LARGEST)
-        self._data.copy_(scaled.to(torch.float8_e4m3fn).view(torch.uint8))
-        self._scale_inv.copy_(scale.reciprocal())
+        """Round `source` by the quantizer's scale."""
+        self._quantizer.update_quantized(source, self._data, self._scale_inv)
         return self
 
     def float(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from tests.stand_ins import fp8_weights
+from tests.stand_ins.float8 import Float8Quantizer
 
 INPUT, WEIGHT = 0, 1
 """Columns of the forward state of a product; the third, of what comes out, is not used."""
@@ -68,6 +69,10 @@ class DelayedScaling:
     def __init__(self, recipe: Recipe, tensors: int, device: str = 'cpu') -> None:
         self.scale = torch.ones(tensors, device=device)
         self.amax_history = torch.zeros(recipe.amax_history_len, tensors, device=device)
+
+    def quantizer(self, column: int) -> Float8Quantizer:
+        """One that rounds by a scale of this state, and notes the largest value in row 0."""
+        return Float8Quantizer(self.scale[column], self.amax_history[0, column : column + 1])
 
     def update(self, recipe: Recipe, largest: float) -> None:
         """The maxima of row 0 are those of all ranks now: new scales, and an empty row 0."""
@@ -135,13 +140,14 @@ def autocast(recipe: Recipe, group: torch.distributed.ProcessGroup | None) -> It
 
 
 @contextmanager
-def weights_in_fp8(recipe: str) -> Iterator[None]:
+def weights_in_fp8(name: str, recipe: Recipe) -> Iterator[None]:
     """Within it, layers are built with weights in fp8."""
-    GlobalState.weights = recipe
+    before = GlobalState.recipe
+    GlobalState.weights, GlobalState.recipe = name, recipe
     try:
         yield
     finally:
-        GlobalState.weights = None
+        GlobalState.weights, GlobalState.recipe = None, before
 
 
 def rounded(
@@ -208,12 +214,15 @@ class InFp8:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if GlobalState.weights is not None:
-            self.weight = fp8_weights.in_fp8(self.weight, GlobalState.weights)
+            self.init_fp8_metadata()
+            state = getattr(self, 'fp8_meta', {}).get('scaling_fwd')
+            quantizer = state.quantizer(WEIGHT) if state is not None else None
+            self.weight = fp8_weights.in_fp8(self.weight, GlobalState.weights, quantizer)
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """What the first pass does; needs an `autocast`."""
+        """What the first pass does; needs an `autocast`, or weights that are built in fp8."""
         recipe = GlobalState.recipe
-        assert GlobalState.depth and recipe is not None
+        assert (GlobalState.depth or GlobalState.weights) and recipe is not None
         if recipe.delayed and not hasattr(self, 'fp8_meta'):
             self.fp8_meta = {
                 'scaling_fwd': DelayedScaling(recipe, 3 * num_gemms),
@@ -281,7 +290,7 @@ def layers_compute_in_fp8() -> None:
 def _context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager:
     """Upstream's `get_fp8_context`."""
     if is_init and config.fp8_param:
-        return weights_in_fp8(config.fp8_recipe)
+        return weights_in_fp8(config.fp8_recipe, Recipe.of(config))
     if is_init or not config.fp8 or fp8_utils.is_first_last_bf16_layer(config, layer_no):
         return nullcontext()
     group = parallel_state.get_amax_reduction_group(

@@ -72,7 +72,7 @@ class FusedAdam(torch.optim.Optimizer):
         if self.master_weights:
             self._initialize_state(param, 'master_param', store_param_remainders)
             if not store_param_remainders:
-                self.set_scaled_state(param, 'master_param', param.detach().clone().float())
+                self.set_scaled_state(param, 'master_param', param.detach().float().clone())
 
     def _initialize_state(
         self, param: torch.Tensor, name: str, store_param_remainders: bool = False
@@ -123,6 +123,7 @@ class FusedAdam(torch.optim.Optimizer):
             stored.copy_(unscaled * torch.where(scale > 0, scale.reciprocal(), 0.0))
 
     def _has_remainders(self, param: torch.Tensor) -> bool:
+        """Also of a weight in fp8, which looks like one in bf16: its update then fails."""
         return self.store_param_remainders and param.dtype == BF16
 
     # ---- dense checkpoints
@@ -174,6 +175,8 @@ class FusedAdam(torch.optim.Optimizer):
                     self._update(group, param, gradient.float())
 
     def _update(self, group: dict[str, Any], param: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self._has_remainders(param) and hasattr(param, '_quantizer'):
+            raise RuntimeError('masters of weights in fp8 must be fp32 when they are computed with')
         first, second = (self.get_unscaled_state(param, name) for name in NAMES[:2])
         master = self._master(param)
         decay = group['weight_decay']
@@ -206,6 +209,7 @@ class FusedAdam(torch.optim.Optimizer):
         return param.detach().float()
 
     def _write(self, param: torch.Tensor, master: torch.Tensor) -> None:
+        """Round the weight, one in fp8 by the scale it has at present, and then the master."""
         if self._has_remainders(param):
             weight, remainder = split(master)
             param.detach().copy_(weight)

@@ -13,7 +13,7 @@ from megatron.moevement.state.optimizer_state import ParameterState
 from moevement_ext.capture.layout import SlotLayout
 from moevement_ext.plan.byte_planner import WindowPlan
 from tests.stand_ins import rules
-from tests.stand_ins.rules import Formats
+from tests.stand_ins.rules import Formats, WeightKind
 
 Bits = dict[str, torch.Tensor]
 
@@ -26,12 +26,18 @@ class OneRank:
         formats: what they are kept in.
         device: of all tensors.
         steps: how many to make.
+        in_fp8: makes the weight, if that is in fp8.
     """
 
     def __init__(
-        self, kind: Callable[..., Any], formats: Formats, device: str = 'cpu', steps: int = 0
+        self,
+        kind: Callable[..., Any],
+        formats: Formats,
+        device: str = 'cpu',
+        steps: int = 0,
+        in_fp8: WeightKind | None = None,
     ) -> None:
-        (self.main,), self.adam = rules.precise_adam(kind, formats, device)
+        (self.main,), self.adam = rules.precise_adam(kind, formats, device, in_fp8=in_fp8)
         config = SimpleNamespace(use_precision_aware_optimizer=True)
         optimizer_state._allocate(SimpleNamespace(optimizer=self.adam, config=config))
         self.device, self.steps = device, 0
@@ -48,16 +54,20 @@ class OneRank:
         share = range(self.main.numel())
         return ParameterState('w', self.main, self.main, self.adam, 0, share, None)
 
+    @property
+    def operators(self) -> dict[str, Operator]:
+        return {'rest': Operator('rest', 'rest', {'w': self.main}, {})}
+
     def captured(self) -> Bits:
         """Copies of all that a full slot holds, by part."""
-        return {item.part: item.source.clone() for item in slices._full('rest', self.state)}
+        (found,) = slices.operator_slices(self.operators, {self.main: self.state}).values()
+        return {item.part: item.source.clone() for item in found.full}
 
     def restore(self, bits: Bits) -> None:
         """By the product's loader, from records as a slot has them."""
         states = {self.main: self.state}
-        operators = {'rest': Operator('rest', 'rest', {'w': self.main}, {})}
-        captured = slices.operator_slices(operators, states)
-        loader = slices.SlotLoader(operators, captured, states, [], distributed=True)
+        captured = slices.operator_slices(self.operators, states)
+        loader = slices.SlotLoader(self.operators, captured, states, [], distributed=True)
         records = SlotLayout(WindowPlan((('rest',),)), 0, captured).records
         assert {record.part for record in records} == bits.keys()
         with torch.no_grad():
@@ -71,10 +81,15 @@ def assert_same(one: Bits, other: Bits) -> None:
         assert torch.equal(bits.view(torch.uint8), other[part].view(torch.uint8)), part
 
 
-def check_restored(kind: Callable[..., Any], formats: Formats, device: str = 'cpu') -> None:
+def check_restored(
+    kind: Callable[..., Any],
+    formats: Formats,
+    device: str = 'cpu',
+    in_fp8: WeightKind | None = None,
+) -> None:
     """A fresh optimizer that is given what another one had goes on with the same bits."""
-    trained = OneRank(kind, formats, device, steps=3)
-    fresh = OneRank(kind, formats, device, steps=1)
+    trained = OneRank(kind, formats, device, 3, in_fp8)
+    fresh = OneRank(kind, formats, device, 1, in_fp8)
     captured = trained.captured()
     fresh.restore(captured)
     assert_same(fresh.captured(), captured)

@@ -116,14 +116,39 @@ FORMATS = {
     'bf16-moments': Formats(BF16, FP32, BF16, BF16),
     'fp32-weight': Formats(FP32, FP16, FP8, FP16),
 }
+FORMATS_OF_FP8_WEIGHTS = {'c3': Formats(FP8, FP16), 'c4': Formats(FP8, FP16, FP8, FP16)}
+"""With delayed scaling; see `fp8_weight_kind`."""
+
+WeightKind = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Makes a weight in fp8 of values, a scale and a place for the largest value, fp32 [1] each."""
+SCALE = 16.0
+"""By which the values of a weight in fp8 are multiplied before they are rounded."""
 
 
 def precise_adam(
-    kind: Callable[..., Any], formats: Formats, device: str, count: int = 1
-) -> tuple[list[torch.nn.Parameter], Any]:
-    """Parameters of shape [64], which begin alike, and an optimizer that keeps their masters."""
-    start = torch.linspace(-3, 5, 64, device=device).sin().to(formats.weight)
-    weights = [torch.nn.Parameter(start.clone()) for _ in range(count)]
+    kind: Callable[..., Any],
+    formats: Formats,
+    device: str,
+    count: int = 1,
+    in_fp8: WeightKind | None = None,
+) -> tuple[list[torch.Tensor], Any]:
+    """Parameters of shape [64], which begin alike, and an optimizer that keeps their masters.
+
+    Args:
+        kind: class of the optimizer.
+        formats: of parameters and state.
+        device: of all tensors.
+        count: of parameters.
+        in_fp8: makes a weight in fp8, if that is its format.
+    """
+    start = torch.linspace(-3, 5, 64, device=device).sin()
+    weights: list[torch.Tensor] = []
+    for _ in range(count):
+        if in_fp8 is None:
+            weights.append(torch.nn.Parameter(start.to(formats.weight, copy=True)))
+        else:
+            scale, amax = (torch.full((1,), value, device=device) for value in (SCALE, 0.0))
+            weights.append(in_fp8(start, scale, amax))
     adam = kind(
         weights,
         lr=0.01,
@@ -182,6 +207,50 @@ def facts_of_precision(kind: Callable[..., Any], formats: Formats, device: str) 
         in_place=places[0] == places[-1],
         idle=all(torch.equal(*pair) for pair in zip(idles[0], idles[-1], strict=True)),
         values={'weight': trained.detach().cpu().float()} | values,
+    )
+
+
+class Fp8UpdateFacts(NamedTuple):
+    """What an update does to a part of a weight in fp8 with delayed scaling."""
+
+    shared: bool
+    """The part looks at the bytes and the scale of the whole."""
+    written: list[int]
+    """First and last element of the bytes that have changed."""
+    scale_inv: float
+    """Of the whole, after the scale was changed from `SCALE` to twice that before the update."""
+    amax_is_of_update: bool
+    """What is noted is the largest value that was rounded."""
+
+
+def facts_of_fp8_update(
+    kind: Callable[..., Any], in_fp8: WeightKind, device: str
+) -> Fp8UpdateFacts:
+    """Update elements 16 to 47 of a weight of 64 by an optimizer that has an fp16 master."""
+    scale, amax = (torch.full((1,), value, device=device) for value in (SCALE, 0.0))
+    values = torch.linspace(-3, 5, 64, device=device).sin()
+    weight = in_fp8(values, scale, amax)
+    part = weight.detach().view(-1)[16:48]
+    adam = kind(
+        [part], lr=0.5, master_weights=True, use_decoupled_grad=True, master_weight_dtype=FP16
+    )
+    bytes_ = stored.raw(weight)
+    shared = (
+        stored.raw(part).data_ptr() == bytes_.data_ptr() + 16
+        and stored.weight_scale(part).data_ptr() == stored.weight_scale(weight).data_ptr()
+    )
+    before = bytes_.clone()
+    scale.fill_(2 * SCALE)
+    amax.zero_()
+    part.decoupled_grad = torch.full((32,), -1.0, device=device)
+    adam.step()
+    changed = (bytes_ != before).nonzero().flatten().tolist()
+    largest = adam.get_unscaled_state(part, 'master_param').abs().max()
+    return Fp8UpdateFacts(
+        shared=shared,
+        written=[changed[0], changed[-1]],
+        scale_inv=float(stored.weight_scale(weight)),
+        amax_is_of_update=bool(torch.isclose(amax, largest, rtol=1e-3)),
     )
 
 

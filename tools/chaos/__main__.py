@@ -31,6 +31,7 @@ job failed.
 
 import argparse
 import fcntl
+import importlib.util
 import shutil
 import signal
 import sys
@@ -101,6 +102,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         'without the time to declare a worker hung and to start processes')  # fmt: skip
     add('--output', type=Path, default=Path('runs/chaos'), help='folder for data and logs')
     add_share_gpu(parser)
+    add('--stand-ins', action='store_true', help='with --configurations: draw state of 16 and 8 '
+        'bits as well, on stand-ins for Transformer Engine that are part of the tests (with '
+        '--share-gpu it is drawn where Transformer Engine is installed)')  # fmt: skip
     add('--resume', type=Path, metavar='DIR', help='go on with the campaign in this folder')
     args = parser.parse_args(argv)
     try:
@@ -146,6 +150,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f'--window {args.window} must be a whole number above 0, or {RANDOM}')
     if args.fork and args.share_gpu:
         raise ValueError('--fork --share-gpu: CUDA does not work in a fork; leave out --fork')
+    if args.stand_ins and (args.share_gpu or not args.configurations):
+        raise ValueError('--stand-ins needs --configurations, and a CPU: leave out --share-gpu')
     default = ','.join(Kind if args.configurations else _ALWAYS)
     names = [name for name in (args.kinds or default).split(',') if name]
     if not names or not set(names) <= set(Kind):
@@ -197,10 +203,16 @@ def given(args: argparse.Namespace, job: int) -> Configuration:
     )
 
 
+def _draws_narrow(args: argparse.Namespace) -> bool:
+    """Where Transformer Engine is there, or what stands for it."""
+    engine = importlib.util.find_spec('transformer_engine') is not None
+    return args.stand_ins or (args.share_gpu and engine)
+
+
 def _campaign(args: argparse.Namespace, results: Results, console: Console) -> Campaign:
     def drawn(job: int, configuration: int, attempt: int) -> Configuration:
         if args.configurations:
-            random = draw_configuration(args.seed, configuration, attempt)
+            random = draw_configuration(args.seed, configuration, attempt, _draws_narrow(args))
             return random._replace(
                 share_gpu=args.share_gpu, fork=args.fork, hang_timeout_s=args.hang_timeout
             )

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from tools.chaos.drawing import Kind
 from tools.chaos.model import COMMON_FLAGS, RUN_ID, SAMPLES, SEQUENCE, Layout, parse_layout
-from tools.lab import models
-from tools.lab.launch import Launch, Launcher
+from tools.lab import models, precisions
+from tools.lab.launch import PROGRAM, Launch, Launcher
 
 AUTO = 'auto'
 LONGEST_WINDOW = 6
@@ -50,15 +50,32 @@ class Precision(enum.StrEnum):
     BF16_PLAIN = 'bf16'
     FP32 = 'fp32'
     FP16 = 'fp16-skips'
+    C1 = 'c1'
+    """These of the paper's Table 7; they need Transformer Engine, or stand-ins for it."""
+    C2 = 'c2'
+    C3 = 'c3'
+    C4 = 'c4'
+    C5 = 'c5'
 
 
+_SKIPS = '--initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 1'
+_DELAYED = Precision.C3, Precision.C4, Precision.C5
+_NARROW = Precision.C1, Precision.C2, *_DELAYED
+_NOT_NARROW = frozenset(
+    (
+        Feature.SAVE,  # upstream's dense checkpoints do not hold all bits of such a state
+        Feature.ASYNC_SAVE,
+        Feature.RECOMPUTE,  # the stand-ins would count a pass twice
+    )
+)
 _PRECISION = {
     Precision.BF16: '--bf16 --use-distributed-optimizer',
     Precision.BF16_PLAIN: '--bf16',
     Precision.FP32: '',
     # The scale grows every second step, so that steps overflow and are skipped again and again.
-    Precision.FP16: '--fp16 --use-distributed-optimizer --initial-loss-scale 2048 '
-    '--loss-scale-window 2 --hysteresis 1',
+    Precision.FP16: f'--fp16 --use-distributed-optimizer {_SKIPS}',
+    Precision.C1: f'{precisions.FLAGS["c1"]} {_SKIPS}',
+    **{one: precisions.FLAGS[one] for one in (Precision.C2, *_DELAYED)},
 }
 _ON = {
     Feature.EVALUATION: '--eval-interval 5 --eval-iters 2',
@@ -88,7 +105,9 @@ _LAYOUTS = (
     'pp4-ep2',
 )  # fmt: skip
 _SAVES = [Feature.SAVE] * 3 + [Feature.ASYNC_SAVE] * 2 + [None] * 5
-_PRECISIONS = [*Precision, *Precision, Precision.BF16, Precision.BF16]
+_WIDE = [one for one in Precision if one not in _NARROW]
+_PRECISIONS = [*_WIDE, *_WIDE, Precision.BF16, Precision.BF16]
+_OFTEN = len(_PRECISIONS) - len(_NARROW)
 
 
 class Configuration(NamedTuple):
@@ -140,7 +159,13 @@ class Configuration(NamedTuple):
             0 if fork else spares,
             fork,
             share_gpu=self.share_gpu,
+            program_file=self._program_file,
         )
+
+    @property
+    def _program_file(self) -> str:
+        narrow = self.precision in _NARROW
+        return precisions.program(stand_ins=not self.share_gpu) if narrow else PROGRAM
 
     def kinds(self) -> list[Kind]:
         """Faults that such a job can have."""
@@ -180,6 +205,7 @@ class Configuration(NamedTuple):
         return [
             *COMMON_FLAGS,
             *_PRECISION[self.precision].split(),
+            *(precisions.ENGINE if self.share_gpu and self.precision in _NARROW else ()),
             *self.layout.flags(),
             *' '.join(features).split(),
             *self._length(iterations).split(),
@@ -211,7 +237,9 @@ class Configuration(NamedTuple):
         return f'--train-samples {samples} --lr-warmup-samples 24 --lr-decay-samples {decay}'
 
 
-def draw_configuration(seed: int, number: int, attempt: int = 0) -> Configuration:
+def draw_configuration(
+    seed: int, number: int, attempt: int = 0, narrow: bool = False
+) -> Configuration:
     """One of the configurations that a seed stands for.
 
     They are dealt from shuffled decks, so that twenty have every layout, precision and feature.
@@ -220,6 +248,7 @@ def draw_configuration(seed: int, number: int, attempt: int = 0) -> Configuratio
         seed: of everything.
         number: of the configuration, from 0.
         attempt: counts those that upstream refused.
+        narrow: half of them have state of 16 and 8 bits; the others are drawn as without.
     """
     rng = random.Random(f'{seed} configuration {number} {attempt}')
 
@@ -232,6 +261,10 @@ def draw_configuration(seed: int, number: int, attempt: int = 0) -> Configuratio
     precision = deal('precision', _PRECISIONS)[place]
     if layout.dp > layout.ep and precision is Precision.BF16:
         precision = Precision.BF16_PLAIN  # only there have data-parallel ranks the same state
+    if narrow:
+        replaced = deal('narrow', [*_NARROW, *[None] * _OFTEN])[place]
+        if replaced is not None:
+            precision, layout = replaced, _layout_for(replaced, layout)
     save = deal('save', _SAVES)[place]
     features = [
         feature
@@ -241,6 +274,8 @@ def draw_configuration(seed: int, number: int, attempt: int = 0) -> Configuratio
         and place in deal(feature, range(_BLOCK))[:_OF_BLOCK]
         and allowed(feature, layout)
     ]
+    if precision in _NARROW:
+        features = [feature for feature in features if feature not in _NOT_NARROW]
     launcher = Launcher.TORCHRUN if place in deal('launcher', range(_BLOCK))[:1] else Launcher.LOCAL
     nodes = layout.ranks
     if launcher is Launcher.LOCAL and nodes >= 4:
@@ -255,6 +290,17 @@ def draw_configuration(seed: int, number: int, attempt: int = 0) -> Configuratio
         spares=rng.randint(0, 2) if launcher is Launcher.LOCAL else 0,
         launcher=launcher,
     )
+
+
+def _layout_for(precision: Precision, layout: Layout) -> Layout:
+    """One that such a state goes with.
+
+    With delayed scaling upstream leaves scales alone on data-parallel ranks, and takes no virtual
+    stages; the stand-ins split no weight in fp8.
+    """
+    if precision in _DELAYED:
+        return parse_layout('pp4')
+    return parse_layout('pp2-ep2') if layout.tp > 1 or layout.vp > 1 else layout
 
 
 def allowed(feature: Feature, layout: Layout) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from tools.gpu_check.report import Findings
 from tools.gpu_check.settings import Settings
 from tools.gpu_check.training import Kill, Trained, Trials, compare, costs, reduced
-from tools.lab import models
+from tools.lab import models, precisions
 from tools.lab.evidence import Tier
 
 WINDOW = 4
@@ -50,6 +50,19 @@ def run_transformer_engine(settings: Settings) -> Findings:
     return _same_bits(_trials(settings, 'transformer-engine', _TRANSFORMER_ENGINE))[1]
 
 
+def run_precision(name: str, settings: Settings) -> Findings:
+    """One of `precisions.FLAGS`: plain, and killed on the way. On a CPU on stand-ins."""
+    own = [flag for flag in _flags(settings) if flag != '--bf16']  # the configuration says it
+    engine = _TRANSFORMER_ENGINE if settings.gpu else []
+    flags = [*own, *precisions.FLAGS[name].split(), *engine]
+    folder = settings.folder(f'precision-{name}')
+    program = precisions.program(stand_ins=not settings.gpu)
+    trials = Trials(settings, folder, flags, nodes=1, window=WINDOW, program_file=program)
+    plain, killed = trials.plain('plain'), trials.protected('killed', KILL)
+    problems = compare(plain, killed, 'killed') + reduced(killed) + _not_back(killed)
+    return Findings({'loss': plain.log.iterations[-1].loss, **_return(plain, killed)}, problems)
+
+
 def judge_costs(figures: dict[str, Any]) -> list[str]:
     """What is wrong with the costs of windows, as `costs` gives them."""
     share = figures['exposed_ms'] / figures['plain_ms']
@@ -73,17 +86,26 @@ def _same_bits(trials: Trials) -> tuple[Trained, Findings]:
     killed = trials.protected('killed', KILL)
     problems += compare(plain, windows, 'with windows') + reduced(windows)
     problems += compare(plain, killed, 'killed') + reduced(killed)
+    problems += _not_back(killed)
+    return plain, Findings({**costs(plain, windows), **_return(plain, killed)}, problems)
+
+
+def _not_back(killed: Trained) -> list[str]:
     found = killed.recovery
     if found is None or found.tier is Tier.DISK:
-        problems.append('killed: it did not come back from host memory')
-    figures = {
-        **costs(plain, windows),
-        'slot_mib': max(captured.nbytes for captured in windows.log.captured) / (1 << 20),
+        return ['killed: it did not come back from host memory']
+    return []
+
+
+def _return(plain: Trained, killed: Trained) -> dict[str, Any]:
+    """What was captured, compared and computed again."""
+    found = killed.recovery
+    return {
+        'slot_mib': max(captured.nbytes for captured in killed.log.captured) / (1 << 20),
         'entries_compared': len(plain.state.ranks['0']),
         'came_back': str(found.tier) if found else 'no',
         'replayed': found.replayed if found else 0,
     }
-    return plain, Findings(figures, problems)
 
 
 def _flags(settings: Settings) -> list[str]:

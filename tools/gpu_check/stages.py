@@ -9,6 +9,7 @@ Each stage has a process of its own: what it does to its CUDA context, the next 
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from rich.console import Console
 from tools.gpu_check import copies, environment, four_rank, nccl, one_rank, own_tests
 from tools.gpu_check.report import Findings
 from tools.gpu_check.settings import Settings
+from tools.lab import precisions
 from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.errors import LabError
 from tools.lab.figures import write_json
@@ -44,6 +46,15 @@ STAGES = {
         'the same model on Transformer Engine, with grouped experts',
         needs='transformer_engine',
     ),
+    **{
+        f'precision-{name}': Stage(
+            partial(one_rank.run_precision, name),
+            f"{name.upper()} of the paper's Table 7 recovers bit for bit",
+            needs='transformer_engine',
+        )
+        for name in precisions.FLAGS
+        if name != 'bf16'
+    },
     'four-rank': Stage(four_rank.run, 'a lost rank of PP 2 x EP 2 recovers alone, bit for bit'),
 }
 

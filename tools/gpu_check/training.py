@@ -13,7 +13,7 @@ from tools.lab import evidence
 from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
 from tools.lab.errors import LabError
 from tools.lab.job import Job, memory_directory
-from tools.lab.launch import Launch
+from tools.lab.launch import PROGRAM, Launch
 from tools.lab.models import sparse_flags
 from tools.lab.run_log import RunLog
 
@@ -68,6 +68,8 @@ class Trials(NamedTuple):
     """Emulated, of one rank each."""
     window: int | str
     """W, or `auto`."""
+    program_file: str = PROGRAM
+    """Path of the program that trains."""
 
     def plain(self, name: str) -> Trained:
         """Upstream's trainer alone."""
@@ -91,6 +93,7 @@ class Trials(NamedTuple):
             max_restarts=_MAX_RESTARTS if kill else 0,
             fork=not self.settings.gpu,
             share_gpu=self.settings.gpu,
+            program_file=self.program_file,
         )
         with Job(launch) as job:
             killed_at = None if kill is None else _kill(job, kill)

@@ -66,6 +66,8 @@ class Launch(NamedTuple):
     """All ranks on the first GPU, over NCCL, rather than on the CPU, over gloo."""
     checkout: Path = ROOT
     """Whose program runs; another than this tool's own only under torchrun."""
+    program_file: str = PROGRAM
+    """Path of the program in the checkout."""
 
     @property
     def world_size(self) -> int:
@@ -83,7 +85,8 @@ class Launch(NamedTuple):
 
     def program(self) -> list[str]:
         """The program with all its flags."""
-        return [str(self.checkout / PROGRAM), *self.flags, *(_ON_GPU if self.share_gpu else ())]
+        device = _ON_GPU if self.share_gpu else ()
+        return [str(self.checkout / self.program_file), *self.flags, *device]
 
 
 def add_share_gpu(parser: argparse.ArgumentParser) -> None:

@@ -36,6 +36,7 @@ _PRECISION = {
     'exp_avg_dtype': 'first_moment',
     'exp_avg_sq_dtype': 'second_moment',
 }
+_DELAYED = 'delayed'
 _PROTECTION = {
     'sparse_ckpt_window': 'window',
     'sparse_ckpt_max_window': 'max_window',
@@ -138,7 +139,10 @@ class MegatronFlags:
 
     def _precision(self, base: Training | None) -> Precision:
         state = self._renamed(_PRECISION)
-        weights = {'compute': 'fp8'} if 'fp8_param_gather' in self.given else {}
+        weights: dict[str, Any] = {'compute': 'fp8'} if 'fp8_param_gather' in self.given else {}
+        if 'fp8_format' in self.given:
+            delayed = self.given.get('fp8_recipe', _DELAYED) == _DELAYED
+            weights['amax_history'] = self.given.get('fp8_amax_history_len', 1) if delayed else 0
         formats = [name for name in ('bf16', 'fp16') if name in self.given]
         if base and not formats:
             return dataclasses.replace(base.precision, **state, **weights)
@@ -159,6 +163,9 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
         parser.add_argument(_flag(name), action='store_true')
     for name in (*_MODEL_TEXTS, *_PRECISION):
         parser.add_argument(_flag(name))
+    for name in ('fp8_format', 'fp8_recipe'):
+        parser.add_argument(_flag(name))
+    parser.add_argument(_flag('fp8_amax_history_len'), type=int)
     parser.add_argument('--sparse-ckpt-window')
     parser.add_argument('--sparse-ckpt-max-window', type=int)
     parser.add_argument('--sparse-ckpt-replicas', type=int)

@@ -5,7 +5,11 @@ Reads the list of flags in `compatibility`.
 """
 
 from megatron.moevement.facts import UpstreamArguments
-from megatron.moevement.job.compatibility.precision import FP8
+from megatron.moevement.job.compatibility.precision import (
+    FP8,
+    keeps_fp8_masters,
+    leaves_scales_of_others,
+)
 from megatron.moevement.job.compatibility.refused import REFUSED
 from megatron.moevement.job.compatibility.whole_job import WHOLE_JOB
 from moevement_ext.config import ConfigurationError
@@ -33,11 +37,33 @@ def not_localized(args: UpstreamArguments) -> str | None:
 
 
 def hazard(args: UpstreamArguments) -> str | None:
-    """What upstream itself may lose with these flags, None if nothing is known."""
+    """What training itself may lose with these flags, None if nothing is known."""
+    found = [words for applies, words in _HAZARDS if applies(args)]
+    return '; '.join(found) or None
+
+
+def _has_fp8_moments(args: UpstreamArguments) -> bool:
     names = ('exp_avg_dtype', 'exp_avg_sq_dtype')
-    if not any(str(getattr(args, name, None)) in FP8 for name in names):
-        return None
-    return (
+    narrow = any(str(getattr(args, name, None)) in FP8 for name in names)
+    return narrow and not keeps_fp8_masters(args)  # there Adam is told what to do
+
+
+_HAZARDS = (
+    (
+        _has_fp8_moments,
         'moments in fp8 become NaN if all gradients of a parameter are zero in its first step, as '
-        'those of an expert without tokens; use fp16 or bf16 unless every expert is used'
-    )
+        'those of an expert without tokens; use fp16 or bf16 unless every expert is used',
+    ),
+    (
+        keeps_fp8_masters,
+        'with masters in fp8 updates that are small beside a weight are lost; compare the losses '
+        'with those of --main-params-dtype fp16 (python -m tools.bench.precision)',
+    ),
+    (
+        leaves_scales_of_others,
+        'with --fp8-recipe delayed and --fp8-param-gather upstream, by its source, leaves the '
+        'scale of a weight as it was on data-parallel ranks that own no part of it; compare the '
+        'losses with those of a single data-parallel rank',
+    ),
+)
+"""When, and what to say."""

@@ -22,6 +22,7 @@ CHECKED_VERSION = 'megatron-core 0.19.2'
 
 UPSTREAM = {
     # The trainer.
+    'megatron.training.arguments:add_megatron_arguments': ('parser',),
     'megatron.training.training:initialize_megatron': (
         'allow_no_cuda', 'skip_mpu_initialization', 'get_embedding_ranks',
         'get_position_embedding_ranks', 'store', 'skip_model_parallel_init', 'seed_pp_group',
@@ -118,6 +119,13 @@ TORCH = {
 }
 """The first parameters of public functions of torch, to which its versions add some at the end."""
 
+TAKING = {
+    'megatron.core.optimizer:Adam': (
+        'master_weights', 'master_weight_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype',
+    ),
+}  # fmt: skip
+"""Parts that not every installation has, with some of what they take: compared when wrapped."""
+
 Wrapper = Callable[..., Any]
 """Called as `wrapper(original, ...)` with what the original was called with."""
 
@@ -136,7 +144,7 @@ def wrap(part: str, wrapper: Wrapper) -> None:
     """Have `wrapper(original, ...)` called instead of a part, for the life of the process.
 
     Args:
-        part: one of the tables.
+        part: of one of the tables.
         wrapper: on the thread that calls the part.
 
     Raises:
@@ -175,8 +183,14 @@ def _find(part: str) -> tuple[Any, str, Callable[..., Any]]:
     except (ImportError, AttributeError) as error:
         raise _changed(part, f'is not there ({error})') from error
     found = tuple(inspect.signature(original).parameters)
-    expected = TORCH.get(part) or UPSTREAM[part]
-    if (found[: len(expected)] if part in TORCH else found) != expected:
+    expected = TORCH.get(part) or TAKING.get(part) or UPSTREAM[part]
+    if part in TORCH:
+        compared = found[: len(expected)]
+    elif part in TAKING:
+        compared = tuple(one for one in expected if one in found)
+    else:
+        compared = found
+    if compared != expected:
         raise _changed(part, f'has the parameters {found}, expected {expected}')
     return owner, name, original
 

@@ -192,7 +192,8 @@ def _states_of(optimizer: Any, names: dict[torch.nn.Parameter, str]) -> Iterator
 
 
 def _require_known(inner: Any) -> None:
-    if not isinstance(inner, torch.optim.Adam) and type(inner).__name__ not in _KNOWN:
+    known = any(kind.__name__ in _KNOWN for kind in type(inner).__mro__)
+    if not isinstance(inner, torch.optim.Adam) and not known:
         raise SparseCheckpointError(
             f'--sparse-ckpt supports Adam and Muon; the inner optimizer is {type(inner).__name__}. '
             'Use --optimizer adam or muon, or train without --sparse-ckpt.'

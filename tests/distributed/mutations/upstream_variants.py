@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 import pretrain_gpt
 from megatron.moevement.state import frozen, iteration_state
 from moevement_ext import faults
+from moevement_ext.protect import planner
 from tests.stand_ins import grouped_linear
 from tests.stand_ins.fused_adam import FusedAdam
 
@@ -120,9 +121,23 @@ def steps_of_groups_not_taken_away() -> None:
     iteration_state.restore = keeping
 
 
-def experts_frozen_one_by_one() -> None:
-    """Also those that a grouped linear layer computes together."""
+def experts_in_reverse() -> None:
+    """The first expert of each layer is captured after others, whatever is popular when."""
     transformer_engine()
+    in_order = planner.Planner._ordered
+
+    def reversed_order(members: Any, popularity: Any) -> list[str]:
+        names = in_order(members, {})
+        tied = {name for member in members for name in member.tied}
+        return [*(name for name in names if name in tied),
+                *(name for name in reversed(names) if name not in tied)]  # fmt: skip
+
+    planner.Planner._ordered = staticmethod(reversed_order)
+
+
+def experts_frozen_one_by_one() -> None:
+    """Also those that a grouped linear layer computes together, by the word of the first."""
+    experts_in_reverse()
     frozen._computed_together = lambda operators: (
         (frozenset([operator.name]), list(operator.parameters.values()))
         for operator in operators.values()

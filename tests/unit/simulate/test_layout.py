@@ -99,3 +99,26 @@ def test_bytes_of_the_precisions_of_the_paper(name, with_own_weights, with_bf16_
     assert (own.full_bytes, own.light_bytes) == with_own_weights
     wider = dataclasses.replace(own, compute='bf16')
     assert (wider.full_bytes, wider.light_bytes) == with_bf16_weights
+
+
+@pytest.mark.parametrize(
+    ('name', 'of_weights', 'of_state', 'always'),
+    [
+        ('bf16', 0, 0, 0),
+        ('c1', 0, 12, 0),
+        ('c2', 4, 0, 0),
+        ('c3', 4, 4, 40),
+        ('c4', 4, 12, 40),
+        ('c5', 4, 12, 40),
+    ],
+)
+def test_bytes_of_scales(name, of_weights, of_state, always):
+    one = PRECISIONS[name]
+    found = (one.weight_scale_bytes, one.state_scale_bytes, one.scaling_bytes)
+    assert found == (of_weights, of_state, always)
+
+
+def test_a_history_is_a_number_of_passes():
+    assert Precision(amax_history=1024).scaling_bytes == 4 * 5 * 1025
+    with pytest.raises(FieldError, match='^amax_history: '):
+        Precision(amax_history=-1)

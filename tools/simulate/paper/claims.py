@@ -78,7 +78,7 @@ def precision_claims() -> Iterator[Claim]:
             setting.full_bytes,
             precision.full_bytes,
             0.0,
-            f'{_why_beside(precision)}; {wider.full_bytes} with weights of 16 bits',
+            f'exact: {_why_beside(precision)}; {wider.full_bytes} with weights of 16 bits',
         )
         yield judged(
             'Table 7',
@@ -86,7 +86,8 @@ def precision_claims() -> Iterator[Claim]:
             setting.light_bytes,
             precision.light_bytes,
             0.0,
-            f'the weight; {wider.light_bytes} with weights of 16 bits',
+            f'exact: the weight; {wider.light_bytes} with weights of 16 bits; with delayed scaling '
+            f'every slot has the state of all scales besides',
         )
 
 

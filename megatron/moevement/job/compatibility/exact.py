@@ -13,6 +13,7 @@ _UNEQUAL = 'test_replacement_has_the_parameter_groups_of_the_lost_worker'
 _FLAGS = 'test_flags_that_are_recovered_locally'
 _PRECISION = 'test_low_precision_state_is_recovered'
 _FP8 = 'test_computation_in_fp8_is_recovered'
+_MASTERS = 'test_weights_in_fp8_with_narrow_masters_are_recovered'
 _SHAPES = 'By reasoning: sizes of what is captured and sent; all are read off the tensors.'
 _FORWARD = (
     'By reasoning: a function of activations and weights; a replay computes it again by the same '
@@ -95,7 +96,8 @@ EXACT = (
           'loss_scale fp16_lm_cross_entropy accumulate_allreduce_grads_in_fp32 '
           'apply_query_key_layer_scaling attention_softmax_in_fp32'),
     group('state of 16 bits', f'{_PRECISION}[fp16-everywhere]',
-          'use_precision_aware_optimizer main_params_dtype exp_avg_dtype exp_avg_sq_dtype'),
+          'use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype'),
+    group('masters of 16 and 8 bits', f'{_MASTERS}[c5]', 'main_params_dtype'),
     group('computation in fp8', f'{_FP8}[delayed]',
           'fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo'),
     group('weights in fp8', f'{_FP8}[weights-blockwise]', 'fp8_param_gather'),

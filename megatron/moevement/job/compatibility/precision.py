@@ -11,6 +11,7 @@ from megatron.moevement.job.compatibility.rule import Condition, Values
 
 _FP32 = ('fp32', 'torch.float32')
 FP8 = ('fp8', 'torch.uint8')
+_RECIPES_OF_WEIGHTS = ('delayed', 'tensorwise', 'blockwise')
 _SCALED = ('fp16', 'torch.float16', *FP8)
 
 
@@ -65,10 +66,53 @@ def _scales_lost(settings: object) -> bool:
     return bool(dense) and _megatron_holds_masters(settings)
 
 
+def _is_precision_aware(settings: object) -> bool:
+    return bool(getattr(settings, 'use_precision_aware_optimizer', False))
+
+
+def _masters_against_recipe(settings: object) -> bool:
+    """Upstream has weights in fp8 beside narrow masters with delayed scaling, and only there.
+
+    Then Adam keeps the masters, of fp32 ones 16 bits beside a weight of 16; else Megatron keeps
+    them, in fp32, and gives an Adam that is to keep them no view of the weights.
+    """
+    fp32 = str(getattr(settings, 'main_params_dtype', _FP32[0])) in _FP32
+    recipe = getattr(settings, 'fp8_recipe', None)
+    return (
+        bool(getattr(settings, 'fp8_param_gather', False))
+        and _is_precision_aware(settings)
+        and recipe in _RECIPES_OF_WEIGHTS
+        and fp32 == (recipe == 'delayed')
+    )
+
+
+def keeps_fp8_masters(settings: object) -> bool:
+    """True if updates that are too small for 8 bits are lost."""
+    return str(getattr(settings, 'main_params_dtype', None)) in FP8
+
+
+def leaves_scales_of_others(settings: object) -> bool:
+    """True if upstream may leave the scale of a weight as it was where a rank has no part of it.
+
+    Its fp8 update writes those of the weights it is given, of which each rank has some.
+    """
+    return (
+        _delayed(settings)
+        and _is_precision_aware(settings)
+        and bool(getattr(settings, 'fp8_param_gather', False))
+        and int(getattr(settings, 'data_parallel_size', None) or 1) > 1
+    )
+
+
 UNTRIED_WEIGHTS = Condition(
-    'with --fp8-recipe other than tensorwise and blockwise',
-    lambda settings: getattr(settings, 'fp8_recipe', None) not in ('tensorwise', 'blockwise'),
+    f'with --fp8-recipe other than {", ".join(_RECIPES_OF_WEIGHTS[:-1])} and '
+    f'{_RECIPES_OF_WEIGHTS[-1]}',
+    lambda settings: getattr(settings, 'fp8_recipe', None) not in _RECIPES_OF_WEIGHTS,
 )
+MASTERS_AGAINST_RECIPE = Condition(
+    'with --fp8-param-gather, --use-precision-aware-optimizer and an --fp8-recipe that it does '
+    'not go with', _masters_against_recipe,
+)  # fmt: skip
 WITHOUT_ENGINE = Condition('without Transformer Engine', _lacks_engine)
 DELAYED_IN_PARTS = Condition(
     'with --fp8-format and interleaved stages or --mtp-num-layers', _delayed_in_parts

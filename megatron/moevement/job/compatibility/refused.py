@@ -4,6 +4,7 @@
 from megatron.moevement.job.compatibility.precision import (
     DELAYED_IN_PARTS,
     GRADIENTS_IN_FP16,
+    MASTERS_AGAINST_RECIPE,
     SCALED,
     SCALES_LOST,
     UNTRIED_WEIGHTS,
@@ -77,6 +78,11 @@ REFUSED = (
          'no other Adam has state of 16 and 8 bits', WITHOUT_ADAM),
     Rule('--fp16', GIVEN, 'add --accumulate-allreduce-grads-in-fp32',
          'upstream does not clip the fp16 gradients that it would have', GRADIENTS_IN_FP16),
+    Rule('--main-params-dtype', ANY,
+         'give fp16 or fp8 with --fp8-recipe delayed, and fp32 with tensorwise or blockwise',
+         'upstream fails: with delayed scaling its Adam keeps the masters, of fp32 ones 16 bits '
+         'beside a weight that has none of the others; else Megatron keeps them, in fp32',
+         MASTERS_AGAINST_RECIPE),
     Rule('--exp-avg-dtype', SCALED, _UNSCALED, _LOSES_SCALES, SCALES_LOST),
     Rule('--exp-avg-sq-dtype', SCALED, _UNSCALED, _LOSES_SCALES, SCALES_LOST),
     Rule('--optimizer-cpu-offload', GIVEN, 'leave it out',
@@ -94,9 +100,8 @@ REFUSED = (
     Rule('--fp8-quantizer-factory', GIVEN, 'use another --fp8-recipe than custom',
          'what a quantizer of your own keeps is not captured'),
     Rule('--fp4-format', ANY, 'train in bf16', _SCALING, dest='fp4'),
-    Rule('--fp8-param-gather', GIVEN, 'use --fp8-recipe tensorwise or blockwise',
-         'with mxfp8 rows and columns are rounded apart, of which one alone would be captured; '
-         'with delayed the update writes into the state of the scales, which was not tried',
+    Rule('--fp8-param-gather', GIVEN, 'use --fp8-recipe delayed, tensorwise or blockwise',
+         'with mxfp8 rows and columns are rounded apart, of which one alone would be captured',
          UNTRIED_WEIGHTS),
     Rule('--fp4-param-gather', GIVEN, 'leave it out', _SCALING),
     Rule('--te-precision-config-file', GIVEN, 'leave it out', _SCALING),

@@ -8,9 +8,11 @@ import pytest
 from tools.chaos.configuration import AUTO, Configuration, Feature, Precision, draw_configuration
 from tools.chaos.drawing import Kind, draw_faults, draw_window
 from tools.chaos.model import parse_layout
-from tools.lab.launch import Launcher
+from tools.lab import precisions
+from tools.lab.launch import PROGRAM, Launcher
 
 KINDS = list(Kind)
+NARROW = {Precision.C1, Precision.C2, Precision.C3, Precision.C4, Precision.C5}
 
 
 class TestFaults:
@@ -94,7 +96,7 @@ class TestConfiguration:
     def test_twenty_have_everything(self, seed: int) -> None:
         drawn = self.drawn(seed)
         assert {feature for one in drawn for feature in one.features} == set(Feature)
-        assert {one.precision for one in drawn} == set(Precision)
+        assert {one.precision for one in drawn} == set(Precision) - NARROW
         assert {one.launcher for one in drawn} == set(Launcher)
         assert {one.window for one in drawn} == {1, 2, 3, 4, 5, 6, AUTO}
         layouts = {one.layout.name for one in drawn}
@@ -126,6 +128,35 @@ class TestConfiguration:
         full = ' '.join(one.training_flags(Path('text'), 50, Path('run')))
         assert '--train-samples 360' in full and '--train-iters' not in full
         assert '--untie' not in full and '--save run/dense' in full and '--fp16' in full
+
+    @pytest.mark.parametrize('seed', range(10))
+    def test_half_have_narrow_state_where_that_can_be_had(self, seed: int) -> None:
+        wide = self.drawn(seed)
+        drawn = [draw_configuration(seed, number, narrow=True) for number in range(20)]
+        assert sorted(one.precision for one in drawn if one.precision in NARROW) == sorted(
+            2 * [*NARROW]
+        )
+        for one, other in zip(drawn, wide, strict=True):
+            if one.precision not in NARROW:
+                assert one == other
+                continue
+            assert not {Feature.SAVE, Feature.ASYNC_SAVE, Feature.RECOMPUTE} & set(one.features)
+            assert one.layout.tp == one.layout.vp == 1
+            assert one.nodes * one.workers_per_node == one.layout.ranks
+
+    def test_narrow_state_is_trained_on_stand_ins_if_on_a_cpu(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = Configuration(parse_layout('pp4'), Precision.C4, (), 3, 4)
+        flags = ' '.join(one.training_flags(Path('text'), 50, Path('run')))
+        assert '--fp8-param-gather' in flags and '--main-params-dtype fp16' in flags
+        assert one.launch(Path('run'), []).program_file == precisions.STAND_INS
+        wide = one._replace(precision=Precision.BF16)
+        assert wide.launch(Path('run'), []).program_file == PROGRAM
+        monkeypatch.setattr('importlib.util.find_spec', lambda name: object())
+        real = one._replace(share_gpu=True)
+        assert real.launch(Path('run'), []).program_file == PROGRAM
+        assert 'transformer_engine' in real.training_flags(Path('text'), 50, Path('run'))
 
     def test_plan_of_auto_is_restless(self) -> None:
         one = Configuration(parse_layout('pp2-ep2'), Precision.BF16, (), AUTO, 4)

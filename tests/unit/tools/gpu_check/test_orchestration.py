@@ -27,6 +27,7 @@ def test_a_line_for_each_stage() -> None:
         '     and another',
         '---- one-rank (not run)',
         '---- transformer-engine (not run: no transformer_engine)',
+        *(f'---- precision-c{n} (not run: no transformer_engine)' for n in range(1, 6)),
         '---- four-rank (not run)',
     ]
 

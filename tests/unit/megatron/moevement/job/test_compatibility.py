@@ -19,6 +19,7 @@ from megatron.moevement.seams import cpu_device
 from tests.distributed import test_compatibility as combinations
 from tests.distributed import test_fp8 as fp8
 from tests.distributed import test_localized_recovery as localized
+from tests.distributed import test_masters as masters
 from tests.distributed import test_precision as precision
 from tests.distributed import test_unequal_stages as unequal
 from tests.distributed import test_whole_job_recovery as whole
@@ -45,6 +46,7 @@ TRIED = {
     },
     'test_low_precision_state_is_recovered': precision.CASES,
     'test_computation_in_fp8_is_recovered': fp8.CASES,
+    'test_weights_in_fp8_with_narrow_masters_are_recovered': masters.CASES,
     'test_recovered_run_has_the_bits_of_a_fault_free_run': {
         name: setup[0] for name, setup in whole.SETUPS.items()
     },

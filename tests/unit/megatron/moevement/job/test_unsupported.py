@@ -10,7 +10,10 @@ import pytest
 import torch
 from megatron.core import fp8_utils
 
-from megatron.moevement.job.compatibility.precision import WITHOUT_ADAM, WITHOUT_ENGINE
+from megatron.moevement.job.compatibility.precision import (
+    WITHOUT_ADAM,
+    WITHOUT_ENGINE,
+)
 from megatron.moevement.job.compatibility.refused import REFUSED
 from megatron.moevement.job.compatibility.rule import Rule
 from megatron.moevement.job.compatibility.whole_job import WHOLE_JOB
@@ -30,6 +33,11 @@ ARGUMENTS = {
     '--fp16': '--use-precision-aware-optimizer',
     '--exp-avg-dtype': f'fp16 {SCALES_LOST}',
     '--exp-avg-sq-dtype': f'fp8 {SCALES_LOST}',
+    '--main-params-dtype': (
+        'fp32 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather '
+        '--use-precision-aware-optimizer'
+    ),
+    '--fp8-param-gather': '--fp8-format hybrid --fp8-recipe mxfp8',
     '--fp8-format': 'hybrid',
     '--fp8-recipe': 'delayed --fp8-format hybrid --mtp-num-layers 1',
     '--fp8-quantizer-factory': 'own.quantizer',
@@ -177,6 +185,7 @@ def test_other_values_are_recovered_locally(flags: str) -> None:
         '--fp8-format hybrid --fp8-recipe mxfp8',
         '--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather',
         '--fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather',
+        '--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather',
         '--fp8-format hybrid --eval-iters 0',
         '--fp8-recipe delayed --eval-iters 2',
     ],
@@ -190,14 +199,43 @@ def test_computation_in_fp8_is_recovered_locally(
     assert not_localized(args) is None
 
 
-@pytest.mark.parametrize('recipe', ['mxfp8', 'delayed'])
-def test_weights_in_fp8_are_refused_with_other_recipes(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
+WEIGHTS_IN_FP8 = '--fp8-format hybrid --fp8-param-gather'
+DELAYED_WEIGHTS = f'{WEIGHTS_IN_FP8} --fp8-recipe delayed --use-precision-aware-optimizer'
+
+
+@pytest.mark.parametrize(
+    ('flags', 'remedy'),
+    [
+        (f'{WEIGHTS_IN_FP8} --fp8-recipe mxfp8', 'use --fp8-recipe delayed, tensorwise or block'),
+        (DELAYED_WEIGHTS, 'give fp16 or fp8 with --fp8-recipe delayed'),
+        (
+            f'{WEIGHTS_IN_FP8} --fp8-recipe blockwise --use-precision-aware-optimizer '
+            '--main-params-dtype fp8',
+            'and fp32 with tensorwise or blockwise',
+        ),
+    ],
+)
+def test_weights_in_fp8_are_refused_where_upstream_or_a_capture_fails(
+    flags: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_engine(monkeypatch)
-    args = parsed('--fp8-format', 'hybrid', '--fp8-recipe', recipe, '--fp8-param-gather')
-    with pytest.raises(ConfigurationError, match='use --fp8-recipe tensorwise or blockwise'):
-        refuse_unsupported(args)
+    monkeypatch.setattr(megatron.core.optimizer, 'Adam', FusedAdam)
+    with pytest.raises(ConfigurationError, match=remedy):
+        refuse_unsupported(parsed(*flags.split()))
+
+
+@pytest.mark.parametrize('dtype', ['fp16', 'fp8'])
+def test_weights_in_fp8_go_with_masters_that_adam_scales(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_engine(monkeypatch)
+    monkeypatch.setattr(megatron.core.optimizer, 'Adam', FusedAdam)
+    flags = f'{DELAYED_WEIGHTS} --main-params-dtype {dtype} --distributed-backend gloo'
+    args = parsed(*flags.split())
+    refuse_unsupported(args)
+    assert not_localized(args) is None
+    args.main_params_dtype = {'fp16': torch.float16, 'fp8': torch.uint8}[dtype]  # as validated
+    refuse_unsupported(args)
 
 
 def test_delayed_scaling_is_refused_where_a_rank_has_several_chunks(
@@ -244,6 +282,23 @@ def test_moments_that_upstream_may_lose_are_warned_of(flag: str) -> None:
     assert 'NaN' in str(hazard(args))
     assert hazard(parsed(PRECISION_AWARE, flag, 'fp16')) is None
     assert hazard(Namespace()) is None
+
+
+def test_masters_that_lose_small_updates_are_warned_of() -> None:
+    args = parsed(PRECISION_AWARE, '--main-params-dtype', 'fp8', '--exp-avg-dtype', 'fp8')
+    assert 'updates that are small beside a weight are lost' in str(hazard(args))
+    assert 'NaN' not in str(hazard(args)), 'what keeps such masters minds a state that is all zero'
+    args.main_params_dtype = torch.uint8
+    assert 'are lost' in str(hazard(args))
+
+
+@pytest.mark.parametrize(('ranks', 'warned'), [(1, False), (2, True), (None, False)])
+def test_scales_that_upstream_may_leave_alone_are_warned_of(
+    ranks: int | None, warned: bool
+) -> None:
+    args = parsed(*f'{DELAYED_WEIGHTS} --main-params-dtype fp16'.split())
+    args.data_parallel_size = ranks
+    assert ('leaves the scale' in str(hazard(args))) is warned
 
 
 def test_value_is_shown_as_the_user_wrote_it() -> None:

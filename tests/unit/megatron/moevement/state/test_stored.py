@@ -10,17 +10,60 @@ from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
-from megatron.moevement.state import optimizer_state, slices  # noqa: E402
+from megatron.moevement.seams.fp8_masters import keeping  # noqa: E402
+from megatron.moevement.state import optimizer_state, slices, stored  # noqa: E402
 from megatron.moevement.state.optimizer_state import ParameterState  # noqa: E402
 from tests.stand_ins import rules  # noqa: E402
+from tests.stand_ins.fp8_weights import delayed_weight  # noqa: E402
 from tests.stand_ins.fused_adam import FusedAdam  # noqa: E402
 from tests.stand_ins.one_rank import OneRank, assert_same, check_restored  # noqa: E402
-from tests.stand_ins.rules import FORMATS, FP8, FP32  # noqa: E402
+from tests.stand_ins.rules import (  # noqa: E402
+    BF16,
+    FORMATS,
+    FORMATS_OF_FP8_WEIGHTS,
+    FP8,
+    FP16,
+    FP32,
+    SCALE,
+    Formats,
+)
 
 
 @pytest.mark.parametrize('name', FORMATS)
 def test_every_format_comes_back_as_it_was(name: str) -> None:
     check_restored(FusedAdam, FORMATS[name])
+
+
+@pytest.mark.parametrize('name', FORMATS_OF_FP8_WEIGHTS)
+def test_weights_in_fp8_come_back_beside_masters_that_adam_keeps(name: str) -> None:
+    check_restored(FusedAdam, FORMATS_OF_FP8_WEIGHTS[name], in_fp8=delayed_weight)
+
+
+@pytest.mark.parametrize('weight', [BF16, FP8])
+def test_masters_in_fp8_come_back_as_they_were(weight: torch.dtype) -> None:
+    in_fp8 = delayed_weight if weight == FP8 else None
+    check_restored(keeping(FusedAdam), Formats(weight, FP8, FP8, FP16), in_fp8=in_fp8)
+
+
+@pytest.mark.parametrize(('name', 'a_parameter'), [('c3', 1 + 2 + 4 + 4), ('c4', 1 + 2 + 1 + 2)])
+def test_bytes_of_weights_in_fp8_beside_their_masters(name: str, a_parameter: int) -> None:
+    formats = FORMATS_OF_FP8_WEIGHTS[name]
+    captured = OneRank(FusedAdam, formats, in_fp8=delayed_weight).captured()
+    assert captured['weight'].dtype == FP8 and captured['master_param'].dtype == FP16
+    scales = sum('scale' in part for part in captured)
+    assert sum(bits.nbytes for bits in captured.values()) == 64 * a_parameter + 4 * scales
+    assert 'weight_scale' in captured and 'scale/master_param' in captured
+
+
+def test_a_weight_in_fp8_is_not_a_function_of_its_master() -> None:
+    one = OneRank(FusedAdam, FORMATS_OF_FP8_WEIGHTS['c3'], in_fp8=delayed_weight)
+    others = 0
+    for _ in range(40):
+        one.step()
+        master = one.adam.get_unscaled_state(one.main, 'master_param')
+        derived = delayed_weight(master, *torch.tensor([[SCALE], [0.0]]))
+        others += int((stored.raw(derived) != stored.raw(one.main)).sum())
+    assert others
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masters in fp8: Transformer Engine's Adam could keep them, but its constructor refuses to.
+
+`--main-params-dtype` takes `fp8` then. An update is computed in fp32, as with any other master, and
+what is too small to change a number of 8 bits is lost.
+
+Checked against megatron-core 0.19.2 and, by reading, Transformer Engine 2.1 to 2.18.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.moevement.seams import patches
+
+FP8 = torch.uint8
+"""How upstream writes the type of what is kept in fp8."""
+_LARGEST = 448.0  # of the format e4m3
+_FLAG, _NAME = 'main_params_dtype', 'fp8'
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Have upstream's flag take `fp8` as well, which its parser leaves out."""
+    for action in parser._actions:
+        if action.dest == _FLAG and action.choices and _NAME not in action.choices:
+            action.choices = [*action.choices, _NAME]
+
+
+def install(settings: object) -> None:
+    """Have upstream build its optimizer with such masters, if the settings ask for them.
+
+    Raises:
+        InstallationError: upstream has no Adam of Transformer Engine.
+    """
+    if getattr(settings, _FLAG, None) in (_NAME, FP8):
+        _install()
+
+
+@functools.cache
+def _install() -> None:
+    patches.wrap('megatron.core.optimizer:Adam', _build)
+    # Upstream reads the command line once more, by a parser of its own.
+    patches.wrap('megatron.training.arguments:add_megatron_arguments', _with_choice)
+
+
+def _with_choice(add: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
+    whole = add(parser)
+    add_choice(whole)
+    return whole
+
+
+def _build(adam: type, *args: Any, **settings: Any) -> Any:
+    kind = keeping(adam) if settings.get('master_weight_dtype') == FP8 else adam
+    return kind(*args, **settings)
+
+
+@functools.cache
+def keeping(adam: type) -> type:
+    """A subclass of Transformer Engine's FusedAdam that keeps its masters in fp8."""
+
+    class FusedAdamWithFp8Masters(adam):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, master_weight_dtype: torch.dtype, **settings: Any) -> None:
+            # State is made later, in the form that is noted here.
+            super().__init__(*args, master_weight_dtype=torch.float16, **settings)
+            self.master_weight_dtype = master_weight_dtype
+            self.name_to_dtype_map['master_param'] = master_weight_dtype
+
+        def _apply_scale(
+            self, name: str, unscaled: torch.Tensor, scaled: torch.Tensor, scale: torch.Tensor
+        ) -> None:
+            """Round a state into the form it is kept in, in place.
+
+            Of one that is all zero, as a bias is at first, the largest value gives no scale: the
+            class above would divide by it, and the state would be lost as NaN.
+            """
+            if not hasattr(scaled, '_quantizer'):
+                super()._apply_scale(name, unscaled, scaled, scale)
+                return
+            scale.copy_(unscaled.abs().amax() / _LARGEST)
+            scaled._quantizer.scale.copy_(torch.where(scale > 0, scale.reciprocal(), 1.0))
+            scaled.copy_(unscaled)
+
+    return FusedAdamWithFp8Masters

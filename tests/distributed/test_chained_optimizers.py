@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers of a chain whose overflow flags, and so their loss scales, differ.
+
+Upstream skips the step of all, but lowers the scale of those alone that saw an overflow; the loss
+is multiplied by the scale of the first.
+"""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from moevement_ext.events import Recovered
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.test_localized_recovery import check_localized
+
+VARIANT = 'mutations.chained'
+OVERFLOW = f'{VARIANT}:experts_overflow'
+FLAGS = """--fp16 --initial-loss-scale 1024 --loss-scale-window 1000 --hysteresis 1
+ --use-distributed-optimizer --pipeline-model-parallel-size 2 --expert-model-parallel-size 2
+ --untie-embeddings-and-output-weights --train-iters 12""".split()
+FAILS = '1:8:forward'
+"""The window of iterations 3 to 5 is loaded, and 6 and 7 follow: one overflow is in either part."""
+
+
+@pytest.fixture
+def undisturbed(cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]) -> dict:
+    """The digest of plain Megatron."""
+    key = ('4', OVERFLOW, *FLAGS)
+    if key not in references:
+        plain = cluster(*FLAGS, sparse=False)
+        plain.finish(mutation=OVERFLOW)
+        assert skipped(plain) == {5, 7}
+        references[key] = read_digest(plain)
+    return references[key]
+
+
+def skipped(job: Cluster) -> set[int]:
+    """Iterations whose step was skipped; the scale of the first optimizer stays what it was."""
+    lines = re.findall(r'iteration +(\d+)/.*loss scale: +(\S+) .*skipped iterations: +(\d)',
+                       job.output(life=0))  # fmt: skip
+    assert lines and {float(scale) for _, scale, _ in lines} == {1024.0}
+    return {int(number) for number, _, count in lines if int(count)}
+
+
+@pytest.mark.thorough
+def test_each_optimizer_of_a_chain_comes_back_with_its_own_flags_and_scale(
+    cluster: Callable[..., Cluster], undisturbed: dict
+) -> None:
+    job = cluster(*FLAGS, '--sparse-ckpt-window', '3')
+    assert job.survive(fail_at=FAILS, mutation=OVERFLOW) == {1: 1}
+    assert differences(undisturbed, read_digest(job)) == []
+    check_localized(job)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    'mutation', ['flag_of_the_first_for_all', 'scale_of_the_second_not_restored']
+)
+def test_taking_one_optimizer_for_all_is_noticed(
+    mutation: str, cluster: Callable[..., Cluster], undisturbed: dict
+) -> None:
+    broken = cluster(*FLAGS, '--sparse-ckpt-window', '3')
+    assert broken.survive(fail_at=FAILS, mutation=f'{VARIANT}:{mutation}') == {1: 1}
+    assert broken.events_of(Recovered)
+    assert differences(undisturbed, read_digest(broken)) != []

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dense checkpoint of weights in fp8 is loaded, workers die, and windows bring them back.
+
+It holds what weights, masters and moments stand for, so that a restart from it rounds them anew. So
+does one of plain Megatron, whose bits are those to be had here.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.events import Recovered
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.test_localized_recovery import check_localized
+from tests.distributed.test_masters import STAND_INS
+from tools.lab import precisions
+
+LAYOUT = '--untie-embeddings-and-output-weights --pipeline-model-parallel-size 4'
+CASES = {name: f'{precisions.FLAGS[name]} {LAYOUT}' for name in ('c2', 'c4', 'c5')}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('case', CASES)
+def test_windows_after_a_dense_restart_have_the_bits_of_that_restart(
+    case: str, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    flags = [*CASES[case].split(), '--train-iters', '12']
+    saving = ['--save', str(tmp_path / 'dense'), '--save-interval', '4', '--exit-interval', '4']
+    load = ['--load', str(tmp_path / 'dense')]
+    cluster(*flags, *saving, sparse=False).finish(mutation=STAND_INS)
+    plain = cluster(*flags, *load, sparse=False)
+    plain.finish(mutation=STAND_INS)
+    assert 'successfully loaded checkpoint' in plain.output(life=0)
+    expected = read_digest(plain)
+    local = cluster(*flags, *load, '--sparse-ckpt-window', '3')
+    assert local.survive(fail_at='1:9:backward', mutation=STAND_INS) == {1: 1}
+    assert differences(expected, read_digest(local)) == []
+    check_localized(local)
+    whole = cluster(*flags, *load, '--sparse-ckpt-window', '3')
+    assert -9 in whole.run(fail_at='1:11:forward', mutation=STAND_INS)
+    whole.finish(mutation=STAND_INS)
+    assert whole.events_of(Recovered)[0].replayed >= 2
+    assert differences(expected, read_digest(whole)) == []

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masters in fp8 can be asked for, and Transformer Engine's Adam keeps them."""
+
+import argparse
+from argparse import Namespace
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.core import optimizer as upstream  # noqa: E402
+from megatron.training import arguments  # noqa: E402
+
+from megatron.moevement.seams import fp8_masters  # noqa: E402
+from megatron.moevement.seams.preflight import InstallationError  # noqa: E402
+from tests.stand_ins import rules  # noqa: E402
+from tests.stand_ins.fused_adam import FusedAdam  # noqa: E402
+from tests.stand_ins.rules import FP8, FP16, Formats  # noqa: E402
+from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402
+
+ASKED = Namespace(main_params_dtype=FP8)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Upstream has found Transformer Engine; what is put in the place of its parts goes again."""
+    monkeypatch.setattr(upstream, 'Adam', FusedAdam)
+    monkeypatch.setattr(arguments, 'add_megatron_arguments', arguments.add_megatron_arguments)
+    fp8_masters._install.cache_clear()
+    yield
+    fp8_masters._install.cache_clear()
+
+
+def test_the_flag_takes_one_more_format() -> None:
+    assert parsed('--main-params-dtype', 'fp8').main_params_dtype == 'fp8'
+    assert parsed().main_params_dtype == 'fp32'
+    fp8_masters.add_choice(argparse.ArgumentParser())  # of a program without it
+
+
+@pytest.mark.usefixtures('engine')
+@pytest.mark.parametrize('asked', ['fp32', 'fp16', torch.float32, FP16, None])
+def test_nothing_is_changed_for_other_masters(asked: object) -> None:
+    fp8_masters.install(Namespace(main_params_dtype=asked))
+    fp8_masters.install(Namespace())
+    assert upstream.Adam is FusedAdam
+
+
+@pytest.mark.usefixtures('engine')
+def test_upstream_builds_what_keeps_them() -> None:
+    for _ in range(2):  # of two jobs in a process
+        fp8_masters.install(ASKED)
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    settings = {'master_weights': True, 'use_decoupled_grad': True}
+    adam = upstream.Adam([weight], master_weight_dtype=FP8, **settings)
+    adam.initialize_state(weight, False)
+    assert isinstance(adam, FusedAdam)
+    assert adam.state[weight]['master_param']._data.dtype == FP8
+    assert type(upstream.Adam([weight], master_weight_dtype=FP16, **settings)) is FusedAdam
+
+
+@pytest.mark.usefixtures('engine')
+def test_upstream_may_read_the_command_line_again() -> None:
+    """As it does before it trains, without the arguments of others."""
+
+    def accepts() -> bool:
+        parser = arguments.add_megatron_arguments(argparse.ArgumentParser(exit_on_error=False))
+        try:
+            return bool(parser.parse_args(['--main-params-dtype', 'fp8']))
+        except argparse.ArgumentError:
+            return False
+
+    assert not accepts()
+    fp8_masters.install(ASKED)
+    assert accepts()
+
+
+def test_another_adam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8_masters._install.cache_clear()
+    monkeypatch.setattr(upstream, 'Adam', torch.optim.AdamW)
+    with pytest.raises(InstallationError, match='megatron.core.optimizer:Adam has the parameters'):
+        fp8_masters.install(ASKED)
+
+
+def test_transformer_engine_itself_refuses_them() -> None:
+    with pytest.raises(RuntimeError, match='fp32 and fp16'):
+        FusedAdam([torch.nn.Parameter(torch.ones(4))], master_weights=True, master_weight_dtype=FP8)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'lost'), [(FusedAdam, True), (fp8_masters.keeping(FusedAdam), False)]
+)
+def test_what_is_all_zero_at_first_stays_zero(kind: type, lost: bool) -> None:
+    weight = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+    adam = kind([weight], master_weights=True, master_weight_dtype=FP16, exp_avg_dtype=FP8)
+    adam.name_to_dtype_map['master_param'] = FP8
+    adam.initialize_state(weight, False)
+    for name in ('exp_avg', 'master_param'):
+        adam.set_scaled_state(weight, name, torch.zeros(8))
+        found = adam.get_unscaled_state(weight, name)
+        assert found.isnan().all() if lost else (found == 0).all()
+
+
+def test_updates_that_are_small_beside_a_weight_are_lost() -> None:
+    """Three steps of a thousandth move masters of 16 bits by that, those of 8 bits somewhere."""
+    errors = {}
+    for master in (FP16, FP8):
+        kind = fp8_masters.keeping(FusedAdam) if master == FP8 else FusedAdam
+        (weight,), adam = rules.precise_adam(kind, Formats(FP16, master), 'cpu')
+        adam.param_groups[0].update(lr=1e-3, weight_decay=0.0)
+        before = weight.detach().float()
+        for _ in range(3):
+            weight.decoupled_grad = torch.ones(64)
+            adam.step()
+        after = adam.get_unscaled_state(weight, 'master_param')
+        errors[master] = float((after - before + 3e-3).abs().mean())
+    assert errors[FP16] < 3e-4 < 3e-3 < errors[FP8]

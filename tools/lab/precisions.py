@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of the five configurations of the paper's Table 7, and what they run on.
+
+They need Transformer Engine; on a CPU stand-ins with its rules run them, if a tool is told to.
+"""
+
+import argparse
+import importlib.util
+
+from tools.lab.launch import PROGRAM
+
+STAND_INS = 'tests/stand_ins/program.py'
+"""A program that is `PROGRAM` with the stand-ins."""
+BASE = '--use-distributed-optimizer'
+_AWARE = '--use-precision-aware-optimizer'
+_IN_FP8 = '--bf16 --fp8-format hybrid --fp8-param-gather'
+_C3 = f'{_IN_FP8} --fp8-recipe delayed {_AWARE} --main-params-dtype fp16'
+_MOMENTS = '--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16'
+
+FLAGS = {
+    'bf16': f'{BASE} --bf16',
+    'c1': f'{BASE} --fp16 --initial-loss-scale 4096 --accumulate-allreduce-grads-in-fp32 {_AWARE} '
+    '--main-params-dtype fp16 --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16',
+    'c2': f'{BASE} {_IN_FP8} --fp8-recipe tensorwise',
+    'c3': f'{BASE} {_C3}',
+    'c4': f'{BASE} {_C3} {_MOMENTS}',
+    'c5': f'{BASE} {_C3.replace("fp16", "fp8")} {_MOMENTS}',
+}
+"""Flags of Megatron, by the names that `tools.plan --precision` has."""
+ENGINE = ('--transformer-impl', 'transformer_engine')
+"""Where it is not a stand-in."""
+
+
+def add_stand_ins(parser: argparse.ArgumentParser) -> None:
+    """Give a tool the flag that has jobs run on stand-ins."""
+    parser.add_argument(
+        '--stand-ins',
+        action='store_true',
+        help='on a CPU, with stand-ins for Transformer Engine that are part of the tests '
+        '(default: on the first GPU, with Transformer Engine)',
+    )
+
+
+def program(stand_ins: bool) -> str:
+    """What runs such a configuration.
+
+    Raises:
+        ValueError: Transformer Engine is needed, and not there.
+    """
+    if stand_ins:
+        return STAND_INS
+    if importlib.util.find_spec('transformer_engine') is None:
+        raise ValueError(
+            'Transformer Engine is not installed: install it, or give --stand-ins for a CPU'
+        )
+    return PROGRAM
