@@ -5,6 +5,7 @@ Also with a step of recovery left out that only these need.
 """
 
 import os
+import re
 import signal
 from contextlib import nullcontext
 from typing import Any
@@ -122,15 +123,18 @@ def steps_of_groups_not_taken_away() -> None:
 
 
 def experts_in_reverse() -> None:
-    """The first expert of each layer is captured after others, whatever is popular when."""
+    """The first expert of each layer is captured last, whatever is popular when."""
     transformer_engine()
     in_order = planner.Planner._ordered
+
+    def number(name: str) -> int:
+        found = re.search(r'expert(\d+)$', name)
+        return int(found[1]) if found else 1 << 30
 
     def reversed_order(members: Any, popularity: Any) -> list[str]:
         names = in_order(members, {})
         tied = {name for member in members for name in member.tied}
-        return [*(name for name in names if name in tied),
-                *(name for name in reversed(names) if name not in tied)]  # fmt: skip
+        return sorted(names, key=lambda name: (name not in tied, -number(name)))
 
     planner.Planner._ordered = staticmethod(reversed_order)
 
