@@ -59,6 +59,7 @@ if __name__ != '__mp_main__':  # which is no worker, but writes a checkpoint for
     from megatron.moevement.facts import UpstreamArguments
     from megatron.moevement.job.unsupported import refuse_unsupported
     from megatron.moevement.program import run_with_sparse_checkpointing
+    from megatron.moevement.seams import fp8_masters
     from moevement_ext import faults
 
     dataset_helpers.use_compiled()
@@ -194,8 +195,9 @@ def main() -> None:
     """Parse the command line and train."""
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     args = parse_and_validate_args(extra_args_provider=add_arguments)
-    if args.sparse_ckpt:
-        with user_errors.in_one_line():
+    with user_errors.in_one_line():
+        fp8_masters.take_place(args)
+        if args.sparse_ckpt:
             refuse_unsupported(args)  # before upstream's configurations say it at length
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     train = partial(pretrain, config, datasets_provider, ModelType.encoder_or_decoder, forward_step)

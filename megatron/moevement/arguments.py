@@ -6,7 +6,6 @@ import dataclasses
 import re
 
 from megatron.moevement.job.unsupported import refuse_unsupported
-from megatron.moevement.seams import fp8_masters
 from moevement_ext.config import (
     AUTO,
     LOCALIZED,
@@ -30,10 +29,7 @@ def _window(text: str) -> int | str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the `sparse checkpointing` group; pass as upstream's `extra_args_provider`.
-
-    Also gives upstream's `--main-params-dtype` the choice `fp8`.
-    """
+    """Add the `sparse checkpointing` group; pass as upstream's `extra_args_provider`."""
     group = parser.add_argument_group(title='sparse checkpointing')
     group.add_argument(
         '--sparse-ckpt',
@@ -199,7 +195,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar='FILE',
         help='Write SHA-256 digests of the final training state; works without --sparse-ckpt too.',
     )
-    fp8_masters.add_choice(parser)
+    group.add_argument(
+        '--sparse-ckpt-fp8-masters',
+        action='store_true',
+        help="Keep masters in fp8 in the place of fp16, which Transformer Engine's Adam refuses by "
+        'itself; small updates are lost. Works without --sparse-ckpt too.',
+    )
     _mend_help(parser)
     return parser
 

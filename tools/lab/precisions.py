@@ -24,7 +24,7 @@ FLAGS = {
     'c2': f'{BASE} {_IN_FP8} --fp8-recipe tensorwise',
     'c3': f'{BASE} {_C3}',
     'c4': f'{BASE} {_C3} {_MOMENTS}',
-    'c5': f'{BASE} {_C3.replace("fp16", "fp8")} {_MOMENTS}',
+    'c5': f'{BASE} {_C3} --sparse-ckpt-fp8-masters {_MOMENTS}',
 }
 """Flags of Megatron, by the names that `tools.plan --precision` has."""
 ENGINE = ('--transformer-impl', 'transformer_engine')

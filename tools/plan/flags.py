@@ -36,6 +36,7 @@ _PRECISION = {
     'exp_avg_dtype': 'first_moment',
     'exp_avg_sq_dtype': 'second_moment',
 }
+_FP8_MASTERS = 'sparse_ckpt_fp8_masters'
 _DELAYED = 'delayed'
 _PROTECTION = {
     'sparse_ckpt_window': 'window',
@@ -58,7 +59,8 @@ _MODEL_SWITCHES = (
     'add_qkv_bias qk_layernorm multi_latent_attention'
 ).split()
 _PRECISION_SWITCHES = (
-    'bf16 fp16 fp32_residual_connection use_precision_aware_optimizer fp8_param_gather'
+    'bf16 fp16 fp32_residual_connection use_precision_aware_optimizer fp8_param_gather '
+    f'{_FP8_MASTERS}'
 ).split()
 _MODEL_TEXTS = ('position_embedding_type', 'normalization', 'moe_layer_freq')
 
@@ -139,6 +141,8 @@ class MegatronFlags:
 
     def _precision(self, base: Training | None) -> Precision:
         state = self._renamed(_PRECISION)
+        if _FP8_MASTERS in self.given:
+            state['master'] = 'fp8'
         weights: dict[str, Any] = {'compute': 'fp8'} if 'fp8_param_gather' in self.given else {}
         if 'fp8_format' in self.given:
             delayed = self.given.get('fp8_recipe', _DELAYED) == _DELAYED

@@ -1,32 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masters in fp8: Transformer Engine's Adam could keep them, but its constructor refuses to.
 
-`--main-params-dtype` takes `fp8` then. An update is computed in fp32, as with any other master, and
-what is too small to change a number of 8 bits is lost.
+Upstream's `--main-params-dtype` has no name for them, so a flag of this package asks for them. An
+update is computed in fp32, as with any other master, and what is too small to change a number of 8
+bits is lost.
 
 Checked against megatron-core 0.19.2 and, by reading, Transformer Engine 2.1 to 2.18.
 """
 
 import argparse
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron.moevement.seams import patches
+from moevement_ext.config import ConfigurationError
 
 FP8 = torch.uint8
 """How upstream writes the type of what is kept in fp8."""
 _LARGEST = 448.0  # of the format e4m3
-_FLAG, _NAME = 'main_params_dtype', 'fp8'
 
 
-def add_choice(parser: argparse.ArgumentParser) -> None:
-    """Have upstream's flag take `fp8` as well, which its parser leaves out."""
-    for action in parser._actions:
-        if action.dest == _FLAG and action.choices and _NAME not in action.choices:
-            action.choices = [*action.choices, _NAME]
+def take_place(args: argparse.Namespace) -> None:
+    """Put them in the place of fp16 masters, if the command line asks for that.
+
+    Args:
+        args: upstream's arguments, parsed and validated.
+
+    Raises:
+        ConfigurationError: there are no fp16 masters.
+    """
+    if not args.sparse_ckpt_fp8_masters:
+        return
+    if not args.use_precision_aware_optimizer or args.main_params_dtype != torch.float16:
+        raise ConfigurationError(
+            '--sparse-ckpt-fp8-masters takes the place of fp16 masters: add '
+            '--use-precision-aware-optimizer --main-params-dtype fp16'
+        )
+    args.main_params_dtype = FP8
 
 
 def install(settings: object) -> None:
@@ -35,21 +47,13 @@ def install(settings: object) -> None:
     Raises:
         InstallationError: upstream has no Adam of Transformer Engine.
     """
-    if getattr(settings, _FLAG, None) in (_NAME, FP8):
+    if getattr(settings, 'main_params_dtype', None) == FP8:
         _install()
 
 
 @functools.cache
 def _install() -> None:
     patches.wrap('megatron.core.optimizer:Adam', _build)
-    # Upstream reads the command line once more, by a parser of its own.
-    patches.wrap('megatron.training.arguments:add_megatron_arguments', _with_choice)
-
-
-def _with_choice(add: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    whole = add(parser)
-    add_choice(whole)
-    return whole
 
 
 def _build(adam: type, *args: Any, **settings: Any) -> Any:

@@ -315,6 +315,7 @@ def test_formats_of_the_state_change_what_is_captured(capsys):
     ).split()
     assert bytes_of('--', *precise) == about(7, 2)
     assert bytes_of('--', '--bf16', *precise) == about(7, 2)
+    assert bytes_of('--', '--bf16', *precise, '--sparse-ckpt-fp8-masters') == about(6, 2)
     assert bytes_of('--', '--fp8-param-gather') == about(13, 1)
     assert bytes_of('--', '--bf16', '--fp8-param-gather') == about(13, 1)
 

@@ -79,7 +79,7 @@ REFUSED = (
     Rule('--fp16', GIVEN, 'add --accumulate-allreduce-grads-in-fp32',
          'upstream does not clip the fp16 gradients that it would have', GRADIENTS_IN_FP16),
     Rule('--main-params-dtype', ANY,
-         'give fp16 or fp8 with --fp8-recipe delayed, and fp32 with tensorwise or blockwise',
+         'give fp16 with --fp8-recipe delayed, and fp32 with tensorwise or blockwise',
          'upstream fails: with delayed scaling its Adam keeps the masters, of fp32 ones 16 bits '
          'beside a weight that has none of the others; else Megatron keeps them, in fp32',
          MASTERS_AGAINST_RECIPE),

@@ -60,7 +60,8 @@ def test_flags_are_those_of_upstream_and_of_the_formats(name: str) -> None:
     args = parsed(*precision.training_flags(name, Path('text'), 20, True))
     formats = PRECISIONS['bf16' if name == precision.AGAIN else name]
     assert ('fp8' if args.fp8_param_gather else 'fp16' if args.fp16 else 'bf16') == formats.compute
-    kept = (args.main_params_dtype, args.exp_avg_dtype, args.exp_avg_sq_dtype)
+    master = 'fp8' if args.sparse_ckpt_fp8_masters else args.main_params_dtype
+    kept = (master, args.exp_avg_dtype, args.exp_avg_sq_dtype)
     assert kept == (formats.master, formats.first_moment, formats.second_moment)
 
 

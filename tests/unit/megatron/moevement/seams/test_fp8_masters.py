@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masters in fp8 can be asked for, and Transformer Engine's Adam keeps them."""
 
-import argparse
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -13,10 +12,10 @@ from megatron.moevement.seams import cpu_device
 cpu_device.install()
 
 from megatron.core import optimizer as upstream  # noqa: E402
-from megatron.training import arguments  # noqa: E402
 
 from megatron.moevement.seams import fp8_masters  # noqa: E402
 from megatron.moevement.seams.preflight import InstallationError  # noqa: E402
+from moevement_ext.config import ConfigurationError  # noqa: E402
 from tests.stand_ins import rules  # noqa: E402
 from tests.stand_ins.fused_adam import FusedAdam  # noqa: E402
 from tests.stand_ins.rules import FP8, FP16, Formats  # noqa: E402
@@ -29,16 +28,33 @@ ASKED = Namespace(main_params_dtype=FP8)
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Upstream has found Transformer Engine; what is put in the place of its parts goes again."""
     monkeypatch.setattr(upstream, 'Adam', FusedAdam)
-    monkeypatch.setattr(arguments, 'add_megatron_arguments', arguments.add_megatron_arguments)
     fp8_masters._install.cache_clear()
     yield
     fp8_masters._install.cache_clear()
 
 
-def test_the_flag_takes_one_more_format() -> None:
-    assert parsed('--main-params-dtype', 'fp8').main_params_dtype == 'fp8'
-    assert parsed().main_params_dtype == 'fp32'
-    fp8_masters.add_choice(argparse.ArgumentParser())  # of a program without it
+ADAM_SCALES = ('--use-precision-aware-optimizer', '--main-params-dtype', 'fp16')
+FLAG = '--sparse-ckpt-fp8-masters'
+
+
+def validated(*flags: str) -> Namespace:
+    args = parsed(*flags)
+    formats = {'fp32': torch.float32, 'fp16': FP16}
+    args.main_params_dtype = formats[args.main_params_dtype]  # as upstream's validation does
+    return args
+
+
+def test_the_flag_takes_the_place_of_16_bits() -> None:
+    for flags, expected in (((), torch.float32), (ADAM_SCALES, FP16), ((*ADAM_SCALES, FLAG), FP8)):
+        args = validated(*flags)
+        fp8_masters.take_place(args)
+        assert args.main_params_dtype == expected
+
+
+@pytest.mark.parametrize('flags', [(), ADAM_SCALES[:1], ADAM_SCALES[1:]])
+def test_the_flag_needs_them(flags: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigurationError, match='add --use-precision-aware-optimizer --main-par'):
+        fp8_masters.take_place(validated(*flags, FLAG))
 
 
 @pytest.mark.usefixtures('engine')
@@ -60,22 +76,6 @@ def test_upstream_builds_what_keeps_them() -> None:
     assert isinstance(adam, FusedAdam)
     assert adam.state[weight]['master_param']._data.dtype == FP8
     assert type(upstream.Adam([weight], master_weight_dtype=FP16, **settings)) is FusedAdam
-
-
-@pytest.mark.usefixtures('engine')
-def test_upstream_may_read_the_command_line_again() -> None:
-    """As it does before it trains, without the arguments of others."""
-
-    def accepts() -> bool:
-        parser = arguments.add_megatron_arguments(argparse.ArgumentParser(exit_on_error=False))
-        try:
-            return bool(parser.parse_args(['--main-params-dtype', 'fp8']))
-        except argparse.ArgumentError:
-            return False
-
-    assert not accepts()
-    fp8_masters.install(ASKED)
-    assert accepts()
 
 
 def test_another_adam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
