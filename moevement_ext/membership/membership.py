@@ -34,12 +34,12 @@ from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.membership import progress
 from moevement_ext.membership.absentees import Absentees
 from moevement_ext.membership.rendezvous import (
+    Ending,
     EpochBroken,
     Meeting,
     Rendezvous,
     break_epoch,
-    broken_since,
-    why_broken,
+    how_broken,
 )
 from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report
@@ -55,6 +55,7 @@ _UPDATE_GRACE_SECONDS = 1.0
 _CLOSING = timedelta(seconds=20)
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 """For all ranks to connect when all have said that they are about to."""
+_PUBLICATIONS_IN_A_TIMEOUT = 10
 _OUT_OF_WAITS_SECONDS = 5.0
 """After which a thread is never going to leave a wait that was ended; it takes a quarter second."""
 
@@ -91,7 +92,9 @@ class Membership:
         self._groups: ProcessGroups | None = None
         self._training_thread: TrainingThread | None = None
         self._unblocked_at: float | None = None
-        self._published: tuple[int, int] | None = None
+        self._seen = self._published = (NOWHERE, NOWHERE)
+        """Epoch and newest committed iteration: as last looked at, and as others know."""
+        self._publish_at = 0.0
         self._wake: Callable[[], None] = lambda: None
         self._in_use: list[Store] = []
         self._closed = threading.Event()
@@ -194,10 +197,12 @@ class Membership:
         store = self._loss.reconnect()  # the other may have been lost
         store.set_timeout(self._timeout)
         self._store = self._rendezvous.store = store
-        break_epoch(self._store, epoch, reason)
-        announced = broken_since(self._store, epoch) or time.time()
-        self.detect_s = max(time.time() - announced, 0.0)  # the clock of another node may be ahead
-        self._watch.conclude(why_broken(self._store, epoch) or reason)
+        if not self.broken:
+            break_epoch(self._store, epoch, reason)
+            self._watch.conclude(how_broken(self._store, epoch) or Ending(time.time(), reason))
+        self._watch.wait_until_woken()
+        since = time.time() - self._watch.announced
+        self.detect_s = max(since, 0.0)  # the clock of another node may be ahead
         self._check_device()  # watched: if it hangs, this process is replaced
         self._watch.stop()
         self.reason = self._watch.reason or reason
@@ -219,7 +224,13 @@ class Membership:
             SparseCheckpointError: somebody did not come in time.
         """
         before, pids = self._meeting.epoch, [report.pid for report in self.reports]
-        absentees = Absentees(self._store.clone(), before, pids, self._hang_timeout_s)
+        absentees = Absentees(
+            self._store.clone(),
+            before,
+            pids,
+            self._hang_timeout_s,
+            lambda: self._rendezvous.looks_for_others,
+        )
         try:
             self._arrive(
                 self._rendezvous.meet(lambda: _encode(report()), self._timeout, after=before)
@@ -282,6 +293,7 @@ class Membership:
             self._rendezvous.barrier(self._meeting, 'over', _CLOSING)
             break_epoch(self._store, self._meeting.epoch, 'the job is over')
             self._watch.join()
+            self._rendezvous.finish()
         except (
             SparseCheckpointError,
             DistError,
@@ -362,13 +374,19 @@ class Membership:
             self._replace(store, f'its training thread has stood still for {still_s:.0f} s', thread)
 
     def _publish_progress(self, store: Store, epoch: int) -> bool:
-        """True if this rank has committed an iteration since the last look."""
+        """True if this rank has committed an iteration since the last look.
+
+        Others ask for it only after a wait of `timeout`, in which nobody gets on but who is behind.
+        """
         now = epoch, self.committed
-        if now == self._published:
-            return False
-        progress.publish(store, epoch, self._rendezvous.rank, self.committed)
-        self._published = now
-        return True
+        got_on, self._seen = now != self._seen, now
+        late = self._published[0] != epoch or time.monotonic() > self._publish_at
+        if now != self._published and late:
+            progress.publish(store, epoch, self._rendezvous.rank, self.committed)
+            self._published = now
+            pause_s = self._timeout.total_seconds() / _PUBLICATIONS_IN_A_TIMEOUT
+            self._publish_at = time.monotonic() + pause_s
+        return got_on
 
     def _end_hang(self, store: Store, epoch: int, look: Look) -> None:
         """End the epoch if this rank has waited for others for longer than a collective may last.
@@ -402,7 +420,8 @@ class Membership:
             thread = self._training_thread
             look = None if thread is None else thread.look()
             if look and look.waits_for_others and look.same_place_s > self._hang_timeout_s:
-                self._watch.conclude('the store is lost, and others do not come')
+                why = 'the store is lost, and others do not come'
+                self._watch.conclude(Ending(time.time(), why))
 
     def _replace(self, store: Store, what: str, thread: TrainingThread) -> NoReturn:
         replace_this_process(store, self._meeting.epoch, self._rendezvous.rank, what, thread)

@@ -10,28 +10,41 @@ a report of what it still has, and a rank that does not join is gone.
 
 Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/<e>/<rank>` (life,
 report), `here/<e>` (ranks that have joined, in one value), `joined/<e>` and `alive/<e>` (counts),
-`full/<e>` and `met/<e>` (all have come; all have answered), `beat/<e>/<rank>` (signs of life),
-`progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the ranks of an epoch tell
-each other). Rank 0 deletes those of an epoch when all have met for the second time since.
+`full/<e>` and `met/<e>` (gates: all have come; all have answered), `reports/<e>/<chunk>` (what all
+brought, packed), `beat/<e>/<rank>` (signs of life), `progress/<e>/<rank>` (newest committed
+iteration), `epoch/<e>/...` (what the ranks of an epoch tell each other; gates of barriers). Rank 0
+deletes those of an epoch when all have met for the second time since, beside training.
+
+To end an epoch is to say why, to shut its gates, and to raise the number, in this order: who comes
+upon a number that was raised has nothing to do, and who waits at a gate need not ask.
 """
 
+import logging
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.membership import brought
+from moevement_ext.membership.gates import open_gate, shut_gate, wait_at
 
-_FIRST_POLL_SECONDS = 0.005
-_LAST_POLL_SECONDS = 0.1
+logger = logging.getLogger(__name__)
+
+BARRIERS = ('ready', 'replayed', 'trained', 'over')
+"""Names that a barrier can have, once in an epoch."""
+_FIRST_LOOKERS = 3
+_OTHER_LOOKERS = 8
+_FINISH_SECONDS = 5.0
 _SEPARATOR = b'/'
 _OF_AN_EPOCH = re.compile(
-    r'(?:broken|join|here|joined|alive|full|met|beat|progress|epoch)/(\d+)(?:/.*)?'
+    r'(?:broken|join|here|joined|alive|full|met|reports|beat|progress|epoch)/(\d+)(?:/.*)?'
 )
 
 
@@ -68,9 +81,20 @@ def present_epoch(store: Store) -> int:
 
 
 def break_epoch(store: Store, epoch: int, reason: str) -> None:
-    """End `epoch`, once, whoever asks first; a kill between the two steps does no harm."""
+    """End `epoch`, once, whoever asks first; anybody can do what is left after a kill half-way."""
+    if is_over(store, epoch):
+        return
     store.compare_set(_broken(epoch), '', f'{time.time():.6f} {reason or "unknown"}')
+    for gate in _gates(epoch):
+        shut_gate(store, gate)
     store.compare_set('epoch', str(epoch), str(epoch + 1))
+
+
+def mend(store: Store) -> None:
+    """End the present epoch if whoever began to has died half-way."""
+    epoch = present_epoch(store)
+    if store.check([_broken(epoch)]):
+        break_epoch(store, epoch, '')
 
 
 def announce_failure(store: Store, rank: int, reason: str) -> None:
@@ -83,16 +107,31 @@ def announce_failure(store: Store, rank: int, reason: str) -> None:
         break_epoch(store, epoch, reason)
 
 
+class Ending(NamedTuple):
+    """How an epoch ended."""
+
+    since: float
+    """When that was announced: seconds since 1970, by the clock of who did."""
+    reason: str
+
+
+def how_broken(store: Store, epoch: int) -> Ending | None:
+    """When and why an epoch was ended, None while it lasts."""
+    if not store.check([_broken(epoch)]):
+        return None
+    return how_it_broke(store, epoch)
+
+
+def how_it_broke(store: Store, epoch: int) -> Ending:
+    """The same of one that is known to be broken."""
+    since, _, reason = store.get(_broken(epoch)).decode().partition(' ')
+    return Ending(float(since), reason)
+
+
 def why_broken(store: Store, epoch: int) -> str | None:
     """The reason an epoch was ended with, None while it lasts."""
-    found = _how_broken(store, epoch)
-    return found[1] if found else None
-
-
-def broken_since(store: Store, epoch: int) -> float | None:
-    """When that was announced (seconds since 1970, clock of who did), None while it lasts."""
-    found = _how_broken(store, epoch)
-    return float(found[0]) if found else None
+    found = how_broken(store, epoch)
+    return found.reason if found else None
 
 
 def is_over(store: Store, epoch: int) -> bool:
@@ -125,6 +164,8 @@ class Rendezvous:
         self.world_size = world_size
         self.life = secrets.token_hex(8)
         self._joined: set[int] = set()
+        self._arrival = 0
+        self._forgetting: threading.Thread | None = None
 
     def predecessor_took_part(self) -> bool:
         """True if an earlier process of this rank is in the present epoch, which then is broken."""
@@ -162,29 +203,43 @@ class Rendezvous:
                 self._forget_before(epoch)
                 return self._meeting(epoch)
 
+    @property
+    def looks_for_others(self) -> bool:
+        """This rank is one of the few that look who does not come; its place in the order says so.
+
+        Any thread. Those that came first are, and some that are spread over the others: ranks of a
+        node come, and are lost, together.
+        """
+        every = max(self.world_size // _OTHER_LOOKERS, 1)
+        return 0 < self._arrival <= _FIRST_LOOKERS or self._arrival % every == 1 % every
+
     def barrier(self, meeting: Meeting, name: str, timeout: timedelta) -> None:
-        """Wait until all ranks of the epoch have come here.
+        """Wait until all ranks of the epoch have come here, to one of `BARRIERS`.
 
         Raises:
             EpochBroken: a failure was announced meanwhile.
             SparseCheckpointError: some ranks did not come in time.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        barrier = f'epoch/{meeting.epoch}/barrier/{name}'
-        self._count(barrier, f'{barrier}/all')
-        if not self._poll(meeting.epoch, f'{barrier}/all', deadline):
+        assert name in BARRIERS  # or else nobody would be woken up by a failure
+        gate = _barrier_gate(meeting.epoch, name)
+        if self.store.add(f'epoch/{meeting.epoch}/barrier/{name}', 1) == self.world_size:
+            open_gate(self.store, gate)
+        if not self._pass(meeting.epoch, gate, deadline):
             raise EpochBroken(why_broken(self.store, meeting.epoch) or 'unknown')
 
     def _join(self, epoch: int, report: bytes, survivor: bool) -> bool:
         """Take this rank's place; False if a dead predecessor has it."""
         place = _place(epoch, self.rank)
-        mine = self.life.encode() + _SEPARATOR + report
+        mine = self.life.encode() + _SEPARATOR + brought.packed(report)
         found = self.store.compare_set(place, '', mine)  # type: ignore[arg-type]
         if found == mine:
             if epoch not in self._joined:
                 self._joined.add(epoch)
                 self.store.append(f'here/{epoch}', f'{self.rank},')  # type: ignore[attr-defined]
-                self._count(f'joined/{epoch}', f'full/{epoch}')
+                self._arrival = self.store.add(f'joined/{epoch}', 1)
+                if self._arrival == self.world_size:
+                    open_gate(self.store, _full(epoch))
             return True
         if survivor and not self._is_mine(found):
             raise FencedOut(f'rank {self.rank} was replaced by another process; this one ends')
@@ -192,43 +247,48 @@ class Rendezvous:
 
     def _wait_for_all(self, epoch: int, deadline: float) -> bool:
         """False if the epoch was broken before everybody was there and alive."""
-        if not self._poll(epoch, f'full/{epoch}', deadline):
+        if not self._pass(epoch, _full(epoch), deadline):
             return False
-        self._count(
-            f'alive/{epoch}', f'met/{epoch}'
-        )  # a place may be that of a rank that died waiting
-        return self._poll(epoch, f'met/{epoch}', deadline)
+        # A place may be that of a rank that died waiting.
+        if self.store.add(f'alive/{epoch}', 1) == self.world_size:
+            places = [_place(epoch, rank) for rank in range(self.world_size)]
+            prefix_bytes = len(self.life.encode() + _SEPARATOR)
+            reports = brought.gather(self.store, places, prefix_bytes)
+            brought.hand_out(self.store, f'reports/{epoch}', reports)
+            open_gate(self.store, _met(epoch))
+        return self._pass(epoch, _met(epoch), deadline)
 
-    def _count(self, counter: str, complete: str) -> None:
-        if self.store.add(counter, 1) == self.world_size:
-            self.store.set(complete, '1')
-
-    def _poll(self, epoch: int, key: str, deadline: float) -> bool:
-        """Wait for `key`; False if the epoch is over."""
-        delay = _FIRST_POLL_SECONDS
-        while not self.store.check([key]):
-            if present_epoch(self.store) != epoch:
-                return False
-            if self.store.check([_broken(epoch)]):
-                break_epoch(self.store, epoch, '')  # whoever began to may have died half-way
+    def _pass(self, epoch: int, gate: str, deadline: float) -> bool:
+        """Wait at a gate; False if the epoch is over."""
+        while (passes := wait_at(self.store, gate, deadline)) is None:
+            mend(self.store)
+            if is_over(self.store, epoch):
                 return False
             if time.monotonic() > deadline:
                 raise SparseCheckpointError(self._missing(epoch))
-            time.sleep(delay)
-            delay = min(2 * delay, _LAST_POLL_SECONDS)
-        return True
+        if not passes:
+            break_epoch(self.store, epoch, '')  # whoever shut the gate may have died half-way
+        return passes
+
+    def finish(self) -> None:
+        """Nobody is met any more: end what goes on beside."""
+        if self._forgetting is not None:
+            self._forgetting.join(_FINISH_SECONDS)
 
     def _forget_before(self, epoch: int) -> None:
-        """Delete the keys of epochs that nobody looks at any more.
+        """Delete the keys of epochs that nobody looks at any more, on a thread of its own.
 
         All have met, so that none waits in an earlier epoch; threads that watched the last one may
         not have ended yet.
         """
-        if self.rank == 0:
-            for key in self.store.list_keys():
-                found = _OF_AN_EPOCH.fullmatch(key)
-                if found and int(found[1]) < epoch - 1:
-                    self.store.delete_key(key)
+        if self.rank == 0 and not (self._forgetting and self._forgetting.is_alive()):
+            self._forgetting = threading.Thread(
+                target=_forget,
+                args=(self.store.clone(), epoch - 1),
+                name='sparse-ckpt-forget',
+                daemon=True,
+            )
+            self._forgetting.start()
 
     def _missing(self, epoch: int) -> str:
         missing = _absent_in(self.store, epoch, self.world_size)
@@ -238,9 +298,7 @@ class Rendezvous:
         )
 
     def _meeting(self, epoch: int) -> Meeting:
-        places = [_place(epoch, rank) for rank in range(self.world_size)]
-        found = self.store.multi_get(places)
-        reports = [bytes(item).partition(_SEPARATOR)[2] for item in found]
+        reports = brought.handed_out(self.store, f'reports/{epoch}')
         return Meeting(epoch, PrefixStore(f'epoch/{epoch}', self.store), reports)
 
     def _is_mine(self, place: bytes) -> bool:
@@ -257,12 +315,30 @@ def _absent_in(store: Store, epoch: int, world_size: int) -> list[int]:
     return sorted(set(range(world_size)) - {int(rank) for rank in here.split(',') if rank})
 
 
-def _how_broken(store: Store, epoch: int) -> tuple[str, str] | None:
-    """When and why, as they were announced."""
-    if not store.check([_broken(epoch)]):
-        return None
-    since, _, reason = store.get(_broken(epoch)).decode().partition(' ')
-    return since, reason
+def _forget(store: Store, first_kept: int) -> None:
+    try:
+        for key in store.list_keys():
+            found = _OF_AN_EPOCH.fullmatch(key)
+            if found and int(found[1]) < first_kept:
+                store.delete_key(key)
+    except DistError as error:
+        logger.warning('keys of former epochs stay in the store: %s', error)
+
+
+def _full(epoch: int) -> str:
+    return f'full/{epoch}'
+
+
+def _met(epoch: int) -> str:
+    return f'met/{epoch}'
+
+
+def _barrier_gate(epoch: int, name: str) -> str:
+    return f'epoch/{epoch}/barrier/{name}/all'
+
+
+def _gates(epoch: int) -> list[str]:
+    return [_full(epoch), _met(epoch), *(_barrier_gate(epoch, name) for name in BARRIERS)]
 
 
 def _broken(epoch: int) -> str:

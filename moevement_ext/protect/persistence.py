@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 _NEWEST = 'persisted'
 _FIRST_POLL_SECONDS = 0.005
-_LAST_POLL_SECONDS = 0.05
+_LAST_POLL_SECONDS = 0.25
+_GROWTH = 1.25
 _WITHDRAW_SECONDS = 10.0
 
 
@@ -141,11 +142,13 @@ class PersistenceBoard:
         if self._awaited is None:
             return None
         pause = self._poll_s
-        self._poll_s = min(2 * pause, _LAST_POLL_SECONDS)
+        self._poll_s = min(_GROWTH * pause, _LAST_POLL_SECONDS)
         return pause
 
     def _step(self) -> None:
         self._look()  # what is persisted already is not counted again
+        if not self._tasks:
+            return
         while self._tasks:
             self._tasks[0]()  # stays until it is done, also over a lost connection
             self._tasks.popleft()
@@ -254,8 +257,8 @@ class PersistenceBoard:
         self._counted = counted
 
     def _read(self) -> str:
-        """The value of the key as it is, empty if there is none."""
-        return self._store.get(_NEWEST).decode() if self._store.check([_NEWEST]) else ''
+        """The value of the key as it is, empty if there is none; one request."""
+        return bytes(self._store.compare_set(_NEWEST, '', '')).decode()
 
     def _replace(self, found: str, standing: _Standing) -> bool:
         """False: it is not what was found any more."""

@@ -20,8 +20,8 @@ from moevement_ext.membership.rendezvous import (
     Rendezvous,
     announce_failure,
     break_epoch,
-    broken_since,
     heartbeat_key,
+    how_broken,
     launcher_store,
     present_epoch,
     why_broken,
@@ -213,6 +213,9 @@ def test_fifty_epochs_leave_hardly_more_keys_than_three(
         for rank in range(WORLD):
             launcher.add(heartbeat_key(epoch, rank), 1)
             meetings[rank].store.set(f'address/{rank}', 'somewhere')
+        forgetting = lives[0]._forgetting
+        assert forgetting is not None
+        forgetting.join(DEADLINE_S)
         counts.append(launcher.num_keys())
     # On a busy machine an epoch may be broken before all have come, and the next one meets.
     assert max(counts) < 2 * counts[2]
@@ -327,14 +330,14 @@ def test_an_epoch_is_broken_once_by_whoever_asks_first(
 
 
 def test_when_an_epoch_ended_is_known_to_who_comes_later(launcher: TCPStore) -> None:
-    assert broken_since(launcher, 0) is None
+    assert how_broken(launcher, 0) is None
     before = time.time()
     break_epoch(launcher, 0, 'rank 1 of a b died')
     after = time.time()
     break_epoch(launcher, 0, 'late')
-    since = broken_since(launcher, 0)
-    assert since is not None and before - 1e-3 <= since <= after + 1e-3
-    assert why_broken(launcher, 0) == 'rank 1 of a b died'
+    found = how_broken(launcher, 0)
+    assert found is not None and before - 1e-3 <= found.since <= after + 1e-3
+    assert found.reason == why_broken(launcher, 0) == 'rank 1 of a b died'
 
 
 def test_an_epoch_without_a_reason_is_broken_too(launcher: TCPStore) -> None:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks wait at a gate: a key of the store that wakes all of them up when it is there.
+
+Who waits asks nothing meanwhile. A gate is opened by whoever comes last, or shut by whoever ends
+the epoch, and what it is first it remains: nobody passes one at which another was turned away. A
+store wakes up only who waits for a certain key, so the gates of an epoch have names that all know.
+"""
+
+import time
+from datetime import timedelta
+
+from torch.distributed import DistStoreError, Store
+
+_OPEN = 'open'
+_SHUT = 'shut'
+_LONGEST_WAIT_S = 60.0
+"""Who was to shut the gate may have died before; torch writes a warning after each such wait."""
+_SHORTEST_WAIT_S = 0.01
+
+
+def open_gate(store: Store, gate: str) -> None:
+    """Let all pass, unless it is shut."""
+    store.compare_set(gate, '', _OPEN)
+
+
+def shut_gate(store: Store, gate: str) -> None:
+    """Turn all away, unless it is open."""
+    store.compare_set(gate, '', _SHUT)
+
+
+def wait_at(store: Store, gate: str, deadline: float) -> bool | None:
+    """Wait until a gate is opened or shut.
+
+    Args:
+        store: no other thread can use this connection meanwhile.
+        gate: its name.
+        deadline: by `time.monotonic`.
+
+    Returns:
+        Whether this rank passes; None if neither has happened for a while, or until then.
+    """
+    left_s = min(max(deadline - time.monotonic(), _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
+    try:
+        store.wait([gate], timedelta(seconds=left_s))
+    except DistStoreError:
+        return None
+    # One that is gone was of an epoch that ended long ago.
+    return bytes(store.compare_set(gate, '', _SHUT)) == _OPEN.encode()
