@@ -13,8 +13,8 @@ import msgspec
 from torch.distributed import Store
 
 _COUNT_BYTES = 4
-_CHUNK_BYTES = (1 << 20) - _COUNT_BYTES
-"""A value in the store has a MiB at most; its server refuses more than 8."""
+_CHUNK_BYTES = (1 << 20) - 16
+"""A value in the store has a MiB at most, with what is before it. The server refuses above 8."""
 _READ_AT_ONCE = 256
 
 
@@ -37,18 +37,24 @@ def gather(store: Store, places: Sequence[str], prefix_bytes: int) -> list[bytes
     return [zlib.decompress(bytes(value)[prefix_bytes:]) for value in found]
 
 
-def hand_out(store: Store, key: str, items: Sequence[bytes]) -> None:
-    """Leave everything for all ranks; whoever sees the first value can have the others."""
+def hand_out(store: Store, key: str, items: Sequence[bytes]) -> bytes:
+    """Leave everything for all ranks, but for the first part, which is returned.
+
+    Args:
+        store: the launcher's.
+        key: under which the other parts are.
+        items: what the ranks brought, by rank.
+    """
     whole = zlib.compress(msgspec.msgpack.encode(items))
     chunks = [whole[at : at + _CHUNK_BYTES] for at in range(0, len(whole), _CHUNK_BYTES)]
-    for index in reversed(range(len(chunks))):
-        count = len(chunks).to_bytes(_COUNT_BYTES) if index == 0 else b''
-        store.set(f'{key}/{index}', count + chunks[index])  # type: ignore[arg-type]
+    for index, chunk in enumerate(chunks[1:]):
+        store.set(f'{key}/{index}', chunk)  # type: ignore[arg-type]
+    return (len(chunks) - 1).to_bytes(_COUNT_BYTES) + chunks[0]
 
 
-def handed_out(store: Store, key: str) -> list[bytes]:
-    """The same at every rank, once it was handed out."""
-    first = store.get(f'{key}/0')
-    rest = [f'{key}/{index}' for index in range(1, int.from_bytes(first[:_COUNT_BYTES]))]
-    whole = b''.join([first[_COUNT_BYTES:], *(store.get(one) for one in rest)])
+def handed_out(store: Store, key: str, first: bytes) -> list[bytes]:
+    """The same at every rank, from the first part on."""
+    count = int.from_bytes(first[:_COUNT_BYTES])
+    rest = [store.get(f'{key}/{index}') for index in range(count)]
+    whole = b''.join([first[_COUNT_BYTES:], *rest])
     return msgspec.msgpack.decode(zlib.decompress(whole), type=list[bytes])

@@ -11,38 +11,47 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError, Store
 
-_OPEN = 'open'
-_SHUT = 'shut'
+_OPEN = b'open'
+_SHUT = b'shut'
 _LONGEST_WAIT_S = 60.0
 """Who was to shut the gate may have died before; torch writes a warning after each such wait."""
 _SHORTEST_WAIT_S = 0.01
 
 
-def open_gate(store: Store, gate: str) -> None:
-    """Let all pass, unless it is shut."""
-    store.compare_set(gate, '', _OPEN)
+def open_gate(store: Store, gate: str, behind: bytes = b'') -> None:
+    """Let all pass, unless it is shut.
+
+    Args:
+        store: the launcher's.
+        gate: its name.
+        behind: what everybody finds who passes.
+    """
+    store.compare_set(gate, '', _OPEN + behind)  # type: ignore[arg-type]
 
 
 def shut_gate(store: Store, gate: str) -> None:
     """Turn all away, unless it is open."""
-    store.compare_set(gate, '', _SHUT)
+    store.compare_set(gate, '', _SHUT)  # type: ignore[arg-type]
 
 
-def wait_at(store: Store, gate: str, deadline: float) -> bool | None:
-    """Wait until a gate is opened or shut.
+def has_moved(store: Store, gate: str, deadline: float) -> bool:
+    """Wait until a gate is opened or shut; False if neither has happened for a while.
 
     Args:
         store: no other thread can use this connection meanwhile.
         gate: its name.
-        deadline: by `time.monotonic`.
-
-    Returns:
-        Whether this rank passes; None if neither has happened for a while, or until then.
+        deadline: by `time.monotonic`; False then, too.
     """
     left_s = min(max(deadline - time.monotonic(), _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
     try:
         store.wait([gate], timedelta(seconds=left_s))
     except DistStoreError:
-        return None
+        return False
+    return True
+
+
+def behind(store: Store, gate: str) -> bytes | None:
+    """What is behind a gate that has moved; None if it is shut."""
     # One that is gone was of an epoch that ended long ago.
-    return bytes(store.compare_set(gate, '', _SHUT)) == _OPEN.encode()
+    found = bytes(store.compare_set(gate, '', _SHUT))  # type: ignore[arg-type]
+    return found[len(_OPEN) :] if found.startswith(_OPEN) else None

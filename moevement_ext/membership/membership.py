@@ -199,7 +199,8 @@ class Membership:
         self._store = self._rendezvous.store = store
         if not self.broken:
             break_epoch(self._store, epoch, reason)
-            self._watch.conclude(how_broken(self._store, epoch) or Ending(time.time(), reason))
+            found = how_broken(self._store, epoch) or Ending(time.time(), reason)
+            self._watch.conclude(found.reason, found.since)
         self._watch.wait_until_woken()
         since = time.time() - self._watch.announced
         self.detect_s = max(since, 0.0)  # the clock of another node may be ahead

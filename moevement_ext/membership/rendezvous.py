@@ -10,10 +10,11 @@ a report of what it still has, and a rank that does not join is gone.
 
 Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/<e>/<rank>` (life,
 report), `here/<e>` (ranks that have joined, in one value), `joined/<e>` and `alive/<e>` (counts),
-`full/<e>` and `met/<e>` (gates: all have come; all have answered), `reports/<e>/<chunk>` (what all
-brought, packed), `beat/<e>/<rank>` (signs of life), `progress/<e>/<rank>` (newest committed
-iteration), `epoch/<e>/...` (what the ranks of an epoch tell each other; gates of barriers). Rank 0
-deletes those of an epoch when all have met for the second time since, beside training.
+`full/<e>` and `met/<e>` (gates: all have come; all have answered, behind which is what all have
+brought, packed), `reports/<e>/<chunk>` (more of that), `beat/<e>/<rank>` (signs of life),
+`progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the ranks of an epoch tell
+each other; gates of barriers). Rank 0 deletes those of an epoch when all have met for the second
+time since, beside training.
 
 To end an epoch is to say why, to shut its gates, and to raise the number, in this order: who comes
 upon a number that was raised has nothing to do, and who waits at a gate need not ask.
@@ -33,7 +34,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership import brought
-from moevement_ext.membership.gates import open_gate, shut_gate, wait_at
+from moevement_ext.membership.gates import behind, has_moved, open_gate, shut_gate
 
 logger = logging.getLogger(__name__)
 
@@ -199,9 +200,10 @@ class Rendezvous:
             if not self._join(epoch, report(), survivor=after is not None):
                 break_epoch(self.store, epoch, f'rank {self.rank} was started again')
                 continue
-            if self._wait_for_all(epoch, deadline):
+            reports = self._wait_for_all(epoch, deadline)
+            if reports is not None:
                 self._forget_before(epoch)
-                return self._meeting(epoch)
+                return Meeting(epoch, PrefixStore(f'epoch/{epoch}', self.store), reports)
 
     @property
     def looks_for_others(self) -> bool:
@@ -225,7 +227,7 @@ class Rendezvous:
         gate = _barrier_gate(meeting.epoch, name)
         if self.store.add(f'epoch/{meeting.epoch}/barrier/{name}', 1) == self.world_size:
             open_gate(self.store, gate)
-        if not self._pass(meeting.epoch, gate, deadline):
+        if self._pass(meeting.epoch, gate, deadline) is None:
             raise EpochBroken(why_broken(self.store, meeting.epoch) or 'unknown')
 
     def _join(self, epoch: int, report: bytes, survivor: bool) -> bool:
@@ -245,30 +247,40 @@ class Rendezvous:
             raise FencedOut(f'rank {self.rank} was replaced by another process; this one ends')
         return False
 
-    def _wait_for_all(self, epoch: int, deadline: float) -> bool:
-        """False if the epoch was broken before everybody was there and alive."""
-        if not self._pass(epoch, _full(epoch), deadline):
-            return False
+    def _wait_for_all(self, epoch: int, deadline: float) -> list[bytes] | None:
+        """What all have brought; None if the epoch was broken before all were there and alive."""
+        if not self._await(epoch, _full(epoch), deadline):
+            return None
         # A place may be that of a rank that died waiting.
         if self.store.add(f'alive/{epoch}', 1) == self.world_size:
             places = [_place(epoch, rank) for rank in range(self.world_size)]
             prefix_bytes = len(self.life.encode() + _SEPARATOR)
-            reports = brought.gather(self.store, places, prefix_bytes)
-            brought.hand_out(self.store, f'reports/{epoch}', reports)
-            open_gate(self.store, _met(epoch))
-        return self._pass(epoch, _met(epoch), deadline)
+            everything = brought.gather(self.store, places, prefix_bytes)
+            first = brought.hand_out(self.store, _reports(epoch), everything)
+            open_gate(self.store, _met(epoch), first)
+        first_found = self._pass(epoch, _met(epoch), deadline)
+        if first_found is None:
+            return None
+        return brought.handed_out(self.store, _reports(epoch), first_found)
 
-    def _pass(self, epoch: int, gate: str, deadline: float) -> bool:
-        """Wait at a gate; False if the epoch is over."""
-        while (passes := wait_at(self.store, gate, deadline)) is None:
+    def _pass(self, epoch: int, gate: str, deadline: float) -> bytes | None:
+        """Wait at a gate; what is behind it, None if the epoch is over."""
+        if not self._await(epoch, gate, deadline):
+            return None
+        found = behind(self.store, gate)
+        if found is None:
+            break_epoch(self.store, epoch, '')  # whoever shut the gate may have died half-way
+        return found
+
+    def _await(self, epoch: int, gate: str, deadline: float) -> bool:
+        """Wait until a gate is opened or shut; False if it never will be."""
+        while not has_moved(self.store, gate, deadline):
             mend(self.store)
             if is_over(self.store, epoch):
                 return False
             if time.monotonic() > deadline:
                 raise SparseCheckpointError(self._missing(epoch))
-        if not passes:
-            break_epoch(self.store, epoch, '')  # whoever shut the gate may have died half-way
-        return passes
+        return True
 
     def finish(self) -> None:
         """Nobody is met any more: end what goes on beside."""
@@ -297,10 +309,6 @@ class Rendezvous:
             'node; --distributed-timeout-minutes sets the time.'
         )
 
-    def _meeting(self, epoch: int) -> Meeting:
-        reports = brought.handed_out(self.store, f'reports/{epoch}')
-        return Meeting(epoch, PrefixStore(f'epoch/{epoch}', self.store), reports)
-
     def _is_mine(self, place: bytes) -> bool:
         return bytes(place).partition(_SEPARATOR)[0] == self.life.encode()
 
@@ -327,6 +335,10 @@ def _forget(store: Store, first_kept: int) -> None:
 
 def _full(epoch: int) -> str:
     return f'full/{epoch}'
+
+
+def _reports(epoch: int) -> str:
+    return f'reports/{epoch}'
 
 
 def _met(epoch: int) -> str:

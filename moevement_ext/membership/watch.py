@@ -96,13 +96,19 @@ class EpochWatch:
         """Have the next rank count as hung when it is not heard of for too long from now on."""
         self._judging.set()
 
-    def conclude(self, how: Ending) -> None:
-        """The epoch is over, once, whoever learns of it first. Returns when all are woken up."""
+    def conclude(self, reason: str, announced: float | None = None) -> None:
+        """The epoch is over, once, whoever learns of it first. Returns when all are woken up.
+
+        Args:
+            reason: of the end.
+            announced: when that was; now, unless it is known.
+        """
         with self._concluding:
             if not (self._stopping.is_set() or self.broken.is_set()):
-                self.announced, self.reason = how
+                self.announced = time.time() if announced is None else announced
+                self.reason = reason
                 self.broken.set()
-                self._on_broken(how.reason)
+                self._on_broken(reason)
 
     def wait_until_woken(self) -> None:
         """Return when all are, if the epoch is over."""
@@ -147,7 +153,7 @@ class EpochWatch:
 
     def _conclude_by(self, store: Store, how: Ending) -> None:
         break_epoch(store, self.epoch, how.reason)  # whoever announced it may have died half-way
-        self.conclude(how)
+        self.conclude(how.reason, how.since)
 
     def _send_heartbeats(self, store: Store) -> None:
         """Notices the end of the epoch, too, should the other connection be silently lost."""

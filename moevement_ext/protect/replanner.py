@@ -19,6 +19,8 @@ from moevement_ext.protect.store_connection import StoreConnection
 
 logger = logging.getLogger(__name__)
 
+_FIRST_POLL_SECONDS = 0.02
+_LAST_POLL_SECONDS = 0.32
 _VERSIONS_KEPT = 4  # in the store; the one in force is the newest or the one before
 
 
@@ -115,6 +117,7 @@ class Replanner:
 
     def _lead(self, start: int) -> None:
         """On rank 0: decide once every rank has published this window, unless it is overtaken."""
+        pause_s = _FIRST_POLL_SECONDS
         while not self._stopping.is_set() and self._observed is None:
             # One number says when it is worth while to read them all; a rank that ran the window
             # again counts twice.
@@ -124,7 +127,8 @@ class Replanner:
                     self._store.delete_key(_count_key(start))
                     self._announce(self._decide(self._present, loads))
                     return
-            self._stopping.wait(0.02)
+            self._stopping.wait(pause_s)
+            pause_s = min(2 * pause_s, _LAST_POLL_SECONDS)
 
     def _announce(self, chosen: PlanParameters | None) -> None:
         if chosen is not None:

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.membership import watch as detect
-from moevement_ext.membership.rendezvous import Ending, break_epoch, present_epoch, why_broken
+from moevement_ext.membership.rendezvous import break_epoch, present_epoch, why_broken
 from moevement_ext.membership.watch import EpochWatch
 
 REPOSITORY = Path(__file__).parents[3]
@@ -371,7 +371,7 @@ def test_the_end_is_noticed_although_nobody_is_woken_up(job: Job, fast_heartbeat
 
 def test_who_learns_of_the_end_itself_does_not_depend_on_the_store(job: Job) -> None:
     watch = job.watch(0, [100])
-    watch.conclude(Ending(time.time(), 'I lost a peer'))
+    watch.conclude('I lost a peer')
     assert watch.broken.is_set() and job.next_woken() == (0, 'I lost a peer')
     break_epoch(job.store, 0, 'I lost a peer')
     watch.stop()
