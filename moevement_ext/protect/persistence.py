@@ -74,6 +74,7 @@ class PersistenceBoard:
         self._counted: list[WindowName] | None = None  # as in the store; None: not read yet
         self._awaited: WindowName | None = None
         self._poll_s = _FIRST_POLL_SECONDS
+        self._is_there = False
         self._agreed = NOTHING_AGREED
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-board', daemon=True)
@@ -257,8 +258,9 @@ class PersistenceBoard:
         self._counted = counted
 
     def _read(self) -> str:
-        """The value of the key as it is, empty if there is none; one request."""
-        return bytes(self._store.compare_set(_NEWEST, '', '')).decode()
+        """The value of the key as it is, empty if there is none. One request: `get` is two."""
+        self._is_there = self._is_there or self._store.check([_NEWEST])
+        return bytes(self._store.compare_set(_NEWEST, '', '')).decode() if self._is_there else ''
 
     def _replace(self, found: str, standing: _Standing) -> bool:
         """False: it is not what was found any more."""
