@@ -25,7 +25,7 @@ class Absentees:
     that one yet.
 
     Args:
-        store: a connection of its own to the launcher's store.
+        connect: opens a connection of its own to the launcher's store, once it is this rank's.
         before: the epoch that everybody comes from.
         pids: process of each rank in it, by rank.
         hang_timeout_s: seconds without a sign of life after which a rank counts as hung.
@@ -34,13 +34,13 @@ class Absentees:
 
     def __init__(
         self,
-        store: Store,
+        connect: Callable[[], Store],
         before: int,
         pids: Sequence[int],
         hang_timeout_s: float,
         is_ours: Callable[[], bool],
     ) -> None:
-        self._store = store
+        self._connect = connect
         self._before = before
         self._pids = pids
         self._hang_timeout_s = hang_timeout_s
@@ -55,23 +55,25 @@ class Absentees:
 
     def _run(self) -> None:
         looked = time.monotonic()
+        store: Store | None = None
         try:
             while not self._stopping.wait(2 * HEARTBEAT_SECONDS):
                 now = time.monotonic()
                 between_s, looked = min(now - looked, MOST_BETWEEN_LOOKS_S), now
                 if not self._is_ours():
                     continue
-                mend(self._store)
-                for rank in absent(self._store, len(self._pids)):
-                    self._listen(rank, between_s)
+                store = store or self._connect()
+                mend(store)
+                for rank in absent(store, len(self._pids)):
+                    self._listen(store, rank, between_s)
         except DistError as error:
             logger.warning('absent ranks are no longer looked for: %s', error)
 
-    def _listen(self, rank: int, between_s: float) -> None:
-        heartbeats = self._store.add(heartbeat_key(self._before, rank), 0)
+    def _listen(self, store: Store, rank: int, between_s: float) -> None:
+        heartbeats = store.add(heartbeat_key(self._before, rank), 0)
         before, silent_s = self._heard.get(rank, (-1, 0.0))
         silent_s = silent_s + between_s if heartbeats == before else 0.0
         if silent_s > self._hang_timeout_s:
-            evict(self._store, rank, self._pids[rank])
+            evict(store, rank, self._pids[rank])
             silent_s = 0.0
         self._heard[rank] = heartbeats, silent_s

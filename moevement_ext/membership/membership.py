@@ -226,7 +226,7 @@ class Membership:
         """
         before, pids = self._meeting.epoch, [report.pid for report in self.reports]
         absentees = Absentees(
-            self._store.clone(),
+            self._store.clone,
             before,
             pids,
             self._hang_timeout_s,

@@ -109,7 +109,7 @@ class ControlPlaneReport(msgspec.Struct, frozen=True):
 
 def _serve(pipe: Connection) -> None:
     """The process of the store: as that of the launcher, but that it does nothing else."""
-    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    store = TCPStore('localhost', 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
     pipe.recv()
 
@@ -147,7 +147,7 @@ class _Job:
         server.start()
         port = _received(ours)
         self._server, self._server_pipe = psutil.Process(server.pid), ours
-        self.store = TCPStore('127.0.0.1', port, is_master=False)
+        self.store = TCPStore('localhost', port, is_master=False)
         self._world_size = world_size
         for first in range(processes):
             ours, theirs = context.Pipe()

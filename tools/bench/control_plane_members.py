@@ -309,7 +309,7 @@ class Ranks:
             member.watches_no_more()
 
     def _begin(self, rank: int) -> Member:
-        store = TCPStore('127.0.0.1', self._port, is_master=False, timeout=_TIMEOUT)
+        store = TCPStore('localhost', self._port, is_master=False, timeout=_TIMEOUT)
         member = Member(CountedStore(store, self.tally), rank, self._layout.world_size)
         member.settle()
         with self._lock:

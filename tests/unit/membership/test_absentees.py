@@ -30,7 +30,7 @@ def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
     """Rank 0 has come, rank 1 is late, ranks 2 and 3 are not heard of."""
     monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
     assert Rendezvous(store, 0, 4)._join(1, b'', False)
-    found = Absentees(store.clone(), 0, [100, 101, 102, 103], HANG_S, lambda: True)
+    found = Absentees(store.clone, 0, [100, 101, 102, 103], HANG_S, lambda: True)
     began = time.monotonic()
     while not store.check(['evict/2', 'evict/3']):
         assert time.monotonic() - began < TIMEOUT.total_seconds()
@@ -60,7 +60,7 @@ def test_who_stood_still_does_not_count_that_time(
 
     assert Rendezvous(store, 0, 2)._join(1, b'', False)
     slow = Slow('127.0.0.1', store.port, is_master=False, timeout=TIMEOUT)
-    found = Absentees(slow, 0, [100, 101], 4.0, lambda: True)
+    found = Absentees(lambda: slow, 0, [100, 101], 4.0, lambda: True)
     assert stood_still.wait(TIMEOUT.total_seconds())
     time.sleep(0.5)  # it is looked for again before rank 1 has had its turn
     for _ in range(10):
