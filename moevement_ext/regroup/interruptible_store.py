@@ -17,7 +17,7 @@ from moevement_ext.faults import Phase
 _FIRST_POLL_SECONDS = 0.005
 _LAST_POLL_SECONDS = 0.1
 _GROWTH = 1.25
-"""Of the time between two polls: a wait ends by a quarter too late at most, or by the last."""
+"""Polls become rarer: a wait ends too late by a quarter of itself at most, or by the last pause."""
 
 
 class InterruptibleStore(Store):
