@@ -162,11 +162,11 @@ class _Job:
         return [_received(pipe) for pipe in self._pipes]
 
     def traffic(self) -> Traffic:
-        """Of all ranks, since their start."""
+        """What all ranks have sent and received since their start."""
         return sum(self.all('traffic'), Traffic())
 
     def store_cpu_s(self) -> float:
-        """Of the store, since its start."""
+        """Seconds that the store has computed since its start."""
         times = self._server.cpu_times()
         return times.user + times.system
 
@@ -179,7 +179,7 @@ class _Job:
         return max(verdicts) - began, max(went_on) - max(verdicts)
 
     def end(self) -> None:
-        """Of all processes."""
+        """End all processes."""
         self.all('end')
         break_epoch(self.store, present_epoch(self.store), 'the benchmark is over')
         self.all(None)

@@ -39,7 +39,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
     requests: int = 0
     nbytes: int = 0
-    """Of keys and values, both ways."""
+    """Bytes of keys and values, both ways."""
     largest: int = 0
     """Bytes of the largest value since the start."""
 
@@ -191,7 +191,7 @@ class Member(Membership):
 
 @dataclass(frozen=True)
 class Layout:
-    """Of the job; the same for all ranks."""
+    """The layout of the job, the same for all ranks."""
 
     world_size: int
 
@@ -201,7 +201,7 @@ class Layout:
         return [rank * STAGES // self.world_size for rank in range(self.world_size)]
 
     def report(self, rank: int, origin: int, committed: int) -> Report:
-        """As of a survivor whose node holds the windows of its ranks, and replicas of others."""
+        """The report of a survivor whose node holds the windows of its ranks, and replicas of others."""
         newest = committed - committed % WINDOW
         first = rank - rank % RANKS_PER_NODE
         distances = [node * RANKS_PER_NODE for node in range(REPLICAS + 1)]
