@@ -201,7 +201,7 @@ class Layout:
         return [rank * STAGES // self.world_size for rank in range(self.world_size)]
 
     def report(self, rank: int, origin: int, committed: int) -> Report:
-        """The report of a survivor whose node holds the windows of its ranks, and replicas of others."""
+        """What a survivor reports whose node holds windows of its ranks and replicas of others."""
         newest = committed - committed % WINDOW
         first = rank - rank % RANKS_PER_NODE
         distances = [node * RANKS_PER_NODE for node in range(REPLICAS + 1)]
