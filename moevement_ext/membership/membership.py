@@ -421,8 +421,7 @@ class Membership:
             thread = self._training_thread
             look = None if thread is None else thread.look()
             if look and look.waits_for_others and look.same_place_s > self._hang_timeout_s:
-                why = 'the store is lost, and others do not come'
-                self._watch.conclude(Ending(time.time(), why))
+                self._watch.conclude('the store is lost, and others do not come')
 
     def _replace(self, store: Store, what: str, thread: TrainingThread) -> NoReturn:
         replace_this_process(store, self._meeting.epoch, self._rendezvous.rank, what, thread)
