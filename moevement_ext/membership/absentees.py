@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed import DistError, Store
 
+from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import absent, heartbeat_key, mend
-from moevement_ext.membership.watch import HEARTBEAT_SECONDS, MOST_BETWEEN_LOOKS_S, evict
+from moevement_ext.membership.watch import HEARTBEAT_SECONDS, MOST_BETWEEN_LOOKS_S
 
 logger = logging.getLogger(__name__)
 

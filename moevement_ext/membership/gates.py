@@ -11,6 +11,8 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError, Store
 
+from moevement_ext.store.peek import peek
+
 _OPEN = b'open'
 _SHUT = b'shut'
 _LONGEST_WAIT_S = 60.0
@@ -51,7 +53,6 @@ def has_moved(store: Store, gate: str, deadline: float) -> bool:
 
 
 def behind(store: Store, gate: str) -> bytes | None:
-    """What is behind a gate that has moved; None if it is shut."""
-    # One that is gone was of an epoch that ended long ago.
-    found = bytes(store.compare_set(gate, '', _SHUT))  # type: ignore[arg-type]
-    return found[len(_OPEN) :] if found.startswith(_OPEN) else None
+    """What is behind a gate that has moved; None if it is shut, or of an epoch that is forgotten."""
+    found = peek(store, gate)
+    return found[len(_OPEN) :] if found is not None and found.startswith(_OPEN) else None

@@ -33,6 +33,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.membership import progress
 from moevement_ext.membership.absentees import Absentees
+from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import (
     Ending,
     EpochBroken,
@@ -45,7 +46,7 @@ from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.membership.store_loss import StoreLoss
 from moevement_ext.membership.training_thread import Look, TrainingThread
-from moevement_ext.membership.watch import HEARTBEAT_SECONDS, EpochWatch, evict
+from moevement_ext.membership.watch import HEARTBEAT_SECONDS, EpochWatch
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups
 
@@ -152,6 +153,13 @@ class Membership:
         """A failure was announced in the present epoch."""
         return self._watch.broken.is_set()
 
+    def broken_in_the_store(self) -> bool:
+        """The same, asked now: a connection that was silently lost may be slow to say so."""
+        try:
+            return how_broken(self._loss.connect(), self._meeting.epoch) is not None
+        except DistError:
+            return False
+
     def settle(self) -> None:
         """The set-up is over; `reports` and `store` are those of the newest meeting.
 
@@ -226,7 +234,7 @@ class Membership:
         """
         before, pids = self._meeting.epoch, [report.pid for report in self.reports]
         absentees = Absentees(
-            self._store.clone,
+            self._loss.connect,
             before,
             pids,
             self._hang_timeout_s,

@@ -14,7 +14,8 @@ report), `here/<e>` (ranks that have joined, in one value), `joined/<e>` and `al
 brought, packed), `reports/<e>/<chunk>` (more of that), `beat/<e>/<rank>` (signs of life),
 `progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the ranks of an epoch tell
 each other; gates of barriers). Rank 0 deletes those of an epoch when all have met for the second
-time since, beside training.
+time since, beside training; and what ranks that started together in epoch e have left for those
+that join them (`job/<life of the store>/<e>/...`), once the job has started again.
 
 To end an epoch is to say why, to shut its gates, and to raise the number, in this order: who comes
 upon a number that was raised has nothing to do, and who waits at a gate need not ask.
@@ -26,7 +27,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership import brought
 from moevement_ext.membership.gates import behind, has_moved, open_gate, shut_gate
+from moevement_ext.store.peek import peek
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ _SEPARATOR = b'/'
 _OF_AN_EPOCH = re.compile(
     r'(?:broken|join|here|joined|alive|full|met|reports|beat|progress|epoch)/(\d+)(?:/.*)?'
 )
+_OF_A_LIFE = re.compile(r'job/[0-9a-f]+/(\d+)/.*')
 
 
 class EpochBroken(SparseCheckpointError):
@@ -118,14 +121,10 @@ class Ending(NamedTuple):
 
 def how_broken(store: Store, epoch: int) -> Ending | None:
     """When and why an epoch was ended, None while it lasts."""
-    if not store.check([_broken(epoch)]):
+    found = peek(store, _broken(epoch))
+    if found is None:
         return None
-    return how_it_broke(store, epoch)
-
-
-def how_it_broke(store: Store, epoch: int) -> Ending:
-    """The same of one that is known to be broken."""
-    since, _, reason = store.get(_broken(epoch)).decode().partition(' ')
+    since, _, reason = found.decode().partition(' ')
     return Ending(float(since), reason)
 
 
@@ -171,8 +170,8 @@ class Rendezvous:
     def predecessor_took_part(self) -> bool:
         """True if an earlier process of this rank is in the present epoch, which then is broken."""
         epoch = present_epoch(self.store)
-        place = _place(epoch, self.rank)
-        if not self.store.check([place]) or self._is_mine(self.store.get(place)):
+        found = peek(self.store, _place(epoch, self.rank))
+        if found is None or self._is_mine(found):
             return False
         break_epoch(self.store, epoch, f'rank {self.rank} was started again')
         return True
@@ -296,7 +295,7 @@ class Rendezvous:
         if self.rank == 0 and not (self._forgetting and self._forgetting.is_alive()):
             self._forgetting = threading.Thread(
                 target=_forget,
-                args=(self.store.clone(), epoch - 1),
+                args=(self.store.clone, epoch - 1),
                 name='sparse-ckpt-forget',
                 daemon=True,
             )
@@ -318,19 +317,29 @@ def _place(epoch: int, rank: int) -> str:
 
 
 def _absent_in(store: Store, epoch: int, world_size: int) -> list[int]:
-    key = f'here/{epoch}'
-    here = store.get(key).decode() if store.check([key]) else ''
+    here = (peek(store, f'here/{epoch}') or b'').decode()
     return sorted(set(range(world_size)) - {int(rank) for rank in here.split(',') if rank})
 
 
-def _forget(store: Store, first_kept: int) -> None:
+def _forget(connect: Callable[[], Store], first_kept: int) -> None:
     try:
-        for key in store.list_keys():
-            found = _OF_AN_EPOCH.fullmatch(key)
-            if found and int(found[1]) < first_kept:
+        store = connect()
+        if is_over(store, first_kept):  # else it is another store: that of the job's next life
+            for key in _outdated(store.list_keys(), first_kept):
                 store.delete_key(key)
     except DistError as error:
         logger.warning('keys of former epochs stay in the store: %s', error)
+
+
+def _outdated(keys: Sequence[str], first_kept: int) -> list[str]:
+    """Those of former epochs, and those of all lives of the job but the newest that left any."""
+    of_an_epoch = [(key, found) for key in keys if (found := _OF_AN_EPOCH.fullmatch(key))]
+    of_a_life = [(key, found) for key in keys if (found := _OF_A_LIFE.fullmatch(key))]
+    newest = max((int(found[1]) for _, found in of_a_life), default=0)
+    return [
+        *(key for key, found in of_an_epoch if int(found[1]) < first_kept),
+        *(key for key, found in of_a_life if int(found[1]) < newest),
+    ]
 
 
 def _full(epoch: int) -> str:

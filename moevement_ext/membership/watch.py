@@ -15,12 +15,12 @@ from datetime import timedelta
 
 from torch.distributed import DistError, Store
 
+from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import (
     Ending,
     break_epoch,
     heartbeat_key,
     how_broken,
-    how_it_broke,
     is_over,
 )
 
@@ -30,7 +30,7 @@ HEARTBEAT_SECONDS = 0.5
 """Between two looks at the training thread; between two heartbeats at least."""
 SLOWEST_HEARTBEAT_SECONDS = 3.0
 _HEARTBEATS_BEFORE_HUNG = 20
-_HEARTBEATS_PER_LOOK_AT_THE_EPOCH = 4
+_HEARTBEATS_PER_LOOK_AT_THE_EPOCH = 2
 _LONG = timedelta(days=365)
 MOST_BETWEEN_LOOKS_S = 2.0
 """That count as silence of another, beyond the time in which nobody looks: who looks, or all of the
@@ -149,9 +149,11 @@ class EpochWatch:
     def _wait(self, store: Store) -> None:
         """The store wakes this thread up when the epoch is broken; nobody polls."""
         store.wait([f'broken/{self.epoch}'], _LONG)
-        self._conclude_by(store, how_it_broke(store, self.epoch))
+        self._conclude_by(store)
 
-    def _conclude_by(self, store: Store, how: Ending) -> None:
+    def _conclude_by(self, store: Store) -> None:
+        # Nothing is known of one that ended long ago, to a process that was away for as long.
+        how = how_broken(store, self.epoch) or Ending(time.time(), 'unknown')
         break_epoch(store, self.epoch, how.reason)  # whoever announced it may have died half-way
         self.conclude(how.reason, how.since)
 
@@ -167,8 +169,7 @@ class EpochWatch:
             if self.broken.is_set():
                 continue
             if heartbeats % _HEARTBEATS_PER_LOOK_AT_THE_EPOCH == 0 and is_over(store, self.epoch):
-                unknown = Ending(time.time(), 'unknown')  # to a process that was away for long
-                self._conclude_by(store, how_broken(store, self.epoch) or unknown)
+                self._conclude_by(store)
             else:
                 self._listen(store)
 
@@ -194,8 +195,3 @@ def heartbeat_period_s(hang_timeout_s: float) -> float:
     """Seconds between two heartbeats of a rank that counts as hung after `hang_timeout_s`."""
     slowest = max(SLOWEST_HEARTBEAT_SECONDS, HEARTBEAT_SECONDS)
     return min(max(hang_timeout_s / _HEARTBEATS_BEFORE_HUNG, HEARTBEAT_SECONDS), slowest)
-
-
-def evict(store: Store, rank: int, pid: int) -> None:
-    """Have the launcher of a rank kill the process that it is."""
-    store.set(f'evict/{rank}', str(pid))

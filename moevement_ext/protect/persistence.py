@@ -30,6 +30,7 @@ from torch.distributed import Store
 from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.store_connection import StoreConnection
+from moevement_ext.store.peek import peek
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,6 @@ class PersistenceBoard:
         self._counted: list[WindowName] | None = None  # as in the store; None: not read yet
         self._awaited: WindowName | None = None
         self._poll_s = _FIRST_POLL_SECONDS
-        self._is_there = False
         self._agreed = NOTHING_AGREED
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-board', daemon=True)
@@ -248,8 +248,7 @@ class PersistenceBoard:
     def _counted_windows(self) -> list[WindowName]:
         """What this rank has reported; the key is this rank's alone."""
         if self._counted is None:
-            key = f'counted/{self._rank}'
-            found = self._store.get(key) if self._store.check([key]) else b'[]'
+            found = peek(self._store, f'counted/{self._rank}') or b'[]'
             self._counted = msgspec.json.decode(found, type=list[WindowName])
         return self._counted
 
@@ -258,9 +257,8 @@ class PersistenceBoard:
         self._counted = counted
 
     def _read(self) -> str:
-        """The value of the key as it is, empty if there is none. One request: `get` is two."""
-        self._is_there = self._is_there or self._store.check([_NEWEST])
-        return bytes(self._store.compare_set(_NEWEST, '', '')).decode() if self._is_there else ''
+        """The value of the key as it is, empty if there is none."""
+        return (peek(self._store, _NEWEST) or b'').decode()
 
     def _replace(self, found: str, standing: _Standing) -> bool:
         """False: it is not what was found any more."""
