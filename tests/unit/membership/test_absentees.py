@@ -42,6 +42,31 @@ def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
     found.stop()
 
 
+def test_who_does_not_look_does_not_connect(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks would otherwise have one more connection to one store, in every meeting."""
+    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.01)
+    asked, connected = threading.Semaphore(0), threading.Event()
+    ours = threading.Event()
+
+    def is_ours() -> bool:
+        asked.release()
+        return ours.is_set()
+
+    def connect() -> TCPStore:
+        connected.set()
+        return store.clone()
+
+    found = Absentees(connect, 0, [100], HANG_S, is_ours)
+    for _ in range(5):
+        assert asked.acquire(timeout=TIMEOUT.total_seconds())
+    assert not connected.is_set()
+    ours.set()
+    assert connected.wait(TIMEOUT.total_seconds())
+    found.stop()
+
+
 def test_who_stood_still_does_not_count_that_time(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

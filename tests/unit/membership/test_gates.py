@@ -50,6 +50,14 @@ def test_all_who_wait_at_a_gate_go_the_same_way(store: TCPStore) -> None:
             assert len({future.result() for future in waiting}) == 1
 
 
+def test_a_gate_of_an_epoch_that_is_forgotten_is_shut_and_stays_forgotten(store: TCPStore) -> None:
+    """Who was stopped for long comes to look behind it."""
+    open_gate(store, 'gate')
+    store.delete_key('gate')
+    assert behind(store, 'gate') is None
+    assert not store.check(['gate'])
+
+
 def test_who_waited_for_long_enough_is_told_nothing(store: TCPStore) -> None:
     assert not has_moved(store, 'gate', time.monotonic() + 0.1)
     open_gate(store, 'gate')

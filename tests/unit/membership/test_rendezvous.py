@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import random
+import secrets
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.membership import rendezvous
 from moevement_ext.membership.rendezvous import (
     EpochBroken,
     FencedOut,
@@ -220,6 +222,34 @@ def test_fifty_epochs_leave_hardly_more_keys_than_three(
     # On a busy machine an epoch may be broken before all have come, and the next one meets.
     assert max(counts) < 2 * counts[2]
     assert launcher.check(['job/0/plan', 'evict/0'])
+
+
+def test_what_former_lives_of_the_job_left_is_deleted(
+    launcher: TCPStore, connections: list[TCPStore]
+) -> None:
+    """Every life leaves what all its ranks have given each other."""
+    life = secrets.token_hex(8)
+    for origin in (0, 3, 12):
+        launcher.set(f'job/{life}/{origin}/exchange/operators/0/0', 'a MiB')
+    lives = lives_of(connections)
+    meet_all(lives)
+    forgetting = lives[0]._forgetting
+    assert forgetting is not None
+    forgetting.join(DEADLINE_S)
+    left = [key for key in launcher.list_keys() if key.startswith('job/')]
+    assert left == [f'job/{life}/12/exchange/operators/0/0']
+
+
+def test_nothing_is_deleted_in_a_store_of_the_next_life(launcher: TCPStore) -> None:
+    """The one that ranks met in was lost just then, and its numbers begin anew."""
+    break_epoch(launcher, present_epoch(launcher), 'rank 1 was started again')
+    die_waiting(launcher, 0)
+    keys = set(launcher.list_keys())
+    rendezvous._forget(launcher.clone, 7)
+    assert keys <= set(launcher.list_keys())
+    break_epoch(launcher, 1, 'test')
+    rendezvous._forget(launcher.clone, 1)
+    assert not launcher.check(['broken/0']) and launcher.check(['broken/1'])
 
 
 # After a failure

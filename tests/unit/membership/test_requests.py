@@ -109,7 +109,7 @@ def test_signs_of_life_become_rarer_the_longer_a_rank_may_be_silent(
     heartbeats = job.store.add('beat/0/0', 0)
     assert 2 <= heartbeats <= 11
     # The one that waits for the end; a beat and a listening each; a look at the epoch now and then.
-    assert job.tally.read().requests <= 1 + 2.25 * heartbeats + 2
+    assert job.tally.read().requests <= 1 + 2.5 * heartbeats + 2
     watching.stop()
     break_epoch(job.store, 0, 'the test is over')
     watching.join()
