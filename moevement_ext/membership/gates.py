@@ -53,6 +53,6 @@ def has_moved(store: Store, gate: str, deadline: float) -> bool:
 
 
 def behind(store: Store, gate: str) -> bytes | None:
-    """What is behind a gate that has moved; None if it is shut, or of an epoch that is forgotten."""
+    """What is behind a gate that has moved; None if it is shut, or its epoch is forgotten."""
     found = peek(store, gate)
     return found[len(_OPEN) :] if found is not None and found.startswith(_OPEN) else None
