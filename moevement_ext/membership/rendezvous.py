@@ -44,6 +44,7 @@ BARRIERS = ('ready', 'replayed', 'trained', 'over')
 """Names that a barrier can have, once in an epoch."""
 _FIRST_LOOKERS = 3
 _OTHER_LOOKERS = 8
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.064
 _FINISH_SECONDS = 5.0
 _SEPARATOR = b'/'
 _OF_AN_EPOCH = re.compile(
@@ -88,17 +89,38 @@ def break_epoch(store: Store, epoch: int, reason: str) -> None:
     """End `epoch`, once, whoever asks first; anybody can do what is left after a kill half-way."""
     if is_over(store, epoch):
         return
-    store.compare_set(_broken(epoch), '', f'{time.time():.6f} {reason or "unknown"}')
+    announced = f'{time.time():.6f} {reason or "unknown"}'
+    if store.compare_set(_broken(epoch), '', announced) == announced.encode():
+        _finish_breaking(store, epoch)
+    else:
+        see_to_the_end(store, epoch)
+
+
+def _finish_breaking(store: Store, epoch: int) -> None:
     for gate in _gates(epoch):
         shut_gate(store, gate)
     store.compare_set('epoch', str(epoch), str(epoch + 1))
+
+
+def see_to_the_end(store: Store, epoch: int) -> None:
+    """Have an epoch end that somebody has begun to end, and is likely to be done with soon.
+
+    All ranks learn of it in the first of several steps; they do not all take the others.
+    """
+    pause_s = _FIRST_PAUSE_S
+    while not is_over(store, epoch):
+        if pause_s > _LAST_PAUSE_S:  # whoever began has died half-way
+            _finish_breaking(store, epoch)
+            return
+        time.sleep(pause_s)
+        pause_s *= 2
 
 
 def mend(store: Store) -> None:
     """End the present epoch if whoever began to has died half-way."""
     epoch = present_epoch(store)
     if store.check([_broken(epoch)]):
-        break_epoch(store, epoch, '')
+        see_to_the_end(store, epoch)
 
 
 def announce_failure(store: Store, rank: int, reason: str) -> None:
@@ -268,7 +290,7 @@ class Rendezvous:
             return None
         found = behind(self.store, gate)
         if found is None:
-            break_epoch(self.store, epoch, '')  # whoever shut the gate may have died half-way
+            see_to_the_end(self.store, epoch)
         return found
 
     def _await(self, epoch: int, gate: str, deadline: float) -> bool:

@@ -22,6 +22,7 @@ from moevement_ext.membership.rendezvous import (
     heartbeat_key,
     how_broken,
     is_over,
+    see_to_the_end,
 )
 
 logger = logging.getLogger(__name__)
@@ -154,8 +155,8 @@ class EpochWatch:
     def _conclude_by(self, store: Store) -> None:
         # Nothing is known of one that ended long ago, to a process that was away for as long.
         how = how_broken(store, self.epoch) or Ending(time.time(), 'unknown')
-        break_epoch(store, self.epoch, how.reason)  # whoever announced it may have died half-way
         self.conclude(how.reason, how.since)
+        see_to_the_end(store, self.epoch)
 
     def _send_heartbeats(self, store: Store) -> None:
         """Notices the end of the epoch, too, should the other connection be silently lost."""

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import watch
+from moevement_ext.membership import rendezvous, watch
 from moevement_ext.membership.absentees import Absentees
 from moevement_ext.membership.brought import hand_out, handed_out
 from moevement_ext.membership.rendezvous import Rendezvous, break_epoch, present_epoch
@@ -113,6 +113,29 @@ def test_signs_of_life_become_rarer_the_longer_a_rank_may_be_silent(
     watching.stop()
     break_epoch(job.store, 0, 'the test is over')
     watching.join()
+
+
+def test_who_hears_that_an_epoch_ends_leaves_the_steps_to_that_to_who_announced_it(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All hear of it in the first of them; unless they have waited for the others for long."""
+    monkeypatch.setattr(rendezvous, '_LAST_PAUSE_S', 60.0)
+    assert present_epoch(job.store) == 0
+    woken = threading.Semaphore(0)
+    pids = [1] * WORLD
+    watches = [
+        EpochWatch(job.connect, 0, rank, pids, 600.0, lambda reason: woken.release())
+        for rank in range(WORLD)
+    ]
+    time.sleep(1.0)  # for all to wait
+    job.store.compare_set('broken/0', '', '12.5 rank 7 died')
+    for _ in watches:
+        assert woken.acquire(timeout=TIMEOUT.total_seconds())
+    job.store.compare_set('epoch', '0', '1')
+    for watching in watches:
+        watching.stop()
+        watching.join()
+    assert not job.store.check(['met/0']), 'nobody else has shut a gate'
 
 
 def test_an_epoch_whose_breaker_died_half_way_is_left_by_survivors_at_once(
