@@ -80,7 +80,7 @@ class CountedStore(Store):
     Counted are the requests that torch 2.15 sends: to read a value is to wait for it first.
     """
 
-    def __init__(self, store: TCPStore, tally: Tally) -> None:
+    def __init__(self, store: Store, tally: Tally) -> None:
         super().__init__()
         self._store = store
         self._tally = tally
@@ -131,7 +131,10 @@ class CountedStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for keys."""
         self._tally.add(1, keys)
-        self._store.wait(keys, timeout or self._store.timeout)
+        if timeout is None:
+            self._store.wait(keys)
+        else:
+            self._store.wait(keys, timeout)
 
     def delete_key(self, key: str) -> bool:
         """Remove a key."""
