@@ -41,6 +41,7 @@ from moevement_ext.local_cluster.output import LogTail, Relay, last_lines
 from moevement_ext.local_cluster.staged_faults import StagedFaults
 from moevement_ext.local_cluster.starter import LocalStarter, Starter
 from moevement_ext.local_cluster.statements import told_finished, told_memory, told_survivors
+from moevement_ext.membership.eviction import evictions, take_eviction
 from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.store import outside
 
@@ -87,8 +88,7 @@ class Supervisor:
     Attributes:
         store: where the workers meet; it outlives them. That of `--sparse-ckpt-store` if the
             program has this flag: if it is lost, the workers leave, and all start again in the
-            one that is there then. `evict/<rank>` = `<pid>` asks to kill the process of a rank
-            that was found hung.
+            one that is there then.
         workers: by rank, while `run` runs and afterwards.
 
     Raises:
@@ -114,6 +114,7 @@ class Supervisor:
         self._restarts = 0
 
     def _open_store(self, to_connect: timedelta = _STORE_TIMEOUT) -> None:
+        self._evictions = 0  # as that store counts them
         address = outside.given(self.config.flags)
         if address is not None:
             host, port = SparseCheckpointConfig(store=address).store_address
@@ -350,15 +351,15 @@ class Supervisor:
 
     def _evict(self) -> None:
         """Kill the workers that the others found hung."""
+        asked = evictions(self.store)
+        if asked == self._evictions:
+            return
         for worker in self._living():
-            key = f'evict/{worker.rank}'
-            if not self.store.check([key]):
-                continue
             # An order about an earlier process of the rank came too late.
-            if self.store.get(key) == str(worker.pid).encode():
+            if take_eviction(self.store, worker.rank) == worker.pid:
                 worker.child.signal(signal.SIGKILL)
                 self._report(WorkerEvicted(worker.rank, worker.pid))
-            self.store.delete_key(key)
+        self._evictions = asked
 
     def _log_tail(self) -> LogTail | None:
         log = self.config.log_of(self.config.world_size - 1)

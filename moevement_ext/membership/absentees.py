@@ -8,33 +8,44 @@ comes from, and one that is new and sets up joins on a thread of its own (see `m
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.distributed import DistError, Store
 
-from moevement_ext.membership.rendezvous import absent, heartbeat_key
-from moevement_ext.membership.watch import HEARTBEAT_SECONDS, MOST_BETWEEN_LOOKS_S, evict
+from moevement_ext.membership.eviction import evict
+from moevement_ext.membership.rendezvous import absent, heartbeat_key, mend
+from moevement_ext.membership.watch import HEARTBEAT_SECONDS, MOST_BETWEEN_LOOKS_S
 
 logger = logging.getLogger(__name__)
 
 
 class Absentees:
-    """Looks for them from a thread of its own, until stopped.
+    """Looks for them from a thread of its own, until stopped, where it is this rank's to do so.
+
+    It also ends the epoch in which ranks meet if whoever began to has died half-way: nobody watches
+    that one yet.
 
     Args:
-        store: a connection of its own to the launcher's store.
+        connect: opens a connection of its own to the launcher's store, once it is this rank's.
         before: the epoch that everybody comes from.
         pids: process of each rank in it, by rank.
         hang_timeout_s: seconds without a sign of life after which a rank counts as hung.
+        is_ours: whether this rank is one of those that look; asked each time.
     """
 
     def __init__(
-        self, store: Store, before: int, pids: Sequence[int], hang_timeout_s: float
+        self,
+        connect: Callable[[], Store],
+        before: int,
+        pids: Sequence[int],
+        hang_timeout_s: float,
+        is_ours: Callable[[], bool],
     ) -> None:
-        self._store = store
+        self._connect = connect
         self._before = before
         self._pids = pids
         self._hang_timeout_s = hang_timeout_s
+        self._is_ours = is_ours
         self._heard: dict[int, tuple[int, float]] = {}
         self._stopping = threading.Event()
         threading.Thread(target=self._run, name='sparse-ckpt-absentees', daemon=True).start()
@@ -45,20 +56,25 @@ class Absentees:
 
     def _run(self) -> None:
         looked = time.monotonic()
+        store: Store | None = None
         try:
             while not self._stopping.wait(2 * HEARTBEAT_SECONDS):
                 now = time.monotonic()
                 between_s, looked = min(now - looked, MOST_BETWEEN_LOOKS_S), now
-                for rank in absent(self._store, len(self._pids)):
-                    self._listen(rank, between_s)
+                if not self._is_ours():
+                    continue
+                store = store or self._connect()
+                mend(store)
+                for rank in absent(store, len(self._pids)):
+                    self._listen(store, rank, between_s)
         except DistError as error:
             logger.warning('absent ranks are no longer looked for: %s', error)
 
-    def _listen(self, rank: int, between_s: float) -> None:
-        heartbeats = self._store.add(heartbeat_key(self._before, rank), 0)
+    def _listen(self, store: Store, rank: int, between_s: float) -> None:
+        heartbeats = store.add(heartbeat_key(self._before, rank), 0)
         before, silent_s = self._heard.get(rank, (-1, 0.0))
         silent_s = silent_s + between_s if heartbeats == before else 0.0
         if silent_s > self._hang_timeout_s:
-            evict(self._store, rank, self._pids[rank])
+            evict(store, rank, self._pids[rank])
             silent_s = 0.0
         self._heard[rank] = heartbeats, silent_s

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.distributed import Store, all_gather_object
 
-_CHUNK_BYTES = 1 << 20
-"""Size of one value in the store, whose server refuses more than 8 MiB."""
 _COUNT_BYTES = 4
+_CHUNK_BYTES = (1 << 20) - _COUNT_BYTES
+"""A value in the store has a MiB at most; its server refuses more than 8."""
 
 
 class Exchange:

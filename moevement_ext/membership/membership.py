@@ -34,19 +34,20 @@ from torch.distributed import DistError, PrefixStore, Store
 from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.membership import progress
 from moevement_ext.membership.absentees import Absentees
+from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import (
+    Ending,
     EpochBroken,
     Meeting,
     Rendezvous,
     break_epoch,
-    broken_since,
-    why_broken,
+    how_broken,
 )
 from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.membership.store_loss import StoreLoss
 from moevement_ext.membership.training_thread import Look, TrainingThread
-from moevement_ext.membership.watch import HEARTBEAT_SECONDS, EpochWatch, evict
+from moevement_ext.membership.watch import HEARTBEAT_SECONDS, EpochWatch
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups
 
@@ -56,6 +57,7 @@ _UPDATE_GRACE_SECONDS = 1.0
 _CLOSING = timedelta(seconds=20)
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 """For all ranks to connect when all have said that they are about to."""
+_PUBLICATIONS_IN_A_TIMEOUT = 10
 _OUT_OF_WAITS_SECONDS = 5.0
 """After which a thread is never going to leave a wait that was ended; it takes a quarter second."""
 
@@ -92,7 +94,9 @@ class Membership:
         self._groups: ProcessGroups | None = None
         self._training_thread: TrainingThread | None = None
         self._unblocked_at: float | None = None
-        self._published: tuple[int, int] | None = None
+        self._seen = self._published = (NOWHERE, NOWHERE)
+        """Epoch and newest committed iteration: as last looked at, and as others know."""
+        self._publish_at = 0.0
         self._wake: Callable[[], None] = lambda: None
         self._in_use: list[Store] = []
         self._closed = threading.Event()
@@ -167,6 +171,13 @@ class Membership:
         """A failure was announced in the present epoch."""
         return self._watch.broken.is_set()
 
+    def broken_in_the_store(self) -> bool:
+        """The same, asked now: a connection that was silently lost may be slow to say so."""
+        try:
+            return how_broken(self._loss.connect(), self._meeting.epoch) is not None
+        except DistError:
+            return False
+
     def settle(self) -> None:
         """The set-up is over; `reports` and `store` are those of the newest meeting.
 
@@ -212,10 +223,13 @@ class Membership:
         store = self._loss.reconnect()  # the other may have been lost
         store.set_timeout(self._timeout)
         self._store = self._rendezvous.store = store
-        break_epoch(self._store, epoch, reason)
-        announced = broken_since(self._store, epoch) or time.time()
-        self.detect_s = max(time.time() - announced, 0.0)  # the clock of another node may be ahead
-        self._watch.conclude(why_broken(self._store, epoch) or reason)
+        if not self.broken:
+            break_epoch(self._store, epoch, reason)
+            found = how_broken(self._store, epoch) or Ending(time.time(), reason)
+            self._watch.conclude(found.reason, found.since)
+        self._watch.wait_until_woken()
+        since = time.time() - self._watch.announced
+        self.detect_s = max(since, 0.0)  # the clock of another node may be ahead
         self._check_device()  # watched: if it hangs, this process is replaced
         self._watch.stop()
         self.reason = self._watch.reason or reason
@@ -237,7 +251,13 @@ class Membership:
             SparseCheckpointError: somebody did not come in time.
         """
         before, pids = self._meeting.epoch, [report.pid for report in self.reports]
-        absentees = Absentees(self._store.clone(), before, pids, self._hang_timeout_s)
+        absentees = Absentees(
+            self._loss.connect,
+            before,
+            pids,
+            self._hang_timeout_s,
+            lambda: self._rendezvous.looks_for_others,
+        )
         try:
             self._arrive(
                 self._rendezvous.meet(lambda: _encode(report()), self._timeout, after=before)
@@ -300,6 +320,7 @@ class Membership:
             self._rendezvous.barrier(self._meeting, 'over', _CLOSING)
             break_epoch(self._store, self._meeting.epoch, 'the job is over')
             self._watch.join()
+            self._rendezvous.finish()
         except (
             SparseCheckpointError,
             DistError,
@@ -380,13 +401,19 @@ class Membership:
             self._replace(store, f'its training thread has stood still for {still_s:.0f} s', thread)
 
     def _publish_progress(self, store: Store, epoch: int) -> bool:
-        """True if this rank has committed an iteration since the last look."""
+        """True if this rank has committed an iteration since the last look.
+
+        Others ask for it only after a wait of `timeout`, in which nobody gets on but who is behind.
+        """
         now = epoch, self.committed
-        if now == self._published:
-            return False
-        progress.publish(store, epoch, self._rendezvous.rank, self.committed)
-        self._published = now
-        return True
+        got_on, self._seen = now != self._seen, now
+        late = self._published[0] != epoch or time.monotonic() > self._publish_at
+        if now != self._published and late:
+            progress.publish(store, epoch, self._rendezvous.rank, self.committed)
+            self._published = now
+            pause_s = self._timeout.total_seconds() / _PUBLICATIONS_IN_A_TIMEOUT
+            self._publish_at = time.monotonic() + pause_s
+        return got_on
 
     def _end_hang(self, store: Store, epoch: int, look: Look) -> None:
         """End the epoch if this rank has waited for others for longer than a collective may last.

@@ -10,29 +10,47 @@ a report of what it still has, and a rank that does not join is gone.
 
 Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/<e>/<rank>` (life,
 report), `here/<e>` (ranks that have joined, in one value), `joined/<e>` and `alive/<e>` (counts),
-`full/<e>` and `met/<e>` (all have come; all have answered), `beat/<e>/<rank>` (signs of life),
+`full/<e>` and `met/<e>` (gates: all have come; all have answered, behind which is what all have
+brought, packed), `reports/<e>/<chunk>` (more of that), `beat/<e>/<rank>` (signs of life),
 `progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the ranks of an epoch tell
-each other). Rank 0 deletes those of an epoch when all have met for the second time since.
+each other; gates of barriers). Rank 0 deletes those of an epoch when all have met for the second
+time since, beside training; and what ranks that started together in epoch e have left for those
+that join them (`job/<life of the store>/<e>/...`), once the job has started again.
+
+To end an epoch is to say why, to shut its gates, and to raise the number, in this order: who comes
+upon a number that was raised has nothing to do, and who waits at a gate need not ask.
 """
 
+import logging
 import os
 import re
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.membership import brought
+from moevement_ext.membership.gates import behind, has_moved, open_gate, shut_gate
+from moevement_ext.store.peek import peek
 
-_FIRST_POLL_SECONDS = 0.005
-_LAST_POLL_SECONDS = 0.1
+logger = logging.getLogger(__name__)
+
+BARRIERS = ('ready', 'replayed', 'trained', 'over')
+"""Names that a barrier can have, once in an epoch."""
+_FIRST_LOOKERS = 3
+_OTHER_LOOKERS = 8
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.064
+_FINISH_SECONDS = 5.0
 _SEPARATOR = b'/'
 _OF_AN_EPOCH = re.compile(
-    r'(?:broken|join|here|joined|alive|full|met|beat|progress|epoch)/(\d+)(?:/.*)?'
+    r'(?:broken|join|here|joined|alive|full|met|reports|beat|progress|epoch)/(\d+)(?:/.*)?'
 )
+_OF_A_LIFE = re.compile(r'job/[0-9a-f]+/(\d+)/.*')
 
 
 class EpochBroken(SparseCheckpointError):
@@ -68,9 +86,41 @@ def present_epoch(store: Store) -> int:
 
 
 def break_epoch(store: Store, epoch: int, reason: str) -> None:
-    """End `epoch`, once, whoever asks first; a kill between the two steps does no harm."""
-    store.compare_set(_broken(epoch), '', f'{time.time():.6f} {reason or "unknown"}')
+    """End `epoch`, once, whoever asks first; anybody can do what is left after a kill half-way."""
+    if is_over(store, epoch):
+        return
+    announced = f'{time.time():.6f} {reason or "unknown"}'
+    if store.compare_set(_broken(epoch), '', announced) == announced.encode():
+        _finish_breaking(store, epoch)
+    else:
+        see_to_the_end(store, epoch)
+
+
+def _finish_breaking(store: Store, epoch: int) -> None:
+    for gate in _gates(epoch):
+        shut_gate(store, gate)
     store.compare_set('epoch', str(epoch), str(epoch + 1))
+
+
+def see_to_the_end(store: Store, epoch: int) -> None:
+    """Have an epoch end that somebody has begun to end, and is likely to be done with soon.
+
+    All ranks learn of it in the first of several steps; they do not all take the others.
+    """
+    pause_s = _FIRST_PAUSE_S
+    while not is_over(store, epoch):
+        if pause_s > _LAST_PAUSE_S:  # whoever began has died half-way
+            _finish_breaking(store, epoch)
+            return
+        time.sleep(pause_s)
+        pause_s *= 2
+
+
+def mend(store: Store) -> None:
+    """End the present epoch if whoever began to has died half-way."""
+    epoch = present_epoch(store)
+    if store.check([_broken(epoch)]):
+        see_to_the_end(store, epoch)
 
 
 def announce_failure(store: Store, rank: int, reason: str) -> None:
@@ -83,16 +133,27 @@ def announce_failure(store: Store, rank: int, reason: str) -> None:
         break_epoch(store, epoch, reason)
 
 
+class Ending(NamedTuple):
+    """How an epoch ended."""
+
+    since: float
+    """When that was announced: seconds since 1970, by the clock of who did."""
+    reason: str
+
+
+def how_broken(store: Store, epoch: int) -> Ending | None:
+    """When and why an epoch was ended, None while it lasts."""
+    found = peek(store, _broken(epoch))
+    if found is None:
+        return None
+    since, _, reason = found.decode().partition(' ')
+    return Ending(float(since), reason)
+
+
 def why_broken(store: Store, epoch: int) -> str | None:
     """The reason an epoch was ended with, None while it lasts."""
-    found = _how_broken(store, epoch)
-    return found[1] if found else None
-
-
-def broken_since(store: Store, epoch: int) -> float | None:
-    """When that was announced (seconds since 1970, clock of who did), None while it lasts."""
-    found = _how_broken(store, epoch)
-    return float(found[0]) if found else None
+    found = how_broken(store, epoch)
+    return found.reason if found else None
 
 
 def is_over(store: Store, epoch: int) -> bool:
@@ -125,12 +186,14 @@ class Rendezvous:
         self.world_size = world_size
         self.life = secrets.token_hex(8)
         self._joined: set[int] = set()
+        self._arrival = 0
+        self._forgetting: threading.Thread | None = None
 
     def predecessor_took_part(self) -> bool:
         """True if an earlier process of this rank is in the present epoch, which then is broken."""
         epoch = present_epoch(self.store)
-        place = _place(epoch, self.rank)
-        if not self.store.check([place]) or self._is_mine(self.store.get(place)):
+        found = peek(self.store, _place(epoch, self.rank))
+        if found is None or self._is_mine(found):
             return False
         break_epoch(self.store, epoch, f'rank {self.rank} was started again')
         return True
@@ -158,77 +221,107 @@ class Rendezvous:
             if not self._join(epoch, report(), survivor=after is not None):
                 break_epoch(self.store, epoch, f'rank {self.rank} was started again')
                 continue
-            if self._wait_for_all(epoch, deadline):
+            reports = self._wait_for_all(epoch, deadline)
+            if reports is not None:
                 self._forget_before(epoch)
-                return self._meeting(epoch)
+                return Meeting(epoch, PrefixStore(f'epoch/{epoch}', self.store), reports)
+
+    @property
+    def looks_for_others(self) -> bool:
+        """This rank is one of the few that look who does not come; its place in the order says so.
+
+        Any thread. Those that came first are, and some that are spread over the others: ranks of a
+        node come, and are lost, together.
+        """
+        every = max(self.world_size // _OTHER_LOOKERS, 1)
+        return 0 < self._arrival <= _FIRST_LOOKERS or self._arrival % every == 1 % every
 
     def barrier(self, meeting: Meeting, name: str, timeout: timedelta) -> None:
-        """Wait until all ranks of the epoch have come here.
+        """Wait until all ranks of the epoch have come here, to one of `BARRIERS`.
 
         Raises:
             EpochBroken: a failure was announced meanwhile.
             SparseCheckpointError: some ranks did not come in time.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        barrier = f'epoch/{meeting.epoch}/barrier/{name}'
-        self._count(barrier, f'{barrier}/all')
-        if not self._poll(meeting.epoch, f'{barrier}/all', deadline):
+        assert name in BARRIERS  # or else nobody would be woken up by a failure
+        gate = _barrier_gate(meeting.epoch, name)
+        if self.store.add(f'epoch/{meeting.epoch}/barrier/{name}', 1) == self.world_size:
+            open_gate(self.store, gate)
+        if self._pass(meeting.epoch, gate, deadline) is None:
             raise EpochBroken(why_broken(self.store, meeting.epoch) or 'unknown')
 
     def _join(self, epoch: int, report: bytes, survivor: bool) -> bool:
         """Take this rank's place; False if a dead predecessor has it."""
         place = _place(epoch, self.rank)
-        mine = self.life.encode() + _SEPARATOR + report
+        mine = self.life.encode() + _SEPARATOR + brought.packed(report)
         found = self.store.compare_set(place, '', mine)  # type: ignore[arg-type]
         if found == mine:
             if epoch not in self._joined:
                 self._joined.add(epoch)
                 self.store.append(f'here/{epoch}', f'{self.rank},')  # type: ignore[attr-defined]
-                self._count(f'joined/{epoch}', f'full/{epoch}')
+                self._arrival = self.store.add(f'joined/{epoch}', 1)
+                if self._arrival == self.world_size:
+                    open_gate(self.store, _full(epoch))
             return True
         if survivor and not self._is_mine(found):
             raise FencedOut(f'rank {self.rank} was replaced by another process; this one ends')
         return False
 
-    def _wait_for_all(self, epoch: int, deadline: float) -> bool:
-        """False if the epoch was broken before everybody was there and alive."""
-        if not self._poll(epoch, f'full/{epoch}', deadline):
-            return False
-        self._count(
-            f'alive/{epoch}', f'met/{epoch}'
-        )  # a place may be that of a rank that died waiting
-        return self._poll(epoch, f'met/{epoch}', deadline)
+    def _wait_for_all(self, epoch: int, deadline: float) -> list[bytes] | None:
+        """What all have brought; None if the epoch was broken before all were there and alive."""
+        if not self._await(epoch, _full(epoch), deadline):
+            return None
+        # A place may be that of a rank that died waiting.
+        if self.store.add(f'alive/{epoch}', 1) == self.world_size:
+            places = [_place(epoch, rank) for rank in range(self.world_size)]
+            prefix_bytes = len(self.life.encode() + _SEPARATOR)
+            everything = brought.gather(self.store, places, prefix_bytes)
+            first = brought.hand_out(self.store, _reports(epoch), everything)
+            open_gate(self.store, _met(epoch), first)
+        first_found = self._pass(epoch, _met(epoch), deadline)
+        if first_found is None:
+            return None
+        return brought.handed_out(self.store, _reports(epoch), first_found)
 
-    def _count(self, counter: str, complete: str) -> None:
-        if self.store.add(counter, 1) == self.world_size:
-            self.store.set(complete, '1')
+    def _pass(self, epoch: int, gate: str, deadline: float) -> bytes | None:
+        """Wait at a gate; what is behind it, None if the epoch is over."""
+        if not self._await(epoch, gate, deadline):
+            return None
+        found = behind(self.store, gate)
+        if found is None:
+            see_to_the_end(self.store, epoch)
+        return found
 
-    def _poll(self, epoch: int, key: str, deadline: float) -> bool:
-        """Wait for `key`; False if the epoch is over."""
-        delay = _FIRST_POLL_SECONDS
-        while not self.store.check([key]):
-            if present_epoch(self.store) != epoch:
-                return False
-            if self.store.check([_broken(epoch)]):
-                break_epoch(self.store, epoch, '')  # whoever began to may have died half-way
+    def _await(self, epoch: int, gate: str, deadline: float) -> bool:
+        """Wait until a gate is opened or shut; False if it never will be."""
+        while not has_moved(self.store, gate, deadline):
+            mend(self.store)
+            if is_over(self.store, epoch):
                 return False
             if time.monotonic() > deadline:
                 raise SparseCheckpointError(self._missing(epoch))
-            time.sleep(delay)
-            delay = min(2 * delay, _LAST_POLL_SECONDS)
         return True
 
+    def finish(self) -> None:
+        """Nobody is met any more: end what goes on beside."""
+        if self._forgetting is not None:
+            self._forgetting.join(_FINISH_SECONDS)
+
     def _forget_before(self, epoch: int) -> None:
-        """Delete the keys of epochs that nobody looks at any more.
+        """Delete the keys of epochs that nobody looks at any more, on a thread of its own.
 
         All have met, so that none waits in an earlier epoch; threads that watched the last one may
         not have ended yet.
         """
-        if self.rank == 0:
-            for key in self.store.list_keys():
-                found = _OF_AN_EPOCH.fullmatch(key)
-                if found and int(found[1]) < epoch - 1:
-                    self.store.delete_key(key)
+        if self.rank == 0 and not (self._forgetting and self._forgetting.is_alive()):
+            self._forgetting = threading.Thread(
+                target=_forget,
+                args=(self.store.clone, epoch - 1),
+                name='sparse-ckpt-forget',
+                daemon=True,
+            )
+            self._forgetting.start()
 
     def _missing(self, epoch: int) -> str:
         missing = _absent_in(self.store, epoch, self.world_size)
@@ -236,12 +329,6 @@ class Rendezvous:
             f'Ranks {missing[:8] or "that had joined"} did not come in time. See the log of their '
             'node; --distributed-timeout-minutes sets the time.'
         )
-
-    def _meeting(self, epoch: int) -> Meeting:
-        places = [_place(epoch, rank) for rank in range(self.world_size)]
-        found = self.store.multi_get(places)
-        reports = [bytes(item).partition(_SEPARATOR)[2] for item in found]
-        return Meeting(epoch, PrefixStore(f'epoch/{epoch}', self.store), reports)
 
     def _is_mine(self, place: bytes) -> bool:
         return bytes(place).partition(_SEPARATOR)[0] == self.life.encode()
@@ -252,17 +339,49 @@ def _place(epoch: int, rank: int) -> str:
 
 
 def _absent_in(store: Store, epoch: int, world_size: int) -> list[int]:
-    key = f'here/{epoch}'
-    here = store.get(key).decode() if store.check([key]) else ''
+    here = (peek(store, f'here/{epoch}') or b'').decode()
     return sorted(set(range(world_size)) - {int(rank) for rank in here.split(',') if rank})
 
 
-def _how_broken(store: Store, epoch: int) -> tuple[str, str] | None:
-    """When and why, as they were announced."""
-    if not store.check([_broken(epoch)]):
-        return None
-    since, _, reason = store.get(_broken(epoch)).decode().partition(' ')
-    return since, reason
+def _forget(connect: Callable[[], Store], first_kept: int) -> None:
+    try:
+        store = connect()
+        if is_over(store, first_kept):  # else it is another store: that of the job's next life
+            for key in _outdated(store.list_keys(), first_kept):
+                store.delete_key(key)
+    except DistError as error:
+        logger.warning('keys of former epochs stay in the store: %s', error)
+
+
+def _outdated(keys: Sequence[str], first_kept: int) -> list[str]:
+    """Those of former epochs, and those of all lives of the job but the newest that left any."""
+    of_an_epoch = [(key, found) for key in keys if (found := _OF_AN_EPOCH.fullmatch(key))]
+    of_a_life = [(key, found) for key in keys if (found := _OF_A_LIFE.fullmatch(key))]
+    newest = max((int(found[1]) for _, found in of_a_life), default=0)
+    return [
+        *(key for key, found in of_an_epoch if int(found[1]) < first_kept),
+        *(key for key, found in of_a_life if int(found[1]) < newest),
+    ]
+
+
+def _full(epoch: int) -> str:
+    return f'full/{epoch}'
+
+
+def _reports(epoch: int) -> str:
+    return f'reports/{epoch}'
+
+
+def _met(epoch: int) -> str:
+    return f'met/{epoch}'
+
+
+def _barrier_gate(epoch: int, name: str) -> str:
+    return f'epoch/{epoch}/barrier/{name}/all'
+
+
+def _gates(epoch: int) -> list[str]:
+    return [_full(epoch), _met(epoch), *(_barrier_gate(epoch, name) for name in BARRIERS)]
 
 
 def _broken(epoch: int) -> str:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from torch.distributed import DistError, DistStoreError, Store
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.store.peek import peek
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class StoreLoss:
             raise DistStoreError('the store is lost')
         with self._lock:
             store = self._store.clone()
-        if not store.check([_LIFE]) or store.get(_LIFE).decode() != self.life:
+        if peek(store, _LIFE) != self.life.encode():
             self._conclude('another one answers in its place')
             raise DistStoreError('this is another store')
         return store

@@ -15,14 +15,27 @@ from datetime import timedelta
 
 from torch.distributed import DistError, Store
 
-from moevement_ext.membership.rendezvous import break_epoch, heartbeat_key, is_over, why_broken
+from moevement_ext.membership.eviction import evict
+from moevement_ext.membership.rendezvous import (
+    Ending,
+    break_epoch,
+    heartbeat_key,
+    how_broken,
+    is_over,
+    see_to_the_end,
+)
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
+"""Between two looks at the training thread; between two heartbeats at least."""
+SLOWEST_HEARTBEAT_SECONDS = 3.0
+_HEARTBEATS_BEFORE_HUNG = 20
+_HEARTBEATS_PER_LOOK_AT_THE_EPOCH = 2
 _LONG = timedelta(days=365)
 MOST_BETWEEN_LOOKS_S = 2.0
-"""That count as silence of another: who looks, or all of the machine, may have stood still."""
+"""That count as silence of another, beyond the time in which nobody looks: who looks, or all of the
+machine, may have stood still."""
 _FIRST_RETRY_SECONDS = 0.5
 _JOIN_SECONDS = 5.0
 _LAST_RETRY_SECONDS = 30.0
@@ -32,7 +45,8 @@ class EpochWatch:
     """Watches one epoch until it is broken or `stop` is called.
 
     It gives signs of life at once, and until `stop`, even when the epoch is over: this process is
-    on its way. Those of the next rank are missed only after `judge`.
+    on its way. Those of the next rank are missed only after `judge`. The longer a rank may be
+    silent, the more seldom it is asked for a sign: all ranks ask one store.
 
     Args:
         connect: opens a connection to the launcher's store; each of the two threads has its own,
@@ -43,7 +57,7 @@ class EpochWatch:
         hang_timeout_s: seconds without a heartbeat after which a rank counts as hung.
         on_broken: called once, with the reason: wake up whoever waits. On a watching thread, or on
             that of `conclude`.
-        each_heartbeat: called on the heartbeat thread with its connection.
+        each_look: called twice a second on the heartbeat thread, with its connection.
     """
 
     def __init__(
@@ -54,23 +68,26 @@ class EpochWatch:
         pids: Sequence[int],
         hang_timeout_s: float,
         on_broken: Callable[[str], None],
-        each_heartbeat: Callable[[Store], None] = lambda store: None,
+        each_look: Callable[[Store], None] = lambda store: None,
     ) -> None:
         self.epoch = epoch
         self.broken = threading.Event()
         self.reason: str | None = None
+        self.announced = 0.0
+        """When the end of the epoch was: seconds since 1970, by the clock of who announced it."""
         self._connect = connect
         self._rank = rank
         self._pids = pids
         self._watched = (rank + 1) % len(pids)
         self._hang_timeout_s = hang_timeout_s
+        self._period_s = heartbeat_period_s(hang_timeout_s)
         self._on_broken = on_broken
-        self._each_heartbeat = each_heartbeat
+        self._each_look = each_look
         self._stopping = threading.Event()
         self._judging = threading.Event()
         self._concluding = threading.Lock()
         self._lost_said = False
-        self._heartbeats, self._heard = 0, 0
+        self._heard = 0
         self._silent_s, self._listened_at = 0.0, time.monotonic()
         self._threads: list[threading.Thread] = []
         self._start(self._wait)
@@ -80,19 +97,29 @@ class EpochWatch:
         """Have the next rank count as hung when it is not heard of for too long from now on."""
         self._judging.set()
 
-    def conclude(self, reason: str) -> None:
-        """The epoch is over, once, whoever learns of it first. Returns when all are woken up."""
+    def conclude(self, reason: str, announced: float | None = None) -> None:
+        """The epoch is over, once, whoever learns of it first. Returns when all are woken up.
+
+        Args:
+            reason: of the end.
+            announced: when that was; now, unless it is known.
+        """
         with self._concluding:
             if not (self._stopping.is_set() or self.broken.is_set()):
+                self.announced = time.time() if announced is None else announced
                 self.reason = reason
                 self.broken.set()
                 self._on_broken(reason)
 
+    def wait_until_woken(self) -> None:
+        """Return when all are, if the epoch is over."""
+        with self._concluding:
+            pass
+
     def stop(self) -> None:
         """What happens to the epoch is no longer noticed. Its threads end with it, on their own."""
         self._stopping.set()
-        with self._concluding:
-            pass  # others may still be being woken up
+        self.wait_until_woken()
 
     def join(self) -> None:
         """Wait until the threads of a watch that was stopped have ended: its epoch must be over."""
@@ -126,18 +153,23 @@ class EpochWatch:
         self._conclude_by(store)
 
     def _conclude_by(self, store: Store) -> None:
-        reason = why_broken(store, self.epoch) or 'unknown'
-        break_epoch(store, self.epoch, reason)  # whoever announced it may have died half-way
-        self.conclude(reason)
+        # Nothing is known of one that ended long ago, to a process that was away for as long.
+        how = how_broken(store, self.epoch) or Ending(time.time(), 'unknown')
+        self.conclude(how.reason, how.since)
+        see_to_the_end(store, self.epoch)
 
     def _send_heartbeats(self, store: Store) -> None:
         """Notices the end of the epoch, too, should the other connection be silently lost."""
+        due = 0.0
         while not self._stopping.wait(HEARTBEAT_SECONDS):
-            self._heartbeats = store.add(heartbeat_key(self.epoch, self._rank), 1)
-            self._each_heartbeat(store)
+            self._each_look(store)
+            if time.monotonic() < due:
+                continue
+            due = time.monotonic() + self._period_s - HEARTBEAT_SECONDS / 2
+            heartbeats = store.add(heartbeat_key(self.epoch, self._rank), 1)
             if self.broken.is_set():
                 continue
-            if is_over(store, self.epoch):
+            if heartbeats % _HEARTBEATS_PER_LOOK_AT_THE_EPOCH == 0 and is_over(store, self.epoch):
                 self._conclude_by(store)
             else:
                 self._listen(store)
@@ -145,7 +177,8 @@ class EpochWatch:
     def _listen(self, store: Store) -> None:
         heard = store.add(heartbeat_key(self.epoch, self._watched), 0)
         now = time.monotonic()
-        self._silent_s += min(now - self._listened_at, MOST_BETWEEN_LOOKS_S)
+        most_s = self._period_s + MOST_BETWEEN_LOOKS_S - HEARTBEAT_SECONDS
+        self._silent_s += min(now - self._listened_at, most_s)
         self._listened_at = now
         if heard != self._heard or not self._judging.is_set():
             self._heard, self._silent_s = heard, 0.0
@@ -159,6 +192,7 @@ class EpochWatch:
         break_epoch(store, self.epoch, reason)
 
 
-def evict(store: Store, rank: int, pid: int) -> None:
-    """Have the launcher of a rank kill the process that it is."""
-    store.set(f'evict/{rank}', str(pid))
+def heartbeat_period_s(hang_timeout_s: float) -> float:
+    """Seconds between two heartbeats of a rank that counts as hung after `hang_timeout_s`."""
+    slowest = max(SLOWEST_HEARTBEAT_SECONDS, HEARTBEAT_SECONDS)
+    return min(max(hang_timeout_s / _HEARTBEATS_BEFORE_HUNG, HEARTBEAT_SECONDS), slowest)

@@ -30,12 +30,14 @@ from torch.distributed import Store
 from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.store_connection import StoreConnection
+from moevement_ext.store.peek import peek
 
 logger = logging.getLogger(__name__)
 
 _NEWEST = 'persisted'
 _FIRST_POLL_SECONDS = 0.005
-_LAST_POLL_SECONDS = 0.05
+_LAST_POLL_SECONDS = 0.25
+_GROWTH = 1.25
 _WITHDRAW_SECONDS = 10.0
 
 
@@ -141,11 +143,13 @@ class PersistenceBoard:
         if self._awaited is None:
             return None
         pause = self._poll_s
-        self._poll_s = min(2 * pause, _LAST_POLL_SECONDS)
+        self._poll_s = min(_GROWTH * pause, _LAST_POLL_SECONDS)
         return pause
 
     def _step(self) -> None:
         self._look()  # what is persisted already is not counted again
+        if not self._tasks:
+            return
         while self._tasks:
             self._tasks[0]()  # stays until it is done, also over a lost connection
             self._tasks.popleft()
@@ -244,8 +248,7 @@ class PersistenceBoard:
     def _counted_windows(self) -> list[WindowName]:
         """What this rank has reported; the key is this rank's alone."""
         if self._counted is None:
-            key = f'counted/{self._rank}'
-            found = self._store.get(key) if self._store.check([key]) else b'[]'
+            found = peek(self._store, f'counted/{self._rank}') or b'[]'
             self._counted = msgspec.json.decode(found, type=list[WindowName])
         return self._counted
 
@@ -255,7 +258,7 @@ class PersistenceBoard:
 
     def _read(self) -> str:
         """The value of the key as it is, empty if there is none."""
-        return self._store.get(_NEWEST).decode() if self._store.check([_NEWEST]) else ''
+        return (peek(self._store, _NEWEST) or b'').decode()
 
     def _replace(self, found: str, standing: _Standing) -> bool:
         """False: it is not what was found any more."""

@@ -8,6 +8,7 @@ ranks that learn of a plan too late only lose that window, because windows carry
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -19,6 +20,9 @@ from moevement_ext.protect.store_connection import StoreConnection
 
 logger = logging.getLogger(__name__)
 
+_FIRST_POLL_SECONDS = 0.02
+_LAST_POLL_SECONDS = 0.32
+_COUNTS_KEPT = 4
 _VERSIONS_KEPT = 4  # in the store; the one in force is the newest or the one before
 
 
@@ -59,6 +63,8 @@ class Replanner:
         self._adopt = adopt
         self._changed = threading.Condition()
         self._observed: WindowLoad | None = None
+        self._counted: deque[int] = deque()
+        """On rank 0: the newest windows, whose counts are still in the store."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-replan', daemon=True)
         self._thread.start()
@@ -109,22 +115,31 @@ class Replanner:
     def _publish(self, load: WindowLoad) -> None:
         self._store.set(f'load/{self._rank}', msgspec.json.encode(load).decode())
         self._store.add(_count_key(load.start), 1)
-        if self._rank == 0 and load.start >= self._present.origin:
-            self._lead(load.start)
+        if self._rank == 0:
+            self._forget_counts(load.start)
+            if load.start >= self._present.origin:
+                self._lead(load.start)
         self._follow()
 
     def _lead(self, start: int) -> None:
         """On rank 0: decide once every rank has published this window, unless it is overtaken."""
+        pause_s = _FIRST_POLL_SECONDS
         while not self._stopping.is_set() and self._observed is None:
             # One number says when it is worth while to read them all; a rank that ran the window
             # again counts twice.
             if self._store.add(_count_key(start), 0) >= self._world_size:
                 loads = self._loads()
                 if all(load.start == start for load in loads):
-                    self._store.delete_key(_count_key(start))
                     self._announce(self._decide(self._present, loads))
                     return
-            self._stopping.wait(0.02)
+            self._stopping.wait(pause_s)
+            pause_s = min(2 * pause_s, _LAST_POLL_SECONDS)
+
+    def _forget_counts(self, start: int) -> None:
+        """But for the newest: ranks that lag may still count in those."""
+        self._counted.append(start)
+        while len(self._counted) > _COUNTS_KEPT:
+            self._store.delete_key(_count_key(self._counted.popleft()))
 
     def _announce(self, chosen: PlanParameters | None) -> None:
         if chosen is not None:

@@ -253,7 +253,7 @@ class LocalizedRecovery:
         deadline = time.monotonic() + _ANNOUNCEMENT_SECONDS
         while not (lost_peer(error) or self._membership.broken):
             if time.monotonic() > deadline:
-                return False
+                return self._membership.broken_in_the_store()
             time.sleep(_POLL_SECONDS)
         return True
 

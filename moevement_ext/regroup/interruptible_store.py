@@ -14,7 +14,10 @@ from torch.distributed import Store
 from moevement_ext import faults
 from moevement_ext.faults import Phase
 
-_POLL_SECONDS = 0.005
+_FIRST_POLL_SECONDS = 0.005
+_LAST_POLL_SECONDS = 0.1
+_GROWTH = 1.25
+"""Polls become rarer: a wait ends too late by a quarter of itself at most, or by the last pause."""
 
 
 class InterruptibleStore(Store):
@@ -81,9 +84,11 @@ class InterruptibleStore(Store):
             TimeoutError: they did not come in time.
         """
         deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
+        pause_s = _FIRST_POLL_SECONDS
         while not self._store.check(keys):
             if self._interrupted.is_set():
                 raise ConnectionError('another failure was announced')
             if time.monotonic() > deadline:
                 raise TimeoutError(f'{keys[:3]} did not come in time')
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause_s)
+            pause_s = min(_GROWTH * pause_s, _LAST_POLL_SECONDS)

@@ -22,8 +22,10 @@ from moevement_ext.local_cluster.events import (
     WorkerStopped,
 )
 from moevement_ext.local_cluster.statements import tell_memory
+from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import present_epoch, why_broken
 from tests.unit.local_cluster.conftest import Job, dies
+from tools.bench.control_plane_members import CountedStore, Tally
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -288,8 +290,8 @@ def test_stop_kills_who_does_not_listen(job: Job) -> None:
 def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
     def others_find_it_hung(event: Event) -> None:
         if isinstance(event, WorkerStarted) and len(job.started()) == 2:
-            job.running.store.set('evict/0', '1')  # an earlier process of the rank
-            job.running.store.set('evict/1', str(event.pid))
+            evict(job.running.store, 0, 1)  # an earlier process of the rank
+            evict(job.running.store, 1, event.pid)
 
     job.on_event = others_find_it_hung
     job.finish_when = lambda: len(job.started(1)) == 2
@@ -301,12 +303,34 @@ def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
     assert not any(job.running.store.check([f'evict/{rank}']) for rank in range(2))
 
 
+def test_what_a_launcher_asks_while_nobody_hangs_does_not_grow_with_the_ranks(job: Job) -> None:
+    tally = Tally()
+    launcher = job.supervisor(nodes=3)
+    look = launcher._look_into_store
+    asked: list[int] = []
+
+    def counted() -> None:
+        before = tally.read().requests
+        look()
+        asked.append(tally.read().requests - before)
+        if len(asked) == 10:
+            job.finish()
+
+    port = launcher.store.port
+    launcher.store = CountedStore(launcher.store, tally)  # type: ignore[assignment]
+    launcher.store.port = port  # type: ignore[misc]
+    launcher._look_into_store = counted  # type: ignore[method-assign]
+    job.finish_when = lambda: False
+    assert launcher.run() == 0
+    assert set(asked) == {1}
+
+
 def test_worker_found_hung_is_named_though_all_start_again(job: Job) -> None:
     """Who found it ends at once; its end may be seen before the order to kill the hung one."""
 
     def other_finds_it_hung(event: Event) -> None:
         if isinstance(event, WorkerStarted) and len(job.started()) == 2:
-            job.running.store.set('evict/1', str(event.pid))
+            evict(job.running.store, 1, event.pid)
             (job.folder / 'found').touch()
             assert dies(job.started(0)[0].pid)
 

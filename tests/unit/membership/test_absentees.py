@@ -30,7 +30,7 @@ def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
     """Rank 0 has come, rank 1 is late, ranks 2 and 3 are not heard of."""
     monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
     assert Rendezvous(store, 0, 4)._join(1, b'', False)
-    found = Absentees(store.clone(), 0, [100, 101, 102, 103], HANG_S)
+    found = Absentees(store.clone, 0, [100, 101, 102, 103], HANG_S, lambda: True)
     began = time.monotonic()
     while not store.check(['evict/2', 'evict/3']):
         assert time.monotonic() - began < TIMEOUT.total_seconds()
@@ -39,6 +39,31 @@ def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
     assert time.monotonic() - began > HANG_S
     assert (store.get('evict/2'), store.get('evict/3')) == (b'102', b'103')
     assert not store.check(['evict/0']) and not store.check(['evict/1'])
+    found.stop()
+
+
+def test_who_does_not_look_does_not_connect(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks would otherwise have one more connection to one store, in every meeting."""
+    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.01)
+    asked, connected = threading.Semaphore(0), threading.Event()
+    ours = threading.Event()
+
+    def is_ours() -> bool:
+        asked.release()
+        return ours.is_set()
+
+    def connect() -> TCPStore:
+        connected.set()
+        return store.clone()
+
+    found = Absentees(connect, 0, [100], HANG_S, is_ours)
+    for _ in range(5):
+        assert asked.acquire(timeout=TIMEOUT.total_seconds())
+    assert not connected.is_set()
+    ours.set()
+    assert connected.wait(TIMEOUT.total_seconds())
     found.stop()
 
 
@@ -60,7 +85,7 @@ def test_who_stood_still_does_not_count_that_time(
 
     assert Rendezvous(store, 0, 2)._join(1, b'', False)
     slow = Slow('127.0.0.1', store.port, is_master=False, timeout=TIMEOUT)
-    found = Absentees(slow, 0, [100, 101], 4.0)
+    found = Absentees(lambda: slow, 0, [100, 101], 4.0, lambda: True)
     assert stood_still.wait(TIMEOUT.total_seconds())
     time.sleep(0.5)  # it is looked for again before rank 1 has had its turn
     for _ in range(10):

@@ -124,6 +124,19 @@ def test_after_the_set_up_only_the_training_thread_moves_on(
     assert len({len(future.result()) for future in [*moving, mine]}) == 1
 
 
+def test_a_failure_that_a_rank_did_not_hear_of_is_known_when_it_asks(
+    job: Job, joined: tuple[list[Membership], Membership]
+) -> None:
+    """Its connection was silently lost, and its own error does not name a peer."""
+    survivors, new = joined
+    new.settle()
+    deaf = survivors[0]
+    deaf._watch.stop()
+    assert not deaf.broken_in_the_store()
+    break_epoch(job.store, present_epoch(job.store), 'rank 1 lost a peer')
+    assert not deaf.broken and deaf.broken_in_the_store()
+
+
 def test_process_that_was_replaced_while_it_set_up_learns_of_it(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import random
+import secrets
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.membership import rendezvous
 from moevement_ext.membership.rendezvous import (
     EpochBroken,
     FencedOut,
@@ -20,8 +22,8 @@ from moevement_ext.membership.rendezvous import (
     Rendezvous,
     announce_failure,
     break_epoch,
-    broken_since,
     heartbeat_key,
+    how_broken,
     launcher_store,
     present_epoch,
     why_broken,
@@ -213,10 +215,41 @@ def test_fifty_epochs_leave_hardly_more_keys_than_three(
         for rank in range(WORLD):
             launcher.add(heartbeat_key(epoch, rank), 1)
             meetings[rank].store.set(f'address/{rank}', 'somewhere')
+        forgetting = lives[0]._forgetting
+        assert forgetting is not None
+        forgetting.join(DEADLINE_S)
         counts.append(launcher.num_keys())
     # On a busy machine an epoch may be broken before all have come, and the next one meets.
     assert max(counts) < 2 * counts[2]
     assert launcher.check(['job/0/plan', 'evict/0'])
+
+
+def test_what_former_lives_of_the_job_left_is_deleted(
+    launcher: TCPStore, connections: list[TCPStore]
+) -> None:
+    """Every life leaves what all its ranks have given each other."""
+    life = secrets.token_hex(8)
+    for origin in (0, 3, 12):
+        launcher.set(f'job/{life}/{origin}/exchange/operators/0/0', 'a MiB')
+    lives = lives_of(connections)
+    meet_all(lives)
+    forgetting = lives[0]._forgetting
+    assert forgetting is not None
+    forgetting.join(DEADLINE_S)
+    left = [key for key in launcher.list_keys() if key.startswith('job/')]
+    assert left == [f'job/{life}/12/exchange/operators/0/0']
+
+
+def test_nothing_is_deleted_in_a_store_of_the_next_life(launcher: TCPStore) -> None:
+    """The one that ranks met in was lost just then, and its numbers begin anew."""
+    break_epoch(launcher, present_epoch(launcher), 'rank 1 was started again')
+    die_waiting(launcher, 0)
+    keys = set(launcher.list_keys())
+    rendezvous._forget(launcher.clone, 7)
+    assert keys <= set(launcher.list_keys())
+    break_epoch(launcher, 1, 'test')
+    rendezvous._forget(launcher.clone, 1)
+    assert not launcher.check(['broken/0']) and launcher.check(['broken/1'])
 
 
 # After a failure
@@ -327,14 +360,14 @@ def test_an_epoch_is_broken_once_by_whoever_asks_first(
 
 
 def test_when_an_epoch_ended_is_known_to_who_comes_later(launcher: TCPStore) -> None:
-    assert broken_since(launcher, 0) is None
+    assert how_broken(launcher, 0) is None
     before = time.time()
     break_epoch(launcher, 0, 'rank 1 of a b died')
     after = time.time()
     break_epoch(launcher, 0, 'late')
-    since = broken_since(launcher, 0)
-    assert since is not None and before - 1e-3 <= since <= after + 1e-3
-    assert why_broken(launcher, 0) == 'rank 1 of a b died'
+    found = how_broken(launcher, 0)
+    assert found is not None and before - 1e-3 <= found.since <= after + 1e-3
+    assert found.reason == why_broken(launcher, 0) == 'rank 1 of a b died'
 
 
 def test_an_epoch_without_a_reason_is_broken_too(launcher: TCPStore) -> None:

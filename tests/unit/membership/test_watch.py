@@ -97,6 +97,7 @@ def job() -> Iterator[Job]:
 @pytest.fixture
 def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(detect, 'SLOWEST_HEARTBEAT_SECONDS', 0.05)
 
 
 def test_everybody_wakes_up_at_once_when_the_epoch_is_broken(job: Job) -> None:
@@ -127,7 +128,9 @@ def test_who_announced_it_may_have_died_half_way(job: Job) -> None:
     job.watch(0, [1])
     job.store.compare_set('broken/0', '', '12.5 the launcher of node 3 was killed')
     assert job.next_woken() == (0, 'the launcher of node 3 was killed')
-    assert present_epoch(job.store) == 1
+    deadline = time.monotonic() + DEADLINE_S
+    while present_epoch(job.store) == 0:
+        assert time.monotonic() < deadline
 
 
 def test_a_rank_that_stops_its_heartbeat_is_evicted(job: Job, fast_heartbeats: None) -> None:

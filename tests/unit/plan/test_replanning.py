@@ -2,6 +2,7 @@
 """When windows are re-planned, and that all ranks take the same plan over."""
 
 import queue
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -123,6 +124,38 @@ def test_all_ranks_adopt_the_same_plans_in_order() -> None:
     # A rank that joins is told a number, and finds the plan in force under it.
     begun = PlanParameters(0, 0, 2, {})
     assert [published_plan(master, version) for version in range(3)] == [begun, first[0], second[0]]
+
+
+def test_counts_of_windows_that_were_overtaken_do_not_pile_up() -> None:
+    """Rank 1 is always a window behind, so that no window is ever decided on."""
+    master = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
+
+    def start(rank: int) -> Replanner:
+        store = TCPStore('127.0.0.1', master.port, is_master=False)
+        return Replanner(store, rank, 2, PlanParameters(0, 0, 2, {}), fixed, lambda plan: None)
+
+    replanners = [start(rank) for rank in range(2)]
+    try:
+        for window in range(20):
+            replanners[0].observe(load(2 * window, BALANCED))
+            _wait_until_published(master, 0, 2 * window)
+            if window:
+                replanners[1].observe(load(2 * window - 2, BALANCED))
+                _wait_until_published(master, 1, 2 * window - 2)
+        keys = [key for key in master.list_keys() if key.startswith('loads/')]
+    finally:
+        for replanner in replanners:
+            replanner.stop()
+    assert 0 < len(keys) <= 6
+
+
+def _wait_until_published(store: TCPStore, rank: int, start: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    published = None
+    while published != start:
+        assert time.monotonic() < deadline
+        found = msgspec.json.decode(store.get(f'load/{rank}'), type=WindowLoad)
+        published = found.start if store.check([f'loads/{start}']) else None
 
 
 def test_a_rank_that_joins_late_adopts_the_plan_in_force_at_once() -> None:

@@ -6,10 +6,13 @@ windows and its ledger stay in the memory of its node.
 """
 
 import ctypes
+import logging
+import operator
 import os
 import queue
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -17,6 +20,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
@@ -47,6 +51,7 @@ Expected = dict[tuple[int, int], object]
 _TIMEOUT = timedelta(seconds=120)
 _HANG_S = 60.0
 _SET_UP_S = 20.0
+_LONG_S = 1000.0
 _PERSISTED_S = 20.0
 """For a window to be persisted; one that was given up never is."""
 
@@ -133,9 +138,7 @@ class Process:
         self.groups.unblock()
         if self.membership is not None:
             self.membership._watch.stop()
-        if self.thread.is_alive():
-            ident = ctypes.c_ulong(self.thread.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Died))
+        _raise_in(self.thread, Died)
 
     def release(self) -> None:
         """What ends with a process. Called once its thread has ended."""
@@ -325,6 +328,42 @@ class ThreadedJob:
             process.release()
 
 
+class _Condition(threading.Condition):
+    """Taken and given back in one step each: a thread that is to end does not do so in between."""
+
+    __enter__ = property(operator.attrgetter('_lock.__enter__'))
+    __exit__ = property(operator.attrgetter('_lock.__exit__'))
+
+
+def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
+    """Have another thread raise, but not where it may have just taken a lock of `logging`.
+
+    Those are taken one call before the block that gives them back: who ends in between keeps them
+    for ever. (In other code it raises at the next call at the latest: before it takes one.)
+    """
+    ident = thread.ident or 0
+    while thread.is_alive():
+        switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(_LONG_S)  # it stays where it is looked at
+        try:
+            if not _logs(sys._current_frames().get(ident)):
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(ident), ctypes.py_object(error)
+                )
+                return
+        finally:
+            sys.setswitchinterval(switch_s)
+        time.sleep(0.001)
+
+
+def _logs(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == logging.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have threads be processes: each knows its own, with its node, faults and groups."""
     start = threading.Thread.start
@@ -361,6 +400,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         return process.groups
 
     monkeypatch.delenv('MOEVEMENT_NODE', raising=False)
+    monkeypatch.setattr(threading, 'Condition', _Condition)
     monkeypatch.setattr(threading.Thread, 'start', start_in_process)
     monkeypatch.setattr(faults, 'point', point)
     monkeypatch.setattr(faults, 'at_iteration', at_iteration)

@@ -21,6 +21,7 @@ from moevement_ext.local_cluster.events import (
     WorkerEvicted,
     WorkerStarted,
 )
+from moevement_ext.membership.eviction import evict
 from tests.unit.local_cluster.conftest import dies
 from tests.unit.slurm.conftest import SlurmJob
 
@@ -185,11 +186,11 @@ def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
 
 
 def test_a_hung_worker_is_killed(job: SlurmJob) -> None:
-    def evict(event: Event) -> None:
+    def others_find_it_hung(event: Event) -> None:
         if isinstance(event, WorkerStarted) and (event.rank, event.restarts) == (0, 0):
-            job.running.store.set('evict/0', str(event.pid))
+            evict(job.running.store, 0, event.pid)
 
-    job.on_event = evict
+    job.on_event = others_find_it_hung
     job.finish_when = lambda: len(job.started(0)) == 2
     assert job.on_hosts('a', nodes=1).run() == 0
     assert [e.rank for e in job.events if isinstance(e, WorkerEvicted)] == [0]

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that hang are killed by their launcher, which others ask for it in its store.
+
+Keys: `evict/<rank>` (the process), and `evictions`, which counts what was asked for: a launcher
+looks at this one several times a second, and at those of its ranks only when it has changed.
+"""
+
+from torch.distributed import Store
+
+_COUNT = 'evictions'
+
+
+def evict(store: Store, rank: int, pid: int) -> None:
+    """Have the launcher of a rank kill the process that it is."""
+    store.set(_key(rank), str(pid))
+    store.add(_COUNT, 1)
+
+
+def evictions(store: Store) -> int:
+    """How often that was asked for; one request."""
+    return store.add(_COUNT, 0)
+
+
+def take_eviction(store: Store, rank: int) -> int | None:
+    """The process of a rank that is to be killed, once; None: there is none."""
+    if not store.check([_key(rank)]):
+        return None
+    pid = int(store.get(_key(rank)))
+    store.delete_key(_key(rank))
+    return pid
+
+
+def _key(rank: int) -> str:
+    return f'evict/{rank}'

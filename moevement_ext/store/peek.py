@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in the store now."""
+
+from torch.distributed import Store
+
+_NEVER = '\0'
+"""No value of ours."""
+
+
+def peek(store: Store, key: str) -> bytes | None:
+    """The value of a key, None if it is not there; one request.
+
+    `get` waits for the key, and is two; `check` before it makes three.
+    """
+    # A key that is not there stays so, and what was expected comes back.
+    found = bytes(store.compare_set(key, _NEVER, _NEVER))
+    return None if found == _NEVER.encode() else found

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks ask of the launcher's store does not grow with the time for which they wait."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import msgspec
+import pytest
+from torch.distributed import TCPStore
+
+from moevement_ext.membership import rendezvous, watch
+from moevement_ext.membership.absentees import Absentees
+from moevement_ext.membership.brought import hand_out, handed_out
+from moevement_ext.membership.rendezvous import Rendezvous, break_epoch, present_epoch
+from moevement_ext.membership.watch import EpochWatch
+from tools.bench.control_plane_members import CountedStore, Layout, Tally
+
+WORLD = 4
+MIB = 1 << 20
+TIMEOUT = timedelta(seconds=60)
+
+
+class Job:
+    """Ranks whose requests are counted."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        self.tally = Tally()
+        self.ranks = [Rendezvous(self.connect(), rank, WORLD) for rank in range(WORLD)]
+
+    def connect(self) -> CountedStore:
+        store = TCPStore('127.0.0.1', self.store.port, is_master=False, timeout=TIMEOUT)
+        return CountedStore(store, self.tally)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    yield Job()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(WORLD) as threads:
+        yield threads
+
+
+def test_who_waits_for_others_asks_nothing_meanwhile(job: Job, threads: ThreadPoolExecutor) -> None:
+    early = [threads.submit(rank.meet, lambda: b'', TIMEOUT) for rank in job.ranks[1:]]
+    while job.store.add('joined/0', 0) < WORLD - 1:
+        time.sleep(0.01)
+    time.sleep(0.5)  # for whoever has joined to come to the gate
+    before = job.tally.read().requests
+    time.sleep(1.0)
+    assert job.tally.read().requests == before
+    meetings = [job.ranks[0].meet(lambda: b'', TIMEOUT), *(future.result() for future in early)]
+    waiting = [
+        threads.submit(rank.barrier, meeting, 'ready', TIMEOUT)
+        for rank, meeting in zip(job.ranks[1:], meetings[1:], strict=True)
+    ]
+    while job.store.add('epoch/0/barrier/ready', 0) < WORLD - 1:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    before = job.tally.read().requests
+    time.sleep(1.0)
+    assert job.tally.read().requests == before
+    job.ranks[0].barrier(meetings[0], 'ready', TIMEOUT)
+    assert [future.result() for future in waiting] == [None] * 3
+
+
+def test_what_reports_have_in_common_is_handed_out_once(
+    job: Job, threads: ThreadPoolExecutor
+) -> None:
+    common = random.Random(1).randbytes(20_000)  # as of a report with random number states
+    meetings = list(
+        threads.map(lambda rank: rank.meet(lambda: common + b'%d' % rank.rank, TIMEOUT), job.ranks)
+    )
+    expected = [common + b'%d' % rank for rank in range(WORLD)]
+    assert [meeting.reports for meeting in meetings] == [expected] * WORLD
+    brought = 2 * WORLD * len(common)  # a place is read as it is taken
+    gathered = WORLD * len(common)
+    opened = 2 * len(common)
+    passed = WORLD * len(common)
+    assert job.tally.read().nbytes < 1.1 * (brought + gathered + opened + passed)
+
+
+def test_no_value_is_above_a_mebibyte(job: Job, threads: ThreadPoolExecutor) -> None:
+    content = [random.Random(rank).randbytes(MIB - 4096) for rank in range(WORLD)]
+    for meeting in threads.map(
+        lambda rank: rank.meet(lambda: content[rank.rank], TIMEOUT), job.ranks
+    ):
+        assert meeting.reports == content
+    assert MIB / 2 < job.tally.read().largest <= MIB
+
+
+def test_signs_of_life_become_rarer_the_longer_a_rank_may_be_silent(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, 'HEARTBEAT_SECONDS', 0.02)
+    monkeypatch.setattr(watch, 'SLOWEST_HEARTBEAT_SECONDS', 0.4)
+    assert present_epoch(job.store) == 0
+    woken = threading.Event()
+    watching = EpochWatch(job.connect, 0, 0, [1, 1], 600.0, lambda reason: woken.set())
+    watching.judge()
+    time.sleep(4.2)
+    heartbeats = job.store.add('beat/0/0', 0)
+    assert 2 <= heartbeats <= 11
+    # The one that waits for the end; a beat and a listening each; a look at the epoch now and then.
+    assert job.tally.read().requests <= 1 + 2.5 * heartbeats + 2
+    watching.stop()
+    break_epoch(job.store, 0, 'the test is over')
+    watching.join()
+
+
+def test_who_hears_that_an_epoch_ends_leaves_the_steps_to_that_to_who_announced_it(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All hear of it in the first of them; unless they have waited for the others for long."""
+    monkeypatch.setattr(rendezvous, '_LAST_PAUSE_S', 60.0)
+    assert present_epoch(job.store) == 0
+    woken = threading.Semaphore(0)
+    pids = [1] * WORLD
+    watches = [
+        EpochWatch(job.connect, 0, rank, pids, 600.0, lambda reason: woken.release())
+        for rank in range(WORLD)
+    ]
+    time.sleep(1.0)  # for all to wait
+    job.store.compare_set('broken/0', '', '12.5 rank 7 died')
+    for _ in watches:
+        assert woken.acquire(timeout=TIMEOUT.total_seconds())
+    job.store.compare_set('epoch', '0', '1')
+    for watching in watches:
+        watching.stop()
+        watching.join()
+    assert not job.store.check(['met/0']), 'nobody else has shut a gate'
+
+
+def test_an_epoch_whose_breaker_died_half_way_is_left_by_survivors_at_once(
+    job: Job, threads: ThreadPoolExecutor
+) -> None:
+    """While they meet: nobody watches that epoch yet, and its gates are not shut."""
+    rank = job.ranks[1]
+    looking = Absentees(job.connect, 0, [1] * WORLD, 600.0, lambda: rank.looks_for_others)
+    break_epoch(job.store, present_epoch(job.store), 'rank 0 died')
+    waiting = threads.submit(rank.meet, lambda: b'', TIMEOUT, 0)
+    job.store.wait(['join/1/1'], TIMEOUT)
+    job.store.compare_set('broken/1', '', '12.5 the launcher of node 3 was killed')
+    job.store.wait(['join/2/1'], timedelta(seconds=30))
+    break_epoch(job.store, 2, 'the test is over')
+    looking.stop()
+    others = [threads.submit(one.meet, lambda: b'', TIMEOUT) for one in job.ranks if one != rank]
+    assert {future.result().epoch for future in [waiting, *others]} == {3}
+
+
+def test_reports_of_a_large_job_shrink_to_their_differences() -> None:
+    layout, world = Layout(512), 512
+    reports = [msgspec.msgpack.encode(layout.report(rank, 0, 41)) for rank in range(world)]
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    tally = Tally()
+    counted = CountedStore(store, tally)
+    first = hand_out(counted, 'reports/0', reports)
+    assert len(first) + tally.read().nbytes < sum(map(len, reports)) / 15
+    assert handed_out(counted, 'reports/0', first) == reports

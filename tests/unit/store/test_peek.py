@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in the store now, and nothing but that."""
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from moevement_ext.store.peek import peek
+from tools.bench.control_plane_members import CountedStore, Tally
+
+
+def served() -> TCPStore:
+    return TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize(
+    'store', [served(), PrefixStore('job/0', served()), HashStore()], ids=['tcp', 'prefix', 'hash']
+)
+def test_what_is_there_and_what_is_not(store: Store) -> None:
+    assert peek(store, 'key') is None
+    assert not store.check(['key']), 'who looks leaves nothing'
+    for value in (b'a value', b'', b'\0\xff'):
+        store.set('key', value)  # type: ignore[arg-type]
+        assert peek(store, 'key') == value == store.get('key')
+
+
+def test_it_is_one_request() -> None:
+    tally = Tally()
+    store = CountedStore(served(), tally)
+    peek(store, 'key')
+    assert tally.read().requests == 1
