@@ -20,7 +20,6 @@ trains, and *leaves* when the epoch is broken. Who does that:
 
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -122,7 +121,6 @@ class Membership:
             self.joining = self.origin != NOWHERE
             if not self.joining:
                 self.origin = self._meeting.epoch
-                self._forget_dead_starts()
 
     def _meet_first(self) -> Meeting:
         """Meet, again if all are new but some were set up to join others, and end now."""
@@ -134,18 +132,6 @@ class Membership:
                 return meeting
             break_epoch(self._store, meeting.epoch, 'nobody is left to join')
 
-    def _forget_dead_starts(self) -> None:
-        """Delete what earlier starts of all ranks left for those who would join: nobody does.
-
-        Not what a later one has left: this process may be late, and replaced already.
-        """
-        if self._rendezvous.rank == 0:
-            starts = re.compile(rf'{re.escape(self._archives)}/(\d+)/.*')
-            for key in self._store.list_keys():
-                found = starts.fullmatch(key)
-                if found and int(found[1]) < self.origin:
-                    self._store.delete_key(key)
-
     @property
     def store(self) -> Store:
         """For keys of the present epoch."""
@@ -154,12 +140,8 @@ class Membership:
     @property
     def archive(self) -> Store:
         """For keys of this life of the job, from the start of all its ranks to the next such."""
-        return PrefixStore(f'{self._archives}/{self.origin}', self._store.clone())
-
-    @property
-    def _archives(self) -> str:
         # What outlives its store for a while does not write to the one of the next life.
-        return f'job/{self._loss.life}'
+        return PrefixStore(f'job/{self._loss.life}/{self.origin}', self._store.clone())
 
     @property
     def store_lost(self) -> threading.Event:

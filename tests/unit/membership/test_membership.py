@@ -151,32 +151,6 @@ def test_process_that_was_replaced_while_it_set_up_learns_of_it(
         new.settle()
 
 
-def test_what_is_left_for_who_joins_goes_with_the_next_start_of_all_ranks(job: Job) -> None:
-    for _ in range(3):
-        members = [future.result() for future in [job.start(rank) for rank in range(WORLD)]]
-        assert not any(member.joining for member in members)
-        for rank, member in enumerate(members):
-            member.settle()
-            member.archive.set(f'exchange/plan/{rank}/0', 'of this start')
-        left = [key for key in job.store.list_keys() if key.startswith('job/')]
-        assert {key.split('/')[2] for key in left} == {str(members[0].origin)}
-        assert len(left) == WORLD
-        for member in members:
-            member.close()
-
-
-def test_a_start_that_is_late_deletes_nothing_of_the_next(job: Job) -> None:
-    late, *others = [future.result() for future in [job.start(rank) for rank in range(WORLD)]]
-    for member in (late, *others):
-        member.settle()
-        member.close()
-    members = [future.result() for future in [job.start(rank) for rank in range(WORLD)]]
-    members[0].archive.set('exchange/plan/0/0', 'of this start')
-    late._store = late._store.clone()
-    late._forget_dead_starts()
-    assert members[1].archive.get('exchange/plan/0/0') == b'of this start'
-
-
 def test_who_joins_finds_what_was_left(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
