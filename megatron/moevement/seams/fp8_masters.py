@@ -61,7 +61,7 @@ def _build(adam: type, *args: Any, **settings: Any) -> Any:
 def keeping(adam: type) -> type:
     """A subclass of Transformer Engine's FusedAdam that keeps its masters in fp8."""
 
-    class FusedAdamWithFp8Masters(adam):  # type: ignore[misc, valid-type]
+    class FusedAdamWithFp8Masters(adam):  # type: ignore[misc]
         def __init__(self, *args: Any, master_weight_dtype: torch.dtype, **settings: Any) -> None:
             # State is made later, in the form that is noted here.
             super().__init__(*args, master_weight_dtype=torch.float16, **settings)
