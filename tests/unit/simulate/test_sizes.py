@@ -9,9 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.simulate.fields import FieldError
-from moevement_ext.simulate.layout import Layout, Precision
+from moevement_ext.simulate.layout import PRECISIONS, Layout, Precision
 from moevement_ext.simulate.model import ModelShape
-from moevement_ext.simulate.sizes import held_elements, operator_sizes, shard, stage_kind
+from moevement_ext.simulate.sizes import (
+    held_elements,
+    operator_sizes,
+    scaling_bytes,
+    shard,
+    stage_kind,
+)
 
 MODEL = ModelShape(
     'tiny',
@@ -143,3 +149,21 @@ def test_held_parameters_are_not_sharded():
 def test_experts_that_do_not_spread_are_refused():
     with pytest.raises(FieldError, match='^expert: .*8 experts'):
         operator_sizes(MODEL, Layout(3, expert=3), Precision(), 0)
+
+
+def test_scales_are_counted_for_each_tensor_that_has_them():
+    """Two matrices of an expert, whose weights, masters and both moments are scaled; a gate."""
+    found = {item.name: item for item in operator_sizes(MODEL, Layout(1), PRECISIONS['c4'], 0)}
+    expert, router = found['layer2.expert0'], found['layer2.router']
+    elements, gate = 3 * MODEL.hidden_size * MODEL.expert_hidden_size, MODEL.hidden_size * 8
+    assert expert.full == (6 * elements + 2 * 4 * (1 + 3),)
+    assert expert.light == (elements + 2 * 4,)
+    assert (router.full, router.light) == ((6 * gate + 4 * 3,), (gate,))
+
+
+def test_state_of_scales_is_that_of_the_matrices_of_a_rank():
+    """Attention has two, the dense layer two more, each expert two."""
+    each = PRECISIONS['c4'].scaling_bytes
+    layout = Layout(4, expert=4)
+    assert scaling_bytes(MODEL, layout, PRECISIONS['c4'], 0) == each * (4 * 2 + 2 + 3 * 2 * 2)
+    assert scaling_bytes(MODEL, layout, PRECISIONS['c2'], 0) == 0
