@@ -272,7 +272,8 @@ def test_before_its_time_is_up_a_job_saves_and_the_next_goes_on(
 ) -> None:
     long = [*PP2.split(), '--train-iters', '100000']
     job = cluster(*long, '--exit-signal-handler', ranks=2)
-    job.flags += ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
+    dense = str(tmp_path / 'dense')
+    job.flags += ['--save', dense, '--load', dense, '--save-interval', '100000']
     running = Submitted(slurm, job, 'slurm_pretrain.sbatch', 3, '--signal=B:TERM@60')
     running.protected()
     running.leave_it(seconds=75)
