@@ -4,7 +4,6 @@
 import argparse
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.local_cluster.command_line import add_faults, given_faults
 from moevement_ext.local_cluster.config import LaunchConfig
+from moevement_ext.local_cluster.events import Event, NodeLost, NodeReady
+from moevement_ext.slurm.allocation import hostnames, requeue
 from moevement_ext.slurm.steps import slurm_step
 
 _DESCRIPTION = """\
@@ -83,14 +84,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     allow_many_connections()
     starter = partial(SlurmStarter, job.hosts, slurm_step)
-    supervisor = Supervisor(job.launch, starter=starter)
+    lost: set[str] = set()
+    supervisor = Supervisor(job.launch, partial(_note, lost), starter)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: supervisor.stop(128 + received))
     code = supervisor.run()
     if code == EXIT_WHOLE_JOB and job.requeue:
         print('[launcher] the job goes back to the queue of Slurm', file=sys.stderr, flush=True)
-        subprocess.run(['scontrol', 'requeue', os.environ['SLURM_JOB_ID']], check=False)
+        requeue(os.environ['SLURM_JOB_ID'], lost)
     return code
+
+
+def _note(lost: set[str], event: Event) -> None:
+    """Tell the person who waits; and keep in mind which hosts are lost."""
+    print(f'[launcher] {event}', file=sys.stderr, flush=True)
+    match event:
+        case NodeLost(host):
+            lost.add(host)
+        case NodeReady(host):
+            lost.discard(host)
 
 
 def _hosts() -> tuple[str, ...]:
@@ -100,10 +112,7 @@ def _hosts() -> tuple[str, ...]:
             'SLURM_JOB_NODELIST is not set: this runs in a batch script of Slurm, such as '
             'scripts/slurm_pretrain.sbatch; scripts/local_cluster.py runs on one machine.'
         )
-    listed = subprocess.run(
-        ['scontrol', 'show', 'hostnames', nodes], stdout=subprocess.PIPE, text=True, check=True
-    )
-    return tuple(listed.stdout.split())
+    return hostnames(nodes)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -268,11 +268,13 @@ def test_a_cancelled_job_is_gone_on_with_by_the_next(
 
 @pytest.mark.thorough
 def test_before_its_time_is_up_a_job_saves_and_the_next_goes_on(
-    slurm: Slurm, cluster: Make, reference: Callable[..., dict], tmp_path: Path
+    slurm: Slurm, cluster: Make, tmp_path: Path
 ) -> None:
+    """With what an undisturbed run computes; no digest is written where a job exits early."""
     long = [*PP2.split(), '--train-iters', '100000']
     job = cluster(*long, '--exit-signal-handler', ranks=2)
-    job.flags += ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
+    dense = str(tmp_path / 'dense')
+    job.flags += ['--save', dense, '--load', dense, '--save-interval', '100000']
     running = Submitted(slurm, job, 'slurm_pretrain.sbatch', 3, '--signal=B:TERM@60')
     running.protected()
     running.leave_it(seconds=75)
@@ -284,7 +286,11 @@ def test_before_its_time_is_up_a_job_saves_and_the_next_goes_on(
     job.flags += ends
     again = Submitted(slurm, job, 'slurm_pretrain.sbatch', 3)
     assert again.end() == 'COMPLETED', again.output[-6000:]
-    assert differences(reference(*long, *ends, ranks=2), read_digest(job)) == []
+    plain = cluster(*long, *ends, sparse=False, ranks=2)
+    plain.finish(timeout_s=400.0)
+    undisturbed, gone_on = losses(plain.output(0)), losses(again.output)
+    for iteration in range(last + 1, last + 6):
+        assert gone_on[iteration] == undisturbed[iteration]
 
 
 @pytest.mark.thorough
@@ -311,6 +317,11 @@ def test_check_of_nodes(slurm: Slurm, tmp_path: Path) -> None:
     printed = log.read_text()
     assert '3 nodes, 3 ranks: ' in printed
     assert all(name in printed for name in NODES[:3])
+
+
+def losses(log: str) -> dict[int, str]:
+    found = re.findall(r'iteration +(\d+)/.*\| lm loss: (\S+)', log)
+    return {int(iteration): loss for iteration, loss in found}
 
 
 def ended(slurm: Slurm, number: int, log: Path) -> None:

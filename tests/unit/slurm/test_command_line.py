@@ -22,7 +22,8 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An allocation of three nodes, as the commands of Slurm show it; `srun` reaches none."""
     programs = tmp_path / 'bin'
     programs.mkdir()
-    for name, text in (('scontrol', SCONTROL), ('srun', '#!/usr/bin/env bash\nexit 1\n')):
+    fails = '#!/usr/bin/env bash\nexit 1\n'
+    for name, text in (('scontrol', SCONTROL), ('srun', fails), ('squeue', fails)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     monkeypatch.setenv('PATH', f'{programs}:/usr/bin:/bin')
