@@ -270,7 +270,7 @@ def test_a_cancelled_job_is_gone_on_with_by_the_next(
 def test_before_its_time_is_up_a_job_saves_and_the_next_goes_on(
     slurm: Slurm, cluster: Make, tmp_path: Path
 ) -> None:
-    """No digest is written where a job exits early, and other random numbers may follow a load."""
+    """No digest is written where a job exits early, so that bits are not compared."""
     long = [*PP2.split(), '--train-iters', '100000']
     job = cluster(*long, '--exit-signal-handler', ranks=2)
     dense = str(tmp_path / 'dense')
