@@ -219,7 +219,8 @@ class Job:
         if self.membership is None:
             self._guard = self._guarded()
         if watchdog.under_torchrun():
-            self._watchdog = watchdog.Watchdog(self.rank.config.hang_timeout)
+            named = self.kept_in if self.rank.number == 0 else None  # one line, not one a rank
+            self._watchdog = watchdog.Watchdog(self.rank.config.hang_timeout, named)
         self._device_watch = own_device.watch(self.rank.events, self._lose_device)
         self._mode = self._start()
         if self._observer is not None and self.protection is not None:

@@ -15,7 +15,8 @@ from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
 from moevement_ext.memory.file_system import warn_unless_in_memory
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.process.forks import close_connections_in_children
+from moevement_ext.process.forks import isolate_children
+from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.process.orphans import end_orphans
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.store.outside import meet_there
@@ -50,7 +51,8 @@ def join(
         ConfigurationError: the store of `--sparse-ckpt-store` is not reached, or not this job's.
     """
     directory = Path(config.dir)
-    close_connections_in_children()
+    ask_again_soon()
+    isolate_children()
     end_orphans(directory / run_id)
     warn_unless_in_memory(directory)
     meet_there(config, run_id, timeout)

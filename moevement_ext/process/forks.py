@@ -3,8 +3,12 @@
 
 A connection ends only when the last process that has it is gone. Loader workers notice seconds
 later that their trainer was killed; until then its peers would take it to be alive.
+
+Nor do they collect their parent's garbage. After a failure process groups of the time before are
+among it, and their destructors wait for threads that no fork has: the child would hang, or crash.
 """
 
+import gc
 import os
 import socket
 import stat
@@ -12,11 +16,15 @@ import stat
 _installed = False
 
 
-def close_connections_in_children() -> None:
-    """Have forks of this process lose its TCP sockets from now on; pipes and local sockets stay."""
+def isolate_children() -> None:
+    """Have forks of this process, from now on, lose its TCP sockets and keep its garbage.
+
+    Pipes and local sockets stay. Idempotent.
+    """
     global _installed
     if not _installed:
         _installed = True
+        os.register_at_fork(after_in_child=gc.freeze)
         os.register_at_fork(after_in_child=_drop_connections)
 
 

@@ -93,6 +93,24 @@ def test_an_agent_restarts_its_worker_and_the_others_keep_their_state(
         assert (recovered.scope, recovered.stages) == ('localized', [1])
 
 
+def test_a_job_that_is_terminated_says_where_its_windows_are(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """As a scheduler does it when the time is up; no signal handler of upstream's is asked for."""
+    job = prepared(cluster)
+    launch = ['--standalone', '--nproc-per-node', '4', '--max-restarts', '2']
+    log = job.directory / 'agent.log'
+    with agent(launch, job.flags, log) as process:
+        wait_until(lambda: all(job.events_of(WindowPersisted, rank) for rank in range(4)), [log])
+        process.terminate()
+        assert process.wait(START_S) != 0
+    said = f'is dead; windows of this run stay in {job.memory}'
+    wait_until(lambda: said in log.read_text(), [log])
+    with agent(launch, job.flags, log) as process:
+        assert process.wait(START_S) == 0, log.read_text()[-5000:]
+    check_recovered(job, reference(*FLAGS))
+
+
 def test_a_stopped_worker_is_killed_and_replaced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ if cpu_device.needed():
 
 from megatron.moevement.arguments import add_arguments  # noqa: E402
 from megatron.moevement.attachment import Attachment  # noqa: E402
+from tools.chaos.__main__ import parse_arguments, verdict  # noqa: E402
+from tools.chaos.landing import Coverage  # noqa: E402
+from tools.chaos.results import Results  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / 'README.md'
@@ -167,6 +171,26 @@ def test_figures_of_the_campaign_are_those_of_its_lines() -> None:
     assert f'PP {layout[0]} x EP {layout[1]}' in text
     windows = {int(found) for found in re.findall(r', window (\d+)$', '\n'.join(lines), re.M)}
     assert f'windows of {min(windows)} to {max(windows)}' in text
+
+
+def test_figures_of_the_drawn_campaign_are_those_of_its_results() -> None:
+    """Its command, the faults of each kind, the longest times and its last line."""
+    text = section(MEASURED, 'Campaign')
+    results = Results(measurement_of(text))
+    arguments = results.begun().arguments
+    command = re.search(r'-m tools\.chaos ((?:.*\\\n)*.*)\n', text)
+    assert command is not None and shlex.split(command[1].replace('\\\n', '')) == arguments
+    struck = Counter(fault.fault.split()[0] for fault in results.faults)
+    assert {row[0].strip('`'): int(row[1]) for row in rows(text)} == struck
+    drawn = len({job.configuration for job in results.jobs})
+    assert f'{len(results.jobs)} jobs of {drawn} drawn configurations' in text
+    stalled_s, met_s = results.longest_stall_s, results.longest_to_meeting_s
+    assert f'longest stall was {stalled_s:.1f} s' in text and f'within {met_s:.1f} s' in text
+    args = parse_arguments(arguments)
+    coverage = Coverage(args.cover)
+    results.count(coverage)
+    assert results.summary(coverage) in ' '.join(text.split())
+    assert verdict(args, results, coverage) == 0
 
 
 def measurement_of(text: str) -> Path:

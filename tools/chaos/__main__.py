@@ -295,6 +295,12 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     for job in results.failed:
         console.print(f'chaos: job {job.number} failed: {job.failed}', style='bold red')
     console.print(f'chaos: longest stall {results.longest_stall_s:.1f} s', highlight=False)
+    console.print(
+        'chaos: from the first notice of a failure until the last survivor stood at the meeting: '
+        f'at most {results.longest_to_meeting_s:.1f} s',
+        highlight=False,
+        soft_wrap=True,
+    )
     print(results.summary(coverage), flush=True)
     return verdict(args, results, coverage)
 

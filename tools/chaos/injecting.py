@@ -23,6 +23,7 @@ from tools.lab.evidence import (
     persisted,
     recovery,
     start_up_s,
+    to_meeting_s,
 )
 from tools.lab.run_log import Iteration
 
@@ -62,6 +63,9 @@ class Outcome(NamedTuple):
     """`seconds` without the time after which a worker is declared hung, and without starting: of
     the processes that had to be created, or of all, as long as the first start of the job took.
     Evaluations and dense saves that are done again do not count as far as they always take."""
+    to_meeting_s: float
+    """From the first notice of the failure until the last survivor stood at the meeting. Who is in
+    a dense save leaves when that goes on; as in `stall_s`, that does not count."""
     aimed: Cell | None = None
     """What the second injection was aimed at."""
 
@@ -169,6 +173,7 @@ class FaultInjector:
             unexpected=self._new_deaths(),
             cells=cells,
             stall_s=max(0.0, seconds - self._expected_s(last, found.tier)),
+            to_meeting_s=max(0.0, to_meeting_s(events, injections[0].time) - self._again_s(last)),
             aimed=cell,
         )
 
@@ -177,8 +182,11 @@ class FaultInjector:
         events, detection_s = self._job.events(), self._configuration.detection_s(last.kind)
         if tier is not Tier.LOCALIZED:
             return detection_s + launch_s(events, self._iterations())
-        again_s = min(done_again_s(events, last.time), self._pause_s)
-        return detection_s + start_up_s(events, last.time) + again_s
+        return detection_s + start_up_s(events, last.time) + self._again_s(last)
+
+    def _again_s(self, last: Injection) -> float:
+        """Seconds of evaluations and dense saves done again, at most what they take at rest."""
+        return min(done_again_s(self._job.events(), last.time), self._pause_s)
 
     def _new_deaths(self) -> list[str]:
         new = {death.pid: death for death in self._job.unexpected if death.pid not in self._known}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer learns of a process's death although children it forked live on."""
+"""What children that a process forks must not have of it: its connections, and its garbage."""
 
 import os
 import select
@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 PROGRAM = """
 import multiprocessing, os, socket, sys, time
-from moevement_ext.process.forks import close_connections_in_children
+from moevement_ext.process.forks import isolate_children
 
 connected = socket.create_connection(('127.0.0.1', int(sys.argv[1])))
 if sys.argv[2] == 'on':
-    close_connections_in_children()
+    isolate_children()
 ours, theirs = multiprocessing.Pipe()  # a pair of local sockets
 
 
@@ -38,6 +38,58 @@ connected.sendall(b'talking ')
 print(child.pid, flush=True)
 time.sleep(60)
 """
+
+
+GARBAGE = """
+import gc, os, threading, torch
+import torch.distributed as dist
+from moevement_ext.process.forks import isolate_children
+
+isolate_children()
+gc.disable()  # what is garbage at the fork is up to chance otherwise
+store, backends = dist.HashStore(), {}
+
+
+def connect(rank):
+    backends[rank] = [dist.ProcessGroupGloo(store, rank, 2)]
+
+
+threads = [threading.Thread(target=connect, args=[rank]) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+works = [backend.allreduce([torch.ones(1)]) for (backend,) in backends.values()]
+for work in works:
+    work.wait()
+for circle in backends.values():
+    circle.append(circle)
+del works, work, circle, thread, threads
+backends.clear()
+child = os.fork()
+if child == 0:
+    gc.collect()
+    os._exit(0)
+print(child, flush=True)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_process_groups_that_are_garbage_are_left_to_the_parent(tmp_path: Path) -> None:
+    """Collecting them hangs in a fork, which has none of their threads."""
+    program = tmp_path / 'program.py'
+    program.write_text(GARBAGE)
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            assert process.wait(20.0) == 0
+        finally:
+            if process.poll() is None:
+                os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize('on', [True, False])

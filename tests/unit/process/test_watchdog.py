@@ -22,9 +22,10 @@ SILENT_S = 5.0
 LONG_ENOUGH_S = 1.5 * SILENT_S
 PROGRAM = """
 import ctypes, sys, time
+from pathlib import Path
 from moevement_ext.process.watchdog import Watchdog
 
-dog = Watchdog(float(sys.argv[2]))
+dog = Watchdog(float(sys.argv[2]), Path(sys.argv[3]) if sys.argv[3:] else None)
 print(dog._dog.pid, flush=True)
 if sys.argv[1] == 'holds the lock':
     time.sleep(1.0)
@@ -39,10 +40,10 @@ time.sleep(60)
 
 
 @contextmanager
-def watched(what: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def watched(what: str, *kept_in: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process, and the one that watches it."""
     process = subprocess.Popen(
-        [sys.executable, '-c', PROGRAM, what, str(SILENT_S)],
+        [sys.executable, '-c', PROGRAM, what, str(SILENT_S), *map(str, kept_in)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, 'RANK': '3'},
     )  # fmt: skip
@@ -110,6 +111,22 @@ def test_it_ends_with_the_process() -> None:
         process.kill()
         assert ends(dog)
         assert process.communicate()[1] == ''
+
+
+@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGSTOP])
+def test_who_dies_leaves_windows_that_are_named(how: signal.Signals, tmp_path: Path) -> None:
+    with watched('sleeps', tmp_path) as (process, _):
+        time.sleep(1.0)
+        process.send_signal(how)
+        said = process.communicate(timeout=30.0)[1].splitlines()[-1]
+        assert f'(pid {process.pid}) is dead; windows of this run stay in {tmp_path}: ' in said
+
+
+def test_windows_that_are_given_back_are_not_named(tmp_path: Path) -> None:
+    with watched('sleeps', tmp_path / 'removed') as (process, _):
+        time.sleep(1.0)
+        process.terminate()
+        assert process.communicate(timeout=30.0)[1] == ''
 
 
 def test_a_process_that_hangs_up_has_as_much_time_as_others() -> None:

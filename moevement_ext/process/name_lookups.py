@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookups of names, which no recovery asks for, must not hold one up.
+
+torch's store looks up the name of each address that it connects to, for its log. A recovery makes
+dozens of connections over all ranks, and one datagram that is lost on the way to a name server
+costs the 5 s after which the resolver asks again by default.
+"""
+
+import os
+
+_VARIABLE = 'RES_OPTIONS'
+_SOON = 'timeout:1 attempts:5'
+"""Seconds to an attempt; see resolv.conf(5). In all as patient with a server that is gone."""
+
+
+def ask_again_soon() -> None:
+    """Have this process repeat a lookup after a second. To be called before its first one.
+
+    Options in the environment stay as they are.
+    """
+    os.environ.setdefault(_VARIABLE, _SOON)

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The resolver of the C library is told, unless a user has told it something."""
+
+import ctypes
+
+import pytest
+
+from moevement_ext.process.name_lookups import ask_again_soon
+
+
+@pytest.mark.parametrize(
+    ('given', 'expected'), [(None, 'timeout:1 attempts:5'), ('ndots:1', 'ndots:1')]
+)
+def test_options_of_a_user_stay(
+    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('RES_OPTIONS', given or '')
+    if given is None:
+        monkeypatch.delenv('RES_OPTIONS')
+    ask_again_soon()
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    assert getenv(b'RES_OPTIONS') == expected.encode()
