@@ -60,6 +60,7 @@ def checkout(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(copy)
 
 
+@pytest.mark.thorough
 def test_the_tutorial_is_true(checkout: Path) -> None:
     found = blocks(PAGE.read_text('utf-8'))
     installation, *commands = [block.text for block in found if block.language == 'bash']
