@@ -46,14 +46,14 @@ def test_on_a_gpu_the_same_flags_run_over_nccl(
     assert cpu.program()[1:] == ['--bf16']
 
 
-def test_workers_of_agents_share_a_gpu_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_agents_share_a_gpu_too(tmp_path: Path) -> None:
     program = tmp_path / 'program.py'
     program.write_text(
         'import os, sys\n'
         "print('as', *(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'NCCL_HOSTID')), sys.argv[1])"
     )
-    monkeypatch.setattr('tools.lab.launch.PROGRAM', program)
-    agents = Agents(launch(tmp_path, nodes=1)._replace(share_gpu=True))
+    job = launch(tmp_path, nodes=1)._replace(share_gpu=True, program_file=str(program))
+    agents = Agents(job)
     agents.start()
     try:
         while agents.exit_status() is None:
