@@ -10,7 +10,7 @@ import os
 
 _VARIABLE = 'RES_OPTIONS'
 _SOON = 'timeout:1 attempts:5'
-"""Seconds to an attempt; see resolv.conf(5). In all as patient with a server that is gone."""
+"""See resolv.conf(5). A server that is gone is asked for 5 s in all; by default it is 10."""
 
 
 def ask_again_soon() -> None:

@@ -76,7 +76,7 @@ def cluster(text: list[str], tmp_path: Path) -> Iterator[Callable[..., Cluster]]
 
 @pytest.fixture(scope='session')
 def references() -> dict[tuple[str, ...], dict]:
-    """Digests of fault-free runs of plain Megatron, by number of ranks and flags."""
+    """Digests of fault-free runs of plain Megatron, by number of ranks, stand-in and flags."""
     return {}
 
 
@@ -84,13 +84,23 @@ def references() -> dict[tuple[str, ...], dict]:
 def reference(
     cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
 ) -> Callable[..., dict]:
-    """The digest file of a fault-free run of plain Megatron with given flags."""
+    """The digest file of a fault-free run of plain Megatron with given flags.
 
-    def digest(*flags: str, ranks: int = 4) -> dict:
-        key = (str(ranks), *flags)
+    Others may be given: `stand_in`, a mutation that it runs with; `check`, what its job must be.
+    """
+
+    def digest(
+        *flags: str,
+        ranks: int = 4,
+        stand_in: str | None = None,
+        check: Callable[[Cluster], None] | None = None,
+    ) -> dict:
+        key = (str(ranks), str(stand_in), *flags)
         if key not in references:
             plain = cluster(*flags, sparse=False, ranks=ranks)
-            plain.finish(timeout_s=400.0)
+            plain.finish(timeout_s=400.0, mutation=stand_in)
+            if check is not None:
+                check(plain)
             references[key] = read_digest(plain)
         return references[key]
 

@@ -25,15 +25,13 @@ FAILS = '1:8:forward'
 
 
 @pytest.fixture
-def undisturbed(cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]) -> dict:
+def undisturbed(reference: Callable[..., dict]) -> dict:
     """The digest of plain Megatron."""
-    key = ('4', OVERFLOW, *FLAGS)
-    if key not in references:
-        plain = cluster(*FLAGS, sparse=False)
-        plain.finish(mutation=OVERFLOW)
-        assert skipped(plain) == {5, 7}
-        references[key] = read_digest(plain)
-    return references[key]
+    return reference(*FLAGS, stand_in=OVERFLOW, check=check_skips)
+
+
+def check_skips(plain: Cluster) -> None:
+    assert skipped(plain) == {5, 7}
 
 
 def skipped(job: Cluster) -> set[int]:

@@ -59,21 +59,9 @@ def ranks_of(setup: str) -> int:
 
 
 @pytest.fixture
-def undisturbed(
-    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
-) -> Callable[[str], dict]:
+def undisturbed(reference: Callable[..., dict]) -> Callable[[str], dict]:
     """The digest of plain Megatron with these flags, that nothing happened to."""
-
-    def digest(setup: str) -> dict:
-        ranks = ranks_of(setup)
-        key = (str(ranks), STAND_IN, *flags_of(setup))
-        if key not in references:
-            plain = cluster(*flags_of(setup), sparse=False, ranks=ranks)
-            plain.finish(mutation=STAND_IN)
-            references[key] = read_digest(plain)
-        return references[key]
-
-    return digest
+    return lambda setup: reference(*flags_of(setup), ranks=ranks_of(setup), stand_in=STAND_IN)
 
 
 @pytest.mark.parametrize('case', with_quick(CASES, 'delayed'))

@@ -22,7 +22,6 @@ CHECKED_VERSION = 'megatron-core 0.19.2'
 
 UPSTREAM = {
     # The trainer.
-    'megatron.training.arguments:add_megatron_arguments': ('parser',),
     'megatron.training.training:initialize_megatron': (
         'allow_no_cuda', 'skip_mpu_initialization', 'get_embedding_ranks',
         'get_position_embedding_ranks', 'store', 'skip_model_parallel_init', 'seed_pp_group',
