@@ -3,6 +3,10 @@
 
 import pytest
 
+from moevement_ext.process.name_lookups import ask_again_soon
+
+ask_again_soon()  # this process has stores, too, whose time to connect is short
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

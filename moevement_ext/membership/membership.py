@@ -44,7 +44,7 @@ from moevement_ext.membership.rendezvous import (
 )
 from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report
-from moevement_ext.membership.store_loss import StoreLoss
+from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.membership.watch import HEARTBEAT_SECONDS, EpochWatch
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
@@ -154,10 +154,13 @@ class Membership:
         return self._watch.broken.is_set()
 
     def broken_in_the_store(self) -> bool:
-        """The same, asked now: a connection that was silently lost may be slow to say so."""
+        """The same, asked now: a connection that was silently lost may be slow to say so.
+
+        Waits while the store is out of reach, until it counts as lost.
+        """
         try:
-            return how_broken(self._loss.connect(), self._meeting.epoch) is not None
-        except DistError:
+            return how_broken(self._loss.reconnect(), self._meeting.epoch) is not None
+        except (DistError, StoreLost):
             return False
 
     def settle(self) -> None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, Store, TCPStore
 
 from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.membership import membership
@@ -24,6 +24,7 @@ from moevement_ext.membership.rendezvous import (
     why_broken,
 )
 from moevement_ext.membership.report import Report
+from moevement_ext.membership.store_loss import StoreLoss
 
 REPOSITORY = Path(__file__).parents[3]
 TIMEOUT = timedelta(seconds=60)
@@ -137,6 +138,26 @@ def test_a_failure_that_a_rank_did_not_hear_of_is_known_when_it_asks(
     assert not deaf.broken and deaf.broken_in_the_store()
 
 
+def test_it_asks_again_when_the_store_does_not_answer_in_time(
+    job: Job, joined: tuple[list[Membership], Membership], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that took that for a no would end with its own error, and its state be lost."""
+    survivors, new = joined
+    new.settle()
+    deaf = survivors[0]
+    deaf._watch.stop()
+    break_epoch(job.store, present_epoch(job.store), 'rank 1 lost a peer')
+    connect, tries = StoreLoss._connect, iter([DistNetworkError('timed out')])
+
+    def slow_at_first(loss: StoreLoss) -> Store:
+        for error in tries:
+            raise error
+        return connect(loss)
+
+    monkeypatch.setattr(StoreLoss, '_connect', slow_at_first)
+    assert deaf.broken_in_the_store()
+
+
 def test_process_that_was_replaced_while_it_set_up_learns_of_it(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
@@ -203,6 +224,7 @@ import torch, torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.report import Report
+from moevement_ext.membership.store_loss import StoreLoss
 rank, port, committed = map(int, sys.argv[1:4])
 limit = timedelta(seconds=60)
 store = TCPStore('127.0.0.1', port, is_master=False, timeout=limit)
@@ -257,6 +279,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.report import Report
+from moevement_ext.membership.store_loss import StoreLoss
 from moevement_ext.regroup.gloo import Gloo
 def lost(self):
     raise RuntimeError('CUDA error: unspecified launch failure')
