@@ -51,6 +51,31 @@ def test_data_that_is_not_moved_back_shows(own_loop: Callable[[], Cluster], expe
     assert differences(expected, read_digest(job)) != []
 
 
+@pytest.mark.parametrize('masters', ['fp8', pytest.param('fp16', marks=pytest.mark.thorough)])
+def test_narrow_state_of_an_own_loop_comes_back(
+    masters: str, own_loop: Callable[[], Cluster], expected: dict
+) -> None:
+    narrow = f'mutations.precision:own_loop_with_{masters}_masters'
+    plain, local, whole = own_loop(), own_loop(), own_loop()
+    assert plain.survive(mutation=narrow) == {}
+    exact = read_digest(plain)
+    assert exact['digest'] != expected['digest'], 'masters are narrow indeed'
+    assert local.survive(fail_at='1:11:p2p', mutation=narrow) == {1: 1}
+    assert differences(exact, read_digest(local)) == []
+    assert whole.run(fail_at='1:11:norm', mutation=narrow)[1] == -9
+    whole.finish(mutation=narrow)
+    assert whole.events_of(Recovered)[0].replayed > 0
+    assert differences(exact, read_digest(whole)) == []
+
+
+@pytest.mark.thorough
+def test_scales_of_an_own_loop_that_are_not_restored_show(own_loop: Callable[[], Cluster]) -> None:
+    plain, broken = own_loop(), own_loop()
+    assert plain.survive(mutation='mutations.precision:own_loop_with_fp8_masters') == {}
+    broken.survive(fail_at='1:11:p2p', mutation='mutations.precision:own_loop_without_scales')
+    assert differences(read_digest(plain), read_digest(broken)) != []
+
+
 def test_whole_job_of_an_own_loop_comes_back_from_host_memory(
     own_loop: Callable[[], Cluster], expected: dict
 ) -> None:

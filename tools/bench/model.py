@@ -9,7 +9,7 @@ here it travels over loopback.
 
 from pathlib import Path
 
-from tools.lab import models
+from tools.lab import models, precisions
 
 RANKS = (2, 4)
 RUN_ID = 'bench'
@@ -17,13 +17,15 @@ NODES = 2
 
 _MODEL = models.ToyModel(hidden=256, heads=4, sequence=128, experts=8)
 _TRAINING = (
-    '--num-layers 4 --untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer '
-    '--micro-batch-size 4 --global-batch-size 16 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 2 '
-    '--lr-decay-iters 200 --clip-grad 1.0'
+    '--num-layers 4 --untie-embeddings-and-output-weights --micro-batch-size 4 '
+    '--global-batch-size 16 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 2 --lr-decay-iters 200 '
+    '--clip-grad 1.0'
 ).split()
 
 
-def training_flags(data: Path, ranks: int, iterations: int, digest: Path) -> list[str]:
+def training_flags(
+    data: Path, ranks: int, iterations: int, digest: Path, precision: str = 'bf16'
+) -> list[str]:
     """Flags of plain Megatron.
 
     Args:
@@ -31,11 +33,13 @@ def training_flags(data: Path, ranks: int, iterations: int, digest: Path) -> lis
         ranks: one of `RANKS`.
         iterations: to train.
         digest: file for the digest of the final state.
+        precision: one of `precisions.FLAGS`.
     """
     return [
         *_MODEL.flags(),
         *models.TRAINING,
         *_TRAINING,
+        *precisions.FLAGS[precision].split(),
         *models.TEXT,
         *models.NO_EVALUATION,
         *('--pipeline-model-parallel-size', str(ranks // NODES)),

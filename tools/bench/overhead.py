@@ -28,6 +28,7 @@ from rich.table import Table
 from moevement_ext.events import WindowOnDisk
 from tools.bench import model
 from tools.bench.model import NODES
+from tools.lab import precisions
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.cpu_clock import CpuClock
 from tools.lab.digests import read_digest
@@ -124,6 +125,11 @@ class Bench(NamedTuple):
     window: str
     against: Path | None = None
     """Another checkout of this project."""
+    precision: str = 'bf16'
+    """One of `precisions.FLAGS`."""
+    program_file: str = PROGRAM
+    share_gpu: bool = False
+    """All ranks on the first GPU, with Transformer Engine."""
 
     @property
     def variants(self) -> list[str]:
@@ -142,9 +148,16 @@ class Bench(NamedTuple):
             memory_directory() as memory,
             tempfile.TemporaryDirectory(prefix='checkpoints-', dir=self.output) as checkpoints,
         ):
-            flags = model.training_flags(self.data, self.ranks, self.iterations, digest)
+            flags = self._training(digest)
             flags += self._protection(variant, memory, Path(checkpoints), folder / 'events')
-            launch = Launch(folder, flags, NODES, self.ranks // NODES)
+            launch = Launch(
+                folder,
+                flags,
+                NODES,
+                self.ranks // NODES,
+                share_gpu=self.share_gpu,
+                program_file=self.program_file,
+            )
             if variant == AGAINST and self.against is not None:
                 launch = launch._replace(checkout=self.against)
             with Job(launch, Launcher.TORCHRUN) as job:
@@ -173,6 +186,11 @@ class Bench(NamedTuple):
             digest=read_digest(digest).digest,
             on_disk=on_disk,
         )
+
+    def _training(self, digest: Path) -> list[str]:
+        engine = precisions.ENGINE if self.share_gpu else ()
+        flags = model.training_flags(self.data, self.ranks, self.iterations, digest, self.precision)
+        return [*flags, *engine]
 
     def _protection(self, variant: str, memory: Path, checkpoints: Path, events: Path) -> list[str]:
         match variant:
