@@ -23,6 +23,11 @@ def packed(own: bytes) -> bytes:
     return zlib.compress(own)
 
 
+def unpacked(left: bytes) -> bytes:
+    """What a rank brought, of what it left."""
+    return zlib.decompress(left)
+
+
 def gather(store: Store, places: Sequence[str], prefix_bytes: int) -> list[bytes]:
     """What each rank left, by rank.
 
@@ -34,7 +39,7 @@ def gather(store: Store, places: Sequence[str], prefix_bytes: int) -> list[bytes
     found: list[bytes] = []
     for at in range(0, len(places), _READ_AT_ONCE):  # others are served in between
         found += store.multi_get(list(places[at : at + _READ_AT_ONCE]))
-    return [zlib.decompress(bytes(value)[prefix_bytes:]) for value in found]
+    return [unpacked(bytes(value)[prefix_bytes:]) for value in found]
 
 
 def hand_out(store: Store, key: str, items: Sequence[bytes]) -> bytes:

@@ -23,7 +23,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn
 
@@ -41,6 +42,7 @@ from moevement_ext.membership.rendezvous import (
     Rendezvous,
     break_epoch,
     how_broken,
+    is_broken,
 )
 from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report
@@ -125,7 +127,8 @@ class Membership:
     def _meet_first(self) -> Meeting:
         """Meet, again if all are new but some were set up to join others, and end now."""
         while True:
-            meeting = self._rendezvous.meet(lambda: _encode(self._brought), self._timeout)
+            with self._looking_for_others(NOWHERE, ()):
+                meeting = self._rendezvous.meet(lambda: _encode(self._brought), self._timeout)
             reports = _decode(meeting)
             survived = any(report.survivor for report in reports)
             if survived or not any(report.midway for report in reports):
@@ -159,7 +162,7 @@ class Membership:
         Waits while the store is out of reach, until it counts as lost.
         """
         try:
-            return how_broken(self._loss.reconnect(), self._meeting.epoch) is not None
+            return is_broken(self._loss.reconnect(), self._meeting.epoch)
         except (DistError, StoreLost):
             return False
 
@@ -236,20 +239,26 @@ class Membership:
             SparseCheckpointError: somebody did not come in time.
         """
         before, pids = self._meeting.epoch, [report.pid for report in self.reports]
+        with self._looking_for_others(before, pids):
+            self._arrive(
+                self._rendezvous.meet(lambda: _encode(report()), self._timeout, after=before)
+            )
+        return self.reports
+
+    @contextmanager
+    def _looking_for_others(self, before: int, pids: Sequence[int]) -> Iterator[None]:
         absentees = Absentees(
             self._loss.connect,
             before,
             pids,
+            self._rendezvous.world_size,
             self._hang_timeout_s,
             lambda: self._rendezvous.looks_for_others,
         )
         try:
-            self._arrive(
-                self._rendezvous.meet(lambda: _encode(report()), self._timeout, after=before)
-            )
+            yield
         finally:
             absentees.stop()
-        return self.reports
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks of the epoch.

@@ -11,7 +11,8 @@ a report of what it still has, and a rank that does not join is gone.
 Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/<e>/<rank>` (life,
 report), `here/<e>` (ranks that have joined, in one value), `joined/<e>` and `alive/<e>` (counts),
 `full/<e>` and `met/<e>` (gates: all have come; all have answered, behind which is what all have
-brought, packed), `reports/<e>/<chunk>` (more of that), `beat/<e>/<rank>` (signs of life),
+brought, packed), `answered/<e>` (ranks that have, in one value), `gathers/<e>` (who packs),
+`reports/<e>/<chunk>` (more of what is packed), `beat/<e>/<rank>` (signs of life),
 `progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the ranks of an epoch tell
 each other; gates of barriers). Rank 0 deletes those of an epoch when all have met for the second
 time since, beside training; and what ranks that started together in epoch e have left for those
@@ -48,7 +49,8 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.064
 _FINISH_SECONDS = 5.0
 _SEPARATOR = b'/'
 _OF_AN_EPOCH = re.compile(
-    r'(?:broken|join|here|joined|alive|full|met|reports|beat|progress|epoch)/(\d+)(?:/.*)?'
+    r'(?:broken|join|here|joined|alive|full|met|answered|gathers|reports|beat|progress|epoch)'
+    r'/(\d+)(?:/.*)?'
 )
 _OF_A_LIFE = re.compile(r'job/[0-9a-f]+/(\d+)/.*')
 
@@ -119,7 +121,7 @@ def see_to_the_end(store: Store, epoch: int) -> None:
 def mend(store: Store) -> None:
     """End the present epoch if whoever began to has died half-way."""
     epoch = present_epoch(store)
-    if store.check([_broken(epoch)]):
+    if is_broken(store, epoch):
         see_to_the_end(store, epoch)
 
 
@@ -141,8 +143,13 @@ class Ending(NamedTuple):
     reason: str
 
 
+def is_broken(store: Store, epoch: int) -> bool:
+    """True once somebody has begun to end an epoch; may be asked while it lasts."""
+    return store.check([_broken(epoch)])
+
+
 def how_broken(store: Store, epoch: int) -> Ending | None:
-    """When and why an epoch was ended, None while it lasts."""
+    """When and why an epoch was ended. Only of one that is over: see `peek`."""
     found = peek(store, _broken(epoch))
     if found is None:
         return None
@@ -151,7 +158,7 @@ def how_broken(store: Store, epoch: int) -> Ending | None:
 
 
 def why_broken(store: Store, epoch: int) -> str | None:
-    """The reason an epoch was ended with, None while it lasts."""
+    """The reason an epoch was ended with. Only of one that is over: see `peek`."""
     found = how_broken(store, epoch)
     return found.reason if found else None
 
@@ -164,6 +171,33 @@ def is_over(store: Store, epoch: int) -> bool:
 def absent(store: Store, world_size: int) -> list[int]:
     """Ranks that have not joined the present epoch."""
     return _absent_in(store, present_epoch(store), world_size)
+
+
+class Holding(NamedTuple):
+    """A rank that holds up a meeting, though it has joined."""
+
+    epoch: int
+    rank: int
+
+
+def holding_up(store: Store, world_size: int) -> list[Holding]:
+    """Ranks that do not answer in the present epoch, which all have joined.
+
+    They may have stopped since they joined. If all have answered, it is the one that packs.
+    """
+    epoch = present_epoch(store)
+    if not store.check([_full(epoch)]) or store.check([_met(epoch)]):
+        return []
+    silent = _not_in(store, _answered(epoch), world_size)
+    packs = peek(store, _gathers(epoch))
+    found = silent or ([int(packs)] if packs is not None else [])
+    return [Holding(epoch, rank) for rank in found]
+
+
+def brought_to(store: Store, epoch: int, rank: int) -> bytes | None:
+    """What a rank has brought to an epoch; None if it has not joined, or that is forgotten."""
+    found = peek(store, _place(epoch, rank))
+    return None if found is None else brought.unpacked(found.partition(_SEPARATOR)[2])
 
 
 def heartbeat_key(epoch: int, rank: int) -> str:
@@ -259,7 +293,7 @@ class Rendezvous:
         if found == mine:
             if epoch not in self._joined:
                 self._joined.add(epoch)
-                self.store.append(f'here/{epoch}', f'{self.rank},')  # type: ignore[attr-defined]
+                self.store.append(_here(epoch), f'{self.rank},')  # type: ignore[attr-defined]
                 self._arrival = self.store.add(f'joined/{epoch}', 1)
                 if self._arrival == self.world_size:
                     open_gate(self.store, _full(epoch))
@@ -273,7 +307,9 @@ class Rendezvous:
         if not self._await(epoch, _full(epoch), deadline):
             return None
         # A place may be that of a rank that died waiting.
+        self.store.append(_answered(epoch), f'{self.rank},')  # type: ignore[attr-defined]
         if self.store.add(f'alive/{epoch}', 1) == self.world_size:
+            self.store.set(_gathers(epoch), str(self.rank))
             places = [_place(epoch, rank) for rank in range(self.world_size)]
             prefix_bytes = len(self.life.encode() + _SEPARATOR)
             everything = brought.gather(self.store, places, prefix_bytes)
@@ -339,8 +375,13 @@ def _place(epoch: int, rank: int) -> str:
 
 
 def _absent_in(store: Store, epoch: int, world_size: int) -> list[int]:
-    here = (peek(store, f'here/{epoch}') or b'').decode()
-    return sorted(set(range(world_size)) - {int(rank) for rank in here.split(',') if rank})
+    return _not_in(store, _here(epoch), world_size)
+
+
+def _not_in(store: Store, key: str, world_size: int) -> list[int]:
+    """Ranks that are not in a value to which others have appended theirs."""
+    there = (peek(store, key) or b'').decode()
+    return sorted(set(range(world_size)) - {int(rank) for rank in there.split(',') if rank})
 
 
 def _forget(connect: Callable[[], Store], first_kept: int) -> None:
@@ -362,6 +403,18 @@ def _outdated(keys: Sequence[str], first_kept: int) -> list[str]:
         *(key for key, found in of_an_epoch if int(found[1]) < first_kept),
         *(key for key, found in of_a_life if int(found[1]) < newest),
     ]
+
+
+def _here(epoch: int) -> str:
+    return f'here/{epoch}'
+
+
+def _answered(epoch: int) -> str:
+    return f'answered/{epoch}'
+
+
+def _gathers(epoch: int) -> str:
+    return f'gathers/{epoch}'
 
 
 def _full(epoch: int) -> str:

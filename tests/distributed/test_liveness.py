@@ -4,6 +4,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -137,6 +138,26 @@ def test_death_while_all_connect(
     flags = PP4.split()
     job = cluster(*flags, '--sparse-ckpt-window', '3', nodes=4)
     assert job.survive(fail_at='1:9:forward,2:9:connect') == {1: 1, 2: 1}
+    check(job, reference(*flags))
+
+
+def test_survivor_that_is_stopped_while_it_waits_for_a_new_worker_is_replaced(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """It has joined, and gives no signs of life any more."""
+    flags = PP4.split()
+    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4', nodes=4)
+    waiting: list[float] = []
+
+    def strike(workers: list, start: Callable) -> None:
+        if not waiting and any(e.phase == 'meet' for e in job.events_of(RecoveryPhase, rank=3)):
+            waiting.append(time.monotonic())
+        elif len(waiting) == 1 and time.monotonic() > waiting[0] + 0.5:
+            waiting.append(time.monotonic())
+            os.kill(workers[3].pid, signal.SIGSTOP)
+
+    mutation = 'mutations.liveness:new_worker_comes_late'
+    assert job.survive(fail_at='1:9:forward', strike=strike, mutation=mutation) == {1: 1, 3: 1}
     check(job, reference(*flags))
 
 

@@ -3,15 +3,18 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
+import msgspec
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import absentees
+from moevement_ext.membership import absentees, brought
 from moevement_ext.membership.absentees import Absentees
-from moevement_ext.membership.rendezvous import Rendezvous, break_epoch, present_epoch
+from moevement_ext.membership.rendezvous import Rendezvous, break_epoch, holding_up, present_epoch
+from moevement_ext.membership.report import Report
 
 HANG_S = 1.0
 TIMEOUT = timedelta(seconds=60)
@@ -30,7 +33,7 @@ def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
     """Rank 0 has come, rank 1 is late, ranks 2 and 3 are not heard of."""
     monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
     assert Rendezvous(store, 0, 4)._join(1, b'', False)
-    found = Absentees(store.clone, 0, [100, 101, 102, 103], HANG_S, lambda: True)
+    found = Absentees(store.clone, 0, [100, 101, 102, 103], 4, HANG_S, lambda: True)
     began = time.monotonic()
     while not store.check(['evict/2', 'evict/3']):
         assert time.monotonic() - began < TIMEOUT.total_seconds()
@@ -58,7 +61,7 @@ def test_who_does_not_look_does_not_connect(
         connected.set()
         return store.clone()
 
-    found = Absentees(connect, 0, [100], HANG_S, is_ours)
+    found = Absentees(connect, 0, [100], 1, HANG_S, is_ours)
     for _ in range(5):
         assert asked.acquire(timeout=TIMEOUT.total_seconds())
     assert not connected.is_set()
@@ -85,7 +88,7 @@ def test_who_stood_still_does_not_count_that_time(
 
     assert Rendezvous(store, 0, 2)._join(1, b'', False)
     slow = Slow('127.0.0.1', store.port, is_master=False, timeout=TIMEOUT)
-    found = Absentees(lambda: slow, 0, [100, 101], 4.0, lambda: True)
+    found = Absentees(lambda: slow, 0, [100, 101], 2, 4.0, lambda: True)
     assert stood_still.wait(TIMEOUT.total_seconds())
     time.sleep(0.5)  # it is looked for again before rank 1 has had its turn
     for _ in range(10):
@@ -93,3 +96,78 @@ def test_who_stood_still_does_not_count_that_time(
         time.sleep(0.1)
     assert not store.check(['evict/1'])
     found.stop()
+
+
+def joined(store: TCPStore, ranks: Collection[int]) -> list[Rendezvous]:
+    """Ranks of the present epoch; the process of rank n is 200 + n."""
+    made = [Rendezvous(store.clone(), rank, len(ranks)) for rank in ranks]
+    for one in made:
+        report = Report(survivor=False, node='a', pid=200 + one.rank, windows=[])
+        assert one._join(1, msgspec.msgpack.encode(report), False)
+    return made
+
+
+def answer(members: Sequence[Rendezvous]) -> list[threading.Thread]:
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    threads = [
+        threading.Thread(target=one._wait_for_all, args=(1, deadline), daemon=True)
+        for one in members
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_who_has_joined_and_does_not_answer_is_evicted(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 has stopped while it waited for the last one; its process is the one that joined."""
+    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
+    first, second, third = joined(store, range(3))
+    found = Absentees(store.clone, 0, [100, 101, 102], 3, HANG_S, lambda: True)
+    began = time.monotonic()
+    waiting = answer([first, second])
+    assert store.get('evict/2') == b'202'
+    assert time.monotonic() - began > HANG_S
+    assert not store.check(['evict/0']) and not store.check(['evict/1'])
+    for thread in [*waiting, *answer([third])]:
+        thread.join()
+    time.sleep(5 * 0.1)
+    assert holding_up(store, 3) == []
+    found.stop()
+
+
+def test_who_stops_when_it_packs_what_all_have_brought_is_evicted(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
+    stopped, go_on = threading.Event(), threading.Event()
+    gather = brought.gather
+
+    def stop(*args: Any) -> list[bytes]:
+        stopped.set()
+        go_on.wait()
+        return gather(*args)
+
+    monkeypatch.setattr(brought, 'gather', stop)
+    first, second, third = joined(store, range(3))
+    waiting = answer([first, second])
+    found = Absentees(store.clone, 0, [100, 101, 102], 3, HANG_S, lambda: True)
+    while len(holding_up(store, 3)) != 1 or holding_up(store, 3)[0].rank != 2:
+        time.sleep(0.01)
+    waiting += answer([third])
+    assert stopped.wait(TIMEOUT.total_seconds())
+    store.wait(['evictions'], TIMEOUT)
+    (packs,) = holding_up(store, 3)
+    assert store.get(f'evict/{packs.rank}') == str(200 + packs.rank).encode()
+    go_on.set()
+    for thread in waiting:
+        thread.join()
+    found.stop()
+
+
+def test_who_has_gone_is_not_looked_for_when_the_epoch_is_over(store: TCPStore) -> None:
+    joined(store, range(3))
+    assert [one.rank for one in holding_up(store, 3)] == [0, 1, 2]
+    break_epoch(store, 1, 'rank 1 died')
+    assert holding_up(store, 3) == []

@@ -4,6 +4,7 @@
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -134,6 +135,8 @@ def test_a_failure_that_a_rank_did_not_hear_of_is_known_when_it_asks(
     deaf = survivors[0]
     deaf._watch.stop()
     assert not deaf.broken_in_the_store()
+    time.sleep(0.5)
+    assert not (survivors[1].broken or new.broken), 'to ask wakes nobody up'
     break_epoch(job.store, present_epoch(job.store), 'rank 1 lost a peer')
     assert not deaf.broken and deaf.broken_in_the_store()
 
