@@ -68,6 +68,34 @@ def test_survivor_counts_steps_anew_when_it_replays_from_the_start(
     assert local.events_of(Recovered)[0].replayed == 4, 'from the start'
 
 
+DRAWS = ('--te-rng-tracker', '--attention-dropout', '0.1')
+GENERATORS = f'{VARIANTS}:generators_tracked'
+
+
+def test_random_numbers_of_generators_that_live_on(
+    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
+) -> None:
+    """With `--te-rng-tracker` states are no tensors."""
+    reference = _reference(cluster, references, GENERATORS, *DRAWS)
+    whole = cluster(*FLAGS, *DRAWS)
+    assert -9 in whole.run(fail_at='1:9:forward', mutation=GENERATORS)
+    whole.finish(mutation=GENERATORS)
+    assert differences(reference, read_digest(whole)) == []
+    local = cluster(*FLAGS, *DRAWS)
+    assert local.survive(fail_at='1:8:backward', mutation=GENERATORS) == {1: 1}
+    assert differences(reference, read_digest(local)) == []
+
+
+@pytest.mark.thorough
+def test_generators_that_are_not_put_back_show(
+    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
+) -> None:
+    reference = _reference(cluster, references, GENERATORS, *DRAWS)
+    broken = cluster(*FLAGS, *DRAWS)
+    broken.survive(fail_at='1:8:backward', mutation=f'{VARIANTS}:generators_not_put_back')
+    assert differences(reference, read_digest(broken)) != []
+
+
 @pytest.mark.thorough
 def test_first_expert_of_a_group_may_thaw_after_others(
     cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]

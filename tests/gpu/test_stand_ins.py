@@ -13,6 +13,7 @@ from megatron.moevement.state import stored
 from tests.stand_ins import rules
 from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam
 from tests.stand_ins.grouped_linear import GroupedLinear
+from tests.stand_ins.random_states import GeneratorsTracker
 
 pytestmark = [
     pytest.mark.gpu,
@@ -229,6 +230,14 @@ def test_linear_layer_minds_an_empty_queue(real: Any) -> None:
     layer = real.Linear(16, 32, bias=False, params_dtype=torch.bfloat16, delay_wgrad_compute=True)
     with pytest.raises(RuntimeError, match='empty'):
         layer.backward_dw()
+
+
+def test_random_numbers_are_tracked_by_the_same_rules() -> None:
+    from megatron.core.extensions.transformer_engine import TECudaRNGStatesTracker
+
+    torch.cuda.init()
+    found = rules.facts_of_tracker(TECudaRNGStatesTracker(), 'cuda')
+    assert found == rules.facts_of_tracker(GeneratorsTracker(), 'cpu')
 
 
 @pytest.fixture

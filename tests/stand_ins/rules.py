@@ -254,6 +254,35 @@ def facts_of_fp8_update(
     )
 
 
+class TrackerFacts(NamedTuple):
+    """What a tracker of random numbers does with a state."""
+
+    is_generator: bool
+    lives_on: bool
+    """One that was taken before a fork has moved on after it."""
+    comes_back: bool
+    """The same numbers are drawn once its state is put back in place."""
+
+
+def facts_of_tracker(tracker: Any, device: str) -> TrackerFacts:
+    """Draw from a state of a new tracker, twice."""
+    tracker.add('experts', 5)
+    held = tracker.get_states()['experts']
+    before = held.get_state()
+
+    def drawn() -> torch.Tensor:
+        with tracker.fork('experts'):
+            return torch.rand(4, device=device)
+
+    first, other = drawn(), drawn()
+    lives_on = not torch.equal(held.get_state(), before) and not torch.equal(first, other)
+    present = tracker.get_states()['experts']
+    present.set_state(before)
+    tracker.set_states({'experts': present})
+    comes_back = torch.equal(drawn(), first)
+    return TrackerFacts(isinstance(held, torch.Generator), lives_on, comes_back)
+
+
 def gradients_of_grouped(layer: Any, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
     """Gradients of the tokens and of `weight0`, `weight1`, ..., on the CPU, in fp32.
 

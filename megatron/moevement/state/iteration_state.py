@@ -17,6 +17,7 @@ import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import convert_cuda_rng_state
 
 from megatron.moevement.counters import Counters
 from megatron.moevement.state.global_scalars import GlobalScalars
@@ -131,7 +132,10 @@ def capture_rng() -> RngState:
         numpy=(name, keys.tobytes(), position, has_gauss, cached),
         torch=_bytes(torch.get_rng_state()),
         cuda=_bytes(torch.cuda.get_rng_state()),
-        tracker={key: _bytes(value) for key, value in get_cuda_rng_tracker().get_states().items()},
+        tracker={
+            key: _bytes(convert_cuda_rng_state(value))
+            for key, value in get_cuda_rng_tracker().get_states().items()
+        },
     )
 
 
@@ -143,7 +147,17 @@ def restore_rng(state: RngState) -> None:
     np.random.set_state((name, np.frombuffer(keys, np.uint32), position, has_gauss, cached))
     torch.cuda.set_rng_state(_tensor(state.cuda))
     torch.set_rng_state(_tensor(state.torch))  # last: without a GPU both are one generator
-    get_cuda_rng_tracker().set_states({key: _tensor(v) for key, v in state.tracker.items()})
+    tracker = get_cuda_rng_tracker()
+    present = tracker.get_states()
+    tracker.set_states({k: _put_back(present.get(k), _tensor(v)) for k, v in state.tracker.items()})
+
+
+def _put_back(present: Any, state: torch.Tensor) -> Any:
+    """A state of the tracker; with `--te-rng-tracker` it is a generator, which stays the same."""
+    if not isinstance(present, torch.Generator):
+        return state
+    present.set_state(state)
+    return present
 
 
 def _bytes(state: torch.Tensor) -> bytes:

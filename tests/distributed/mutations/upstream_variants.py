@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core import optimizer as upstream
 from megatron.core.models import backends
 from megatron.core.optimizer import clip_grads, distrib_optimizer
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 import pretrain_gpt
@@ -21,6 +22,7 @@ from moevement_ext import faults
 from moevement_ext.protect import planner
 from tests.stand_ins import grouped_linear
 from tests.stand_ins.fused_adam import FusedAdam
+from tests.stand_ins.random_states import GeneratorsTracker
 
 
 def norm_as_tensor() -> None:
@@ -44,6 +46,17 @@ def transformer_engine() -> None:
     """Its optimizer and its experts. These cannot be written to dense checkpoints."""
     fused_adam()
     backends.LocalSpecProvider.grouped_mlp_modules = lambda *_: grouped_linear.experts()
+
+
+def generators_tracked() -> None:
+    """States of random numbers are generators, as in Transformer Engine's tracker."""
+    random.CudaRNGStatesTracker = GeneratorsTracker
+
+
+def generators_not_put_back() -> None:
+    """They draw on from wherever they are."""
+    generators_tracked()
+    iteration_state._put_back = lambda present, state: present
 
 
 def delayed_gradients() -> None:

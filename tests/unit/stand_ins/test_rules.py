@@ -10,6 +10,7 @@ from tests.stand_ins import rules
 from tests.stand_ins.float8 import Float8Tensor
 from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam
 from tests.stand_ins.grouped_linear import GroupedLinear
+from tests.stand_ins.random_states import GeneratorsTracker
 from tests.stand_ins.remainders import join, split
 from tests.stand_ins.rules import BF16, FP8, FP16, FP32
 
@@ -26,6 +27,11 @@ def test_adam_counts_by_group_and_leaves_alone_what_has_no_gradient(
     assert facts.without_gradient == [1.0] * 4 + [0.0] * 8
     assert facts.in_place
     assert facts.replaced_by_load
+
+
+def test_states_of_random_numbers_are_generators_that_live_on() -> None:
+    facts = rules.facts_of_tracker(GeneratorsTracker(), 'cpu')
+    assert facts == rules.TrackerFacts(is_generator=True, lives_on=True, comes_back=True)
 
 
 @pytest.mark.parametrize('adam_w_mode', [True, False])

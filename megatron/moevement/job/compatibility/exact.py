@@ -133,6 +133,9 @@ EXACT = (
           'hidden_dropout seed'),
     group('dropout in attention', f'{_WHOLE_JOB}[dropout-recompute]; a stage alone replays the '
           'same way.', 'attention_dropout'),
+    group('generators of Transformer Engine',
+          'test_random_numbers_of_generators_that_live_on, with a stand-in for its tracker.',
+          'te_rng_tracker'),
     group('jitter', f'{_FLAGS}[global-aux-loss]', 'moe_input_jitter_eps'),
     group('random routing', f'{_FLAGS}[uneven-stages]', 'moe_router_force_load_balancing'),
     group('different replicas', f'{_FLAGS}[fp16-and-different-replicas]',

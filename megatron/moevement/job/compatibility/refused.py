@@ -120,7 +120,7 @@ REFUSED = (
     Rule('--fake-process-group', GIVEN, 'leave it out', 'ranks that do not talk train nothing'),
     # Schedule
     Rule('--cuda-graph-impl', other_than('none'), 'use --cuda-graph-impl none',
-         'it sets --te-rng-tracker, the form of whose generators is not captured'),
+         'a recorded pass computes the gradients of frozen operators, too'),
     Rule('--use-grouped-gemm-for-shared-expert', GIVEN, 'leave out one of the two',
          'its delayed weight gradients cannot be left out for frozen operators', _DELAYED),
     Rule('--defer-embedding-wgrad-compute', GIVEN, 'leave it out',
@@ -149,7 +149,6 @@ REFUSED = (
     Rule('--use-kitchen-attention', GIVEN, 'leave it out', _SCALING),
     Rule('--vision-pretraining', GIVEN, 'train a GPT', 'a teacher that follows is not captured'),
     # Random numbers
-    Rule('--te-rng-tracker', GIVEN, 'leave it out', 'the form of its generators is not captured'),
     Rule('--inference-rng-tracker', GIVEN, 'leave it out', 'it is for inference'),
     Rule('--error-injection-rate', above(0), 'leave it out',
          'a replay would draw other errors than training did'),

@@ -19,9 +19,12 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches  # no
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
+from megatron.core.tensor_parallel import random as upstream_random  # noqa: E402
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 
 from megatron.moevement.state import iteration_state  # noqa: E402
 from megatron.moevement.state.global_scalars import GlobalScalars  # noqa: E402
+from tests.stand_ins.random_states import GeneratorsTracker  # noqa: E402
 
 SAMPLES = 24
 """In which the batch grows from 4 to 8 and 12, of micro-batches of 4."""
@@ -37,13 +40,15 @@ def growing_batches() -> Iterator[None]:
     num_microbatches_calculator.unset_num_microbatches_calculator()
 
 
-@pytest.fixture
-def tracker() -> Iterator[None]:
-    """A generator of upstream's besides the default one, as model parallelism has it."""
-    get_cuda_rng_tracker().reset()
+@pytest.fixture(params=[CudaRNGStatesTracker, GeneratorsTracker])
+def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers besides the default ones, as model parallelism has them.
+
+    Their state is a tensor, or a generator as in Transformer Engine.
+    """
+    monkeypatch.setattr(upstream_random, '_CUDA_RNG_STATE_TRACKER', request.param())
+    monkeypatch.setattr(upstream_random, '_CUDA_RNG_STATE_TRACKER_INITIALIZED', True)
     get_cuda_rng_tracker().add('experts', 5)
-    yield
-    get_cuda_rng_tracker().reset()
 
 
 class Loop:
