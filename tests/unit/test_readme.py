@@ -142,7 +142,9 @@ def test_every_measured_figure_comes_from_its_file() -> None:
         check_figures(quoted(line), ROOT / file)
 
 
-@pytest.mark.parametrize('title', ['Overhead', 'All workers killed', 'One worker killed'])
+@pytest.mark.parametrize(
+    'title', ['Overhead', 'Narrow formats', 'All workers killed', 'One worker killed']
+)
 def test_every_figure_of_a_table_comes_from_its_file(title: str) -> None:
     text = section(MEASURED, title)
     cells = [cell for row in rows(text) for cell in row]

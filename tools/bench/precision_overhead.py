@@ -15,7 +15,6 @@ Exit status: 0 done, 1 the final states of a configuration differ, 2 a run faile
 
 import argparse
 import shutil
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +49,8 @@ class Row(msgspec.Struct, frozen=True):
     exposed_ms: Spread
     slot_bytes: list[int]
     """Of the last window of the last rank."""
+    window_mib: float
+    """All of them."""
     window_over_bf16: float
     """Bytes of that window over those of bf16."""
     expected_over_bf16: float
@@ -105,6 +106,7 @@ def row(name: str, rounds: Sequence[tuple[Run, Run]], window: int, bf16_bytes: i
             [sparse.exposed_ms for _, sparse in rounds if sparse.exposed_ms is not None]
         ),
         slot_bytes=slots,
+        window_mib=sum(slots) / _MIB,
         window_over_bf16=sum(slots) / (bf16_bytes or sum(slots)),
         expected_over_bf16=window_over_bf16(window, formats.full_bytes, formats.light_bytes),
         paper_over_bf16=window_over_bf16(window, *paper),
@@ -171,7 +173,7 @@ def print_report(report: PrecisionOverheadReport, console: Console) -> None:
         'protected over that',
         'CPU time',
         'exposed (ms)',
-        'slots (MiB)',
+        'window (MiB)',
         'window over bf16',
         'all weights so',
         'paper',
@@ -184,7 +186,7 @@ def print_report(report: PrecisionOverheadReport, console: Console) -> None:
             one.ratio.text(),
             one.cpu_ratio.text(),
             one.exposed_ms.text(1),
-            f'{statistics.mean(one.slot_bytes) / _MIB:.1f}',
+            f'{one.window_mib:.1f}',
             f'{one.window_over_bf16:.2f}',
             f'{one.expected_over_bf16:.2f}',
             f'{one.paper_over_bf16:.2f}',
