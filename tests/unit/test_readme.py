@@ -143,7 +143,14 @@ def test_every_measured_figure_comes_from_its_file() -> None:
 
 
 @pytest.mark.parametrize(
-    'title', ['Overhead', 'Narrow formats', 'All workers killed', 'One worker killed']
+    'title',
+    [
+        'Overhead',
+        'Narrow formats',
+        'Losses in narrow formats',
+        'All workers killed',
+        'One worker killed',
+    ],
 )
 def test_every_figure_of_a_table_comes_from_its_file(title: str) -> None:
     text = section(MEASURED, title)
