@@ -3,7 +3,8 @@
 
 Every rank leaves its own in the store. The last to come reads all, once, and packs them: reports
 have most in common, so that of one little more than its differences is left (of one of some KiB:
-zlib looks back 32).
+zlib looks back 32). It does so twice: what repeats at a time is at most 258 bytes long, so that the
+first leaves some repetitions of each report, which repeat as well.
 """
 
 import zlib
@@ -50,7 +51,7 @@ def hand_out(store: Store, key: str, items: Sequence[bytes]) -> bytes:
         key: under which the other parts are.
         items: what the ranks brought, by rank.
     """
-    whole = zlib.compress(msgspec.msgpack.encode(items))
+    whole = zlib.compress(zlib.compress(msgspec.msgpack.encode(items)))
     chunks = [whole[at : at + _CHUNK_BYTES] for at in range(0, len(whole), _CHUNK_BYTES)]
     for index, chunk in enumerate(chunks[1:]):
         store.set(f'{key}/{index}', chunk)  # type: ignore[arg-type]
@@ -61,5 +62,5 @@ def handed_out(store: Store, key: str, first: bytes) -> list[bytes]:
     """The same at every rank, from the first part on."""
     count = int.from_bytes(first[:_COUNT_BYTES])
     rest = [store.get(f'{key}/{index}') for index in range(count)]
-    whole = b''.join([first[_COUNT_BYTES:], *rest])
-    return msgspec.msgpack.decode(zlib.decompress(whole), type=list[bytes])
+    whole = zlib.decompress(zlib.decompress(b''.join([first[_COUNT_BYTES:], *rest])))
+    return msgspec.msgpack.decode(whole, type=list[bytes])

@@ -118,15 +118,22 @@ def answer(members: Sequence[Rendezvous]) -> list[threading.Thread]:
     return threads
 
 
+def wait_for(store: TCPStore, rank: int) -> None:
+    """Until it is the only one that has not answered."""
+    while [one.rank for one in holding_up(store, 3)] != [rank]:
+        time.sleep(0.01)
+
+
 def test_who_has_joined_and_does_not_answer_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 2 has stopped while it waited for the last one; its process is the one that joined."""
     monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
     first, second, third = joined(store, range(3))
-    found = Absentees(store.clone, 0, [100, 101, 102], 3, HANG_S, lambda: True)
-    began = time.monotonic()
     waiting = answer([first, second])
+    wait_for(store, 2)
+    began = time.monotonic()
+    found = Absentees(store.clone, 0, [100, 101, 102], 3, HANG_S, lambda: True)
     assert store.get('evict/2') == b'202'
     assert time.monotonic() - began > HANG_S
     assert not store.check(['evict/0']) and not store.check(['evict/1'])
@@ -152,9 +159,8 @@ def test_who_stops_when_it_packs_what_all_have_brought_is_evicted(
     monkeypatch.setattr(brought, 'gather', stop)
     first, second, third = joined(store, range(3))
     waiting = answer([first, second])
+    wait_for(store, 2)
     found = Absentees(store.clone, 0, [100, 101, 102], 3, HANG_S, lambda: True)
-    while len(holding_up(store, 3)) != 1 or holding_up(store, 3)[0].rank != 2:
-        time.sleep(0.01)
     waiting += answer([third])
     assert stopped.wait(TIMEOUT.total_seconds())
     store.wait(['evictions'], TIMEOUT)

@@ -48,14 +48,21 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
+def come_to_rest(job: Job) -> None:
+    """Return when nothing has been asked for a second: all stand at the gate."""
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    before = -1
+    while job.tally.read().requests != before:
+        assert time.monotonic() < deadline, 'they ask again and again'
+        before = job.tally.read().requests
+        time.sleep(1.0)
+
+
 def test_who_waits_for_others_asks_nothing_meanwhile(job: Job, threads: ThreadPoolExecutor) -> None:
     early = [threads.submit(rank.meet, lambda: b'', TIMEOUT) for rank in job.ranks[1:]]
     while job.store.add('joined/0', 0) < WORLD - 1:
         time.sleep(0.01)
-    time.sleep(0.5)  # for whoever has joined to come to the gate
-    before = job.tally.read().requests
-    time.sleep(1.0)
-    assert job.tally.read().requests == before
+    come_to_rest(job)
     meetings = [job.ranks[0].meet(lambda: b'', TIMEOUT), *(future.result() for future in early)]
     waiting = [
         threads.submit(rank.barrier, meeting, 'ready', TIMEOUT)
@@ -63,10 +70,7 @@ def test_who_waits_for_others_asks_nothing_meanwhile(job: Job, threads: ThreadPo
     ]
     while job.store.add('epoch/0/barrier/ready', 0) < WORLD - 1:
         time.sleep(0.01)
-    time.sleep(0.5)
-    before = job.tally.read().requests
-    time.sleep(1.0)
-    assert job.tally.read().requests == before
+    come_to_rest(job)
     job.ranks[0].barrier(meetings[0], 'ready', TIMEOUT)
     assert [future.result() for future in waiting] == [None] * 3
 
@@ -162,5 +166,5 @@ def test_reports_of_a_large_job_shrink_to_their_differences() -> None:
     tally = Tally()
     counted = CountedStore(store, tally)
     first = hand_out(counted, 'reports/0', reports)
-    assert len(first) + tally.read().nbytes < sum(map(len, reports)) / 15
+    assert len(first) + tally.read().nbytes < sum(map(len, reports)) / 100
     assert handed_out(counted, 'reports/0', first) == reports
