@@ -11,6 +11,7 @@ from torch.distributed import Store
 from moevement_ext.config import LOCALIZED, SparseCheckpointConfig, node_name
 from moevement_ext.local_cluster.statements import tell_memory, tell_survivors
 from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
 from moevement_ext.memory.file_system import warn_unless_in_memory
 from moevement_ext.memory.node_store import NodeStore
@@ -62,7 +63,8 @@ def join(
     tell_memory(launcher, directory / run_id)
     if config.recovery == LOCALIZED and not_localized is None:
         tell_survivors(launcher)
-        report = partial(replacement_report, NodeStore(directory, run_id, node_name()), identity)
+        node = NodeStore(directory, run_id, node_name())
+        report = partial(replacement_report, node, identity)
         membership = Membership(
             launcher,
             identity.rank,
@@ -71,6 +73,7 @@ def join(
             config.hang_timeout,
             report,
             stuck_timeout_s=config.stuck_timeout,
+            node=NodeCopy(directory, node.shared),
         )
         return membership, membership.store
     if config.recovery == LOCALIZED and identity.rank == 0:

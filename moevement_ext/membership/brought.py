@@ -13,9 +13,13 @@ from collections.abc import Sequence
 import msgspec
 from torch.distributed import Store
 
+from moevement_ext.membership.node_copy import NodeCopy, digest_of
+
 _COUNT_BYTES = 4
-_CHUNK_BYTES = (1 << 20) - 16
-"""A value in the store has a MiB at most, with what is before it. The server refuses above 8."""
+_LITTLE_BYTES = 4096
+"""Read with the gate, in one request; more is read by one rank of a node for all."""
+_CHUNK_BYTES = 1 << 20
+"""A value in the store has a MiB at most. The server refuses above 8."""
 _READ_AT_ONCE = 256
 
 
@@ -44,23 +48,46 @@ def gather(store: Store, places: Sequence[str], prefix_bytes: int) -> list[bytes
 
 
 def hand_out(store: Store, key: str, items: Sequence[bytes]) -> bytes:
-    """Leave everything for all ranks, but for the first part, which is returned.
+    """Leave everything for all ranks; what is to be behind the gate is returned.
+
+    That is all of it if it is little, else how many parts there are, and the digest of the whole.
 
     Args:
         store: the launcher's.
-        key: under which the other parts are.
+        key: under which the parts are.
         items: what the ranks brought, by rank.
     """
     whole = zlib.compress(zlib.compress(msgspec.msgpack.encode(items)))
+    if len(whole) <= _LITTLE_BYTES:
+        return (0).to_bytes(_COUNT_BYTES) + whole
     chunks = [whole[at : at + _CHUNK_BYTES] for at in range(0, len(whole), _CHUNK_BYTES)]
-    for index, chunk in enumerate(chunks[1:]):
-        store.set(f'{key}/{index}', chunk)  # type: ignore[arg-type]
-    return (len(chunks) - 1).to_bytes(_COUNT_BYTES) + chunks[0]
+    for index, chunk in enumerate(chunks):
+        store.set(_part(key, index), chunk)  # type: ignore[arg-type]
+    return len(chunks).to_bytes(_COUNT_BYTES) + digest_of(whole)
 
 
-def handed_out(store: Store, key: str, first: bytes) -> list[bytes]:
-    """The same at every rank, from the first part on."""
-    count = int.from_bytes(first[:_COUNT_BYTES])
-    rest = [store.get(f'{key}/{index}') for index in range(count)]
-    whole = zlib.decompress(zlib.decompress(b''.join([first[_COUNT_BYTES:], *rest])))
-    return msgspec.msgpack.decode(whole, type=list[bytes])
+def handed_out(store: Store, key: str, found: bytes, node: NodeCopy | None) -> list[bytes]:
+    """The same at every rank.
+
+    Args:
+        store: the launcher's.
+        key: as of `hand_out`.
+        found: behind the gate.
+        node: where the ranks of a node read it for each other; None: each for itself.
+    """
+
+    def from_store() -> bytes:
+        return b''.join(store.get(_part(key, index)) for index in range(count))
+
+    count, rest = int.from_bytes(found[:_COUNT_BYTES]), found[_COUNT_BYTES:]
+    if not count:
+        whole = rest
+    elif node is None:
+        whole = from_store()
+    else:
+        whole = node.read(rest, from_store)
+    return msgspec.msgpack.decode(zlib.decompress(zlib.decompress(whole)), type=list[bytes])
+
+
+def _part(key: str, index: int) -> str:
+    return f'{key}/{index}'

@@ -35,6 +35,7 @@ from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.membership import progress
 from moevement_ext.membership.absentees import Absentees
 from moevement_ext.membership.eviction import evict
+from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rendezvous import (
     Ending,
     EpochBroken,
@@ -75,6 +76,8 @@ class Membership:
         report: what this process brings to the first meeting, and to others while it sets up.
         stuck_timeout_s: seconds for which the training thread may stand still, unless it waits for
             others; 0: for ever.
+        node: where the ranks of this node read for each other what all have brought; None: each
+            reads for itself.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Membership:
         hang_timeout_s: float,
         report: Callable[[], Report],
         stuck_timeout_s: float = 0.0,
+        node: NodeCopy | None = None,
     ) -> None:
         self._store = store
         self._loss = StoreLoss(store, hang_timeout_s, self._without_store)
@@ -112,7 +116,7 @@ class Membership:
         self.not_updating = threading.Event()
         """Clear while the optimizer writes: an update that all its ranks can finish is let to."""
         self.not_updating.set()
-        self._rendezvous = Rendezvous(store, rank, world_size)
+        self._rendezvous = Rendezvous(store, rank, world_size, node)
         self._rendezvous.predecessor_took_part()
         self._brought = report()
         with self._setting_up:

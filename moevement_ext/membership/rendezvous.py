@@ -12,7 +12,7 @@ Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/
 report), `here/<e>` (ranks that have joined, in one value), `joined/<e>` and `alive/<e>` (counts),
 `full/<e>` and `met/<e>` (gates: all have come; all have answered, behind which is what all have
 brought, packed), `answered/<e>` (ranks that have, in one value), `gathers/<e>` (who packs),
-`reports/<e>/<chunk>` (more of what is packed), `beat/<e>/<rank>` (signs of life),
+`reports/<e>/<part>` (what is packed, if it is much), `beat/<e>/<rank>` (signs of life),
 `progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the ranks of an epoch tell
 each other; gates of barriers). Rank 0 deletes those of an epoch when all have met for the second
 time since, beside training; and what ranks that started together in epoch e have left for those
@@ -37,6 +37,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership import brought
 from moevement_ext.membership.gates import behind, has_moved, open_gate, shut_gate
+from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.store.peek import peek
 
 logger = logging.getLogger(__name__)
@@ -212,10 +213,15 @@ class Rendezvous:
         store: outlives the workers; used by one thread at a time.
         rank: of this process.
         world_size: number of processes that must come.
+        node: where the ranks of its node read for each other what all have brought; None: each
+            reads for itself.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, node: NodeCopy | None = None
+    ) -> None:
         self.store = store
+        self._node = node
         self.rank = rank
         self.world_size = world_size
         self.life = secrets.token_hex(8)
@@ -313,12 +319,12 @@ class Rendezvous:
             places = [_place(epoch, rank) for rank in range(self.world_size)]
             prefix_bytes = len(self.life.encode() + _SEPARATOR)
             everything = brought.gather(self.store, places, prefix_bytes)
-            first = brought.hand_out(self.store, _reports(epoch), everything)
-            open_gate(self.store, _met(epoch), first)
-        first_found = self._pass(epoch, _met(epoch), deadline)
-        if first_found is None:
+            left = brought.hand_out(self.store, _reports(epoch), everything)
+            open_gate(self.store, _met(epoch), left)
+        found = self._pass(epoch, _met(epoch), deadline)
+        if found is None:
             return None
-        return brought.handed_out(self.store, _reports(epoch), first_found)
+        return brought.handed_out(self.store, _reports(epoch), found, self._node)
 
     def _pass(self, epoch: int, gate: str, deadline: float) -> bytes | None:
         """Wait at a gate; what is behind it, None if the epoch is over."""

@@ -47,6 +47,11 @@ class NodeStore:
         """Directory of everything rank `holder` keeps."""
         return self.path / str(holder)
 
+    @property
+    def shared(self) -> Path:
+        """Directory of what belongs to no rank, and can be had again."""
+        return self.path / 'shared'
+
     def ledger_path(self, holder: int) -> Path:
         """Path of the ledger of rank `holder`."""
         return self.holder_path(holder) / 'ledger'
@@ -109,6 +114,7 @@ class NodeStore:
         self._remove_empty()
 
     def _remove_empty(self) -> None:
+        shutil.rmtree(self.shared, ignore_errors=True)
         for path in (self.path, self.path.parent):
             try:
                 path.rmdir()

@@ -161,6 +161,23 @@ def test_survivor_that_is_stopped_while_it_waits_for_a_new_worker_is_replaced(
     check(job, reference(*flags))
 
 
+def test_what_all_bring_to_a_meeting_is_shared_by_the_ranks_of_a_node(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = PP4.split()
+    job = cluster(*flags, '--sparse-ckpt-window', '3')
+    copies: set[str] = set()
+
+    def look(workers: list, start: Callable) -> None:
+        copies.update(f'{path.parent}' for path in job.memory.rglob('brought-*'))
+
+    mutation = 'mutations.liveness:a_large_job'
+    assert job.survive(fail_at='1:9:forward', strike=look, mutation=mutation) == {1: 1}
+    check(job, reference(*flags))
+    assert len(copies) == job.nodes == 2
+    assert not job.memory.exists()
+
+
 def test_new_worker_that_sets_up_when_another_dies_is_kept(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -36,6 +36,7 @@ from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
+from tools.lab.job import memory_directory
 
 _EXTRAPOLATED = (4_096, 16_384)
 _FITTED = (
@@ -114,10 +115,12 @@ def _serve(pipe: Connection) -> None:
     pipe.recv()
 
 
-def _run_ranks(port: int, world_size: int, numbers: Sequence[int], pipe: Connection) -> None:
+def _run_ranks(
+    port: int, memory: Path, world_size: int, numbers: Sequence[int], pipe: Connection
+) -> None:
     """A process of ranks: does what it is told, and answers."""
     try:
-        ranks = Ranks(port, world_size, numbers)
+        ranks = Ranks(port, memory, world_size, numbers)
         while True:
             order, *arguments = pipe.recv()
             if order == 'end':
@@ -138,7 +141,7 @@ def _run_ranks(port: int, world_size: int, numbers: Sequence[int], pipe: Connect
 class _Job:
     """The processes of one number of ranks."""
 
-    def __init__(self, world_size: int, processes: int) -> None:
+    def __init__(self, world_size: int, processes: int, memory: Path) -> None:
         context = multiprocessing.get_context('forkserver')
         context.set_forkserver_preload(['tools.bench.control_plane_members'])
         self._pipes: list[Connection] = []
@@ -151,7 +154,7 @@ class _Job:
         self._world_size = world_size
         for first in range(processes):
             ours, theirs = context.Pipe()
-            arguments = (port, world_size, range(first, world_size, processes), theirs)
+            arguments = (port, memory, world_size, range(first, world_size, processes), theirs)
             context.Process(target=_run_ranks, args=arguments, daemon=True).start()
             self._pipes.append(ours)
 
@@ -196,13 +199,18 @@ def _received(pipe: Connection) -> Any:
     return answer
 
 
-def measure(bench: Bench, world_size: int) -> Size:
+def measure(bench: Bench, world_size: int, memory: Path) -> Size:
     """One job, from its start to its end.
+
+    Args:
+        bench: what is to be run.
+        world_size: number of ranks.
+        memory: directory for the memory of all nodes.
 
     Raises:
         LabError: a process failed; its traceback.
     """
-    job = _Job(world_size, bench.processes)
+    job = _Job(world_size, bench.processes, memory)
     job.all('traffic')  # the processes are there
     began = time.monotonic()
     start_s = max(job.all('start')) - began
@@ -267,7 +275,8 @@ def run(bench: Bench, console: Console) -> ControlPlaneReport:
     """All numbers of ranks, one after the other."""
     sizes = []
     for world_size in bench.ranks:
-        sizes.append(measure(bench, world_size))
+        with memory_directory() as memory:
+            sizes.append(measure(bench, world_size, memory))
         console.print(f'{world_size} ranks: done', highlight=False)
     fits = {figure: fit(sizes, figure) for figure in _FITTED} if len(sizes) > 1 else {}
     hardware = Hardware.here(gpu=False)

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 from torch.distributed import Store, TCPStore
 
 from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
@@ -171,11 +173,12 @@ class _NoGroups:
 class Member(Membership):
     """A rank, from its start on."""
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, memory: Path) -> None:
         self.rank = rank
         self.broke = threading.Event()
         arguments = (store, rank, world_size, _TIMEOUT, HANG_TIMEOUT_S)
-        super().__init__(*arguments, lambda: newcomer(rank))
+        node = NodeCopy(memory, memory / _node(rank))
+        super().__init__(*arguments, lambda: newcomer(rank), node=node)
         self._groups = cast(Any, _NoGroups())
 
     def train(self) -> None:
@@ -251,13 +254,15 @@ class Ranks:
 
     Args:
         port: of the store.
+        memory: directory for the memory of all nodes.
         world_size: number of all ranks.
         ranks: these.
     """
 
-    def __init__(self, port: int, world_size: int, ranks: Sequence[int]) -> None:
+    def __init__(self, port: int, memory: Path, world_size: int, ranks: Sequence[int]) -> None:
         self.tally = Tally()
         self._port = port
+        self._memory = memory
         self._layout = Layout(world_size)
         self._ranks = ranks
         self._members: dict[int, Member] = {}
@@ -313,7 +318,8 @@ class Ranks:
 
     def _begin(self, rank: int) -> Member:
         store = TCPStore('localhost', self._port, is_master=False, timeout=_TIMEOUT)
-        member = Member(CountedStore(store, self.tally), rank, self._layout.world_size)
+        counted = CountedStore(store, self.tally)
+        member = Member(counted, rank, self._layout.world_size, self._memory)
         member.settle()
         with self._lock:
             self._members[rank] = member

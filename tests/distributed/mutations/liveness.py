@@ -10,6 +10,7 @@ from torch.utils.data import dataloader
 from moevement_ext import faults
 from moevement_ext.devices.judging import Reading
 from moevement_ext.job import own_device
+from moevement_ext.membership import brought
 
 
 def loader_of_rank_2_blocks() -> None:
@@ -31,6 +32,11 @@ def new_worker_comes_late() -> None:
     """As one whose program takes long to import; the others wait in their meeting."""
     if os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':
         time.sleep(3.0)
+
+
+def a_large_job() -> None:
+    """Whose reports are too long to be read with the gate of their meeting."""
+    brought._LITTLE_BYTES = 0
 
 
 class _Device:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,9 +16,10 @@ from torch.distributed import TCPStore
 from moevement_ext.membership import rendezvous, watch
 from moevement_ext.membership.absentees import Absentees
 from moevement_ext.membership.brought import hand_out, handed_out
+from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rendezvous import Rendezvous, break_epoch, present_epoch
 from moevement_ext.membership.watch import EpochWatch
-from tools.bench.control_plane_members import CountedStore, Layout, Tally
+from tools.bench.control_plane_members import RANKS_PER_NODE, CountedStore, Layout, Tally
 
 WORLD = 4
 MIB = 1 << 20
@@ -159,12 +161,25 @@ def test_an_epoch_whose_breaker_died_half_way_is_left_by_survivors_at_once(
     assert {future.result().epoch for future in [waiting, *others]} == {3}
 
 
-def test_reports_of_a_large_job_shrink_to_their_differences() -> None:
+def test_reports_of_a_large_job_shrink_to_their_differences(tmp_path: Path) -> None:
     layout, world = Layout(512), 512
     reports = [msgspec.msgpack.encode(layout.report(rank, 0, 41)) for rank in range(world)]
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     tally = Tally()
     counted = CountedStore(store, tally)
-    first = hand_out(counted, 'reports/0', reports)
-    assert len(first) + tally.read().nbytes < sum(map(len, reports)) / 100
-    assert handed_out(counted, 'reports/0', first) == reports
+    left = hand_out(counted, 'reports/0', reports)
+    assert len(left) + tally.read().nbytes < sum(map(len, reports)) / 100
+    assert handed_out(counted, 'reports/0', left, None) == reports
+    once = tally.read().nbytes
+    node = NodeCopy(tmp_path, tmp_path / 'node')
+    for _ in range(RANKS_PER_NODE):
+        assert handed_out(counted, 'reports/0', left, node) == reports
+    assert tally.read().nbytes - once <= once, 'one of them has read it'
+
+
+def test_little_is_handed_out_with_the_gate() -> None:
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    tally = Tally()
+    left = hand_out(CountedStore(store, tally), 'reports/0', [b'a', b'b'])
+    assert handed_out(CountedStore(store, tally), 'reports/0', left, None) == [b'a', b'b']
+    assert tally.read().requests == 0
