@@ -65,15 +65,13 @@ def join(
         tell_survivors(launcher)
         node = NodeStore(directory, run_id, node_name())
         report = partial(replacement_report, node, identity)
+        copy = NodeCopy(directory, node.shared)
         membership = Membership(
-            launcher,
-            identity.rank,
-            world_size,
+            Rendezvous(launcher, identity.rank, world_size, copy),
             timeout,
             config.hang_timeout,
             report,
             stuck_timeout_s=config.stuck_timeout,
-            node=NodeCopy(directory, node.shared),
         )
         return membership, membership.store
     if config.recovery == LOCALIZED and identity.rank == 0:

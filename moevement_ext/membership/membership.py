@@ -35,7 +35,6 @@ from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.membership import progress
 from moevement_ext.membership.absentees import Absentees
 from moevement_ext.membership.eviction import evict
-from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rendezvous import (
     Ending,
     EpochBroken,
@@ -68,30 +67,24 @@ class Membership:
     """Meets the other ranks. Construction waits for all of them.
 
     Args:
-        store: the launcher's store, which outlives the workers.
-        rank: of this process.
-        world_size: number of ranks.
+        rendezvous: where this process meets them, in the launcher's store.
         timeout: how long to wait for others; of a collective, too.
         hang_timeout_s: seconds without a sign of life after which a rank counts as hung.
         report: what this process brings to the first meeting, and to others while it sets up.
         stuck_timeout_s: seconds for which the training thread may stand still, unless it waits for
             others; 0: for ever.
-        node: where the ranks of this node read for each other what all have brought; None: each
-            reads for itself.
     """
 
     def __init__(
         self,
-        store: Store,
-        rank: int,
-        world_size: int,
+        rendezvous: Rendezvous,
         timeout: timedelta,
         hang_timeout_s: float,
         report: Callable[[], Report],
         stuck_timeout_s: float = 0.0,
-        node: NodeCopy | None = None,
     ) -> None:
-        self._store = store
+        self._rendezvous = rendezvous
+        self._store = store = rendezvous.store
         self._loss = StoreLoss(store, hang_timeout_s, self._without_store)
         self._timeout = timeout
         self._hang_timeout_s = hang_timeout_s
@@ -116,7 +109,6 @@ class Membership:
         self.not_updating = threading.Event()
         """Clear while the optimizer writes: an update that all its ranks can finish is let to."""
         self.not_updating.set()
-        self._rendezvous = Rendezvous(store, rank, world_size, node)
         self._rendezvous.predecessor_took_part()
         self._brought = report()
         with self._setting_up:

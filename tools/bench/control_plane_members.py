@@ -20,6 +20,7 @@ from torch.distributed import Store, TCPStore
 
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.node_copy import NodeCopy
+from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
@@ -176,9 +177,8 @@ class Member(Membership):
     def __init__(self, store: Store, rank: int, world_size: int, memory: Path) -> None:
         self.rank = rank
         self.broke = threading.Event()
-        arguments = (store, rank, world_size, _TIMEOUT, HANG_TIMEOUT_S)
-        node = NodeCopy(memory, memory / _node(rank))
-        super().__init__(*arguments, lambda: newcomer(rank), node=node)
+        rendezvous = Rendezvous(store, rank, world_size, NodeCopy(memory, memory / _node(rank)))
+        super().__init__(rendezvous, _TIMEOUT, HANG_TIMEOUT_S, lambda: newcomer(rank))
         self._groups = cast(Any, _NoGroups())
 
     def train(self) -> None:

@@ -48,7 +48,7 @@ class Row(msgspec.Struct, frozen=True):
     cpu_ratio: Spread
     exposed_ms: Spread
     slot_bytes: list[int]
-    """Of the last window of the last rank."""
+    """Each slot of the last window of the last rank."""
     window_mib: float
     """All of them."""
     window_over_bf16: float

@@ -45,7 +45,7 @@ class Job:
 
     def _start(self, rank: int) -> Membership:
         store = TCPStore('127.0.0.1', self.store.port, is_master=False, timeout=TIMEOUT)
-        member = Membership(store, rank, WORLD, TIMEOUT, HANG_S, newcomer)
+        member = Membership(Rendezvous(store, rank, WORLD), TIMEOUT, HANG_S, newcomer)
         self.members.append(member)
         return member
 
@@ -202,13 +202,13 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.rendezvous import break_epoch
+from moevement_ext.membership.rendezvous import Rendezvous, break_epoch
 from moevement_ext.recover.verdict import Report
 limit = timedelta(seconds=60)
 store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, timeout=limit)
 dist.init_process_group('gloo', store=PrefixStore('pg', store), rank=0, world_size=1)
 report = lambda: Report(survivor=False, node='a', pid=1, windows=[])
-member = Membership(store, 0, 1, limit, 2.0, report, stuck_timeout_s=float(sys.argv[2]))
+member = Membership(Rendezvous(store, 0, 1), limit, 2.0, report, stuck_timeout_s=float(sys.argv[2]))
 member.settle()
 member.watch('gloo', lambda: None)
 """
@@ -226,6 +226,7 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.report import Report
 from moevement_ext.membership.store_loss import StoreLoss
 rank, port, committed = map(int, sys.argv[1:4])
@@ -234,7 +235,7 @@ store = TCPStore('127.0.0.1', port, is_master=False, timeout=limit)
 dist.init_process_group(
     'gloo', store=PrefixStore('pg', store), rank=rank, world_size=2, timeout=limit)
 report = lambda: Report(survivor=False, node='a', pid=100 + rank, windows=[])
-member = Membership(store, rank, 2, timedelta(seconds=5), 2.0, report)
+member = Membership(Rendezvous(store, rank, 2), timedelta(seconds=5), 2.0, report)
 member.committed = committed
 member.settle()
 member.watch('gloo', lambda: None)
@@ -281,6 +282,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.report import Report
 from moevement_ext.membership.store_loss import StoreLoss
 from moevement_ext.regroup.gloo import Gloo
@@ -291,7 +293,7 @@ limit = timedelta(seconds=60)
 store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, timeout=limit)
 dist.init_process_group('gloo', store=PrefixStore('pg', store), rank=0, world_size=1)
 report = lambda: Report(survivor=False, node='a', pid=1, windows=[])
-member = Membership(store, 0, 1, limit, 2.0, report)
+member = Membership(Rendezvous(store, 0, 1), limit, 2.0, report)
 member.settle()
 member.watch('gloo', lambda: None)
 member.leave('rank 1 died')

@@ -36,7 +36,12 @@ from moevement_ext.membership import exchange, membership
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
-from moevement_ext.membership.rendezvous import announce_failure, break_epoch, present_epoch
+from moevement_ext.membership.rendezvous import (
+    Rendezvous,
+    announce_failure,
+    break_epoch,
+    present_epoch,
+)
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.recover.inventory import replacement_report
@@ -175,7 +180,9 @@ class Process:
         brought = partial(
             replacement_report, NodeStore(self.job.directory, 'run', node_name()), identity
         )
-        member = Membership(self.job.connect(), self.rank, STAGES, _TIMEOUT, _HANG_S, brought)
+        member = Membership(
+            Rendezvous(self.job.connect(), self.rank, STAGES), _TIMEOUT, _HANG_S, brought
+        )
         self.membership = member
         if not member.joining:
             self.groups.connect(f'life {member.origin}')
