@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.local_cluster.config import Action, LaunchConfig, StagedFault
+from moevement_ext.process.name_lookups import ask_again_soon
 
 _DESCRIPTION = """\
 Runs a training program on emulated nodes of this machine. A worker that dies is replaced at once,
@@ -53,6 +54,7 @@ def parse(argv: Sequence[str]) -> LaunchConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit status: 0 if all workers ended with 0."""
+    ask_again_soon()
     config = parse(sys.argv[1:] if argv is None else argv)
     from moevement_ext.local_cluster.supervisor import Supervisor  # torch: too slow for --help
 

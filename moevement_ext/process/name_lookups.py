@@ -3,7 +3,8 @@
 
 torch's store looks up the name of each address that it connects to, for its log. A recovery makes
 dozens of connections over all ranks, and one datagram that is lost on the way to a name server
-costs the 5 s after which the resolver asks again by default.
+costs the 5 s after which the resolver asks again by default: of a worker, or of its launcher, which
+serves the store.
 """
 
 import os

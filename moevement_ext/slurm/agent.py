@@ -24,6 +24,7 @@ from moevement_ext.local_cluster.loop import Loop
 from moevement_ext.local_cluster.output import Relay, last_lines
 from moevement_ext.local_cluster.spare_pool import SparePool
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import introduce
 from moevement_ext.slurm import messages
@@ -188,6 +189,7 @@ def connect(
 
 def main() -> None:
     """Body of the process."""
+    ask_again_soon()
     # Slurm sends it to workers and supervisor, too, of whom the latter decides what it means.
     signal.signal(signal.SIGTERM, lambda *_: None)
     address = Address.parse(os.environ.pop(ADDRESS_VARIABLE))

@@ -15,6 +15,7 @@ from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.local_cluster.command_line import add_faults, given_faults
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event, NodeLost, NodeReady
+from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.slurm.allocation import hostnames, requeue
 from moevement_ext.slurm.steps import slurm_step
 
@@ -77,6 +78,7 @@ def parse(argv: Sequence[str]) -> SlurmJob:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit status: 0 if all workers ended with 0."""
+    ask_again_soon()
     job = parse(sys.argv[1:] if argv is None else argv)
     from moevement_ext.local_cluster.supervisor import Supervisor  # torch: too slow for --help
     from moevement_ext.slurm.starter import SlurmStarter

@@ -12,11 +12,13 @@ import sys
 from collections.abc import Sequence
 
 from moevement_ext.process import user_errors
+from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.store.server import allow_many_connections, keep_serving, listen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status."""
+    ask_again_soon()
     args = parse_arguments(argv)
     allow_many_connections()
     with user_errors.in_one_line():

@@ -29,6 +29,7 @@ from torch.distributed.run import parse_args, run
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.process import user_errors
+from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.store.outside import FLAG, connect, given
 
 _BACKEND = 'sparse-ckpt-store'
@@ -129,6 +130,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 @record
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the agent of a node."""
+    ask_again_soon()
     with user_errors.in_one_line():
         args = parse(sys.argv[1:] if argv is None else argv)
         rendezvous_handler_registry.register(_BACKEND, OutsideStore.create)
