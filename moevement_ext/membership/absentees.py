@@ -9,14 +9,14 @@ joined gives no signs of life while it waits for the last one, but answers when 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 from torch.distributed import DistError, Store
 
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import (
-    Holding,
+    Absent,
     absent,
     brought_to,
     heartbeat_key,
@@ -33,13 +33,10 @@ class Absentees:
     """Looks for them from a thread of its own, until stopped, where it is this rank's to do so.
 
     It also ends the epoch in which ranks meet if whoever began to has died half-way: nobody watches
-    that one yet.
+    that one yet. A new process looks as well: it may be the only one left that can.
 
     Args:
         connect: opens a connection of its own to the launcher's store, once it is this rank's.
-        before: the epoch that everybody comes from.
-        pids: process of each rank in it, by rank; none of a process that comes from nowhere, and
-            only looks who does not answer.
         world_size: number of ranks.
         hang_timeout_s: seconds without a sign of life after which a rank counts as hung.
         is_ours: whether this rank is one of those that look; asked each time.
@@ -48,20 +45,16 @@ class Absentees:
     def __init__(
         self,
         connect: Callable[[], Store],
-        before: int,
-        pids: Sequence[int],
         world_size: int,
         hang_timeout_s: float,
         is_ours: Callable[[], bool],
     ) -> None:
         self._connect = connect
-        self._before = before
-        self._pids = pids
         self._world_size = world_size
         self._hang_timeout_s = hang_timeout_s
         self._is_ours = is_ours
-        self._heard: dict[int, tuple[int, float]] = {}
-        self._waited_for_s: dict[Holding, float] = {}
+        self._heard: dict[Absent, int] = {}
+        self._silent_s: dict[Absent, float] = {}
         self._stopping = threading.Event()
         threading.Thread(target=self._run, name='sparse-ckpt-absentees', daemon=True).start()
 
@@ -76,31 +69,31 @@ class Absentees:
             while not self._stopping.wait(2 * HEARTBEAT_SECONDS):
                 now = time.monotonic()
                 between_s, looked = min(now - looked, MOST_BETWEEN_LOOKS_S), now
-                if not self._is_ours():
-                    continue
-                store = store or self._connect()
-                mend(store)
-                for rank in absent(store, self._world_size) if self._pids else ():
-                    self._listen(store, rank, between_s)
-                self._wait_for(store, holding_up(store, self._world_size), between_s)
+                if self._is_ours():
+                    store = store or self._connect()
+                    mend(store)
+                    self._look(store, between_s)
         except DistError as error:
             logger.warning('absent ranks are no longer looked for: %s', error)
 
-    def _listen(self, store: Store, rank: int, between_s: float) -> None:
-        heartbeats = store.add(heartbeat_key(self._before, rank), 0)
-        before, silent_s = self._heard.get(rank, (-1, 0.0))
-        silent_s = silent_s + between_s if heartbeats == before else 0.0
-        if silent_s > self._hang_timeout_s:
-            evict(store, rank, self._pids[rank])
-            silent_s = 0.0
-        self._heard[rank] = heartbeats, silent_s
+    def _look(self, store: Store, between_s: float) -> None:
+        silent = [
+            one for one in absent(store, self._world_size) if not self._gives_a_sign(store, one)
+        ]
+        silent += holding_up(store, self._world_size)
+        self._silent_s = {one: self._silent_s.get(one, 0.0) + between_s for one in silent}
+        for one, silent_s in self._silent_s.items():
+            if silent_s > self._hang_timeout_s:
+                self._evict(store, one)
+                self._silent_s[one] = 0.0
 
-    def _wait_for(self, store: Store, holding: Sequence[Holding], between_s: float) -> None:
-        """Those that have joined, and hold up the others for too long."""
-        self._waited_for_s = {one: self._waited_for_s.get(one, 0.0) + between_s for one in holding}
-        for one, waited_s in self._waited_for_s.items():
-            if waited_s > self._hang_timeout_s:
-                brought = brought_to(store, one.epoch, one.rank)
-                if brought is not None:
-                    evict(store, one.rank, msgspec.msgpack.decode(brought, type=Report).pid)
-                self._waited_for_s[one] = 0.0
+    def _gives_a_sign(self, store: Store, one: Absent) -> bool:
+        heartbeats = store.add(heartbeat_key(one.epoch, one.rank), 0)
+        before, self._heard[one] = self._heard.get(one, -1), heartbeats
+        return heartbeats != before
+
+    def _evict(self, store: Store, one: Absent) -> None:
+        """The process that was seen in that epoch, if its launcher still has it."""
+        brought = brought_to(store, one.epoch, one.rank)
+        if brought is not None:
+            evict(store, one.rank, msgspec.msgpack.decode(brought, type=Report).pid)

@@ -55,4 +55,9 @@ def has_moved(store: Store, gate: str, deadline: float) -> bool:
 def behind(store: Store, gate: str) -> bytes | None:
     """What is behind a gate that has moved; None if it is shut, or its epoch is forgotten."""
     found = peek(store, gate)
-    return found[len(_OPEN) :] if found is not None and found.startswith(_OPEN) else None
+    return found[len(_OPEN) :] if found is not None and is_open(found) else None
+
+
+def is_open(found: bytes) -> bool:
+    """True if that is the value of a gate that all may pass."""
+    return found.startswith(_OPEN)

@@ -23,7 +23,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn
@@ -45,7 +45,7 @@ from moevement_ext.membership.rendezvous import (
     is_broken,
 )
 from moevement_ext.membership.replacing import replace_this_process
-from moevement_ext.membership.report import NOWHERE, Report
+from moevement_ext.membership.report import NOWHERE, Report, decode_all, encode
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.membership.watch import HEARTBEAT_SECONDS, EpochWatch
@@ -123,9 +123,9 @@ class Membership:
     def _meet_first(self) -> Meeting:
         """Meet, again if all are new but some were set up to join others, and end now."""
         while True:
-            with self._looking_for_others(NOWHERE, ()):
-                meeting = self._rendezvous.meet(lambda: _encode(self._brought), self._timeout)
-            reports = _decode(meeting)
+            with self._looking_for_others():
+                meeting = self._rendezvous.meet(lambda: encode(self._brought), self._timeout)
+            reports = decode_all(meeting.reports)
             survived = any(report.survivor for report in reports)
             if survived or not any(report.midway for report in reports):
                 return meeting
@@ -234,19 +234,17 @@ class Membership:
             FencedOut: this process has been replaced.
             SparseCheckpointError: somebody did not come in time.
         """
-        before, pids = self._meeting.epoch, [report.pid for report in self.reports]
-        with self._looking_for_others(before, pids):
+        before = self._meeting.epoch
+        with self._looking_for_others():
             self._arrive(
-                self._rendezvous.meet(lambda: _encode(report()), self._timeout, after=before)
+                self._rendezvous.meet(lambda: encode(report()), self._timeout, after=before)
             )
         return self.reports
 
     @contextmanager
-    def _looking_for_others(self, before: int, pids: Sequence[int]) -> Iterator[None]:
+    def _looking_for_others(self) -> Iterator[None]:
         absentees = Absentees(
             self._loss.connect,
-            before,
-            pids,
             self._rendezvous.world_size,
             self._hang_timeout_s,
             lambda: self._rendezvous.looks_for_others,
@@ -323,7 +321,7 @@ class Membership:
 
     def _arrive(self, meeting: Meeting) -> None:
         self._meeting = meeting
-        self.reports = _decode(meeting)
+        self.reports = decode_all(meeting.reports)
         self._unblocked_at = None
         # Signs of life from now on: the set-up of a new process may take long.
         self._watch = EpochWatch(
@@ -359,7 +357,7 @@ class Membership:
             logger.warning('sparse checkpointing: joining again: %s', self._watch.reason)
             try:
                 self._rendezvous.store = self._store.clone()
-                midway = _encode(msgspec.structs.replace(self._brought, midway=True))
+                midway = encode(msgspec.structs.replace(self._brought, midway=True))
                 self._arrive(self._rendezvous.meet(lambda: midway, self._timeout, after=before))
             except SparseCheckpointError as error:  # raised by `settle`
                 self._lost = error
@@ -441,11 +439,3 @@ class Membership:
 
     def _replace(self, store: Store, what: str, thread: TrainingThread) -> NoReturn:
         replace_this_process(store, self._meeting.epoch, self._rendezvous.rank, what, thread)
-
-
-def _encode(report: Report) -> bytes:
-    return msgspec.msgpack.encode(report)
-
-
-def _decode(meeting: Meeting) -> list[Report]:
-    return [msgspec.msgpack.decode(item, type=Report) for item in meeting.reports]

@@ -36,7 +36,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership import brought
-from moevement_ext.membership.gates import behind, has_moved, open_gate, shut_gate
+from moevement_ext.membership.gates import behind, has_moved, is_open, open_gate, shut_gate
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.store.peek import peek
 
@@ -169,19 +169,33 @@ def is_over(store: Store, epoch: int) -> bool:
     return present_epoch(store) > epoch
 
 
-def absent(store: Store, world_size: int) -> list[int]:
-    """Ranks that have not joined the present epoch."""
-    return _absent_in(store, present_epoch(store), world_size)
-
-
-class Holding(NamedTuple):
-    """A rank that holds up a meeting, though it has joined."""
+class Absent(NamedTuple):
+    """A rank that others wait for, and the last epoch in which its process was seen."""
 
     epoch: int
     rank: int
 
 
-def holding_up(store: Store, world_size: int) -> list[Holding]:
+def absent(store: Store, world_size: int) -> list[Absent]:
+    """Ranks that have not joined the present epoch; none before all have met for the first time."""
+    epoch = present_epoch(store)
+    missing = _absent_in(store, epoch, world_size)
+    last_met = _last_met_before(store, epoch) if missing else None
+    return [] if last_met is None else [Absent(last_met, rank) for rank in missing]
+
+
+def _last_met_before(store: Store, epoch: int) -> int | None:
+    while epoch > 0:
+        epoch -= 1
+        gate = peek(store, _met(epoch))  # nobody waits there any more
+        if gate is None:
+            return None
+        if is_open(gate):
+            return epoch
+    return None
+
+
+def holding_up(store: Store, world_size: int) -> list[Absent]:
     """Ranks that do not answer in the present epoch, which all have joined.
 
     They may have stopped since they joined. If all have answered, it is the one that packs.
@@ -192,7 +206,7 @@ def holding_up(store: Store, world_size: int) -> list[Holding]:
     silent = _not_in(store, _answered(epoch), world_size)
     packs = peek(store, _gathers(epoch))
     found = silent or ([int(packs)] if packs is not None else [])
-    return [Holding(epoch, rank) for rank in found]
+    return [Absent(epoch, rank) for rank in found]
 
 
 def brought_to(store: Store, epoch: int, rank: int) -> bytes | None:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank tells the others when they meet after a failure."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
 from moevement_ext.memory.ledger import LedgerEntry
@@ -37,3 +40,27 @@ class Report(msgspec.Struct, frozen=True):
     """Further state that a replacement takes over, opaque here."""
     midway: bool = False
     """A new process that is setting up to join a running job, and can do nothing else any more."""
+
+
+def encode(report: Report) -> bytes:
+    """As it goes to the others."""
+    return msgspec.msgpack.encode(report)
+
+
+def decode_all(items: Sequence[bytes]) -> list[Report]:
+    """What all ranks report; values that many report alike are decoded once, and one object.
+
+    The ranks of a node report the same windows: in a large job a million of them, in all.
+    """
+    kinds = {field.name: field.type for field in msgspec.structs.fields(Report)}
+    known: dict[tuple[str, bytes], Any] = {}
+
+    def value(name: str, encoded: bytes) -> Any:
+        if (name, encoded) not in known:
+            known[name, encoded] = msgspec.msgpack.decode(encoded, type=kinds[name])
+        return known[name, encoded]
+
+    return [
+        Report(**{name: value(name, bytes(raw)) for name, raw in fields.items()})
+        for fields in (msgspec.msgpack.decode(item, type=dict[str, msgspec.Raw]) for item in items)
+    ]

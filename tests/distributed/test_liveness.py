@@ -15,6 +15,7 @@ from moevement_ext.events import (
     NextTier,
     Recovered,
     RecoveryPhase,
+    WindowPersisted,
     WorkerStarted,
 )
 from tests.distributed.conftest import differences, read_digest
@@ -24,6 +25,7 @@ from tests.distributed.harness.local_cluster import launch
 UNTIED = '--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights'
 BASE = f'{UNTIED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --train-iters 12'
 PP4 = f'{UNTIED} --pipeline-model-parallel-size 4 --train-iters 12'
+PP2 = f'{UNTIED} --pipeline-model-parallel-size 2 --train-iters 12'
 LATE_SECONDS = 15.0
 """On a loaded machine; who waits for a dead peer comes after 30 or 60."""
 
@@ -159,6 +161,24 @@ def test_survivor_that_is_stopped_while_it_waits_for_a_new_worker_is_replaced(
     mutation = 'mutations.liveness:new_worker_comes_late'
     assert job.survive(fail_at='1:9:forward', strike=strike, mutation=mutation) == {1: 1, 3: 1}
     check(job, reference(*flags))
+
+
+def test_the_only_survivor_is_stopped_before_it_comes_to_the_meeting(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """Nobody but the new worker can notice."""
+    flags = PP2.split()
+    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4', ranks=2)
+    stopped: list[int] = []
+
+    def strike(workers: list, start: Callable) -> None:
+        if not stopped and job.events_of(WindowPersisted, rank=1):
+            stopped.append(workers[1].pid)
+            os.kill(workers[0].pid, signal.SIGSTOP)
+            os.kill(workers[1].pid, signal.SIGKILL)
+
+    job.survive(strike=strike)
+    assert differences(reference(*flags, ranks=2), read_digest(job)) == []
 
 
 def test_what_all_bring_to_a_meeting_is_shared_by_the_ranks_of_a_node(

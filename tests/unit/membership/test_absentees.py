@@ -7,14 +7,21 @@ from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.membership import absentees, brought
 from moevement_ext.membership.absentees import Absentees
-from moevement_ext.membership.rendezvous import Rendezvous, break_epoch, holding_up, present_epoch
-from moevement_ext.membership.report import Report
+from moevement_ext.membership.gates import open_gate
+from moevement_ext.membership.rendezvous import (
+    Absent,
+    Rendezvous,
+    absent,
+    break_epoch,
+    holding_up,
+    present_epoch,
+)
+from moevement_ext.membership.report import Report, encode
 
 HANG_S = 1.0
 TIMEOUT = timedelta(seconds=60)
@@ -22,9 +29,17 @@ TIMEOUT = timedelta(seconds=60)
 
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
+    """Four ranks have met; the process of rank n was 100 + n."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    for rank in range(4):
+        assert Rendezvous(store, rank, 4)._join(0, report_of(100 + rank), False)
+    open_gate(store, 'met/0')
     break_epoch(store, present_epoch(store), 'rank 3 died')
     yield store
+
+
+def report_of(pid: int) -> bytes:
+    return encode(Report(survivor=False, node='a', pid=pid, windows=[]))
 
 
 def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
@@ -33,7 +48,7 @@ def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
     """Rank 0 has come, rank 1 is late, ranks 2 and 3 are not heard of."""
     monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
     assert Rendezvous(store, 0, 4)._join(1, b'', False)
-    found = Absentees(store.clone, 0, [100, 101, 102, 103], 4, HANG_S, lambda: True)
+    found = Absentees(store.clone, 4, HANG_S, lambda: True)
     began = time.monotonic()
     while not store.check(['evict/2', 'evict/3']):
         assert time.monotonic() - began < TIMEOUT.total_seconds()
@@ -61,7 +76,7 @@ def test_who_does_not_look_does_not_connect(
         connected.set()
         return store.clone()
 
-    found = Absentees(connect, 0, [100], 1, HANG_S, is_ours)
+    found = Absentees(connect, 1, HANG_S, is_ours)
     for _ in range(5):
         assert asked.acquire(timeout=TIMEOUT.total_seconds())
     assert not connected.is_set()
@@ -88,7 +103,7 @@ def test_who_stood_still_does_not_count_that_time(
 
     assert Rendezvous(store, 0, 2)._join(1, b'', False)
     slow = Slow('127.0.0.1', store.port, is_master=False, timeout=TIMEOUT)
-    found = Absentees(lambda: slow, 0, [100, 101], 2, 4.0, lambda: True)
+    found = Absentees(lambda: slow, 2, 4.0, lambda: True)
     assert stood_still.wait(TIMEOUT.total_seconds())
     time.sleep(0.5)  # it is looked for again before rank 1 has had its turn
     for _ in range(10):
@@ -102,8 +117,7 @@ def joined(store: TCPStore, ranks: Collection[int]) -> list[Rendezvous]:
     """Ranks of the present epoch; the process of rank n is 200 + n."""
     made = [Rendezvous(store.clone(), rank, len(ranks)) for rank in ranks]
     for one in made:
-        report = Report(survivor=False, node='a', pid=200 + one.rank, windows=[])
-        assert one._join(1, msgspec.msgpack.encode(report), False)
+        assert one._join(1, report_of(200 + one.rank), False)
     return made
 
 
@@ -133,7 +147,7 @@ def test_who_has_joined_and_does_not_answer_is_evicted(
     waiting = answer([first, second])
     wait_for(store, 2)
     began = time.monotonic()
-    found = Absentees(store.clone, 0, [100, 101, 102], 3, HANG_S, lambda: True)
+    found = Absentees(store.clone, 3, HANG_S, lambda: True)
     assert store.get('evict/2') == b'202'
     assert time.monotonic() - began > HANG_S
     assert not store.check(['evict/0']) and not store.check(['evict/1'])
@@ -160,7 +174,7 @@ def test_who_stops_when_it_packs_what_all_have_brought_is_evicted(
     first, second, third = joined(store, range(3))
     waiting = answer([first, second])
     wait_for(store, 2)
-    found = Absentees(store.clone, 0, [100, 101, 102], 3, HANG_S, lambda: True)
+    found = Absentees(store.clone, 3, HANG_S, lambda: True)
     waiting += answer([third])
     assert stopped.wait(TIMEOUT.total_seconds())
     store.wait(['evictions'], TIMEOUT)
@@ -177,3 +191,24 @@ def test_who_has_gone_is_not_looked_for_when_the_epoch_is_over(store: TCPStore) 
     assert [one.rank for one in holding_up(store, 3)] == [0, 1, 2]
     break_epoch(store, 1, 'rank 1 died')
     assert holding_up(store, 3) == []
+
+
+def test_absent_ranks_are_those_of_the_last_meeting(store: TCPStore) -> None:
+    """Epochs that were broken before all had met are passed over."""
+    assert absent(store, 4) == [Absent(0, rank) for rank in range(4)]
+    joined(store, range(4))
+    assert absent(store, 4) == []
+    for epoch in (1, 2):
+        break_epoch(store, epoch, 'rank 1 died')
+    assert absent(store, 4) == [Absent(0, rank) for rank in range(4)]
+    open_gate(store, 'met/3')
+    break_epoch(store, 3, 'rank 1 died')
+    assert absent(store, 4) == [Absent(3, rank) for rank in range(4)]
+
+
+def test_before_the_first_meeting_nobody_is_absent() -> None:
+    """Programs take long to import."""
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    assert absent(store, 4) == []
+    break_epoch(store, 0, 'rank 1 died')
+    assert absent(store, 4) == []

@@ -149,7 +149,7 @@ def test_an_epoch_whose_breaker_died_half_way_is_left_by_survivors_at_once(
 ) -> None:
     """While they meet: nobody watches that epoch yet, and its gates are not shut."""
     rank = job.ranks[1]
-    looking = Absentees(job.connect, 0, [1] * WORLD, WORLD, 600.0, lambda: rank.looks_for_others)
+    looking = Absentees(job.connect, WORLD, 600.0, lambda: rank.looks_for_others)
     break_epoch(job.store, present_epoch(job.store), 'rank 0 died')
     waiting = threads.submit(rank.meet, lambda: b'', TIMEOUT, 0)
     job.store.wait(['join/1/1'], TIMEOUT)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moevement_ext.membership.membership import _encode
+from moevement_ext.membership.report import encode
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.plan.replanning import PlanParameters
@@ -45,4 +45,4 @@ def test_a_report_is_no_longer_for_more_experts(experts: int) -> None:
     (handover,) = handovers([report])
     assert (handover.plan.version, handover.plan.origin) == (VERSION, ORIGIN)
     assert len(report.details) < 100
-    assert len(_encode(report)) < 500
+    assert len(encode(report)) < 500

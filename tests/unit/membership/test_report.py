@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all ranks report is decoded as each has said it, and what they have in common once."""
+
+import msgspec
+
+from moevement_ext.membership.report import Report, decode_all, encode
+from tools.bench.control_plane_members import RANKS_PER_NODE, Layout, newcomer
+
+WORLD = 4 * RANKS_PER_NODE
+
+
+def test_what_ranks_of_a_node_report_alike_is_one_object() -> None:
+    layout = Layout(WORLD)
+    reports = [layout.report(rank, 0, 41) for rank in range(WORLD - 1)] + [newcomer(WORLD - 1)]
+    found = decode_all([encode(report) for report in reports])
+    assert found == reports
+    assert [msgspec.msgpack.decode(encode(report), type=Report) for report in reports] == found
+    of_first_node = found[:RANKS_PER_NODE]
+    assert all(report.windows is found[0].windows for report in of_first_node)
+    assert found[0].windows != found[RANKS_PER_NODE].windows
