@@ -51,11 +51,18 @@ def test_data_that_is_not_moved_back_shows(own_loop: Callable[[], Cluster], expe
     assert differences(expected, read_digest(job)) != []
 
 
-@pytest.mark.parametrize('masters', ['fp8', pytest.param('fp16', marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    'narrow',
+    [
+        'precision:own_loop_with_fp8_masters',
+        pytest.param('precision:own_loop_with_fp16_masters', marks=pytest.mark.thorough),
+        pytest.param('masters:own_loop', marks=pytest.mark.thorough),
+    ],
+)
 def test_narrow_state_of_an_own_loop_comes_back(
-    masters: str, own_loop: Callable[[], Cluster], expected: dict
+    narrow: str, own_loop: Callable[[], Cluster], expected: dict
 ) -> None:
-    narrow = f'mutations.precision:own_loop_with_{masters}_masters'
+    narrow = f'mutations.{narrow}'
     plain, local, whole = own_loop(), own_loop(), own_loop()
     assert plain.survive(mutation=narrow) == {}
     exact = read_digest(plain)
