@@ -43,7 +43,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def encode(report: Report) -> bytes:
-    """As it goes to the others."""
+    """The bytes that go to the others."""
     return msgspec.msgpack.encode(report)
 
 
