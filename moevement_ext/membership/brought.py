@@ -47,6 +47,11 @@ def gather(store: Store, places: Sequence[str], prefix_bytes: int) -> list[bytes
     return [unpacked(bytes(value)[prefix_bytes:]) for value in found]
 
 
+def packed_together(items: Sequence[bytes]) -> bytes:
+    """What all have brought."""
+    return zlib.compress(zlib.compress(msgspec.msgpack.encode(items)))
+
+
 def hand_out(store: Store, key: str, items: Sequence[bytes]) -> bytes:
     """Leave everything for all ranks; what is to be behind the gate is returned.
 
@@ -57,7 +62,7 @@ def hand_out(store: Store, key: str, items: Sequence[bytes]) -> bytes:
         key: under which the parts are.
         items: what the ranks brought, by rank.
     """
-    whole = zlib.compress(zlib.compress(msgspec.msgpack.encode(items)))
+    whole = packed_together(items)
     if len(whole) <= _LITTLE_BYTES:
         return (0).to_bytes(_COUNT_BYTES) + whole
     chunks = [whole[at : at + _CHUNK_BYTES] for at in range(0, len(whole), _CHUNK_BYTES)]

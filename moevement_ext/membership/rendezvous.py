@@ -11,12 +11,12 @@ a report of what it still has, and a rank that does not join is gone.
 Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/<e>/<rank>` (life,
 report), `here/<e>` (ranks that have joined, in one value), `joined/<e>` and `alive/<e>` (counts),
 `full/<e>` and `met/<e>` (gates: all have come; all have answered, behind which is what all have
-brought, packed), `answered/<e>` (ranks that have, in one value), `gathers/<e>` (who packs),
-`reports/<e>/<part>` (what is packed, if it is much), `beat/<e>/<rank>` (signs of life),
-`progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the ranks of an epoch tell
-each other; gates of barriers). Rank 0 deletes those of an epoch when all have met for the second
-time since, beside training; and what ranks that started together in epoch e have left for those
-that join them (`job/<life of the store>/<e>/...`), once the job has started again.
+brought, packed, or the digest of that), `answered/<e>` (ranks that have, in one value),
+`gathers/<e>` (who packs), `reports/<e>/<part>` (what is packed, if it is much), `beat/<e>/<rank>`
+(signs of life), `progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the ranks
+of an epoch tell each other; gates of barriers). Rank 0 deletes those of an epoch when all have met
+for the second time since, beside training; and what ranks that started together in epoch e have
+left for those that join them (`job/<life of the store>/<e>/...`), once the job has started again.
 
 To end an epoch is to say why, to shut its gates, and to raise the number, in this order: who comes
 upon a number that was raised has nothing to do, and who waits at a gate need not ask.

@@ -6,7 +6,12 @@ from collections.abc import Callable
 import pytest
 
 from moevement_ext.events import NextTier, Recovered
-from tests.distributed.conftest import differences, digest_of_undisturbed, read_digest
+from tests.distributed.conftest import (
+    differences,
+    digest_of_undisturbed,
+    read_digest,
+    with_quick,
+)
 from tests.distributed.harness.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(300)
@@ -51,22 +56,15 @@ def test_data_that_is_not_moved_back_shows(own_loop: Callable[[], Cluster], expe
     assert differences(expected, read_digest(job)) != []
 
 
-@pytest.mark.parametrize(
-    'narrow',
-    [
-        'precision:own_loop_with_fp8_masters',
-        pytest.param('precision:own_loop_with_fp16_masters', marks=pytest.mark.thorough),
-        pytest.param('masters:own_loop', marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.parametrize('formats', with_quick(('c1', 'c2', 'c3', 'c4', 'c5'), 'c5'))
 def test_narrow_state_of_an_own_loop_comes_back(
-    narrow: str, own_loop: Callable[[], Cluster], expected: dict
+    formats: str, own_loop: Callable[[], Cluster], expected: dict
 ) -> None:
-    narrow = f'mutations.{narrow}'
+    narrow = f'mutations.own_loop:{formats}'
     plain, local, whole = own_loop(), own_loop(), own_loop()
     assert plain.survive(mutation=narrow) == {}
     exact = read_digest(plain)
-    assert exact['digest'] != expected['digest'], 'masters are narrow indeed'
+    assert exact['digest'] != expected['digest'], 'formats are narrow indeed'
     assert local.survive(fail_at='1:11:p2p', mutation=narrow) == {1: 1}
     assert differences(exact, read_digest(local)) == []
     assert whole.run(fail_at='1:11:norm', mutation=narrow)[1] == -9
@@ -78,8 +76,8 @@ def test_narrow_state_of_an_own_loop_comes_back(
 @pytest.mark.thorough
 def test_scales_of_an_own_loop_that_are_not_restored_show(own_loop: Callable[[], Cluster]) -> None:
     plain, broken = own_loop(), own_loop()
-    assert plain.survive(mutation='mutations.precision:own_loop_with_fp8_masters') == {}
-    broken.survive(fail_at='1:11:p2p', mutation='mutations.precision:own_loop_without_scales')
+    assert plain.survive(mutation='mutations.own_loop:c5') == {}
+    broken.survive(fail_at='1:11:p2p', mutation='mutations.own_loop:scales_not_restored')
     assert differences(read_digest(plain), read_digest(broken)) != []
 
 

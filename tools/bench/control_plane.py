@@ -31,7 +31,13 @@ from rich.table import Table
 from torch.distributed import TCPStore
 
 from moevement_ext.membership.rendezvous import announce_failure, break_epoch, present_epoch
-from tools.bench.control_plane_members import HANG_TIMEOUT_S, RANKS_PER_NODE, Ranks, Traffic
+from tools.bench.control_plane_members import (
+    HANG_TIMEOUT_S,
+    RANKS_PER_NODE,
+    Ranks,
+    Traffic,
+    packed_bytes,
+)
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread
@@ -43,7 +49,6 @@ _FITTED = (
     'requests_at_rest',
     'store_cpu_at_rest',
     'requests',
-    'mib',
     'verdict_s',
     'store_cpu_s',
 )
@@ -106,6 +111,8 @@ class ControlPlaneReport(msgspec.Struct, frozen=True):
     sizes: list[Size]
     fits: dict[str, Fit]
     """By figure; empty for a single number of ranks."""
+    reports_mib: dict[str, float]
+    """By number of ranks: what of a failure are reports that nodes read, one of each; computed."""
 
 
 def _serve(pipe: Connection) -> None:
@@ -280,7 +287,17 @@ def run(bench: Bench, console: Console) -> ControlPlaneReport:
         console.print(f'{world_size} ranks: done', highlight=False)
     fits = {figure: fit(sizes, figure) for figure in _FITTED} if len(sizes) > 1 else {}
     hardware = Hardware.here(gpu=False)
-    return ControlPlaneReport(hardware, bench, RANKS_PER_NODE, HANG_TIMEOUT_S, sizes, fits)
+    return ControlPlaneReport(
+        hardware, bench, RANKS_PER_NODE, HANG_TIMEOUT_S, sizes, fits, reports_mib()
+    )
+
+
+def reports_mib() -> dict[str, float]:
+    """What grows with the square of the number of ranks, and no power law shows at first."""
+    return {
+        str(number): number // RANKS_PER_NODE * packed_bytes(number) / _MIB
+        for number in _EXTRAPOLATED
+    }
 
 
 def print_report(report: ControlPlaneReport, console: Console) -> None:
@@ -301,6 +318,8 @@ def print_report(report: ControlPlaneReport, console: Console) -> None:
             cells += [f'{value:.3g}' for value in found.extrapolated.values()]
         table.add_row(field.replace('_', ' '), *cells)
     console.print(table)
+    reports = ', '.join(f'{mib:.0f} MiB at {n} ranks' for n, mib in report.reports_mib.items())
+    console.print(f'Reports that nodes read in a failure: {reports}.', highlight=False)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -18,10 +18,11 @@ from typing import Any, cast
 import msgspec
 from torch.distributed import Store, TCPStore
 
+from moevement_ext.membership.brought import packed_together
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rendezvous import Rendezvous
-from moevement_ext.membership.report import Report
+from moevement_ext.membership.report import Report, encode
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
 from moevement_ext.recover.verdict import Localized, decide_recovery
@@ -238,6 +239,12 @@ class Layout:
             ledger=ledger,
             details=b'plan and trainer' * 8,
         )
+
+
+def packed_bytes(world_size: int) -> int:
+    """Bytes of what all ranks of a job have brought to a meeting, as they are read there."""
+    layout = Layout(world_size)
+    return len(packed_together([encode(layout.report(rank, 0, 41)) for rank in range(world_size)]))
 
 
 def newcomer(rank: int) -> Report:

@@ -195,10 +195,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.iterations < 20:
         parser.error(f'--iterations {args.iterations}: must be at least 20')
-    try:
-        precisions.program(args.stand_ins)
-    except ValueError as error:
-        parser.error(str(error))
+    precisions.check_stand_ins(parser, args)
     return args
 
 

@@ -220,10 +220,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f'--iterations {args.iterations}: must be at least --warm-up + --window, and + 3'
         )
-    try:
-        precisions.program(args.stand_ins)
-    except ValueError as error:
-        parser.error(str(error))
+    precisions.check_stand_ins(parser, args)
     return args
 
 

@@ -41,6 +41,14 @@ def add_stand_ins(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_stand_ins(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit with a message if what is to be measured cannot run here."""
+    try:
+        program(args.stand_ins)
+    except ValueError as error:
+        parser.error(str(error))
+
+
 def program(stand_ins: bool) -> str:
     """What runs such a configuration.
 

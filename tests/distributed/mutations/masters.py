@@ -6,10 +6,6 @@ Also with a step of recovery left out that only these need.
 
 from typing import Any
 
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer import TransformerConfig
-
 from megatron.moevement.state import slices
 from tests.distributed.mutations import fp8, precision
 
@@ -18,26 +14,6 @@ def masters() -> None:
     """Layers that compute in fp8, and an optimizer that keeps state of 16 and 8 bits."""
     precision.precision_aware()
     fp8.fp8()
-
-
-def own_loop() -> None:
-    """As if a user had written weights, masters and moments in fp8 into the example."""
-    precision.own_loop_with_fp8_masters()
-    fp8.fp8()
-    _preset(OptimizerConfig, fp8_recipe='delayed')
-    _preset(TransformerConfig, fp8='hybrid', fp8_recipe='delayed', fp8_param=True)
-    _preset(DistributedDataParallelConfig, fp8_param_gather=True)
-
-
-def _preset(kind: type, **settings: Any) -> None:
-    check = kind.__post_init__
-
-    def preset(self: Any) -> None:
-        for name, value in settings.items():
-            setattr(self, name, value)
-        check(self)
-
-    kind.__post_init__ = preset
 
 
 def scales_not_restored() -> None:

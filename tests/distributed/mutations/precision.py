@@ -40,37 +40,6 @@ def precision_aware() -> None:
     optimizer_config.OptimizerConfig.__post_init__ = checked
 
 
-def own_loop_with_fp16_masters() -> None:
-    """The example's optimizer keeps masters of 16 bits, and moments of 8 and 16 bits."""
-    _own_loop(torch.float16)
-
-
-def own_loop_with_fp8_masters() -> None:
-    """The same with masters of 8 bits."""
-    _own_loop(torch.uint8)
-
-
-def own_loop_without_scales() -> None:
-    """The same, read with the scales of a fresh process."""
-    own_loop_with_fp8_masters()
-    slices.SlotLoader.restore_scale = lambda *args: None
-
-
-def _own_loop(masters: torch.dtype) -> None:
-    """As if a user had written so into the configuration of the optimizer."""
-    precision_aware()
-    check = optimizer_config.OptimizerConfig.__post_init__
-
-    def narrowed(self: Any) -> None:
-        self.use_precision_aware_optimizer = True
-        self.main_grads_dtype = torch.bfloat16
-        self.main_params_dtype = masters
-        self.exp_avg_dtype, self.exp_avg_sq_dtype = torch.uint8, torch.float16
-        check(self)
-
-    optimizer_config.OptimizerConfig.__post_init__ = narrowed
-
-
 def scales_not_restored() -> None:
     """States of 16 or 8 bits are read with the scales of a fresh process."""
     precision_aware()

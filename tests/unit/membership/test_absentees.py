@@ -148,6 +148,7 @@ def test_who_has_joined_and_does_not_answer_is_evicted(
     wait_for(store, 2)
     began = time.monotonic()
     found = Absentees(store.clone, 3, HANG_S, lambda: True)
+    store.wait(['evict/2'], TIMEOUT)
     assert store.get('evict/2') == b'202'
     assert time.monotonic() - began > HANG_S
     assert not store.check(['evict/0']) and not store.check(['evict/1'])

@@ -2,6 +2,9 @@
 """The resolver of the C library is told, unless a user has told it something."""
 
 import ctypes
+import importlib
+import os
+from contextlib import suppress
 
 import pytest
 
@@ -21,3 +24,22 @@ def test_options_of_a_user_stay(
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     assert getenv(b'RES_OPTIONS') == expected.encode()
+
+
+@pytest.mark.parametrize(
+    'program',
+    [
+        'moevement_ext.local_cluster.command_line',
+        'moevement_ext.slurm.command_line',
+        'moevement_ext.store.__main__',
+        'moevement_ext.store.torchrun',
+    ],
+)
+def test_launchers_are_told_too_before_they_make_a_connection(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('RES_OPTIONS', '')
+    monkeypatch.delenv('RES_OPTIONS')
+    with suppress(SystemExit):  # torch's agent ends otherwise
+        importlib.import_module(program).main(['--help'])
+    assert os.environ['RES_OPTIONS'] == 'timeout:1 attempts:5'
