@@ -41,7 +41,8 @@ class SparseCheckpointConfig:
     run_id: str | None = None
     """Names the run; a job launched again with the same id finds its windows."""
     host_memory_gb: float | None = None
-    """GiB of host memory per node for windows and replicas; None: what the tmpfs has free."""
+    """GiB of host memory per node for windows and replicas; None: what the
+    tmpfs and the limit of the container leave."""
     interface: str | None = None
     """Network interface on which ranks reach each other's host memory; None: chosen."""
     topology: str | None = None

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Lint, types and tests. Arguments go to pytest: scripts/test.sh -k planner
+#
+# Without any, or with --thorough alone, tests/unit runs beside those that train: it waits for
+# a good part of its time, and they have precedence. What it printed comes last.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,7 +19,7 @@ export TORCHDYNAMO_DISABLE=1
 run() {
     printf '\n[test] %s\n' "$*"
     local start=$SECONDS
-    "$@"
+    "$@" || return
     printf '[test] passed in %s s\n' "$((SECONDS - start))"
 }
 
@@ -30,4 +33,19 @@ run "$python" -m black --check "${sources[@]}"
 run "$python" -m isort --check-only "${sources[@]}"
 run "$python" -m ruff check "${sources[@]}"
 run "$python" -m mypy moevement_ext megatron/moevement tools examples
-run "$python" -m pytest tests --durations=15 "$@"
+
+pytest=("$python" -m pytest --durations=15 "$@")
+if [[ $# -gt 0 && $* != --thorough ]]; then
+    run "${pytest[@]}" tests
+    exit
+fi
+printed=$(mktemp)
+nice "${pytest[@]}" -p no:cacheprovider tests/unit >"$printed" 2>&1 &
+units=$!
+trap 'kill "$units" 2>/dev/null || true; rm -f "$printed"' EXIT
+status=0
+run "${pytest[@]}" tests --ignore=tests/unit || status=$?
+wait "$units" || status=$?
+printf '\n[test] tests/unit\n'
+cat "$printed"
+exit "$status"

@@ -14,6 +14,7 @@ Exit status: 0 done, 2 the input cannot be.
 """
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from moevement_ext.simulate import lazarus as expert_placement
 from moevement_ext.simulate.survival import Placed, survival_report
 
 SPREADS = 20
+_MOST_SKEW = 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +67,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     experts.add_argument('--experts', type=_positive, required=True)
     experts.add_argument('--least', type=_positive, default=2, help='replicas of each expert')
     experts.add_argument(
-        '--skew', type=float, default=1.0, help='tokens of the i-th expert go with i to this power'
+        '--skew', type=_power, default=1.0, help='tokens of the i-th expert go with i to this power'
     )
     return parser.parse_args(argv)
 
@@ -161,6 +163,17 @@ def print_experts(found: dict[str, Any], console: Console) -> None:
     for lost, (overlap, spread) in enumerate(pairs, start=1):
         table.add_row(str(lost), f'{overlap:.3f}', f'{spread:.3f}')
     console.print(table)
+
+
+def _power(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not abs(value) <= _MOST_SKEW:
+        rule = f'give a number from -{_MOST_SKEW} to {_MOST_SKEW}'
+        raise argparse.ArgumentTypeError(f'{text}: {rule}')
+    return value
 
 
 def _positive(text: str) -> int:

@@ -35,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LogError as error:
         print(f'plot_run: {error}', file=sys.stderr)
         return 2
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        print(f'plot_run: --output {args.output}: {reason}', file=sys.stderr)
+        return 2
     print(args.output)
     return 0
 

@@ -17,10 +17,11 @@ first `step` brings the job to the newest committed iteration. `examples/own_loo
 Checked against megatron-core 0.19.2.
 """
 
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -41,10 +42,16 @@ from megatron.moevement.facts import JobFacts
 from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.unsupported import refuse_unsupported
-from megatron.moevement.seams import fp8_masters, torch_adam
+from megatron.moevement.seams import fp8_masters, patches, torch_adam
+from megatron.moevement.seams.micro_batches import MicroBatches
 from megatron.moevement.state.digest import state_digest, write_digest
+from megatron.moevement.state.iteration_state import rng_kept
+from megatron.moevement.state.loop_random import LoopRandom
 from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.job import own_device
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,19 @@ class LoopCounters:
     do_test: int = 0
 
 
+_OPEN_LOADER = 'torch.utils.data:DataLoader.__iter__'
+
+
+def _open_loader(original: Callable[..., Any], *args: Any) -> Any:
+    with rng_kept():
+        return original(*args)
+
+
 class ReplayableData:
     """Iterators that are made anew to go back. Training thread only.
+
+    That leaves no trace in random numbers: neither making an iterator, nor opening a loader (which
+    draws a seed) in the first iteration that reads it, as one does that is behind a generator.
 
     Attributes:
         training: what the loop's `data` returned last.
@@ -92,6 +110,7 @@ class ReplayableData:
     def __init__(self) -> None:
         self.training: Any = None
         self._make: Callable[[int], Any] | None = None
+        self._unread = False
 
     def use(self, make: Callable[[int], Any], consumed_samples: int) -> None:
         """Begin to read, after `consumed_samples`."""
@@ -99,14 +118,25 @@ class ReplayableData:
         self.move_training(consumed_samples)
 
     def move_training(self, consumed_samples: int) -> None:
-        """Go on after `consumed_samples`; making an iterator leaves random numbers alone."""
+        """Go on after `consumed_samples`."""
         assert self._make is not None
-        state = torch.get_rng_state()
-        self.training = self._make(consumed_samples)
-        torch.set_rng_state(state)
+        with rng_kept():
+            self.training = self._make(consumed_samples)
+        self._unread = True
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around an iteration that reads."""
+        with patches.wrapped(_OPEN_LOADER, _open_loader) if self._unread else nullcontext():
+            yield
+        self._unread = False
 
     def move_validation(self, consumed_samples: int) -> None:
         """Validation is the loop's own matter."""
+
+
+class _LoopGoesOn(BaseException):
+    """A loop has caught what cut off a step, and wants the next one; nothing must catch this."""
 
 
 @contextmanager
@@ -119,8 +149,10 @@ def attach(
 ) -> Iterator['Attachment']:
     """Protect a training job; around everything that uses `torch.distributed`. Every rank calls it.
 
-    Waits for all ranks that the launcher has started. Host memory is given back when the context
-    ends well; after an exception it stays, for the job to be launched again.
+    Waits for all ranks that the launcher has started. On GPUs this process takes that of its
+    `LOCAL_RANK`, unless it has chosen another one before. Host memory is given back when the
+    context ends after the last iteration; before it, or after an exception, it stays, for the job
+    to be launched again.
 
     Args:
         sparse: settings; their names are those of the `--sparse-ckpt-*` flags.
@@ -133,6 +165,7 @@ def attach(
         ConfigurationError: a setting breaks a rule or is not supported; names it.
         InstallationError: Megatron-Core is not the one this package was checked against.
     """
+    own_device.take()
     facts = _facts(model, optimizer, plan)
     settings = _settings(model, optimizer, ddp, plan, facts)
     refuse_unsupported(settings)
@@ -142,6 +175,7 @@ def attach(
     operations = OperationCount(lambda: 0.0)
     with protected_job(settings, facts, counters, sparse, data, operations) as session:
         yield Attachment(session, facts, counters, data, plan)
+        session.keeps_windows = counters.iteration < plan.train_iters
 
 
 class Attachment:
@@ -160,7 +194,13 @@ class Attachment:
         self._counters = counters
         self._data = data
         self._plan = plan
+        self._random = LoopRandom()
         self._updates: list[bool] = []
+        self._micro_batches = MicroBatches(facts)
+        self._micro_batches.install()
+        self._built: tuple[list[Any], Any, Any] | None = None
+        self._may_step: bool | None = None
+        self._cut_off: BaseException | None = None
 
     @property
     def iteration(self) -> int:
@@ -230,9 +270,27 @@ class Attachment:
                 cut off; after a failure it may be done twice on some ranks, or not at all.
             data: makes the training iterator of this rank (a list of them, one per model chunk, in
                 an interleaved schedule), which goes on after so many samples of all ranks.
+
+        Raises:
+            ConfigurationError: nothing is set up, or training is over.
+            SystemExit: with 0: `loop` returned without the step that brings the state back.
         """
+        if self._built is None:
+            raise ConfigurationError('job.train was called before job.set_up; call that first.')
+        if self._may_step is not None:
+            raise ConfigurationError(
+                'job.train was called a second time; a job trains once: what is to be done between '
+                'iterations belongs into its loop.'
+            )
         self._data.use(data, self._counters.consumed_train_samples)
-        return self._session.train(loop)
+        self._may_step = True
+        self._random.begin()
+        try:
+            result = self._session.train(partial(self._enter, loop))
+        finally:
+            self._may_step = False
+        self._random.end()
+        return result
 
     def step(self, train_step: Callable[..., Any]) -> Any:
         """The next iteration, which is committed when this returns. Collective.
@@ -246,10 +304,16 @@ class Attachment:
                 once, and the scheduler by `global_batch_size` if that was successful.
 
         Raises:
-            ConfigurationError: optimizer or scheduler were stepped otherwise.
+            ConfigurationError: `train_step` does otherwise; training has not begun, or is over.
         """
         counters = self._counters
-        result = self._session.step(partial(self._step, train_step), counters.iteration)
+        self._check_turn()
+        try:
+            with self._random.step():
+                result = self._session.step(partial(self._step, train_step), counters.iteration)
+        except BaseException as error:
+            self._cut_off = error
+            raise
         counters.iteration = counters.curr_iteration = counters.iteration + 1
         counters.consumed_train_samples += self._plan.global_batch_size
         self._session.report(counters.iteration)
@@ -257,12 +321,44 @@ class Attachment:
 
     def write_digest(self, path: Path) -> None:
         """Write SHA-256 digests of the state, see `tools.compare_digests`. Collective."""
-        write_digest(str(path), self.iteration, state_digest(*self._built, self._counters))
+        assert self._built is not None
+        with self._random.of_training():
+            digest = state_digest(*self._built, self._counters)
+        write_digest(str(path), self.iteration, digest)
+
+    def _enter(self, loop: Callable[[], Any]) -> Any:
+        """Call `loop`; what cut off a step of it comes out, also if `loop` wanted to go on."""
+        self._cut_off = None
+        try:
+            result = loop()
+        except _LoopGoesOn:
+            result = None
+        if self._cut_off is not None:
+            logger.warning('sparse checkpointing: the loop is left: %r in a step', self._cut_off)
+            raise self._cut_off
+        if self.iteration < self._plan.train_iters and self._session.job.recovering:
+            self._session.leave_before_recovery()
+        return result
+
+    def _check_turn(self) -> None:
+        if not self._may_step:
+            raise ConfigurationError(
+                'job.step was called outside of job.train; call it in the loop given to job.train.'
+            )
+        if self._cut_off is not None:
+            raise _LoopGoesOn
+        if self.iteration >= self._plan.train_iters:
+            raise ConfigurationError(
+                f'job.step was called after iteration {self.iteration}, the last one of '
+                'TrainingPlan.train_iters; a loop steps while job.iteration is below that, since '
+                'it is called again after a failure.'
+            )
 
     def _note_updates(self, optimizer: Any) -> None:
         step = optimizer.step
 
         def noted() -> Any:
+            self._micro_batches.check()
             result = step()
             self._updates.append(bool(result[0]))
             return result
@@ -270,10 +366,12 @@ class Attachment:
         optimizer.step = noted
 
     def _step(self, train_step: Callable[..., Any], iteration: int, **schedule: Any) -> Any:
+        assert self._built is not None
         scheduler = self._built[2]
         before = scheduler.num_steps
         self._updates.clear()
-        result = train_step(self._data.training, **schedule)
+        with self._data.reading(), self._micro_batches.iteration(schedule):
+            result = train_step(self._data.training, **schedule)
         if len(self._updates) != 1:
             raise ConfigurationError(
                 f'train_step called optimizer.step() {len(self._updates)} times; with sparse '

@@ -37,7 +37,7 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: UpstreamArgum
         announce(args.rank, 0)
         return
     config, facts = config_from_args(args), facts_of(args)
-    data = UpstreamData(cyclic=facts.dataloader_type == 'cyclic')
+    data = UpstreamData(facts.dataloader_type == 'cyclic', args.full_validation)
     operations = OperationCount(partial(upstream.floating_point_operations, args))
     with protected_job(args, facts, args, config, data, operations) as session:
         UpstreamTrainer(args, session, data).install()

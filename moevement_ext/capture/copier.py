@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies slices to host memory on a thread of its own (and, with CUDA, a stream of its own)."""
 
+import logging
 import queue
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -15,6 +17,8 @@ from moevement_ext.capture.layout import Piece
 from moevement_ext.faults import Phase
 from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.device import bind_thread, side_stream, with_index
+
+logger = logging.getLogger(__name__)
 
 _PIECES_AHEAD = 2
 """One that is copied and one to follow: the link is never idle, nor busy for long ahead."""
@@ -71,19 +75,31 @@ class Copier:
             stable: gives, on the copying thread, what is copied in the background; the sources must
                 not be written before `wait` has returned.
             seal: called on the sealing thread when all copies have arrived.
-            on_error: called on a worker thread, once, if copying or sealing fails.
+            on_error: called on a worker thread, once, if copying or sealing fails; nothing is
+                written to the targets any more.
+
+        Raises:
+            Exception: a volatile copy failed; nothing was begun, and `on_error` is not called.
         """
-        for piece in volatile:
-            copy_all(piece.targets, piece.sources, non_blocking=self._cuda)
-        ready = torch.cuda.current_stream(self._device).record_event() if self._cuda else None
-        self._issued = self._copying.submit(self._copy, ready, stable, seal, on_error)
+        stream = torch.cuda.current_stream(self._device) if self._cuda else None
+        try:
+            for piece in volatile:
+                copy_all(piece.targets, piece.sources, non_blocking=self._cuda)
+            ready = None if stream is None else stream.record_event()
+            self._issued = self._copying.submit(self._copy, ready, stable, seal, on_error)
+        except Exception:
+            _let_arrive(stream)
+            raise
 
     def wait(self) -> float:
-        """Return once the sources may be written (in stream order with CUDA).
+        """Return once the sources may be written; with CUDA by the present stream, if not the host.
+
+        A capture that failed was told to `on_error` before, and raises nothing here.
 
         Returns:
-            Seconds by which training was held up: in this call; with CUDA, by the wait of its
-            stream in earlier ones, as far as the device has passed them.
+            Seconds by which training was held up. For the CPU, in this call. With CUDA, what the
+            stream waited in all calls whose end the device has reached since the last one, which
+            are earlier ones as a rule.
         """
         if self._issued is None:
             return 0.0
@@ -125,10 +141,10 @@ class Copier:
                 arrive = self._copy_on_stream(pieces, ready)
             else:
                 arrive = self._copy_on_thread(pieces)
+            self._sealing.submit(self._seal, arrive, seal, on_error)
         except Exception as error:  # a failed capture must not fail training (invariant I6)
-            on_error(error)
-            return
-        self._sealing.submit(self._seal, arrive, seal, on_error)
+            _let_arrive(self._stream if self._cuda else None)
+            _tell(on_error, error)
 
     def _copy_on_thread(self, pieces: Sequence[Piece]) -> Callable[[], None]:
         began = time.perf_counter()
@@ -206,7 +222,21 @@ class Copier:
             arrive()
             seal()
         except Exception as error:
-            on_error(error)
+            _tell(on_error, error)
+
+
+def _let_arrive(stream: torch.cuda.Stream | None) -> None:
+    """Wait for pieces that were issued: their host memory is used for something else next."""
+    if stream is not None:
+        with suppress(Exception):  # a device that fails copies nothing more
+            stream.synchronize()
+
+
+def _tell(on_error: Callable[[Exception], None], error: Exception) -> None:
+    try:
+        on_error(error)
+    except Exception:
+        logger.exception('a capture failed (%s), and', error)
 
 
 def _timing_event() -> torch.cuda.Event:

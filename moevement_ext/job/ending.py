@@ -14,11 +14,16 @@ from moevement_ext.membership.rendezvous import launcher_store
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
-def finish(job: Job) -> None:
-    """Training is over on this rank: give the host memory back when it is so on all. Collective."""
+def finish(job: Job, remove: bool = True) -> None:
+    """Training is over on this rank: give the host memory back when it is so on all. Collective.
+
+    Args:
+        job: of this rank.
+        remove: windows are deleted; else the job can go on from them when it is launched again.
+    """
     torch.distributed.barrier()  # nobody gives up what another may still need to recover
     announce(job.rank.number, 0)
-    job.close()
+    job.close(remove)
 
 
 def announce(rank: int, code: int) -> None:

@@ -22,6 +22,7 @@ from moevement_ext.devices.watch import DeviceWatch
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
 from moevement_ext.job import own_device
+from moevement_ext.job.exporting import is_export, reads_memory, refuse_without_window
 from moevement_ext.job.localized import Localized
 from moevement_ext.job.unprotected import Unprotected
 from moevement_ext.job.whole_job import Restart, WholeJob
@@ -100,17 +101,21 @@ class Job:
             last_iteration: at which training ends, None if that is not known yet.
 
         Raises:
+            UserError: an export finds no window.
             HostMemoryError: there are windows to recover from, or protection is demanded, but host
                 memory cannot be set up.
         """
         predecessor, find_s = self._find(dense_iteration, last_iteration)
         found = predecessor is not None and bool(predecessor.candidates)
+        if not found:
+            self._refuse_without_window()
         self.trainer = build(not (self.joining or found))
         self.planner = Planner(self.rank, self.trainer.operators, self.trainer.place)
         self._protect(required=self.joining or found)
         if predecessor is not None and found:
             self._restart = self._obtain(predecessor, find_s)
             if self._restart is None:
+                self._refuse_without_window()
                 load_dense()
         self._continue_on_disk(predecessor)
 
@@ -124,6 +129,10 @@ class Job:
         store = NodeStore(Path(self.rank.config.dir), self.rank.run_id, node_name())
         found = whole_job.find(store, self._disk, self.rank, dense_iteration, last_iteration)
         return found, time.perf_counter() - began
+
+    def _refuse_without_window(self) -> None:
+        if not self.joining:
+            refuse_without_window(self.rank.config.disk or self.rank.config.dir, self.rank.run_id)
 
     def _open_disk(self) -> DiskWindows | None:
         """The disk of this rank; one that joins a running job goes on without it if need be."""
@@ -221,6 +230,7 @@ class Job:
         if watchdog.under_torchrun():
             named = self.kept_in if self.rank.number == 0 else None  # one line, not one a rank
             self._watchdog = watchdog.Watchdog(self.rank.config.hang_timeout, named)
+        watchdog.set_up_is_over()
         self._device_watch = own_device.watch(self.rank.events, self._lose_device)
         self._mode = self._start()
         if self._observer is not None and self.protection is not None:
@@ -272,6 +282,7 @@ class Job:
             self.trainer.small_state.set_counters(self._restart.conversion.last.state)
         self.trainer.loop.start()
         iteration = self.trainer.iteration
+        self.protection.memory.ledger.forget_after(iteration)  # what another life committed
         self.protection.start(self.protection.first_plan(iteration), store, self._on_disk)
         if self._restart is not None:
             conversion = self._restart.conversion
@@ -301,6 +312,11 @@ class Job:
         return self._restart is not None
 
     @property
+    def recovering(self) -> bool:
+        """The state is not there before the next step, which brings it back. Training thread."""
+        return self._mode is not None and self._mode.recovering
+
+    @property
     def committed(self) -> int:
         """Iterations committed on this rank."""
         return self.rank.events.iteration
@@ -311,14 +327,20 @@ class Job:
         return None if self.protection is None else self.protection.memory.store.path
 
     def close(self, remove: bool = True) -> None:
-        """The end: stop all threads; with `remove` give the host memory back."""
+        """The end: stop all threads; with `remove` give the host memory back, if it is this run's.
+
+        What an export has read stays.
+        """
+        remove = remove and not reads_memory()
         self.rank.events.emit(Finished(removed=remove))
         if self._device_watch is not None:
             self._device_watch.close()
         if self._observer is not None:
             self._observer.close()
         if self.protection is not None:
-            self.protection.close(remove)
+            self.protection.close(remove, keep_disk=is_export())
+        if self._disk is not None:
+            self._disk.close()
         if self._guard is not None:
             self._guard.close()
         if self.membership is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed import Store
 
 from moevement_ext.config import LOCALIZED, SparseCheckpointConfig, node_name
-from moevement_ext.local_cluster.statements import tell_memory, tell_survivors
+from moevement_ext.local_cluster.statements import tell_joining, tell_memory, tell_survivors
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
@@ -19,6 +19,7 @@ from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.process.forks import isolate_children
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.process.orphans import end_orphans
+from moevement_ext.process.watchdog import watch_set_up
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.store.outside import meet_there
 
@@ -55,6 +56,7 @@ def join(
     ask_again_soon()
     isolate_children()
     end_orphans(directory / run_id)
+    watch_set_up(max(timeout.total_seconds(), config.hang_timeout))
     warn_unless_in_memory(directory)
     meet_there(config, run_id, timeout)
     launcher = launcher_store(timeout)
@@ -62,6 +64,7 @@ def join(
         return None, None
     tell_memory(launcher, directory / run_id)
     if config.recovery == LOCALIZED and not_localized is None:
+        tell_joining(launcher, identity.rank)
         tell_survivors(launcher)
         node = NodeStore(directory, run_id, node_name())
         report = partial(replacement_report, node, identity)

@@ -67,6 +67,11 @@ class Localized(WholeJob):
             return self.iterate(iteration)
         return super().step(iteration)
 
+    @property
+    def recovering(self) -> bool:
+        """The next step has a recovery to carry out first."""
+        return super().recovering or self.recovery.pending()
+
     def updating(self) -> None:
         """The optimizer begins to write."""
         if self.running:

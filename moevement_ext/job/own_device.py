@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU of this process is watched: it ends before a collective hangs on a device that is lost.
+"""The GPU of this process: which one that is, and that it is watched.
+
+A process ends before a collective hangs on a device that is lost.
 
 Its launcher replaces it then. Whether another process can use the device is the launcher's matter;
 that for Slurm watches all devices of its nodes.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -18,6 +21,19 @@ from moevement_ext.devices.xids import Harm
 from moevement_ext.events import DeviceProblem, EventLog
 
 logger = logging.getLogger(__name__)
+
+
+def take() -> None:
+    """Have the process use the GPU that its launcher has given to it, unless it has chosen one.
+
+    That is the one of number `LOCAL_RANK` of those that it sees. Training thread, before anything
+    is on a device.
+    """
+    if not torch.cuda.is_available() or torch.cuda.current_device() != 0:
+        return
+    local_rank = int(os.environ.get('LOCAL_RANK', '0'))
+    if 0 < local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank)
 
 
 def watch(events: EventLog, lose: Callable[[str], None]) -> DeviceWatch | None:

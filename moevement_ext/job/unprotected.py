@@ -14,6 +14,8 @@ class Unprotected:
         trainer: the training loop of this rank.
     """
 
+    recovering = False
+
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 

@@ -92,6 +92,11 @@ class WholeJob:
             self._convert()
         return self.iterate(iteration)
 
+    @property
+    def recovering(self) -> bool:
+        """The next step has a recovery to carry out first."""
+        return self._converting
+
     def failed(self, error: Exception) -> None:
         """The program has failed; the launcher starts all workers again."""
         if self._store_lost is not None and self._store_lost.is_set():  # others may have left
@@ -109,6 +114,7 @@ class WholeJob:
     def stepped(self, skipped: bool) -> None:
         """The optimizer is done; in a conversion nothing is committed by that."""
         if self._running is None:
+            self._record_replayed(skipped)
             return
         iteration = self._running + 1
         state, entry = self.trainer.record(iteration, skipped)
@@ -118,6 +124,15 @@ class WholeJob:
         self.committed(Start(iteration, state))
         if iteration == self._catch_up_to:
             self._recovered()
+
+    def _record_replayed(self, skipped: bool) -> None:
+        """A ledger that was lost with its node's memory has what the next failure asks for."""
+        if self._restart is None or not self._converting:
+            return
+        iteration, ledger = self._restart.conversion.replaying, self.protection.memory.ledger
+        if iteration is not None and ledger.get(iteration) is None:
+            _, entry = self.trainer.record(iteration, skipped)
+            ledger.append(entry)
 
     # For subclasses
 

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process of the job, worker or spare, with all that it starts itself."""
 
+import math
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+TO_DIE_S = 120.0
+"""After SIGKILL: to give back hundreds of GB takes its time; who waits in a driver never dies."""
 _BOUND = Path(__file__).with_name('bound.py')
 
 
@@ -34,11 +39,29 @@ class Child(ABC):
         self.output = output
         self.ended = False
         self.last_lines: list[str] = []
+        self._killed_at: float | None = None
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and what it started; to nobody once it was reaped."""
-        if not self.ended:  # until then the number is its own
-            os.killpg(self.pid, number)
+        if self.ended:
+            return
+        if number == signal.SIGKILL and self._killed_at is None:
+            self._killed_at = time.monotonic()
+        self._send(number)
+
+    @property
+    def to_die_s(self) -> float:
+        """Seconds that are left to it to die; without end unless it was killed."""
+        left = (
+            math.inf if self._killed_at is None else self._killed_at + TO_DIE_S - time.monotonic()
+        )
+        return max(left, 0.0)
+
+    def dies(self) -> bool:
+        """Wait for the death of a process that was killed; False if it does not come."""
+        poll = select.poll()
+        poll.register(self.death, select.POLLIN)
+        return bool(poll.poll(1000.0 * self.to_die_s))
 
     def ended_well(self) -> bool:
         """Wait until it is dead; True if it ended with exit status 0."""
@@ -60,6 +83,9 @@ class Child(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close its pipes."""
+
+    def _send(self, number: int) -> None:
+        os.killpg(self.pid, number)  # the number is its own until it is reaped
 
     @abstractmethod
     def _how_it_ended(self) -> int:

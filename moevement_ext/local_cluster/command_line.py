@@ -62,9 +62,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         supervisor = Supervisor(config)
     except ConfigurationError as error:
         _parser().error(str(error))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, _: supervisor.stop(128 + received))
+    stop_at_signals(supervisor.stop)
     return supervisor.run()
+
+
+def stop_at_signals(stop: Callable[[int], None]) -> None:
+    """Let a launcher end its workers when it is asked to, or its terminal is gone.
+
+    Args:
+        stop: called with the exit status.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # it was started with nohup
+        signal.signal(number, lambda received, _: stop(128 + received))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -76,6 +76,28 @@ class WorkerLostAtExit:
 
 
 @dataclass(frozen=True)
+class WorkerLate:
+    """A worker has not come to join the others, who wait for it; it is killed."""
+
+    rank: int
+    pid: int
+
+    def __str__(self) -> str:
+        return f'rank {self.rank} (pid {self.pid}) has not come to join the others: killed'
+
+
+@dataclass(frozen=True)
+class WorkerUndead:
+    """A worker was killed and does not die; the launcher ends without it."""
+
+    rank: int
+    pid: int
+
+    def __str__(self) -> str:
+        return f'rank {self.rank} (pid {self.pid}) does not die of SIGKILL; it is left behind'
+
+
+@dataclass(frozen=True)
 class AllStartAgain:
     """The others cannot go on without the worker that died: all are killed and started again."""
 
@@ -94,6 +116,29 @@ class WorkerEvicted:
 
     def __str__(self) -> str:
         return f'rank {self.rank} (pid {self.pid}) was found hung by the others: killed'
+
+
+@dataclass(frozen=True)
+class StoreLost:
+    """Nobody serves the store any more; who dies meanwhile waits to be replaced."""
+
+    address: str | None
+    """That of `--sparse-ckpt-store`."""
+
+    def __str__(self) -> str:
+        which = '' if self.address is None else f' {self.address}'
+        return (
+            f'the store{which} is lost: start one there (python -m moevement_ext.store); until '
+            'then no worker is replaced'
+        )
+
+
+@dataclass(frozen=True)
+class StoreFound:
+    """A store is there again: the same, or an empty one."""
+
+    def __str__(self) -> str:
+        return 'the store is reached again'
 
 
 @dataclass(frozen=True)
@@ -209,7 +254,11 @@ Event = (
     | WorkerStopped
     | WorkerLostAtExit
     | WorkerEvicted
+    | WorkerLate
+    | WorkerUndead
     | AllStartAgain
+    | StoreLost
+    | StoreFound
     | SpareReady
     | SpareEnded
     | FaultStaged

@@ -5,10 +5,16 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 _CHUNK = 1 << 16
 _LAST_LINES = 15
+_LONGEST_LINE = 1 << 16
+"""Bars of progress end no line for days."""
+_MOST_CHUNKS = 64
+"""More than a pipe holds; what a dead worker has started may go on to write into it."""
 
 
 class _Lines:
@@ -19,6 +25,8 @@ class _Lines:
 
     def split(self, chunk: bytes) -> list[str]:
         *whole, self._rest = (self._rest + chunk).split(b'\n')
+        if len(self._rest) > _LONGEST_LINE:
+            whole, self._rest = [*whole, self._rest], b''
         return [line.decode(errors='replace') for line in whole]
 
     def flush(self) -> list[str]:
@@ -58,17 +66,24 @@ class Relay:
 
     def finish(self) -> None:
         """Pass on all that is left; the writer is gone."""
-        while self.pump():
-            pass
+        for _ in range(_MOST_CHUNKS):
+            if not self.pump():
+                break
         self._print(self._lines.flush())
 
     def _print(self, lines: list[str]) -> None:
         if lines:
-            sys.stdout.write(''.join(f'{self._prefix}{line}\n' for line in lines))
-            sys.stdout.flush()
+            say(sys.stdout, ''.join(f'{self._prefix}{line}\n' for line in lines))
         self._last.extend(lines)
         for line in lines:
             self._on_line(line)
+
+
+def say(stream: TextIO, text: str) -> None:
+    """Print text; a full disk or a closed terminal is no reason to end a job."""
+    with suppress(OSError, ValueError):  # the latter: closed, or of another encoding
+        stream.write(text)
+        stream.flush()
 
 
 def last_lines(log: Path) -> list[str]:

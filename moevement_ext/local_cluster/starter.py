@@ -14,6 +14,7 @@ from moevement_ext.local_cluster.environment import (
     job_environment,
     rank_environment,
 )
+from moevement_ext.local_cluster.errors import LaunchError
 from moevement_ext.local_cluster.events import Event
 from moevement_ext.local_cluster.loop import Loop
 from moevement_ext.local_cluster.spare_pool import SparePool
@@ -57,6 +58,13 @@ class Starter(Protocol):
 
         Returns:
             Where its memory was; None: nothing runs there.
+        """
+
+    def give_up(self, worker: Child, why: str) -> None:
+        """A worker was killed and does not die: end it as one of a lost node is ended.
+
+        Raises:
+            LaunchError: that is not possible.
         """
 
     def close(self) -> None:
@@ -127,6 +135,10 @@ class LocalStarter:
         store = memory(f'node{node}')
         store.remove()
         return store.path
+
+    def give_up(self, worker: Child, why: str) -> None:
+        """There is no other machine."""
+        raise LaunchError(f'{why}; this machine may have to be restarted.')
 
     def close(self) -> None:
         """End spares and template."""

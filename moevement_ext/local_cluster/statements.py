@@ -3,7 +3,8 @@
 
 Keys: `memory` (directory of the run's host memory), `survivors` (set if workers live on when
 another one dies), `finished/<rank>` (process and exit status of a rank that is done: whatever
-becomes of the process now, nobody needs another in its place).
+becomes of the process now, nobody needs another in its place), `joining/<rank>` (process of a rank
+that has come to join the others, who from then on see whether it hangs).
 """
 
 import os
@@ -35,6 +36,16 @@ def told_survivors(store: Store) -> bool:
     return store.check([_SURVIVORS])
 
 
+def tell_joining(store: Store, rank: int) -> None:
+    """This process is about to meet the others."""
+    store.set(_joining(rank), str(os.getpid()))
+
+
+def told_joining(store: Store, rank: int) -> int | None:
+    """The newest process of `rank` that came to meet the others; None if none has."""
+    return int(store.get(_joining(rank))) if store.check([_joining(rank)]) else None
+
+
 def tell_finished(store: Store, rank: int, code: int) -> None:
     """This process is done; it will end with exit status `code`."""
     store.set(_finished(rank), f'{os.getpid()} {code}')
@@ -46,6 +57,10 @@ def told_finished(store: Store, rank: int, pid: int) -> int | None:
         return None
     process, _, code = store.get(_finished(rank)).decode().partition(' ')
     return int(code) if int(process) == pid else None  # else an earlier process said so
+
+
+def _joining(rank: int) -> str:
+    return f'joining/{rank}'
 
 
 def _finished(rank: int) -> str:

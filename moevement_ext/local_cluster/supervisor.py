@@ -11,15 +11,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
 from torch.distributed import DistError, TCPStore
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
-from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.local_cluster.child import Child
 from moevement_ext.local_cluster.config import Action, LaunchConfig, StagedFault
 from moevement_ext.local_cluster.errors import LaunchError
@@ -29,51 +26,44 @@ from moevement_ext.local_cluster.events import (
     FaultStaged,
     JobFailed,
     MemoryKept,
+    StoreFound,
+    StoreLost,
     WorkerEnded,
     WorkerEvicted,
+    WorkerLate,
     WorkerLostAtExit,
     WorkerStarted,
     WorkerStopped,
-    describe_exit,
+    WorkerUndead,
 )
 from moevement_ext.local_cluster.loop import Loop
-from moevement_ext.local_cluster.output import LogTail, Relay, last_lines
+from moevement_ext.local_cluster.newcomers import Newcomers
+from moevement_ext.local_cluster.output import LogTail, Relay, say
 from moevement_ext.local_cluster.staged_faults import StagedFaults
 from moevement_ext.local_cluster.starter import LocalStarter, Starter
 from moevement_ext.local_cluster.statements import told_finished, told_memory, told_survivors
+from moevement_ext.local_cluster.worker import BadEnd, Worker
 from moevement_ext.membership.eviction import evictions, take_eviction
 from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.store import outside
+from moevement_ext.store.answers import AnswerWatch
 
 _POLL_S = 0.1
 _STORE_TIMEOUT = timedelta(seconds=60)
 _GLANCE = timedelta(seconds=1)
+_TO_ANSWER_S = 30.0
+"""For a store elsewhere, which may stand still."""
+_WITHOUT_STORE_S = 600.0
+"""So long a dead worker waits for the store; ours may be started anew elsewhere meanwhile."""
+_SETTLE_S = 1.0
+"""A worker that fails because another one is lost may be seen to end before that one."""
 _MAX_ERRORS = 3
 _ERRORS_WITHIN_S = 600.0
 
 
-@dataclass
-class Worker:
-    """The present process of a rank."""
-
-    rank: int
-    child: Child
-    relay: Relay | None
-    restarts: int = 0
-    finished: bool = False
-    """It ended with exit status 0, or with what it had announced."""
-    errors: list[float] = field(default_factory=list)
-    """When the program itself gave up (seconds of the monotonic clock)."""
-
-    @property
-    def pid(self) -> int:
-        """Process id of the present life."""
-        return self.child.pid
-
-
 def print_event(event: Event) -> None:
     """Tell the person who waits."""
-    print(f'[launcher] {event}', file=sys.stderr, flush=True)
+    say(sys.stderr, f'[launcher] {event}\n')
 
 
 class Supervisor:
@@ -105,6 +95,7 @@ class Supervisor:
         self.config = config
         self._loop = Loop()
         self._starter = starter(config, self._loop, on_event)
+        self._answers: AnswerWatch | None = None
         self._open_store()
         self.workers: list[Worker] = []
         self._report = on_event
@@ -112,6 +103,10 @@ class Supervisor:
         self._exit_code: int | None = None
         self._announced_code = 0
         self._restarts = 0
+        self._newcomers = Newcomers()
+        self._bad_ends: list[BadEnd] = []
+        self._failed_at_exit: list[str] = []
+        self._look_for_store_at: float | None = None
 
     def _open_store(self, to_connect: timedelta = _STORE_TIMEOUT) -> None:
         self._evictions = 0  # as that store counts them
@@ -120,6 +115,7 @@ class Supervisor:
             host, port = SparseCheckpointConfig(store=address).store_address
             self.store = outside.connect(host, port, to_connect)
             self.store.set_timeout(_STORE_TIMEOUT)
+            self._answers = self._answers or AnswerWatch(self.store, _TO_ANSWER_S)
             return
         self.store = TCPStore(
             '127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
@@ -144,6 +140,8 @@ class Supervisor:
         finally:
             self._kill_all()
             self._report_memory()
+            if self._answers is not None:
+                self._answers.close()
         return self._exit_code or self._announced_code
 
     def stop(self, exit_code: int) -> None:
@@ -154,7 +152,7 @@ class Supervisor:
         tail = self._log_tail()
         self._starter.open(self.store.port)
         for rank in range(self.config.world_size):
-            child, was_spare = self._starter.start(rank, 0)
+            child, was_spare = self._new_child(rank, 0)
             self.workers.append(Worker(rank, child, self._relay(rank, child)))
             self._started(self.workers[rank], was_spare)
         self._starter.keep_spares()
@@ -167,10 +165,20 @@ class Supervisor:
                 next_poll = time.monotonic() + _POLL_S
                 self._starter.look()
                 self._look_into_store()
+                self._give_up_the_undead(self._living())
                 if tail is not None:
                     tail.pump()
+            self._judge_all()
+        if self._failed_at_exit:
+            raise LaunchError(self._failed_at_exit[0])
 
     # Lives of a worker
+
+    def _new_child(self, rank: int, restarts: int) -> tuple[Child, bool]:
+        try:
+            return self._starter.start(rank, restarts)
+        except OSError as error:
+            raise LaunchError(f'rank {rank} cannot be started: {error}') from error
 
     def _relay(self, rank: int, child: Child) -> Relay | None:
         if child.output is None:
@@ -187,35 +195,81 @@ class Supervisor:
 
     def _ended(self, worker: Worker) -> None:
         code = self._reap(worker)
-        if code == 0:
+        if code != 0:
+            self._bad_ends.append(BadEnd(worker, code, time.monotonic()))
+
+    # Bad ends: all that are known are judged together, since one may be the reason of another
+
+    def _judge_all(self) -> None:
+        if not self._bad_ends or self._look_for_store_at is not None:
             return
         try:
-            self._judge(worker, code)
+            self._bad_ends = [end for end in self._bad_ends if not self._was_done(end)]
+            if self._bad_ends:
+                self._judge_together()
         except DistError:  # an outside store: the connection is lost, or all that was in it
-            self._open_store()
-            self._judge(worker, code)
+            self._lose_store()
 
-    def _judge(self, worker: Worker, code: int) -> None:
-        how = f'rank {worker.rank} (pid {worker.pid}) {describe_exit(code)}'
-        announced = told_finished(self.store, worker.rank, worker.pid)
-        if announced is not None:
-            self._ended_when_done(worker, code, announced, how)
+    def _judge_together(self) -> None:
+        bad = {end.worker.rank for end in self._bad_ends}
+        others = [worker for worker in self.workers if worker.rank not in bad]
+        done = [worker for worker in others if self._is_done(worker)]
+        survivors = told_survivors(self.store)
+        if survivors and len(done) == len(others) and self._were_lost_at_the_end(others):
             return
-        if code not in (EXIT_WHOLE_JOB, -signal.SIGKILL, -signal.SIGTERM):
-            worker.errors.append(time.monotonic())
-        if told_survivors(self.store):
-            self._replace(worker, how)
-        else:
-            self._start_all_again(worker, how)
+        if done and self._may_end_first(done):
+            return
+        if done:
+            raise LaunchError(
+                f'{self._bad_ends[0].how} when rank {done[0].rank} had already finished: '
+                'a replacement would wait in vain for its peers.'
+            )
+        if survivors:
+            self._replace_all()
+        elif not self._may_be_a_consequence():
+            self._start_all_again(min(self._bad_ends, key=lambda end: end.is_error))
 
-    def _ended_when_done(self, worker: Worker, code: int, announced: int, how: str) -> None:
+    def _was_done(self, end: BadEnd) -> bool:
         """All its work was done: nobody waits for it, so it is not replaced."""
-        if code >= 0 and code != announced:
-            raise LaunchError(f'{how} when it had finished{self._last_words(worker)}')
-        if code < 0:
-            self._report(WorkerLostAtExit(worker.rank, worker.pid, code))
+        worker = end.worker
+        if worker.finished:
+            return True
+        announced = self._told(worker)
+        if announced is None:
+            return False
+        if end.code < 0:
+            self._report(WorkerLostAtExit(worker.rank, worker.pid, end.code))
+        elif end.code != announced:  # said when the others, who are ending too, have ended
+            words = worker.last_words(self.config.log_of(worker.rank))
+            self._failed_at_exit.append(f'{end.how} when it had finished{words}')
         worker.finished = True
         self._announced_code = max(self._announced_code, announced)
+        return True
+
+    def _were_lost_at_the_end(self, others: list[Worker]) -> bool:
+        """True if they were killed before they could say that they had finished, as all others do.
+
+        Where workers survive others, none says so before all have trained to the end.
+        """
+        killed = all(end.code < 0 for end in self._bad_ends)
+        if not (others and killed and all(self._told(worker) == 0 for worker in others)):
+            return False
+        for end in self._bad_ends:
+            self._report(WorkerLostAtExit(end.worker.rank, end.worker.pid, end.code))
+            end.worker.finished = True
+        self._bad_ends.clear()
+        return True
+
+    def _may_end_first(self, done: list[Worker]) -> bool:
+        """Who has finished gives its memory back before the job is given up; not for ever."""
+        ending = any(not worker.child.ended for worker in done)
+        return ending and time.monotonic() < self._bad_ends[0].at + self.config.grace_s
+
+    def _may_be_a_consequence(self) -> bool:
+        """Only errors so far, and it is too early to say that no worker was lost before."""
+        errors_only = all(end.is_error for end in self._bad_ends)
+        early = time.monotonic() < self._bad_ends[0].at + _SETTLE_S
+        return errors_only and early and bool(self._living())
 
     def _reap(self, worker: Worker) -> int:
         code = self._bury(worker)
@@ -233,20 +287,27 @@ class Supervisor:
         worker.finished = code == 0
         return code
 
-    def _replace(self, worker: Worker, how: str) -> None:
-        announce_failure(self.store, worker.rank, how)
-        self._refuse_in_vain(worker, how, worker.errors)
-        self._start_again(worker, worker.restarts + 1)
+    def _replace_all(self) -> None:
+        """The others live on."""
+        while self._bad_ends:
+            end = self._bad_ends[0]
+            announce_failure(self.store, end.worker.rank, end.how)
+            self._refuse_in_vain(end, [end.worker])
+            self._bad_ends.pop(0)
+            self._start_again(end.worker, end.worker.restarts + 1)
 
-    def _start_all_again(self, worker: Worker, how: str) -> None:
+    def _start_all_again(self, cause: BadEnd) -> None:
         """The others wait for the dead worker, perhaps for ever, and nothing can wake them up."""
-        self._look_into_store()  # one that ended because of a hung one asked for this first
+        self._evict()  # one that ended because of a hung one asked for this first
+        self._refuse_in_vain(cause, self.workers)
         self._stop(self._living())
-        errors = [at for any_worker in self.workers for at in any_worker.errors]
-        self._refuse_in_vain(worker, how, errors)
-        self._report(AllStartAgain(how))
+        self._report(AllStartAgain(cause.how))
         # torch would find the keys of the life before in the old one, and wait for the dead.
-        self._open_store()
+        try:
+            self._open_store()
+        except ConfigurationError as error:
+            raise LaunchError(str(error)) from error
+        self._bad_ends.clear()
         self._starter.open(self.store.port)
         restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
         for any_worker in self.workers:
@@ -257,51 +318,57 @@ class Supervisor:
         for worker in workers:
             worker.child.signal(signal.SIGKILL)
         for worker in workers:
+            worker.child.dies()
+            self._give_up_the_undead([worker])
             code = self._bury(worker)
             by_itself = code != -signal.SIGKILL
             ended = WorkerEnded(worker.rank, worker.pid, code)
             self._report(ended if by_itself else WorkerStopped(worker.rank, worker.pid))
 
+    def _give_up_the_undead(self, workers: list[Worker]) -> None:
+        """One that waits in the kernel, for a driver that hangs, say, does not die."""
+        for worker in workers:
+            if not worker.child.to_die_s and not worker.child.dies():
+                what = f'rank {worker.rank} (pid {worker.pid}) does not die of SIGKILL'
+                self._starter.give_up(worker.child, f'{what}: it waits in the kernel, see dmesg')
+
     def _start_again(self, worker: Worker, restarts: int) -> None:
         worker.restarts = restarts
-        worker.child, was_spare = self._starter.start(worker.rank, restarts)
+        worker.child, was_spare = self._new_child(worker.rank, restarts)
         worker.relay = self._relay(worker.rank, worker.child)
         self._started(worker, was_spare)
 
-    def _refuse_in_vain(self, worker: Worker, how: str, errors: list[float]) -> None:
+    def _refuse_in_vain(self, end: BadEnd, blamed: list[Worker]) -> None:
         """Count a replacement, if one may be and is worth being started.
+
+        Args:
+            end: that makes it necessary.
+            blamed: whose errors count with this one.
 
         Raises:
             LaunchError: it is not.
         """
-        done = [other.rank for other in self.workers if self._is_done(other)]
-        if done:
-            raise LaunchError(
-                f'{how} when rank {done[0]} had already finished: '
-                'a replacement would wait in vain for its peers.'
-            )
+        if end.is_error:
+            end.worker.errors.append(end.at)
+        errors = [at for worker in blamed for at in worker.errors]
         recent = [at for at in errors if at > time.monotonic() - _ERRORS_WITHIN_S]
-        if len(recent) >= _MAX_ERRORS:
+        if end.is_error and len(recent) >= _MAX_ERRORS:
+            words = end.worker.last_words(self.config.log_of(end.worker.rank))
             raise LaunchError(
-                f'{how}; it failed by itself {len(recent)} times within '
-                f'{_ERRORS_WITHIN_S / 60:.0f} minutes{self._last_words(worker)}'
+                f'{end.how}; it failed by itself {len(recent)} times within '
+                f'{_ERRORS_WITHIN_S / 60:.0f} minutes{words}'
             )
         if self._restarts >= self.config.max_restarts:
-            raise LaunchError(f'{how} and --max-restarts {self.config.max_restarts} is used up.')
+            raise LaunchError(
+                f'{end.how} and --max-restarts {self.config.max_restarts} is used up.'
+            )
         self._restarts += 1
 
     def _is_done(self, worker: Worker) -> bool:
-        return worker.finished or told_finished(self.store, worker.rank, worker.pid) is not None
+        return worker.finished or self._told(worker) is not None
 
-    def _last_words(self, worker: Worker) -> str:
-        """What a dead worker printed last, to be shown after the reason of a failure."""
-        log = self.config.log_of(worker.rank)
-        lines = worker.child.last_lines if worker.relay is None else worker.relay.last_lines
-        if log is not None:
-            lines = last_lines(log)
-        if not lines:
-            return '; it printed nothing.'
-        return '; its last lines:\n' + '\n'.join(f'    {line}' for line in lines)
+    def _told(self, worker: Worker) -> int | None:
+        return told_finished(self.store, worker.rank, worker.pid)
 
     def _pump(self, relay: Relay) -> None:
         if not relay.pump():
@@ -324,7 +391,10 @@ class Supervisor:
         for worker in self._living():
             worker.child.signal(signal.SIGKILL)
         for worker in self._living():
-            self._reap(worker)
+            if worker.child.dies():
+                self._reap(worker)
+            else:
+                self._report(WorkerUndead(worker.rank, worker.pid))
         self._starter.close()
         self._loop.close()
 
@@ -344,10 +414,42 @@ class Supervisor:
 
     def _look_into_store(self) -> None:
         try:
-            self._evict()
+            if self._look_for_store_at is None or self._look_for_store():
+                self._evict()
+                self._kill_the_late()
         except DistError:
-            with suppress(ConfigurationError):  # tried again
-                self._open_store(_GLANCE)
+            self._lose_store()
+
+    def _lose_store(self) -> None:
+        if self._look_for_store_at is None:
+            self._report(StoreLost(outside.given(self.config.flags)))
+            self._look_for_store_at = time.monotonic()
+
+    def _look_for_store(self) -> bool:
+        """True if it is there again; takes no longer than a glance.
+
+        Raises:
+            LaunchError: it has not come for so long that who waits for it is given up.
+        """
+        assert self._look_for_store_at is not None
+        if time.monotonic() < self._look_for_store_at:
+            return False
+        try:
+            self._open_store(_GLANCE)
+        except ConfigurationError as error:
+            self._look_for_store_at = time.monotonic() + _GLANCE.total_seconds()
+            if self._bad_ends and time.monotonic() > self._bad_ends[0].at + _WITHOUT_STORE_S:
+                end = self._bad_ends[0]
+                raise LaunchError(f'{end.how}, and nobody can take its place: {error}') from error
+            return False
+        self._look_for_store_at = None
+        self._report(StoreFound())
+        return True
+
+    def _kill_the_late(self) -> None:
+        for worker in self._newcomers.late(self.store, self._living()):
+            worker.child.signal(signal.SIGKILL)
+            self._report(WorkerLate(worker.rank, worker.pid))
 
     def _evict(self) -> None:
         """Kill the workers that the others found hung."""

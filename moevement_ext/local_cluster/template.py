@@ -88,16 +88,15 @@ class ForkedChild(Child):
         super().__init__(pid, os.pidfd_open(pid), output)
         self._template = template
 
-    def signal(self, number: int) -> None:
-        """Send a signal; to nobody once the template is gone and init has reaped the child."""
-        with contextlib.suppress(ProcessLookupError):
-            super().signal(number)
-
     def close(self) -> None:
         """Close the pipe."""
         if self.output is not None:
             os.close(self.output)
             self.output = None
+
+    def _send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # the template is gone, and init reaped it
+            super()._send(number)
 
     def _how_it_ended(self) -> int:
         return self._asked('status')
@@ -106,7 +105,9 @@ class ForkedChild(Child):
         return self._asked('reap')
 
     def _asked(self, request: str) -> int:
-        select.select([self.death], [], [])
+        death = select.poll()  # takes descriptors of any number
+        death.register(self.death, select.POLLIN)
+        death.poll()
         try:
             return self._template.ask(request, self.pid)
         except TemplateLost:  # Linux has killed its workers

@@ -65,16 +65,21 @@ class Absentees:
     def _run(self) -> None:
         looked = time.monotonic()
         store: Store | None = None
-        try:
-            while not self._stopping.wait(2 * HEARTBEAT_SECONDS):
-                now = time.monotonic()
-                between_s, looked = min(now - looked, MOST_BETWEEN_LOOKS_S), now
-                if self._is_ours():
-                    store = store or self._connect()
-                    mend(store)
-                    self._look(store, between_s)
-        except DistError as error:
-            logger.warning('absent ranks are no longer looked for: %s', error)
+        lost = False
+        while not self._stopping.wait(2 * HEARTBEAT_SECONDS):
+            now = time.monotonic()
+            between_s, looked = min(now - looked, MOST_BETWEEN_LOOKS_S), now
+            if not self._is_ours():
+                continue
+            try:
+                store = store or self._connect()
+                mend(store)
+                self._look(store, between_s)
+            except DistError as error:  # tried again, on another connection
+                store = None
+                if not (lost or self._stopping.is_set()):
+                    logger.warning('absent ranks are not looked for at present: %s', error)
+                lost = True
 
     def _look(self, store: Store, between_s: float) -> None:
         silent = [

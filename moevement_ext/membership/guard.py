@@ -68,6 +68,7 @@ class Guard:
     def close(self) -> None:
         """Training is over on all ranks."""
         self._watch.stop()
+        self._loss.close()
 
     def _look(self, store: Store) -> None:
         look = self._thread.look()

@@ -44,7 +44,7 @@ from moevement_ext.membership.rendezvous import (
     how_broken,
     is_broken,
 )
-from moevement_ext.membership.replacing import replace_this_process
+from moevement_ext.membership.replacing import ends_within, replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report, decode_all, encode
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import Look, TrainingThread
@@ -59,6 +59,8 @@ _CLOSING = timedelta(seconds=20)
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 """For all ranks to connect when all have said that they are about to."""
 _PUBLICATIONS_IN_A_TIMEOUT = 10
+_UNBLOCK_SECONDS = 30.0
+"""After which the end of all waits is not waited for: a GPU may never let go of its."""
 _OUT_OF_WAITS_SECONDS = 5.0
 """After which a thread is never going to leave a wait that was ended; it takes a quarter second."""
 
@@ -72,7 +74,7 @@ class Membership:
         hang_timeout_s: seconds without a sign of life after which a rank counts as hung.
         report: what this process brings to the first meeting, and to others while it sets up.
         stuck_timeout_s: seconds for which the training thread may stand still, unless it waits for
-            others; 0: for ever.
+            others, or one that joins in its set-up; 0: for ever.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Membership:
         self._stuck_timeout_s = stuck_timeout_s
         self._groups: ProcessGroups | None = None
         self._training_thread: TrainingThread | None = None
+        self._setting_up_thread = TrainingThread()
+        self.joining = self._at_barrier = False
         self._unblocked_at: float | None = None
         self._seen = self._published = (NOWHERE, NOWHERE)
         """Epoch and newest committed iteration: as last looked at, and as others know."""
@@ -123,8 +127,7 @@ class Membership:
     def _meet_first(self) -> Meeting:
         """Meet, again if all are new but some were set up to join others, and end now."""
         while True:
-            with self._looking_for_others():
-                meeting = self._rendezvous.meet(lambda: encode(self._brought), self._timeout)
+            meeting = self._meet_others(lambda: self._brought, None)
             reports = decode_all(meeting.reports)
             survived = any(report.survivor for report in reports)
             if survived or not any(report.midway for report in reports):
@@ -204,19 +207,28 @@ class Membership:
         announced: by the launcher, which saw a worker die, or by another rank.
         """
         epoch = self._meeting.epoch
-        store = self._loss.reconnect()  # the other may have been lost
-        store.set_timeout(self._timeout)
-        self._store = self._rendezvous.store = store
-        if not self.broken:
-            break_epoch(self._store, epoch, reason)
-            found = how_broken(self._store, epoch) or Ending(time.time(), reason)
-            self._watch.conclude(found.reason, found.since)
+        while not self._announced(epoch, reason):
+            pass
         self._watch.wait_until_woken()
         since = time.time() - self._watch.announced
         self.detect_s = max(since, 0.0)  # the clock of another node may be ahead
         self._check_device()  # watched: if it hangs, this process is replaced
         self._watch.stop()
         self.reason = self._watch.reason or reason
+
+    def _announced(self, epoch: int, reason: str) -> bool:
+        """False if the new connection, on which the others would have heard of it, is lost."""
+        store = self._loss.reconnect()  # the other may have been lost
+        store.set_timeout(self._timeout)
+        self._store = self._rendezvous.store = store
+        try:
+            if not self.broken:
+                break_epoch(store, epoch, reason)
+                found = how_broken(store, epoch) or Ending(time.time(), reason)
+                self._watch.conclude(found.reason, found.since)
+        except DistError:
+            return False
+        return True
 
     def lose_device(self, what: str) -> NoReturn:
         """End this process, whose GPU is lost, and the epoch with it. Any thread.
@@ -232,14 +244,28 @@ class Membership:
 
         Raises:
             FencedOut: this process has been replaced.
+            StoreLost: the store is, not a connection only.
             SparseCheckpointError: somebody did not come in time.
         """
-        before = self._meeting.epoch
-        with self._looking_for_others():
-            self._arrive(
-                self._rendezvous.meet(lambda: encode(report()), self._timeout, after=before)
-            )
+        self._arrive(self._meet_others(report, self._meeting.epoch))
         return self.reports
+
+    def _meet_others(self, report: Callable[[], Report], after: int | None) -> Meeting:
+        """Join the epoch after one, or any; in another connection if that to the store is lost.
+
+        The epoch in which that happened is over then: whether this rank has been counted in it
+        cannot be known.
+        """
+        while True:
+            try:
+                with self._looking_for_others():
+                    return self._rendezvous.meet(lambda: encode(report()), self._timeout, after)
+            except DistError as error:
+                logger.warning('sparse checkpointing: the ranks meet anew: %s', error)
+            self._rendezvous.store = self._loss.reconnect()
+            self._rendezvous.store.set_timeout(self._timeout)
+            joined = self._rendezvous.newest_joined
+            after = after if joined is None else joined
 
     @contextmanager
     def _looking_for_others(self) -> Iterator[None]:
@@ -255,12 +281,17 @@ class Membership:
             absentees.stop()
 
     def barrier(self, name: str) -> None:
-        """Wait for all ranks of the epoch.
+        """Wait for all ranks of the epoch: for who is busy as long as it is heard of.
 
         Raises:
             EpochBroken: a failure was announced meanwhile.
         """
-        self._rendezvous.barrier(self._meeting, name, self._timeout)
+        watched = self._training_thread is not None
+        self._at_barrier = watched
+        try:
+            self._rendezvous.barrier(self._meeting, name, None if watched else self._timeout)
+        finally:
+            self._at_barrier = False
 
     def renew(self, members: Collection[int] | None) -> None:
         """Connect the process groups of `members` (None: all) anew, silence the others.
@@ -304,6 +335,7 @@ class Membership:
         """
         self._watch.stop()
         self._closed.set()
+        self._loss.close()
         try:
             self._rendezvous.barrier(self._meeting, 'over', _CLOSING)
             break_epoch(self._store, self._meeting.epoch, 'the job is over')
@@ -320,7 +352,7 @@ class Membership:
             raise EpochBroken(self._watch.reason or 'unknown')
 
     def _arrive(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+        self._meeting, self._store = meeting, self._rendezvous.store
         self.reports = decode_all(meeting.reports)
         self._unblocked_at = None
         # Signs of life from now on: the set-up of a new process may take long.
@@ -337,7 +369,8 @@ class Membership:
     def _on_broken(self, reason: str) -> None:
         """On the watching thread, or on that which leaves."""
         self.not_updating.wait(_UPDATE_GRACE_SECONDS)
-        self._unblock()
+        with ends_within(_UNBLOCK_SECONDS, self._rendezvous.rank, self._training_thread):
+            self._unblock()
         self._unblocked_at = time.monotonic()
         if not self._settled:
             threading.Thread(target=self._join_next, name='sparse-ckpt-join', daemon=True).start()
@@ -353,12 +386,12 @@ class Membership:
             if self._settled or not self.joining or self._lost is not None:
                 return
             self._watch.stop()
-            before = self._meeting.epoch
             logger.warning('sparse checkpointing: joining again: %s', self._watch.reason)
             try:
-                self._rendezvous.store = self._store.clone()
-                midway = encode(msgspec.structs.replace(self._brought, midway=True))
-                self._arrive(self._rendezvous.meet(lambda: midway, self._timeout, after=before))
+                self._rendezvous.store = self._loss.reconnect()
+                self._rendezvous.store.set_timeout(self._timeout)
+                midway = msgspec.structs.replace(self._brought, midway=True)
+                self._arrive(self._meet_others(lambda: midway, self._meeting.epoch))
             except SparseCheckpointError as error:  # raised by `settle`
                 self._lost = error
                 return
@@ -372,6 +405,7 @@ class Membership:
         """On the heartbeat thread: end this process when that thread is never going to leave."""
         thread = self._training_thread
         if thread is None:
+            self._look_at_set_up(store)
             return
         epoch = self._meeting.epoch
         if self._publish_progress(store, epoch):
@@ -383,10 +417,18 @@ class Membership:
             limit = _OUT_OF_WAITS_SECONDS
             still_s = min(look.same_place_s, time.monotonic() - unblocked_at)  # a wait may spin
         else:
-            self._end_hang(store, epoch, look)
+            if not self._at_barrier:  # else all are watched that it waits for
+                self._end_hang(store, epoch, look)
             return
         if limit and still_s > limit:
             self._replace(store, f'its training thread has stood still for {still_s:.0f} s', thread)
+
+    def _look_at_set_up(self, store: Store) -> None:
+        """The others wait for one that joins as long as it gives signs of life."""
+        look, limit = self._setting_up_thread.look(), self._stuck_timeout_s
+        if self.joining and 0 < limit < look.still_s:
+            what = f'its set-up has stood still for {look.still_s:.0f} s'
+            self._replace(store, what, self._setting_up_thread)
 
     def _publish_progress(self, store: Store, epoch: int) -> bool:
         """True if this rank has committed an iteration since the last look.

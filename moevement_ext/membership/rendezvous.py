@@ -23,6 +23,7 @@ upon a number that was raised has nothing to do, and who waits at a gate need no
 """
 
 import logging
+import math
 import os
 import re
 import secrets
@@ -38,6 +39,7 @@ from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership import brought
 from moevement_ext.membership.gates import behind, has_moved, is_open, open_gate, shut_gate
 from moevement_ext.membership.node_copy import NodeCopy
+from moevement_ext.membership.patience import Patience
 from moevement_ext.store.peek import peek
 
 logger = logging.getLogger(__name__)
@@ -259,14 +261,14 @@ class Rendezvous:
 
         Args:
             report: asked for anew in each epoch that is tried.
-            timeout: how long to wait for the last rank.
+            timeout: how long to wait for a last rank of which nothing is heard.
             after: number of the epoch that this process comes from, which must be over.
 
         Raises:
             FencedOut: this process was in an earlier epoch and has been replaced since.
             SparseCheckpointError: some ranks did not come in time; names them.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        patience = Patience[Absent](timeout, self._signs)
         while True:
             epoch = present_epoch(self.store)
             if after is not None and epoch <= after:
@@ -275,10 +277,15 @@ class Rendezvous:
             if not self._join(epoch, report(), survivor=after is not None):
                 break_epoch(self.store, epoch, f'rank {self.rank} was started again')
                 continue
-            reports = self._wait_for_all(epoch, deadline)
+            reports = self._wait_for_all(epoch, patience)
             if reports is not None:
                 self._forget_before(epoch)
                 return Meeting(epoch, PrefixStore(f'epoch/{epoch}', self.store), reports)
+
+    @property
+    def newest_joined(self) -> int | None:
+        """The newest epoch in which this process has taken its place; None: there is none."""
+        return max(self._joined, default=None)
 
     @property
     def looks_for_others(self) -> bool:
@@ -290,19 +297,24 @@ class Rendezvous:
         every = max(self.world_size // _OTHER_LOOKERS, 1)
         return 0 < self._arrival <= _FIRST_LOOKERS or self._arrival % every == 1 % every
 
-    def barrier(self, meeting: Meeting, name: str, timeout: timedelta) -> None:
+    def barrier(self, meeting: Meeting, name: str, timeout: timedelta | None) -> None:
         """Wait until all ranks of the epoch have come here, to one of `BARRIERS`.
+
+        Args:
+            meeting: of the epoch.
+            name: of the barrier.
+            timeout: None: all are watched, and who does not come ends the epoch.
 
         Raises:
             EpochBroken: a failure was announced meanwhile.
             SparseCheckpointError: some ranks did not come in time.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        patience = None if timeout is None else Patience[Absent](timeout)
         assert name in BARRIERS  # or else nobody would be woken up by a failure
         gate = _barrier_gate(meeting.epoch, name)
         if self.store.add(f'epoch/{meeting.epoch}/barrier/{name}', 1) == self.world_size:
             open_gate(self.store, gate)
-        if self._pass(meeting.epoch, gate, deadline) is None:
+        if self._pass(meeting.epoch, gate, patience) is None:
             raise EpochBroken(why_broken(self.store, meeting.epoch) or 'unknown')
 
     def _join(self, epoch: int, report: bytes, survivor: bool) -> bool:
@@ -322,9 +334,9 @@ class Rendezvous:
             raise FencedOut(f'rank {self.rank} was replaced by another process; this one ends')
         return False
 
-    def _wait_for_all(self, epoch: int, deadline: float) -> list[bytes] | None:
+    def _wait_for_all(self, epoch: int, patience: Patience[Absent]) -> list[bytes] | None:
         """What all have brought; None if the epoch was broken before all were there and alive."""
-        if not self._await(epoch, _full(epoch), deadline):
+        if not self._await(epoch, _full(epoch), patience):
             return None
         # A place may be that of a rank that died waiting.
         self.store.append(_answered(epoch), f'{self.rank},')  # type: ignore[attr-defined]
@@ -335,27 +347,27 @@ class Rendezvous:
             everything = brought.gather(self.store, places, prefix_bytes)
             left = brought.hand_out(self.store, _reports(epoch), everything)
             open_gate(self.store, _met(epoch), left)
-        found = self._pass(epoch, _met(epoch), deadline)
+        found = self._pass(epoch, _met(epoch), patience)
         if found is None:
             return None
         return brought.handed_out(self.store, _reports(epoch), found, self._node)
 
-    def _pass(self, epoch: int, gate: str, deadline: float) -> bytes | None:
+    def _pass(self, epoch: int, gate: str, patience: Patience[Absent] | None) -> bytes | None:
         """Wait at a gate; what is behind it, None if the epoch is over."""
-        if not self._await(epoch, gate, deadline):
+        if not self._await(epoch, gate, patience):
             return None
         found = behind(self.store, gate)
         if found is None:
             see_to_the_end(self.store, epoch)
         return found
 
-    def _await(self, epoch: int, gate: str, deadline: float) -> bool:
+    def _await(self, epoch: int, gate: str, patience: Patience[Absent] | None) -> bool:
         """Wait until a gate is opened or shut; False if it never will be."""
-        while not has_moved(self.store, gate, deadline):
+        while not has_moved(self.store, gate, math.inf if patience is None else patience.until):
             mend(self.store)
             if is_over(self.store, epoch):
                 return False
-            if time.monotonic() > deadline:
+            if patience is not None and patience.is_over():
                 raise SparseCheckpointError(self._missing(epoch))
         return True
 
@@ -378,6 +390,13 @@ class Rendezvous:
                 daemon=True,
             )
             self._forgetting.start()
+
+    def _signs(self) -> dict[Absent, int]:
+        """Heartbeats of those that are awaited, in the epochs that they come from."""
+        return {
+            one: self.store.add(heartbeat_key(one.epoch, one.rank), 0)
+            for one in absent(self.store, self.world_size)
+        }
 
     def _missing(self, epoch: int) -> str:
         missing = _absent_in(self.store, epoch, self.world_size)

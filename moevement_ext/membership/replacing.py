@@ -4,9 +4,12 @@
 import logging
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from torch.distributed import Store
+from torch.distributed import DistError, Store
 
 from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.membership.rendezvous import break_epoch
@@ -27,9 +30,43 @@ def replace_this_process(
         what: is the matter.
         thread: that is in the way, if it is one.
     """
+    _say(rank, what, thread)
+    with suppress(DistError):  # its launcher will see it end
+        break_epoch(store, epoch, f'rank {rank} is stuck: {what}')
+    _end()
+
+
+@contextmanager
+def ends_within(limit_s: float, rank: int, thread: TrainingThread | None) -> Iterator[None]:
+    """End this process if what is done within, to end the waits of an epoch, takes longer.
+
+    Nobody else could tell: it gives signs of life, and waits for itself.
+
+    Args:
+        limit_s: seconds.
+        rank: of this process.
+        thread: whose waits are ended.
+    """
+    done = threading.Event()
+
+    def wait() -> None:
+        if not done.wait(limit_s):
+            _say(rank, f'its waits have not ended within {limit_s:g} s', thread)
+            _end()
+
+    threading.Thread(target=wait, name='sparse-ckpt-limit', daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _say(rank: int, what: str, thread: TrainingThread | None) -> None:
     stack = '' if thread is None else f':\n{thread.stack()}'
     logger.error('sparse checkpointing: rank %d replaces itself: %s%s', rank, what, stack)
-    break_epoch(store, epoch, f'rank {rank} is stuck: {what}')
+
+
+def _end() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_STUCK)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is the store in which the ranks meet still there?
 
-Connections are lost, and made anew. The store itself is lost when it is out of reach for longer
-than a process may be silent, or when another one answers in its place: that knows nothing of this
+Connections are lost, and made anew; those with a store that does not answer are cut (see
+`store.answers`). The store itself is lost when it is out of reach for longer than a process may be
+silent, or when another one answers in its place: that knows nothing of this
 life of the job, and belongs to the next.
 """
 
@@ -16,12 +17,15 @@ from datetime import timedelta
 from torch.distributed import DistError, DistStoreError, Store
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.store.answers import AnswerWatch, in_time
 from moevement_ext.store.peek import peek
 
 logger = logging.getLogger(__name__)
 
 _LIFE = 'life'
-_TO_CONNECT = timedelta(seconds=15)
+_TO_CONNECT_S = 15.0
+_LEAST_TO_ANSWER_S = 10.0
+"""All ranks ask at the same time when they meet."""
 _PAUSE_S = 0.2
 
 
@@ -48,8 +52,10 @@ class StoreLoss:
         self.life = _life_of(store)
         self.lost = threading.Event()
         self._store = store.clone()
-        self._store.set_timeout(min(_TO_CONNECT, timedelta(seconds=patience_s)))
+        self._store.set_timeout(timedelta(seconds=min(_TO_CONNECT_S, patience_s)))
         self._patience_s = patience_s
+        self._to_answer_s = max(patience_s / 2, _LEAST_TO_ANSWER_S)
+        self._answers = AnswerWatch(self._store, self._to_answer_s)
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._looking = False
@@ -79,15 +85,22 @@ class StoreLoss:
                 self.lost.wait(_PAUSE_S)
         raise StoreLost('the store in which the ranks meet is lost')
 
+    def close(self) -> None:
+        """The job is over: a store that goes is not missed."""
+        self._answers.close()
+
     def _connect(self) -> Store:
         if self.lost.is_set():
             raise DistStoreError('the store is lost')
-        with self._lock:
-            store = self._store.clone()
-        if peek(store, _LIFE) != self.life.encode():
+        store, life = in_time(self._another, self._to_answer_s)
+        if life != self.life.encode():
             self._conclude('another one answers in its place')
             raise DistStoreError('this is another store')
         return store
+
+    def _another(self) -> tuple[Store, bytes | None]:
+        store = self._store.clone()
+        return store, peek(store, _LIFE)
 
     def _look_for_it(self) -> None:
         with self._lock:

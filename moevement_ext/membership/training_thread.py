@@ -73,7 +73,7 @@ class TrainingThread:
         now = time.monotonic()
         # No more than that: all of this process may have been stopped in between.
         between_s = min(now - self._looked, _MOST_BETWEEN_LOOKS_S)
-        computed_s = time.clock_gettime(self._clock)
+        computed_s = self._computed_until_now()
         computes = computed_s - self._computed_s > _COMPUTES * between_s
         self._computed_s = computed_s
         same = place == self._place
@@ -83,6 +83,13 @@ class TrainingThread:
         self._looked = now
         waits = _waits_for_others(frames) or _device_is_busy(self._stream)
         return Look(self._still_s, waits, self._same_place_s)
+
+    def _computed_until_now(self) -> float:
+        """CPU seconds; a thread that has ended has no clock, and computes nothing more."""
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:
+            return self._computed_s
 
     def moved(self) -> None:
         """It got on since the last look, as its program says. Called by who looks."""

@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.cgroup import THIS_PROCESS, memory_left
+from moevement_ext.memory.file_system import is_in_memory
 
 GIB = 2**30
 
@@ -69,7 +71,7 @@ class HostMemoryPlan:
             f'{len(self.ranks)} ranks, largest {gib(largest)}'
         )
 
-    def check(self, budget_gb: float | None, directory: Path) -> None:
+    def check(self, budget_gb: float | None, directory: Path, process: Path = THIS_PROCESS) -> None:
         """Refuse a plan that does not fit, before anything is allocated.
 
         Args:
@@ -77,9 +79,11 @@ class HostMemoryPlan:
                 the file system's.
             directory: directory of this run on this node. Space that files in it already reserve
                 (left by an earlier process of the run, to be adopted) is not needed again.
+            process: where the system tells of this process, as for `memory_left`.
 
         Raises:
-            HostMemoryError: over the budget, or more than the file system has free.
+            HostMemoryError: over the budget, or more than the file system has free, or more than
+                the container may have.
         """
         if budget_gb is not None and self.node_total > budget_gb * GIB:
             raise HostMemoryError(
@@ -87,14 +91,24 @@ class HostMemoryPlan:
                 f'Raise it to at least {_gib_up(self.node_total)}, hold fewer replicas, '
                 f'or use fewer ranks per node.'
             )
+        # If others of the node reserve meanwhile, their bytes are both still left and adopted.
+        free = free_bytes(directory)
+        left = memory_left(process) if is_in_memory(directory) else None
         adopted = reserved_bytes(directory)
         missing = self.node_total - adopted
-        free = free_bytes(directory)
         if missing > free:
             raise HostMemoryError(
                 f'{self.describe()}: {directory} needs {gib(missing)} more '
                 f'({gib(adopted)} already reserved there) but only {gib(free)} are free. '
                 f'{NO_SPACE_REMEDY}'
+            )
+        if left is not None and missing > left.nbytes:
+            raise HostMemoryError(
+                f'{self.describe()}: {directory} needs {gib(missing)} more '
+                f'({gib(adopted)} already reserved there) but the memory limit of {left.cgroup} '
+                f'leaves {gib(left.nbytes)}. Raise the limit of the container (--mem of Slurm, '
+                f'resources.limits.memory of Kubernetes), hold fewer replicas, or use fewer ranks '
+                f'per node.'
             )
 
 

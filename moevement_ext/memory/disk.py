@@ -5,14 +5,17 @@
         window-<start>-<plan>.window     copied, read back and right
         writing-<start>-<plan>.window    under way, worthless
         aside-<start>-<plan>.window      of a past that was not continued: not recovered from
+        lock                             held by the one process that may write here
 
 A copy has the bytes of the file in memory, whose unused end is a hole. It gets its name once it is
 on the medium and every checksum was compared with what the medium returns.
 """
 
+import errno
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +23,7 @@ from pathlib import Path
 from moevement_ext.errors import UserError
 from moevement_ext.memory import private
 from moevement_ext.memory.budget import free_bytes, gib
+from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError
 from moevement_ext.memory.node_store import require_directory_name
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
@@ -34,14 +38,19 @@ logger = logging.getLogger(__name__)
 KEPT = 2
 """Windows that stay on disk, of those that all ranks have there; one more while it is written."""
 
+LOCK_SECONDS = 10.0
+"""A process of an earlier life of the job is waited for at most; it may be about to end."""
+
 _FLAG = '--sparse-ckpt-disk'
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_LOCK_PAUSE_SECONDS = 0.1
 _SYNC_BYTES = 256 * 2**20
 """Written at most before the medium has it: else the last sync takes as long as all the writing,
 and pages that nobody reads again fill the memory of the node."""
 
 
 class DiskWindows:
-    """Directory of one rank; one thread at a time uses it.
+    """Directory of one rank, locked until `close` or `remove`; one thread at a time uses it.
 
     Args:
         root: `--sparse-ckpt-disk`, which must be there: a file system that is not mounted is not
@@ -50,6 +59,7 @@ class DiskWindows:
         rank: whose windows they are.
 
     Raises:
+        StoreInUseError: another process has the directory, and does not end.
         UserError: nothing can be kept there.
     """
 
@@ -61,6 +71,7 @@ class DiskWindows:
             raise UserError(f'{_FLAG} {root} is no directory: mount it, or make it.')
         try:
             private.make_directories(root, self.path)
+            self._lock = _locked(self.path / 'lock')
             for path in self.path.glob('writing-*.window'):
                 path.unlink()
         except OSError as error:
@@ -155,8 +166,16 @@ class DiskWindows:
     def remove(self) -> None:
         """Delete everything of this rank, and the run if it is empty then."""
         shutil.rmtree(self.path, ignore_errors=True)
-        with suppress(OSError):
+        self.close()
+        with suppress(OSError):  # NFS has kept the lock, which was open; or the run has others
+            if self.path.exists():
+                self.path.rmdir()
             self.path.parent.rmdir()
+
+    def close(self) -> None:
+        """Let another process have the directory; nothing is written to it any more."""
+        if self._lock is not None:
+            self._lock.release()
 
     def _is_of(self, window: StoredWindow, identity: RankIdentity) -> bool:
         try:
@@ -166,6 +185,27 @@ class DiskWindows:
             logger.warning('refused: %s', refusal)
             return False
         return True
+
+
+def _locked(path: Path) -> HolderLock | None:
+    """The lock of a rank's directory; None on a file system that has none.
+
+    Raises:
+        StoreInUseError: a live process has it, and kept it while this one waited.
+    """
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return HolderLock(path)
+        except StoreInUseError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_LOCK_PAUSE_SECONDS)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            logger.warning('%s: %s; two jobs of one run id would not notice', path, error)
+            return None
 
 
 def _copy(file: WindowFile, path: Path, advance: Advance) -> None:

@@ -3,7 +3,9 @@
 
 import fcntl
 import os
+import socket
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from moevement_ext.errors import UserError
@@ -23,6 +25,7 @@ class HolderLock:
     Raises:
         StoreInUseError: a live process has it.
         ForeignFileError: the file is not ours.
+        OSError: the file system has no locks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,15 +33,19 @@ class HolderLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid = os.read(self._fd, 32).decode(errors='replace') or 'unknown'
+            who = os.read(self._fd, 300).decode(errors='replace') or 'unknown'
             os.close(self._fd)
             raise StoreInUseError(
-                f'{path.parent} is in use by the live process {pid}: another job runs with the '
+                f'{path.parent} is in use by the live process {who}: another job runs with the '
                 f'same --sparse-ckpt-run-id. Give each job its own --sparse-ckpt-run-id, or end '
                 f'the other job first.'
             ) from None
-        os.truncate(self._fd, 0)
-        os.pwrite(self._fd, str(os.getpid()).encode(), 0)
+        except OSError:
+            os.close(self._fd)
+            raise
+        with suppress(OSError):  # on a full file system the lock holds, but does not say whose
+            os.truncate(self._fd, 0)
+            os.pwrite(self._fd, f'{os.getpid()} on {socket.gethostname()}'.encode(), 0)
         _LIVE_LOCKS.add(self)
 
     def release(self) -> None:

@@ -110,6 +110,16 @@ class Ledger:
         found = _decode(self._map, self._region(iteration))
         return found[1] if found is not None and found[1].iteration == iteration else None
 
+    def forget_after(self, iteration: int) -> None:
+        """Drop the entries of later iterations: they belong to a past that is not continued.
+
+        Some milliseconds; for the begin of a life or of a recovery.
+        """
+        for at in range(PREAMBLE_BYTES, self.bytes_needed(self.capacity), RECORD_BYTES):
+            found = _decode(self._map, at)
+            if found is not None and found[1].iteration > iteration:
+                self._map[at : at + RECORD_BYTES] = bytes(RECORD_BYTES)
+
     @staticmethod
     def read_newest(path: Path) -> LedgerEntry | None:
         """Entry that was appended last to a file, which is not taken over; None if it has none."""

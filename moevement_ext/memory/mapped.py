@@ -58,15 +58,19 @@ def map_anew(path: Path, nbytes: int) -> mmap.mmap:
 
 
 def map_existing(path: Path, writable: bool = False) -> mmap.mmap:
-    """Map the whole of a file as it is.
+    """Map the whole of a file as it is; to be written to, with the holes that a copy of it has.
 
     Raises:
         ValueError: it is empty.
-        HostMemoryError: it is not this user's own.
+        ForeignFileError: it is not this user's own.
+        HostMemoryError: it has holes, and the file system no room for them.
         OSError: it cannot be opened or mapped.
     """
     fd = private.open_file(path, os.O_RDWR if writable else os.O_RDONLY)
     try:
+        found = os.fstat(fd)
+        if writable and found.st_blocks * 512 < found.st_size:
+            _reserve(fd, found.st_size, path)
         if writable:
             return mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
@@ -74,8 +78,36 @@ def map_existing(path: Path, writable: bool = False) -> mmap.mmap:
         os.close(fd)
 
 
+def reserve(path: Path, nbytes: int) -> None:
+    """Have the pages of a file that somebody else will map there; it is made, or keeps its content.
+
+    Args:
+        path: the file.
+        nbytes: its size at least.
+
+    Raises:
+        HostMemoryError: the file system has not that much left, or the file is not this user's own;
+            no empty one stays behind.
+    """
+    fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
+    found = os.fstat(fd).st_size
+    try:
+        _reserve(fd, max(found, nbytes), path)
+    except BaseException:
+        if not found:
+            path.unlink()
+        raise
+    finally:
+        os.close(fd)
+
+
 def _reserved(fd: int, nbytes: int, path: Path) -> mmap.mmap:
     """Give the open file its final size with all pages reserved, and map it."""
+    _reserve(fd, nbytes, path)
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def _reserve(fd: int, nbytes: int, path: Path) -> None:
     missing = nbytes - os.fstat(fd).st_blocks * 512
     free = free_bytes(path.parent)
     if missing > free:
@@ -86,7 +118,6 @@ def _reserved(fd: int, nbytes: int, path: Path) -> mmap.mmap:
         if error.errno not in _NO_SPACE:
             raise
         raise _no_space(path, nbytes, free_bytes(path.parent)) from error
-    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 def _no_space(path: Path, nbytes: int, free: int) -> HostMemoryError:

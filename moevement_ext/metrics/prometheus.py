@@ -21,12 +21,16 @@ import psutil
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.memory import private
+from moevement_ext.memory.mapped import reserve
 from moevement_ext.metrics.instruments import INSTRUMENTS, Instrument, Kind
 
 logger = logging.getLogger(__name__)
 
 _DIRECTORY = 'PROMETHEUS_MULTIPROC_DIR'
 _TRY_AGAIN_S = 2.0
+_FILE_KINDS = ('counter', 'gauge_livemostrecent')
+_FILE_BYTES = 256 * 1024
+"""Room for some 800 values; the library's own files have holes, and grow when they are full."""
 
 
 class PrometheusRecorder:
@@ -43,12 +47,14 @@ class PrometheusRecorder:
 
     Raises:
         ConfigurationError: the library is missing, or was imported for one process alone.
-        ForeignFileError: the directory is not this user's own.
+        HostMemoryError: the directory is not this user's own, or its file system is full.
     """
 
     def __init__(self, port: int, root: Path, run_id: str, node: str, rank: int) -> None:
         self._path = root / '.metrics' / run_id
         private.make_directories(root, self._path)
+        for kind in _FILE_KINDS:  # a write to a page that is not there would end the process
+            reserve(self._path / f'{kind}_{os.getpid()}.db', _FILE_BYTES)
         client = _library(self._path)
         self._common = (run_id, node, str(rank))
         self._metrics = {one: _metric(client, one) for one in INSTRUMENTS}

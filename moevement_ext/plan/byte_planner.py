@@ -32,6 +32,10 @@ The optimizer step has to wait for the copy, because it overwrites what is being
 """
 
 
+_UNLIMITED = 2**62
+"""Bytes; no operators add up to more, and 64 bits hold it."""
+
+
 class InvalidOperators(ValueError):
     """Sizes or names of operators that no plan can be made for."""
 
@@ -192,7 +196,8 @@ def balanced(
     reference = max(budgets, default=1)
 
     def caps(load: int) -> np.ndarray:
-        return np.array([load * own // reference for own in budgets], dtype=np.int64)
+        shares = [min(load * own // reference, _UNLIMITED) for own in budgets]
+        return np.array(shares, dtype=np.int64)
 
     alone = totals.alone()
 
@@ -205,7 +210,10 @@ def balanced(
         -(-int(size) * reference // own) for size, own in zip(everything, budgets, strict=True)
     )
     most = max(loads, default=0)
-    smallest = bisect_left(range(most), True, key=fits)
+    smallest = 0
+    while smallest < most:  # `bisect` knows no numbers beyond 64 bits
+        middle = (smallest + most) // 2
+        smallest, most = (smallest, middle) if fits(middle) else (middle + 1, most)
     ends = _fill(totals, caps(smallest))
     names = [operator.name for operator in operators]
     filled = [tuple(names[start:end]) for start, end in pairwise([0, *ends])]
@@ -288,7 +296,7 @@ def hideable_budget(
         if network_bytes_per_s <= 0:
             raise ValueError(f'network_bytes_per_s is {network_bytes_per_s}; it must be positive')
         rate = min(rate, network_bytes_per_s / replicas)
-    return int(rate * iteration_s * hidden_fraction)
+    return int(min(rate * iteration_s * hidden_fraction, _UNLIMITED))
 
 
 def window_bytes_bound(operators: Sequence[OperatorBytes], window: int) -> tuple[int, ...]:
@@ -351,4 +359,4 @@ def _budget_per_rank(budget: Budget, ranks: int) -> list[int]:
         )
     if any(own < 1 for own in budgets):
         raise ValueError(f'budgets must be at least 1 byte per iteration, got {min(budgets)}')
-    return budgets
+    return [min(own, _UNLIMITED) for own in budgets]

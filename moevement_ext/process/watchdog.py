@@ -17,11 +17,29 @@ logger = logging.getLogger(__name__)
 
 _PROGRAM = Path(__file__).with_name('watchdog_process.py')
 _HEARTBEAT_S = 0.5
+_of_set_up: 'list[Watchdog]' = []
+"""The one of this process while it sets up."""
 
 
 def under_torchrun() -> bool:
     """The launcher of this process kills nobody who hangs; those of this package do."""
     return 'TORCHELASTIC_RUN_ID' in os.environ
+
+
+def watch_set_up(silent_s: float) -> None:
+    """Watch this process from now on, if nobody else does, until `set_up_is_over`. Main thread.
+
+    Args:
+        silent_s: generous: what is built meanwhile may keep other threads from running.
+    """
+    if under_torchrun() and not _of_set_up:
+        _of_set_up.append(Watchdog(silent_s, None))
+
+
+def set_up_is_over() -> None:
+    """Whoever calls this has it watched more closely. Main thread."""
+    while _of_set_up:
+        _of_set_up.pop().close()
 
 
 class Watchdog:
@@ -52,7 +70,7 @@ class Watchdog:
         ).start()
 
     def close(self) -> None:
-        """This process has nothing to do any more that could hang."""
+        """This process has nothing to do any more that could hang; or another one watches it."""
         self._stopping.set()
         if self._dog is not None:
             self._dog.kill()

@@ -29,12 +29,14 @@ class ScheduledPlan(NamedTuple):
 
     Windows begin at `origin`, `origin + W`, ... on every rank, so that ranks which hear of a plan
     late fall into step at the next boundary. `digest` covers the plans of all stages: windows of
-    ranks that plan differently never count as one.
+    ranks that plan differently never count as one. Of two plans the one of the higher `version` is
+    the later.
     """
 
     origin: int
     plan: WindowPlan
     digest: str
+    version: int = 0
 
 
 @dataclass(eq=False)
@@ -86,6 +88,7 @@ class SparseCheckpointer:
         self._given_up: list[_Writing] = []
         self._captured = -1
         self._upcoming: list[ScheduledPlan] = []
+        self._aligned = -1  # where all ranks began a window whatever their plan
         self._adopt(schedule)
 
     @property
@@ -102,6 +105,16 @@ class SparseCheckpointer:
         """Change to another plan at its origin. Called by any thread."""
         with self._lock:
             self._upcoming.append(schedule)
+
+    def begin_window(self, iteration: int) -> None:
+        """Have windows begin at `iteration`, by the plan in force; all ranks do so.
+
+        Those by a plan that was to begin earlier do, too, if this rank hears of it later than
+        others: else its windows would never be those of the others. Called by the training thread.
+        """
+        with self._lock:
+            self._aligned = iteration
+            self._upcoming.append(self._schedule._replace(origin=iteration))
 
     def begin(self, iteration: int, state: bytes) -> None:
         """Start capturing the state after `iteration`, which the next iteration will read.
@@ -193,7 +206,8 @@ class SparseCheckpointer:
                 self._give_up(self._window)
                 self._life.give_up([self._window.name.start])
             self._window = None
-            self._adopt(max(due, key=lambda schedule: schedule.origin))
+            newest = max(due, key=lambda schedule: (schedule.version, schedule.origin))
+            self._adopt(newest._replace(origin=max(newest.origin, self._aligned)))
             # Those who heard of the plan in time have windows by it that this rank has not.
             self._life.give_up(range(self._schedule.origin, iteration))
 
@@ -234,12 +248,15 @@ class SparseCheckpointer:
         with self._lock:
             window.unsealed += 1
             window.started += 1
-        self._copier.start(
-            layout.copies(payload, volatile=True),
-            lambda: layout.copies(payload, volatile=False),
-            seal=lambda: self._seal(window, header),
-            on_error=lambda error: self._ended(window, error),
-        )
+        try:
+            self._copier.start(
+                layout.copies(payload, volatile=True),
+                lambda: layout.copies(payload, volatile=False),
+                seal=lambda: self._seal(window, header),
+                on_error=lambda error: self._ended(window, error),
+            )
+        except Exception as error:
+            self._ended(window, error)
 
     def _seal(self, window: _Writing, header: SlotHeader) -> None:
         """Seal a slot, all copies of which have arrived. Called on the sealing thread."""
@@ -250,11 +267,13 @@ class SparseCheckpointer:
         self._ended(window)
 
     def _ended(self, window: _Writing, error: Exception | None = None) -> None:
-        """Note that a slot is sealed, or failed. Called on the worker threads."""
-        if error is not None:
-            self._failed(window, error)
-        with self._lock:
-            window.unsealed -= 1
+        """Note that a slot is sealed, or failed. Any thread; nothing writes to it any more."""
+        try:
+            if error is not None:
+                self._failed(window, error)
+        finally:
+            with self._lock:
+                window.unsealed -= 1
 
     def _failed(self, window: _Writing, error: Exception) -> None:
         """Drop the window of a failed capture, keep the persisted one, train on."""

@@ -77,6 +77,7 @@ class DiskTier:
         self._agreed = self._settled = NOTHING_AGREED
         self._complete = [] if settings.complete is None else [settings.complete]
         self._newest = max((window.name.start for window in disk.stored()), default=-1)
+        self._back_to: int | None = None  # what is later is still to be set aside
         self._rollbacks: deque[tuple[int, threading.Event]] = deque()
         self._stopping = False
         if settings.complete is not None:
@@ -159,7 +160,12 @@ class DiskTier:
             finally:
                 done.set()
         if self._agreed is not self._settled:
-            self._settle(self._agreed)
+            agreed = self._agreed
+            try:
+                self._settle(agreed)
+            finally:
+                if agreed.persisted is not None:
+                    self._note_complete(agreed.persisted)
         with self._changed:
             window = self._next()
             self._tried = window or self._tried
@@ -174,7 +180,14 @@ class DiskTier:
             self._tried = self._pending = None
             if self._offered is not None and self._offered.start > start:
                 self._offered = None
-        self._disk.set_aside_after(start, self._identity)
+            self._back_to = start if self._back_to is None else min(self._back_to, start)
+        self._set_aside()
+
+    def _set_aside(self) -> None:
+        """Before anything is copied; what others captured anew must not meet a part of the past."""
+        if self._back_to is not None:
+            self._disk.set_aside_after(self._back_to, self._identity)
+            self._back_to = None
 
     def _forget_complete_after(self, start: int) -> None:
         self._complete = [window for window in self._complete if window.start <= start]
@@ -182,14 +195,15 @@ class DiskTier:
     def _settle(self, agreed: Agreed) -> None:
         """Act on what all ranks agree on."""
         self._settled = agreed
-        pending, newest = self._pending, agreed.persisted
+        pending = self._pending
         if pending is not None and agreed.is_given_up(pending.start):
+            self._pending = None
             self._disk.discard(pending)
+        elif pending is not None and agreed.is_persisted(pending.start):
             self._pending = None
-        if newest is None:
-            return
-        if pending is not None and newest.start >= pending.start:
-            self._pending = None
+
+    def _note_complete(self, newest: WindowName) -> None:
+        """All ranks have a window on disk: older ones may go."""
         if self._complete and newest.start < self._complete[-1].start:  # other ranks went back
             self._forget_complete_after(newest.start)
             self._tried = None
@@ -207,6 +221,7 @@ class DiskTier:
         self._newest = max(self._newest, window.start)
         file = self._windows.hold(window)
         try:
+            self._set_aside()
             if file is None:
                 raise _CopyEnds('it is not in memory any more')
             self._disk.write(file, self._identity, self._pace(window, file))

@@ -86,7 +86,7 @@ class Protection:
     def present(self) -> PlanParameters:
         """The plan in force."""
         schedule = self.checkpointer.schedule
-        return self._parameters[schedule.origin, schedule.digest]
+        return msgspec.structs.replace(self._parameters[schedule.version], origin=schedule.origin)
 
     def first_plan(self, iteration: int) -> PlanParameters:
         """What a job begins with at `iteration`."""
@@ -120,7 +120,7 @@ class Protection:
             store: for this life of the job, the same on all ranks; a connection of its own.
             on_disk: the newest window that all ranks have on disk.
         """
-        self._parameters: dict[tuple[int, str], PlanParameters] = {}
+        self._parameters: dict[int, PlanParameters] = {}
         rank, memory = self._rank, self.memory
         self._disk = self._disk_tier(store, on_disk)
         self._reached = memory.peer_addresses()
@@ -174,9 +174,7 @@ class Protection:
         self.windows.give_up(range(iteration))
         self.checkpointer.stop_capturing()
         self.checkpointer.roll_back(iteration - 1)
-        self.checkpointer.schedule_next(
-            self._schedule(msgspec.structs.replace(self.present, origin=iteration))
-        )
+        self.checkpointer.begin_window(iteration)
 
     def withdraw_after(self, window: WindowName) -> None:
         """This rank will go back to `window`: nobody relies on its later ones any more."""
@@ -263,15 +261,15 @@ class Protection:
         """Return when everything captured is sealed; training is over."""
         self.checkpointer.drain()
 
-    def close(self, remove: bool) -> None:
-        """Stop all threads; with `remove` delete windows and replicas."""
+    def close(self, remove: bool, keep_disk: bool = False) -> None:
+        """Stop all threads; with `remove` delete windows and replicas, and those on disk."""
         if self._started:
             self.checkpointer.stop()
             self._replanner.stop()
             self.windows.stop()
             if self._disk is not None:
                 self._disk.stop()
-        if remove and self.memory.disk is not None:
+        if remove and self.memory.disk is not None and not keep_disk:
             self.memory.disk.remove()
         self.memory.close(remove)
 
@@ -362,8 +360,8 @@ class Protection:
 
     def _schedule(self, parameters: PlanParameters) -> ScheduledPlan:
         schedule = self.planner.schedule(parameters.origin, parameters.window, parameters.shares)
-        self._parameters[schedule.origin, schedule.digest] = parameters
-        return schedule
+        self._parameters[parameters.version] = parameters
+        return schedule._replace(version=parameters.version)
 
     def _decide(
         self, present: PlanParameters, loads: Sequence[WindowLoad]

@@ -35,11 +35,16 @@ class Conversion:
 
     Args:
         source: of its verified slots, which may still be on their way.
+
+    Attributes:
+        replaying: the iteration that is replayed now, counted from 1.
+        load_s, replay_s: seconds that loads and replays have taken.
     """
 
     def __init__(self, source: SlotSource) -> None:
         self._source = source
         self.window = source.name
+        self.replaying: int | None = None
         self.load_s = 0.0
         self.replay_s = 0.0
 
@@ -86,8 +91,10 @@ class Conversion:
         began = time.perf_counter()
         trainer.operators.freeze(slot.context.light)
         faults.point(Phase.CONVERT)
+        self.replaying = slot.header.iteration + 1
         with trainer.reduced(following.context.state):
             trainer.iterate(slot.header.iteration)
+        self.replaying = None
         self.replay_s += time.perf_counter() - began
 
     def _slot(self, index: int) -> _Slot:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import msgspec
-from torch.distributed import DistError
 
 from moevement_ext import faults
 from moevement_ext.config import node_name
@@ -48,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _ANNOUNCEMENT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
+_TRIES = 3
+"""To replay in spite of ranks that do not answer, before an older window is taken."""
 
 
 class PlanInForce(msgspec.Struct, frozen=True):
@@ -123,8 +124,9 @@ class LocalizedRecovery:
         self._protection = protection
         self._stages = stages
         self._position = position
-        self._replay = StageReplay(rank, trainer, protection, self._enters)
+        self._replay = StageReplay(rank, trainer, protection, self._enters, self._raise_if_broken)
         self._refused: list[Window] = []
+        self._lost_sources = 0
         self._phases = Phases()
         self._first_iteration = False
 
@@ -287,8 +289,8 @@ class LocalizedRecovery:
         self._enters('meet')
         try:
             self._membership.meet(self._report)
-        except DistError as error:
-            self.give_up(f'the store failed in a meeting: {error}')
+        except StoreLost as lost:
+            self.give_up(f'{lost}, in a meeting')
         self._phases.respawn = time.perf_counter() - began
 
     def _report(self) -> Report:
@@ -334,7 +336,7 @@ class LocalizedRecovery:
         if isinstance(verdict, WholeJob):
             self.give_up(verdict.reason)
         self._position.decided(verdict, self._rank.number)
-        self._replay.take_over_ledger(reports, self._stages.stage_of)
+        self._replay.take_over_ledger(verdict.target, reports, self._stages.stage_of)
         if not self._membership.joining:
             self._trainer.loop.leave()
         self._membership.silence()
@@ -384,8 +386,13 @@ class LocalizedRecovery:
         try:
             self._replay.run(verdict, self._membership.reports, iterate, self._position)
         except self._replay.Refused as refusal:
-            self._refused.append(verdict.window)
+            self._refused.append(window)
             raise EpochBroken(str(refusal)) from refusal
+        except self._replay.SourceLost as lost:
+            self._lost_sources += 1
+            if self._lost_sources >= _TRIES:
+                self._refused.append(window)
+            raise EpochBroken(str(lost)) from lost
         self._phases.fetch = self._replay.fetch_s
         self._phases.convert = self._replay.convert_s
         self._phases.catch_up = self._replay.catch_up_s
@@ -430,6 +437,8 @@ class LocalizedRecovery:
         if verdict.copies:  # they have nothing of the present window, nor a log
             self._protection.begin_window(verdict.target)
         self._position.resumed()
+        self._refused.clear()  # what is captured anew has the same name
+        self._lost_sources = 0
         self._membership.committed = verdict.target
         replays = self._rank.number in verdict.ranks
         verified = Verified(0, NOWHERE, ())

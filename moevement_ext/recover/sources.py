@@ -13,8 +13,10 @@ from typing import NamedTuple, Protocol
 
 from moevement_ext.errors import HostMemoryError, SparseCheckpointError
 from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.sizing import GENERATIONS
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
@@ -32,6 +34,10 @@ DISK = 'disk'
 """Name of the last source."""
 
 _FAILURES = (RefusedWindow, PeerLost, PeerRefused, HostMemoryError)
+
+
+class HolderLost(RefusedWindow):
+    """Nobody could deliver the window, and a holder did not answer: it may, when all meet again."""
 
 
 class ArrivalStopped(SparseCheckpointError):
@@ -106,16 +112,37 @@ def verified_window(
 
     Raises:
         RefusedWindow: nobody has it whole and undamaged; the message has all reasons.
+        HolderLost: the same, but a holder did not answer.
     """
-    reasons = []
+    reasons, kind = [], RefusedWindow
     for where, obtain in _sources(memory, candidate, inventories, identity):
         try:
             return Obtained(obtain(arrived), where)
         except _FAILURES as error:
             logger.warning('refused: window %d from %s: %s', candidate.start, where, error)
             reasons.append(f'{where}: {error}')
+            if isinstance(error, PeerLost):
+                kind = HolderLost
             before_next()
-    raise RefusedWindow(f'window {candidate.start}: ' + ('; '.join(reasons) or 'no holder'))
+    raise kind(f'window {candidate.start}: ' + ('; '.join(reasons) or 'no holder'))
+
+
+def make_room(windows: OwnerWindows, wanted: Window, usable: Sequence[Window]) -> None:
+    """Free a file for a window that is not here, if all hold others, as a node's that was away.
+
+    First what is no candidate goes, then the oldest.
+
+    Args:
+        windows: of this rank.
+        wanted: the window that may have to be fetched.
+        usable: candidates for a recovery.
+    """
+    names = [candidate.name for candidate in usable]
+    while len(held := [window.name for window in windows.committed()]) >= GENERATIONS:
+        if wanted.name in held:
+            return
+        useless = [name for name in held if name not in names]
+        windows.discard((useless or held)[-1])
 
 
 def _sources(

@@ -22,17 +22,22 @@ from moevement_ext.memory.window.name import HeldWindow, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.conversion import Conversion
+from moevement_ext.recover.inventory import candidates
 from moevement_ext.recover.rank_state import RankState
-from moevement_ext.recover.sources import ArrivingWindow
+from moevement_ext.recover.sources import ArrivingWindow, HolderLost, make_room
 from moevement_ext.recover.trainer import Received, Start, Trainer
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verification
-from moevement_ext.replicate.client import PeerRefused
+from moevement_ext.replicate.client import PeerLost, PeerRefused
 from moevement_ext.replicate.log_reader import LogReader
 
 
 class WindowRefused(SparseCheckpointError):
     """What this rank needs to replay the window cannot be had; another window is to be tried."""
+
+
+class SourceLost(SparseCheckpointError):
+    """Who was to deliver the window, or a log, does not answer; all look anew at who holds what."""
 
 
 _DAMAGES = (RefusedWindow, CorruptLog, PeerRefused)
@@ -46,20 +51,28 @@ class StageReplay:
         trainer: its training loop.
         protection: windows, ledger and log of this rank.
         enters: called with the name of each phase that begins.
+        raise_if_broken: raises EpochBroken if another failure was announced.
 
     Attributes:
         verification: of the newest replay, against what had been captured.
     """
 
     Refused = WindowRefused
+    SourceLost = SourceLost
 
     def __init__(
-        self, rank: Rank, trainer: Trainer, protection: Protection, enters: Callable[[str], None]
+        self,
+        rank: Rank,
+        trainer: Trainer,
+        protection: Protection,
+        enters: Callable[[str], None],
+        raise_if_broken: Callable[[], None],
     ) -> None:
         self._rank = rank
         self._trainer = trainer
         self._protection = protection
         self._enters = enters
+        self._raise_if_broken = raise_if_broken
         self._waiting: list[LogReader | ArrivingWindow] = []
         self.fetch_s = self.convert_s = self.catch_up_s = 0.0
         self.replayed = 0
@@ -70,15 +83,19 @@ class StageReplay:
         for waiting in list(self._waiting):
             waiting.close()
 
-    def take_over_ledger(self, reports: Sequence[Report], stage_of: Sequence[int]) -> None:
+    def take_over_ledger(
+        self, target: int, reports: Sequence[Report], stage_of: Sequence[int]
+    ) -> None:
         """Take over committed iterations this rank does not know from the others.
 
         Ranks of the same stage come last: their records fit this rank's optimizers for certain.
+        What the predecessor of a new process committed after `target` is computed again.
         """
         own = stage_of[self._rank.number]
         order = sorted(range(len(reports)), key=lambda rank: stage_of[rank] == own)
         known = {entry.iteration: entry for rank in order for entry in reports[rank].ledger}
         ledger = self._protection.memory.ledger
+        ledger.forget_after(target)
         for iteration, entry in sorted(known.items()):
             if ledger.get(iteration) is None:
                 ledger.append(entry)
@@ -101,6 +118,7 @@ class StageReplay:
         Raises:
             WindowRefused: this rank's part of it, or a log that it needs, is damaged wherever it
                 is held.
+            SourceLost: a rank that was to deliver does not answer.
         """
         assert verdict.window is not None
         faults.at_iteration(verdict.window.start + 1)
@@ -111,9 +129,14 @@ class StageReplay:
         self.verification = Verification(captured, self._trainer.operators.slices)
         self._protection.stop_capturing()
         inventories = [report.windows for report in reports]
+        held = {part for inventory in inventories for part in inventory}
+        usable = candidates(held, len(reports))
+        make_room(self._protection.memory.windows, verdict.window, usable)
         try:
             with self._arriving(verdict.window, inventories) as source:
                 self._replay(Conversion(source), verdict.target, iterate, position)
+        except (HolderLost, PeerLost) as error:
+            raise SourceLost(f'window {verdict.window.start}: {error}') from error
         except _DAMAGES as error:
             raise WindowRefused(f'window {verdict.window.start}: {error}') from error
 
@@ -159,8 +182,8 @@ class StageReplay:
     def _entry(self, iteration: int) -> LedgerEntry:
         entry = self._protection.memory.ledger.get(iteration)
         if entry is None:
-            raise SparseCheckpointError(
-                f'No rank has a record of iteration {iteration}; it cannot be replayed.'
+            raise WindowRefused(
+                f'no rank has a record of iteration {iteration}, so it cannot be replayed'
             )
         return entry
 
@@ -179,9 +202,7 @@ class StageReplay:
                     assert neighbour is not None
                     client = self._protection.memory.client(neighbour)
                     reader = LogReader(client, direction, counts)
-                    self._waiting.append(reader)
-                    stack.callback(self._close, reader)
-                    received[direction] = reader
+                    received[direction] = stack.enter_context(self._waiting_for(reader))
             stack.enter_context(pipeline.replaying(received))
             yield
 
@@ -192,12 +213,16 @@ class StageReplay:
         """This rank's part of the window, converted while the rest of it is on its way."""
         memory = self._protection.memory
         source = ArrivingWindow(memory, window, inventories, self._rank.identity)
-        self._waiting.append(source)
-        try:
+        with self._waiting_for(source):
             yield source
-        finally:
-            self._close(source)
 
-    def _close(self, waiting: LogReader | ArrivingWindow) -> None:
-        self._waiting.remove(waiting)
-        waiting.close()
+    @contextmanager
+    def _waiting_for[W: (LogReader, ArrivingWindow)](self, waiting: W) -> Iterator[W]:
+        """Within it `interrupt` ends `waiting`; a failure announced before has interrupted none."""
+        self._waiting.append(waiting)
+        try:
+            self._raise_if_broken()
+            yield waiting
+        finally:
+            self._waiting.remove(waiting)
+            waiting.close()

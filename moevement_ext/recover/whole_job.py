@@ -8,7 +8,7 @@ a replica, the windows on disk, the dense checkpoint, the start.
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -20,14 +20,12 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.sizing import GENERATIONS
-from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import HeldWindow, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import Inventory, candidates, held_windows, windows_on_disk
-from moevement_ext.recover.sources import Obtained, VerifiedWindow, verified_window
+from moevement_ext.recover.sources import Obtained, VerifiedWindow, make_room, verified_window
 from moevement_ext.recover.verification import Verified
 from moevement_ext.replicate.host_memory import HostMemory
 
@@ -130,7 +128,7 @@ def obtain(
         Its conversion and its source, or None: go on with the next tier.
     """
     for candidate in predecessor.candidates:
-        _make_room(memory.windows, candidate, predecessor.candidates)
+        make_room(memory.windows, candidate, predecessor.candidates)
         obtained = _verified(memory, candidate, predecessor, rank, check)
         if rank.exchange.all_agree(f'verified/{candidate.start}', obtained is not None):
             assert obtained is not None
@@ -171,19 +169,6 @@ def newest_committed(store: NodeStore, rank: int) -> int:
     """Newest iteration in the ledger of a rank's predecessor, -1 if there is none."""
     entry = Ledger.read_newest(store.ledger_path(rank))
     return entry.iteration if entry is not None else -1
-
-
-def _make_room(windows: OwnerWindows, wanted: Window, usable: Sequence[Window]) -> None:
-    """Free a file for a window that is not here, if all hold others, as a node's that was away.
-
-    First what is no candidate goes, then the oldest.
-    """
-    held = [window.name for window in windows.committed()]
-    if len(held) < GENERATIONS or wanted.name in held:
-        return
-    names = [candidate.name for candidate in usable]
-    useless = [name for name in held if name not in names]
-    windows.discard((useless or held)[-1])
 
 
 def _verified(

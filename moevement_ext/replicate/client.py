@@ -75,6 +75,12 @@ class ReplicaClient:
         self._timeout_s = timeout_s
         self._max_record_bytes = max_record_bytes
         self._connection: Connection | None = None
+        self._interrupted = False
+
+    def open(self) -> None:
+        """Connect, before anything is taken that a peer who does not answer would hold up."""
+        with self._exchange():
+            pass
 
     def put_slot(
         self, owner: int, file: WindowFile, slot: int, agreed: Agreed = NOTHING_AGREED
@@ -225,7 +231,8 @@ class ReplicaClient:
         return header
 
     def interrupt(self) -> None:
-        """Let an exchange in progress end with `PeerLost`. Called by any thread."""
+        """Let an exchange in progress end with `PeerLost`, and all others. Called by any thread."""
+        self._interrupted = True
         connection = self._connection
         if connection is not None:
             connection.shutdown()
@@ -261,6 +268,8 @@ class ReplicaClient:
     def _connect(self) -> Connection:
         sock = socket.create_connection(self.address, timeout=self._timeout_s)
         connection = self._connection = Connection(sock)
+        if self._interrupted:  # while it connected
+            raise ConnectionError('interrupted')
         connection.set_deadline(self._timeout_s)
         reason = greeting.introduce(connection, self._secret)
         if reason is not None:

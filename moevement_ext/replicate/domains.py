@@ -8,6 +8,14 @@ from pathlib import Path
 from moevement_ext.config import ConfigurationError
 
 
+def own_domain(node: str, topology: str | None) -> str:
+    """Failure domain of one node; empty if the topology file does not tell."""
+    try:
+        return failure_domains([node], topology)[0]
+    except ConfigurationError:
+        return ''
+
+
 def failure_domains(nodes: Sequence[str], topology: str | None) -> list[str]:
     """Failure domain of each rank: its node, unless a topology file says otherwise.
 

@@ -36,7 +36,7 @@ from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.replicate.address import host_identity, local_host
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
-from moevement_ext.replicate.domains import failure_domains
+from moevement_ext.replicate.domains import failure_domains, own_domain
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.placement import place_replicas
 from moevement_ext.replicate.server import ReplicaServer
@@ -60,6 +60,8 @@ class Member(msgspec.Struct, frozen=True):
     """The real host, which emulated nodes share."""
     secret: bytes
     """Secret of this life of the job, from rank 0; what the other ranks draw is not used."""
+    domain: str = ''
+    """Failure domain by the topology file of its node; empty: that does not tell."""
 
 
 class Share(NamedTuple):
@@ -132,11 +134,11 @@ class HostMemory:
             logged=share.logged,
             host=host_identity(),
             secret=new_secret(),
+            domain=own_domain(node_name(), config.topology),
         )
         self.members = _exchange_members(own, exchange)
         self._secret = self.members[0].secret  # one replaced later still has that of the others
-        domains = failure_domains([member.node for member in self.members], config.topology)
-        self.holders = place_replicas(domains, config.replicas)
+        self.holders = place_replicas(self._domains(config.topology), config.replicas)
         self.members[self.rank] = own  # a replacement may run on another node; replicas stay placed
         self.log: UpstreamLog | None = None
         self._fetching: ReplicaClient | None = None
@@ -185,6 +187,13 @@ class HostMemory:
             f'directory: {self.store.path} | replicas: {replicas}'
         )
 
+    def _domains(self, topology: str | None) -> list[str]:
+        """Those of the ranks, as known to all: a replacement's node may lack the file."""
+        told = [member.domain for member in self.members]
+        if topology is not None and all(told):
+            return told
+        return failure_domains([member.node for member in self.members], topology)
+
     def first_on_node(self) -> bool:
         """True on one rank of each node, the one that speaks for it."""
         return self.rank == min(self.plan.ranks)
@@ -227,10 +236,12 @@ class HostMemory:
         """
         client = self._fetching = self.client(holder)
         try:
+            client.open()
             with self._receiving(window) as file:
                 client.fetch_window(self.rank, window.name, file, received)
         finally:
-            self._fetching = None
+            if self._fetching is client:  # one that was left behind has a successor
+                self._fetching = None
             client.close()
         return file
 
@@ -240,7 +251,7 @@ class HostMemory:
         """The same from the disk of this rank, which must have one.
 
         Raises:
-            RefusedWindow, HostMemoryError: it could not be had there.
+            RefusedWindow, PeerLost, HostMemoryError: it could not be had there.
         """
         assert self.disk is not None
         with self._receiving(window) as file:
@@ -250,7 +261,10 @@ class HostMemory:
     @contextmanager
     def _receiving(self, window: Window) -> Iterator[WindowFile]:
         """A file for a window that comes from elsewhere; committed at the end, if all is well."""
-        file = self.windows.begin(window.name)
+        try:
+            file = self.windows.begin(window.name)
+        except ValueError as error:  # a thread that was left behind still waits for somebody
+            raise PeerLost(f'window {window.start} is still received: {error}') from error
         if file is None:
             raise RefusedWindow(f'no free window file on rank {self.rank}')
         try:

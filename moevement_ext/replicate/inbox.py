@@ -144,6 +144,11 @@ class Inbox:
             except RefusedWindow:
                 self._abandon()  # the owner sends it again from the first slot
                 raise
+            except OSError as error:  # its file is gone
+                self._abandon()
+                raise RefusedWindow(
+                    f'{file.path}: cannot be committed: {error.strerror}'
+                ) from error
             self._receiving = None
 
     def _abandon(self) -> None:

@@ -19,6 +19,9 @@ import numpy as np
 
 from moevement_ext.simulate import fields
 
+LONGEST_WINDOW = 1_000_000
+"""Iterations beyond which the sums over a window would not do."""
+
 
 def attempts_s(attempt_s: float, repair_s: float, mtbf_s: float) -> float:
     """Mean seconds until an attempt succeeds, if every failed one is followed by a repair.
@@ -125,7 +128,7 @@ class Sparse:
 
     def __post_init__(self) -> None:
         fields.positive('iteration_s', self.iteration_s)
-        fields.whole('window', self.window)
+        fields.whole('window', self.window, most=LONGEST_WINDOW)
         fields.not_negative('overhead_s', self.overhead_s)
         fields.not_negative('restart_s', self.restart_s)
         fields.positive_or_infinite('mtbf_s', self.mtbf_s)
@@ -150,6 +153,14 @@ class Sparse:
         else:
             frozen = sum(self.frozen_shares)
         return self.window - frozen * self.frozen_saving
+
+    def conversion_s(self) -> np.ndarray:
+        """Seconds of each conversion iteration, none of which waits for a slot; shape [W]."""
+        frozen = 1 - np.arange(1, self.window + 1) / self.window
+        if self.frozen_shares is not None:
+            frozen = np.array(self.frozen_shares)
+        seconds: np.ndarray = 1 - frozen * self.frozen_saving
+        return seconds * self.iteration_s * (1 - self.local_saving)
 
     def recovery_s(self) -> np.ndarray:
         """Q_p, seconds of restart and replay after a failure at position p; shape [W]."""

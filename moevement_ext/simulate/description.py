@@ -3,7 +3,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,12 +16,15 @@ class DescriptionError(ValueError):
     """A file that cannot be used; the message names it, the field and the rule."""
 
 
+_Bytes = Annotated[int, msgspec.Meta(le=2**50)]  # sums of them stay within 64 bits
+
+
 class ListedOperator(msgspec.Struct, forbid_unknown_fields=True):
     """One operator of a list in a file, on one rank."""
 
     name: str
-    full_bytes: int
-    light_bytes: int
+    full_bytes: _Bytes
+    light_bytes: _Bytes
 
 
 def read_operators(path: Path) -> list[OperatorBytes]:
@@ -90,6 +93,8 @@ def read(path: Path) -> Any:
         raise DescriptionError(f'{path}: YAML needs PyYAML: install it, or give JSON') from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DescriptionError(f'{path}: {error}') from None
+    except RecursionError:
+        raise DescriptionError(f'{path}: it is nested too deeply; this is no description') from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,8 @@ from moevement_ext.simulate import fields
 
 MOST_FAILURES = 20_000_000
 """Failures in one simulation, over all histories, beyond which memory would not do."""
+LEAST_SHAPE = 0.1
+"""The least shape of Weibull gaps: below it nearly all of the time is in a few of them."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Renewal:
     def __post_init__(self) -> None:
         fields.positive_or_infinite('mtbf_s', self.mtbf_s)
         fields.positive('shape', self.shape)
+        rule = f'give {LEAST_SHAPE:g} or more'
+        fields.require(self.shape >= LEAST_SHAPE, 'shape', self.shape, rule)
 
     def gaps(self, rng: np.random.Generator, histories: int, count: int) -> np.ndarray:
         """Seconds from each failure to the next, [histories, count]."""
@@ -82,6 +86,7 @@ class Renewal:
         count = math.ceil(mean + 6 * math.sqrt(mean / self.shape) + 10)
         times = self.gaps(rng, histories, count).cumsum(axis=1)
         while times[:, -1].min() < horizon_s:
+            check_size(times.size + histories * count)
             more = self.gaps(rng, histories, count).cumsum(axis=1)
             times = np.concatenate([times, times[:, -1:] + more], axis=1)
         times[times >= horizon_s] = math.inf

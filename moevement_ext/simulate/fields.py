@@ -38,10 +38,11 @@ def positive_or_infinite(field: str, value: float) -> None:
     require(value > 0, field, value, 'give a number above 0 (inf: never)')
 
 
-def whole(field: str, value: int, least: int = 1) -> None:
-    """`value` is a whole number of at least `least`."""
+def whole(field: str, value: int, least: int = 1, most: int | None = None) -> None:
+    """`value` is a whole number of at least `least` and at most `most` (None: any)."""
     good = isinstance(value, int) and not isinstance(value, bool) and value >= least
     require(good, field, value, f'give a whole number, {least} or more')
+    require(most is None or value <= most, field, value, f'give a whole number up to {most}')
 
 
 def share(field: str, value: float) -> None:

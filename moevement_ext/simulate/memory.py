@@ -12,12 +12,14 @@ import numpy as np
 from moevement_ext.memory.budget import HostMemoryPlan
 from moevement_ext.memory.sizing import (
     NOTHING_LOGGED,
+    SLOT_ROOM_BYTES,
     Logged,
     log_ring_bytes,
     rank_memory,
     window_file_bytes,
 )
 from moevement_ext.memory.upstream_log.ring import region_bytes
+from moevement_ext.memory.window.format import window_capacity
 from moevement_ext.plan.byte_planner import OperatorBytes, window_bytes_bound
 from moevement_ext.replicate.placement import place_replicas
 from moevement_ext.simulate.layout import Batch, Layout, Precision
@@ -29,10 +31,19 @@ ANNOUNCEMENT_S = 0.1
 """From the last report of a window until all ranks have read in the store that it is persisted."""
 
 
-def window_files(operators: Sequence[OperatorBytes], longest_window: int) -> list[int]:
-    """Bytes of a window file on each rank of a stage, enough for any plan up to that length."""
+def window_files(
+    operators: Sequence[OperatorBytes], longest_window: int, always: int = 0
+) -> list[int]:
+    """Bytes of a window file on each rank of a stage, enough for any plan up to that length.
+
+    `always` bytes, besides, are in every slot of each rank.
+    """
     bounds = window_bytes_bound(operators, longest_window)
-    return [window_file_bytes(state, longest_window) for state in bounds]
+    slots = [(always, SLOT_ROOM_BYTES)] * longest_window if always else []
+    return [
+        window_file_bytes(state, longest_window, window_capacity([(state, 0), *slots]))
+        for state in bounds
+    ]
 
 
 def logged_per_iteration(

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 
 from moevement_ext.simulate import fields
 
+_MOST = 2**24
+"""Size of anything in a model; sums of bytes stay within 64 bits."""
+_MOST_PARTS = 10_000
+_MOST_PARAMETERS = 2**50
+
 
 @dataclass(frozen=True)
 class LatentAttention:
@@ -110,7 +115,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for name in ('layers', 'hidden_size', 'attention_heads', 'vocab_size'):
-            fields.whole(name, getattr(self, name))
+            fields.whole(name, getattr(self, name), most=_MOST)
         for name in (
             'ffn_hidden_size',
             'experts',
@@ -119,7 +124,9 @@ class ModelShape:
             'shared_hidden_size',
             'learned_positions',
         ):
-            fields.whole(name, getattr(self, name), least=0)
+            fields.whole(name, getattr(self, name), least=0, most=_MOST)
+        for name in ('layers', 'experts'):
+            fields.whole(name, getattr(self, name), least=0, most=_MOST_PARTS)
         for name in ('query_groups', 'head_size'):
             if getattr(self, name) is not None:
                 fields.whole(name, getattr(self, name))
@@ -127,6 +134,9 @@ class ModelShape:
         rule = 'give head_size, or an attention_heads that divides hidden_size'
         good = self.head_size is not None or self.hidden_size % self.attention_heads == 0
         fields.require(good, 'attention_heads', self.attention_heads, rule)
+        rule = f'gives a model of {self.total_parameters:.0e} parameters, which none has'
+        good = self.total_parameters <= _MOST_PARAMETERS
+        fields.require(good, 'hidden_size', self.hidden_size, rule)
 
     def _check_experts(self) -> None:
         if self.moe_layers is not None:
@@ -163,17 +173,17 @@ class ModelShape:
         looked_up += self.learned_positions * self.hidden_size
         return 6.0 * (self.active_parameters - looked_up) + attention
 
-    def embedding(self, vocab_size: int | None = None) -> Weights:
-        """Word embedding of `vocab_size` (None: unpadded), and positions if they are learned."""
+    def words(self, vocab_size: int | None = None) -> Weights:
+        """Word embedding of `vocab_size` (None: unpadded), or the output matrix."""
         words = self.vocab_size if vocab_size is None else vocab_size
-        positions = self.learned_positions * self.hidden_size
-        # They are looked up, not multiplied with.
-        return Weights(words * self.hidden_size, positions, vectors=2 if positions else 1)
+        # One is looked up, not multiplied with; the other stays in 16 bits.
+        return Weights(split=words * self.hidden_size, vectors=1)
 
-    def head(self, vocab_size: int | None = None) -> Weights:
-        """Final norm and output matrix."""
-        words = self.vocab_size if vocab_size is None else vocab_size
-        return self.norm + Weights(split=words * self.hidden_size, vectors=1)  # in 16 bits
+    @property
+    def positions(self) -> Weights:
+        """The learned embedding of positions, if there is one."""
+        size = self.learned_positions * self.hidden_size
+        return Weights(whole=size, vectors=1) if size else Weights()
 
     def expert(self) -> Weights:
         """One routed expert of one layer."""
@@ -196,8 +206,8 @@ class ModelShape:
         return Weights(whole=self.hidden_size * parts, vectors=parts)
 
     def _parameters(self, experts: int) -> int:
-        total = self.embedding().total
-        total += self.norm.total if self.tied_embeddings else self.head().total
+        total = self.words().total * (1 if self.tied_embeddings else 2)
+        total += self.positions.total + self.norm.total
         for layer in range(1, self.layers + 1):
             total += self.rest(layer).total
             if self.has_experts(layer):

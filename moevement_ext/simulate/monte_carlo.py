@@ -25,8 +25,12 @@ from moevement_ext.simulate.trace import Trace
 HISTORIES = 512
 FAILURES_PER_HISTORY = 400
 """By default, in each of the HISTORIES."""
+MOST_FIGURES = 200_000_000
+"""Histories times nodes, or spares, beyond which memory would not do."""
 
 _ROUNDING = 1e-12
+_STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
+"""97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,8 @@ def simulate(
         histories = HISTORIES
         if hours is not None and job_hours is not None:
             histories = max(2, round(hours / job_hours))
-    fields.whole('histories', histories, least=2)
-    fields.whole('nodes', nodes)
+    _check_sizes(histories, nodes, spares)
+    fields.whole('seed', seed, least=0)
     # A stream of its own for failures: all systems meet the same ones.
     rng, run_rng = np.random.default_rng(seed).spawn(2)
     run = _run(system, histories, run_rng)
@@ -137,6 +141,17 @@ def simulate(
     horizon_s = _horizon_s(source, run, hours, job_hours)
     drawn = source.until(rng, histories, horizon_s, nodes)
     return _Histories(run, drawn, nodes, spares).play(horizon_s)
+
+
+def _check_sizes(histories: int, nodes: int, spares: Spares | None) -> None:
+    """Each history has a figure for each node and each spare."""
+    fields.whole('histories', histories, least=2)
+    fields.whole('nodes', nodes)
+    sizes = {'histories': 1, 'nodes': nodes, 'count': spares.count if spares else 0}
+    for name, value in sizes.items():
+        given = histories if name == 'histories' else value
+        rule = f'{histories} histories of so many do not fit in memory'
+        fields.require(histories * value <= MOST_FIGURES, name, given, rule)
 
 
 def _cut_at_failures(process: Process, run: Run, job_hours: float | None) -> bool:
@@ -268,7 +283,9 @@ def ratio_interval(useful: np.ndarray, wall: np.ndarray) -> tuple[float, float]:
 
 
 def _student(degrees: int) -> float:
-    """97.5 % quantile of Student's t, to 0.1 % from 10 degrees of freedom (Cornish and Fisher)."""
+    """97.5 % quantile of Student's t, to 0.1 %; of 10 degrees or more as Cornish and Fisher."""
+    if degrees <= len(_STUDENT):
+        return _STUDENT[degrees - 1]
     z = 1.959964
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

@@ -38,6 +38,8 @@ class PartialExperts:
     """Limit of PLT beyond which K doubles; None: it never does."""
     expert_bytes: float = 1.0
     """The experts' share of a full checkpoint; scales the cost of a checkpoint with K."""
+    hidden_s: float = 0.0
+    """Seconds of a checkpoint's copy that training hides; the rest is its stall."""
 
     def __post_init__(self) -> None:
         fields.whole('experts', self.experts)
@@ -49,6 +51,7 @@ class PartialExperts:
         if self.lost_budget is not None:
             fields.positive('lost_budget', self.lost_budget)
         fields.share('expert_bytes', self.expert_bytes)
+        fields.not_negative('hidden_s', self.hidden_s)
 
     def levels(self) -> list[int]:
         """The values K takes: doubled until it is E."""
@@ -87,7 +90,8 @@ def stale_checkpoints(shares: np.ndarray, saved: int, selection: str) -> float:
 class PartialRun(DenseRun):
     """Global rollback to the last checkpoint; lost tokens are counted and may double K.
 
-    Checkpoints of K experts cost `full`'s overhead and stall times their relative size.
+    Checkpoints of K experts cost `full`'s overhead and copy times their relative size; of the copy
+    an equal part is hidden.
     """
 
     stationary = False
@@ -152,4 +156,5 @@ class PartialRun(DenseRun):
 def with_experts(full: Dense, partial: PartialExperts, saved: int) -> Dense:
     """`full` with checkpoints of `saved` experts only."""
     size = partial.size(saved)
-    return replace(full, overhead_s=full.overhead_s * size, stall_s=full.stall_s * size)
+    stall_s = max(0.0, (full.stall_s + partial.hidden_s) * size - partial.hidden_s)
+    return replace(full, overhead_s=full.overhead_s * size, stall_s=stall_s)

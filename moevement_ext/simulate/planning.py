@@ -35,6 +35,9 @@ from moevement_ext.simulate.sizes import (
     stage_kind,
 )
 
+_LONGEST_WINDOW = 10_000
+"""Iterations; no window file has room for so many slots."""
+
 
 @dataclass(frozen=True)
 class ProtectionSettings:
@@ -59,13 +62,12 @@ class ProtectionSettings:
 
     def __post_init__(self) -> None:
         if self.window is not None:
-            fields.whole('window', self.window)
-        fields.whole('max_window', self.max_window)
+            fields.whole('window', self.window, most=_LONGEST_WINDOW)
+        fields.whole('max_window', self.max_window, most=_LONGEST_WINDOW)
         fields.whole('replicas', self.replicas, least=0)
         for name in ('hidden_fraction', 'network_share'):
             value = getattr(self, name)
             fields.require(0 < value <= 1, name, value, 'give a share above 0, up to 1')
-
         if self.log_lag is not None:
             fields.not_negative('log_lag', self.log_lag)
 
@@ -87,6 +89,12 @@ class FailureRate:
     """Share of a replayed iteration that is saved as only the lost stage computes."""
     frozen_saving: float = 0.0
     """Share of an operator's work that is saved while it is frozen."""
+
+    def __post_init__(self) -> None:
+        fields.positive_or_infinite('mtbf_s', self.mtbf_s)
+        fields.not_negative('restart_s', self.restart_s)
+        fields.share('local_saving', self.local_saving)
+        fields.share('frozen_saving', self.frozen_saving)
 
 
 @dataclass(frozen=True)
@@ -237,7 +245,10 @@ class JobPlan:
             longest_window: iterations to reserve memory for; None: as configured.
         """
         longest = longest_window or self.job.protection.longest_window
-        files = [np.array(memory.window_files(kind.operators, longest)) for kind in self.kinds]
+        files = [
+            np.array(memory.window_files(kind.operators, longest, kind.always))
+            for kind in self.kinds
+        ]
         rings = memory.log_rings([kind.logged for kind in self.kinds], longest, self.log_lag())
         return memory.fullest_node(
             self.per_rank(files).astype(np.int64),
@@ -316,18 +327,24 @@ def plan_job(job: Job) -> JobPlan:
     budgets = hidden_budgets(job)
     groups = _equal_stages(job)
     stages = [operator_sizes(job.model, job.layout, job.precision, group[0]) for group in groups]
-    window, fewest = job.protection.window, _fewest(stages, budgets.bytes)
+    always = [scaling_bytes(job.model, job.layout, job.precision, group[0]) for group in groups]
+    planned = [_with_always(*pair) for pair in zip(stages, always, strict=True)]
+    window, fewest = job.protection.window, _fewest(planned, budgets.bytes)
     if window is None:
         if fewest is None:
-            raise _reason(stages, groups, budgets.bytes)
+            raise _reason(planned, groups, budgets.bytes)
         window = min(fewest, job.protection.max_window)
-    plans = plan_stages(stages, window=window, budget=budgets.bytes)
-    kinds = [
-        _stage_kind(job, group, operators, plan)
-        for group, operators, plan in zip(groups, stages, plans, strict=True)
-    ]
-    by_copy = _fewest(stages, budgets.copy_bytes)
-    return JobPlan(job, budgets, kinds, fewest, by_copy, _paper_plan(stages, budgets.bytes))
+    plans = plan_stages(planned, window=window, budget=budgets.bytes)
+    kinds = [_stage_kind(job, *stage) for stage in zip(groups, stages, plans, always, strict=True)]
+    by_copy = _fewest(planned, budgets.copy_bytes)
+    return JobPlan(job, budgets, kinds, fewest, by_copy, _paper_plan(planned, budgets.bytes))
+
+
+def _with_always(operators: Sequence[OperatorBytes], always: int) -> list[OperatorBytes]:
+    """Operators of which the last carries what is in every slot: so does it, in full or light."""
+    *others, last = operators
+    full, light = (tuple(size + always for size in sizes) for sizes in (last.full, last.light))
+    return [*others, OperatorBytes(last.name, full, light)]
 
 
 def _equal_stages(job: Job) -> list[list[int]]:
@@ -359,7 +376,7 @@ def _reason(
 
 
 def _stage_kind(
-    job: Job, stages: list[int], operators: list[OperatorBytes], plan: WindowPlan
+    job: Job, stages: list[int], operators: list[OperatorBytes], plan: WindowPlan, always: int
 ) -> StageKind:
     logged = NOTHING_LOGGED
     if job.protection.localized:
@@ -367,7 +384,6 @@ def _stage_kind(
             job.model, job.layout, job.batch, job.precision, stages[0]
         )
     held = held_elements(job.model, job.layout, stages[0])
-    always = scaling_bytes(job.model, job.layout, job.precision, stages[0])
     return StageKind(stages, operators, plan, held, logged, always)
 
 

@@ -37,6 +37,8 @@ class OperatorProfile:
     def __post_init__(self) -> None:
         fields.whole('full_bytes', self.full_bytes, least=0)
         fields.whole('light_bytes', self.light_bytes, least=0)
+        rule = f'give no more than full_bytes, {self.full_bytes}'
+        fields.require(self.light_bytes <= self.full_bytes, 'light_bytes', self.light_bytes, rule)
         if self.tokens is not None:
             fields.not_negative('tokens', self.tokens)
 
@@ -81,7 +83,10 @@ class Profile:
         for name in ('disk_bytes_per_s', 'mtbf_s'):
             if getattr(self, name) is not None:
                 fields.positive(name, getattr(self, name))
-        fields.require(bool(self.operators), 'operators', (), 'list at least one operator')
+        fields.require(self.state_bytes > 0, 'operators', self.operators, 'list one with bytes')
+        names = [operator.name for operator in self.operators]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        fields.require(not twice, 'operators', twice, 'list each of them once')
         fields.whole('replicas', self.replicas, least=0)
         inside = 0 < self.hidden_fraction <= 1
         fields.require(inside, 'hidden_fraction', self.hidden_fraction, 'must be in (0, 1]')

@@ -79,8 +79,16 @@ class SparseRun(Run):
         self.pipeline = pipeline
         self.local_saving = system.local_saving
         self.conversion = system.active_iterations()
-        # Failures find every position alike: each is left only by succeeding.
-        self.position = rng.integers(system.window, size=histories)
+        self.position = self._struck(system, rng)
+
+    def _struck(self, system: Sparse, rng: np.random.Generator) -> np.ndarray:
+        """Where failures find the histories: more often where a repair takes long.
+
+        Each position is left only by succeeding, after a mean time in proportion to e^(Q_p/M).
+        """
+        repairs = system.recovery_s() / system.mtbf_s
+        share = np.exp(repairs - repairs.max())
+        return rng.choice(system.window, size=self.histories, p=share / share.sum())
 
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """Whole iterations are kept."""
@@ -120,6 +128,10 @@ class CopyRun(SparseRun):
         super().__init__(system, histories, rng, pipeline if localized else None)
         self.copies = pipeline
         self.copied_s = copied_s
+
+    def _struck(self, system: Sparse, rng: np.random.Generator) -> np.ndarray:
+        """Where failures find the histories: anywhere, for a copy takes as long everywhere."""
+        return rng.integers(system.window, size=self.histories)
 
     def recovery_s(self, lost: np.ndarray) -> np.ndarray:
         """Restart and copy, or restart, conversion and replay."""

@@ -5,8 +5,9 @@ Operators, their names and their order are those of the training (embedding, `la
 `layer3.router`, `layer3.rest`, head; experts first, turn by turn over the expert-parallel ranks).
 With the distributed optimizer a rank captures its shard of each gradient bucket: a contiguous range
 of the parameters in backward order, so that it holds much of few operators rather than a little of
-all. Left out: alignment of tensors, padding of buckets, router buffers and step counters. Scales
-are counted on every rank that has a part of an operator, as if of all its tensors.
+all; weights that the ends of the pipeline share have a bucket of their own. Left out: alignment of
+tensors, padding of buckets, router buffers and step counters. Scales are counted on every rank that
+has a part of an operator, as if of all its tensors.
 """
 
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ class Piece(NamedTuple):
     elements: int
     weights: Weights
     """What it is a rank's part of."""
+    alone: bool = False
+    """In a bucket of its own: weights that the first and the last stage share."""
 
 
 class ChunkPieces(NamedTuple):
@@ -170,7 +173,12 @@ def _owned(
     if layout.overlap_grad_reduce and stage == 0 and chunk == 0:  # upstream makes no others
         ranks = layout.data * layout.context
         bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * ranks)
-    return shard(elements, group, bucket)
+    owned = np.empty((len(pieces), group), dtype=np.int64)
+    together = [index for index, piece in enumerate(pieces) if not piece.alone]
+    owned[together] = shard([elements[index] for index in together], group, bucket)
+    for index in set(range(len(pieces))) - set(together):
+        owned[index] = shard([elements[index]], group, None)
+    return owned
 
 
 def _chunk(model: ModelShape, layout: Layout, stage: int, chunk: int) -> ChunkPieces:
@@ -180,8 +188,11 @@ def _chunk(model: ModelShape, layout: Layout, stage: int, chunk: int) -> ChunkPi
     experts: list[list[Piece]] = [[] for _ in range(layout.expert)]
     unit = VOCABULARY_MULTIPLE * layout.tensor
     vocabulary = -(-model.vocab_size // unit) * unit
+    shared = model.tied_embeddings and layout.pipeline > 1
     if stage == 0 and chunk == 0:
-        dense.append(_piece('embedding', model.embedding(vocabulary), layout.tensor))
+        dense.append(_piece('embedding', model.words(vocabulary), layout.tensor, shared))
+        if model.learned_positions:
+            dense.append(_piece('embedding', model.positions, layout.tensor))
     for layer in layout.layers_of(stage, model.layers)[chunk]:
         dense.append(_piece(f'layer{layer}.rest', model.rest(layer), layout.tensor))
         if model.has_experts(layer):
@@ -189,14 +200,14 @@ def _chunk(model: ModelShape, layout: Layout, stage: int, chunk: int) -> ChunkPi
             for rank, pieces in enumerate(experts):
                 pieces.extend(_local_experts(model, layout, layer, rank))
     if stage == layout.pipeline - 1 and chunk == layout.chunks - 1:
-        whole = layout.pipeline == 1 and model.tied_embeddings
-        head = model.norm if whole else model.head(vocabulary)
-        dense.append(_piece('head', head, layout.tensor))
+        dense.append(_piece('head', model.norm, layout.tensor))
+        if shared or not model.tied_embeddings:
+            dense.append(_piece('head', model.words(vocabulary), layout.tensor, shared))
     return ChunkPieces(dense, experts)
 
 
-def _piece(operator: str, weights: Weights, tensor: int) -> Piece:
-    return Piece(operator, weights.per_rank(tensor), weights)
+def _piece(operator: str, weights: Weights, tensor: int, alone: bool = False) -> Piece:
+    return Piece(operator, weights.per_rank(tensor), weights, alone)
 
 
 def _local_experts(model: ModelShape, layout: Layout, layer: int, rank: int) -> list[Piece]:

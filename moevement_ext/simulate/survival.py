@@ -23,7 +23,7 @@ class Survival:
     probability: float
     """Probability that a copy of every rank's state is left."""
     standard_error: float
-    """Standard error of the probability; 0 where it was found by enumeration."""
+    """Standard error of the probability; 0 only where it was found by enumeration."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ def _placed(
             domains, holders, lost, groups=groups, samples=samples, seed=seed
         )
         exact = is_exact(len(set(domains)), lost)
-        error = 0.0 if exact else math.sqrt(probability * (1 - probability) / samples)
+        # Two more of each kind: samples that all survived prove nothing (Agresti and Coull).
+        share = (probability * samples + 2) / (samples + 4)
+        error = 0.0 if exact else math.sqrt(share * (1 - share) / (samples + 4))
         survival.append(Survival(lost, probability, error))
     return Placed(
         replicas,

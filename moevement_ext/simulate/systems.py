@@ -15,7 +15,7 @@ so a failure loses, on average, also as many iterations as a copy takes.
   interval; what the interval cannot hide is a stall. Interval by oracle (exact optimum) or by
   Young or Daly for the stall of a checkpoint that has a single iteration to hide behind.
 - moc: as `partial` says, in host memory, then disk; global rollback.
-- moetion: the same in every iteration, with as many experts as the iteration hides.
+- moetion: the same in every iteration, with as many experts as the iteration hides; one at least.
 - moevement: window of Algorithm 1 as printed; the slots' exposed parts are the overhead.
 - ours: the byte planner; within the budget by construction, so without overhead.
 - copy: ours, and state that a data-parallel copy still has is copied over the network.
@@ -30,7 +30,7 @@ import numpy as np
 from moevement_ext.plan.byte_planner import OperatorBytes, WindowPlan, balanced, fewest_slots
 from moevement_ext.simulate import fields, intervals
 from moevement_ext.simulate.algorithm1 import plan_as_printed
-from moevement_ext.simulate.closed_form import Dense, Sparse
+from moevement_ext.simulate.closed_form import LONGEST_WINDOW, Dense, Sparse
 from moevement_ext.simulate.partial import PartialExperts, PartialRun, with_experts
 from moevement_ext.simulate.pipeline import Pipeline
 from moevement_ext.simulate.popularity import frozen_shares
@@ -108,7 +108,20 @@ def build(name: str, options: Options, profile: Profile | None = None) -> System
         profile = replace(profile, iteration_s=options.iteration_s)
     if profile is not None and options.pipeline is None:
         options = replace(options, pipeline=profile.pipeline)
+    _check(options)
     return _BUILDERS[name](name, options, profile)
+
+
+def _check(options: Options) -> None:
+    """What a price is computed from, before it is. Raises FieldError."""
+    for name in ('iteration_s', 'job_s'):
+        if getattr(options, name) is not None:
+            fields.positive(name, getattr(options, name))
+    for name in ('interval', 'experts'):
+        if getattr(options, name) is not None:
+            fields.whole(name, getattr(options, name))
+    if options.window is not None:
+        fields.whole('window', options.window, most=LONGEST_WINDOW)
 
 
 def _dense(options: Options, **priced: float | None) -> Dense:
@@ -186,7 +199,9 @@ def _gemini(name: str, options: Options, profile: Profile | None) -> System:
     elif interval is None:
         best = intervals.optimal(costs(1))
         seconds = best.young if options.interval_rule == 'young' else best.daly
-        interval = int(seconds) if math.isfinite(seconds) else max(1, int(options.mtbf_s))
+        if math.isinf(seconds):
+            raise fields.FieldError('interval', 'is missing; without failures no interval is best')
+        interval = int(seconds)
     return System(name, costs(interval), found={'checkpoint_bytes': profile.state_bytes})
 
 
@@ -224,7 +239,10 @@ def _moc(name: str, options: Options, profile: Profile | None) -> System:
         return _partial(name, _dense(options), partial, options, shares)
     interval = options.interval or 1
     copy_s = profile.state_bytes / profile.copy_bytes_per_s
-    stall_s = max(0.0, copy_s - interval * profile.hidden_s)
+    hidden_s = min(interval * profile.hidden_s, copy_s)
+    stall_s = copy_s - hidden_s
+    if options.stall_s is None:
+        partial = replace(partial, hidden_s=hidden_s)
     lag_s = _lag_s(min(interval, copy_s / profile.hidden_s), profile)
     restart_s = profile.restart_s + profile.written_s + lag_s
     full = _dense(options, interval=interval, stall_s=stall_s, restart_s=restart_s)
@@ -241,11 +259,14 @@ def _moetion(name: str, options: Options, profile: Profile | None) -> System:
         room = budget - (profile.state_bytes - profile.expert_bytes)
         saved = min(experts, max(1, int(room / max(1, profile.expert_bytes) * experts)))
     partial = PartialExperts(experts, saved, 'load-aware')
-    restart_s = 0.0
+    overhead_s = restart_s = 0.0
     if profile is not None:
+        copied = profile.state_bytes - profile.expert_bytes * (1 - saved / experts)
+        exposed_s = max(0.0, copied / profile.memory_bytes_per_s - profile.hidden_s)
+        overhead_s = exposed_s / partial.size(saved)  # of all experts; a part costs its share
         load_s = profile.state_bytes / profile.network_bytes_per_s
         restart_s = profile.restart_s + load_s + _lag_s(1, profile)
-    full = _dense(options, interval=1, restart_s=restart_s)
+    full = _dense(options, interval=1, overhead_s=overhead_s, restart_s=restart_s)
     return _partial(name, full, partial, options, shares)
 
 
@@ -261,7 +282,7 @@ def _slot_bytes(name: str, options: Options, profile: Profile) -> np.ndarray:
 def _plan(
     name: str, sizes: Sequence[OperatorBytes], options: Options, profile: Profile
 ) -> WindowPlan:
-    budget = int(profile.hidden_s * profile.memory_bytes_per_s)
+    budget = max(1, int(profile.hidden_s * profile.memory_bytes_per_s))
     if options.window is not None:
         return balanced(sizes, options.window)
     return plan_as_printed(sizes, budget) if name == 'moevement' else fewest_slots(sizes, budget)
@@ -269,15 +290,13 @@ def _plan(
 
 def _sparse(name: str, options: Options, profile: Profile | None) -> System:
     assert options.iteration_s is not None
-    window, overhead_s, restart_s = options.window, 0.0, 0.0
+    window, overhead_s, slots = options.window, 0.0, np.zeros(0)
     found: dict[str, float] = {}
     if profile is not None:
         slots = _slot_bytes(name, options, profile)
         window = len(slots)
         exposed = slots / profile.memory_bytes_per_s - profile.hidden_s
         overhead_s = float(np.maximum(exposed, 0.0).mean())
-        loaded = slots[0] if options.streaming else slots.sum()
-        restart_s = profile.restart_s + float(loaded) / profile.network_bytes_per_s
         found = {'window_bytes': float(slots.sum()), 'largest_slot_bytes': float(slots.max())}
     if window is None:
         raise fields.FieldError('window', 'is missing; give it, or a profile to plan it from')
@@ -290,22 +309,37 @@ def _sparse(name: str, options: Options, profile: Profile | None) -> System:
     pipeline = options.pipeline if options.localized else None
     if options.localized and (pipeline is None or pipeline.stages < 2):
         raise fields.FieldError('stages', 'is missing; localized recovery needs 2 stages or more')
+    local_saving = options.local_saving
+    if pipeline is not None:
+        local_saving = float(pipeline.local_saving(np.ones(1, dtype=int))[0])
     costs = Sparse(
         iteration_s=options.iteration_s,
         window=window,
         overhead_s=overhead_s if options.overhead_s is None else options.overhead_s,
-        restart_s=restart_s if options.restart_s is None else options.restart_s,
+        restart_s=options.restart_s or 0.0,
         mtbf_s=options.mtbf_s,
-        local_saving=options.local_saving,
+        local_saving=local_saving,
         frozen_saving=options.frozen_saving,
         frozen_shares=frozen,
     )
+    if options.restart_s is None and profile is not None:
+        loaded_s = slots.cumsum() / profile.network_bytes_per_s
+        loading_s = _waiting_s(loaded_s, costs) if options.streaming else loaded_s[-1]
+        costs = replace(costs, restart_s=profile.restart_s + float(loading_s))
     if pipeline is None:
         return System(name, costs, found=found)
-    local = replace(costs, local_saving=float(pipeline.local_saving(np.ones(1, dtype=int))[0]))
     return System(
-        name, local, lambda histories, rng: SparseRun(local, histories, rng, pipeline), found
+        name, costs, lambda histories, rng: SparseRun(costs, histories, rng, pipeline), found
     )
+
+
+def _waiting_s(loaded_s: np.ndarray, costs: Sparse) -> float:
+    """Seconds that the conversion waits for slots, which are there after `loaded_s` [window].
+
+    All of the first one, and what of the others does not load beside the iterations before it.
+    """
+    replayed_s = costs.conversion_s()
+    return float((loaded_s - replayed_s.cumsum() + replayed_s).max())
 
 
 def _copy(name: str, options: Options, profile: Profile | None) -> System:

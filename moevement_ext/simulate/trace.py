@@ -91,7 +91,7 @@ def read_trace(path: Path) -> Trace:
     try:
         with path.open(newline='', encoding='utf-8') as file:
             events = _events(csv.DictReader(file), path)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f'{path}: cannot be read: {error}') from error
     names = tuple(sorted({node for _, node, _ in events}))
     index = {name: number for number, name in enumerate(names)}
@@ -111,7 +111,7 @@ def read_trace(path: Path) -> Trace:
                 repairs[failed] = time - start - times[failed]
     # The mean gap after the last event keeps the rate when the trace is run through repeatedly.
     span = events[-1][0] - start
-    length = span + (span / len(events) or 1.0)
+    length = span + span / (len(events) - 1)
     return Trace(np.array(times), np.array(nodes, dtype=int), np.array(repairs), length, names)
 
 
@@ -138,4 +138,6 @@ def _events(rows: csv.DictReader[str], path: Path) -> list[tuple[float, str, str
         events.append((time, row['node'], row['event']))
     if not any(event == 'failure' for _, _, event in events):
         raise TraceError(f'{path}: no failure in it; nothing to simulate')
+    if len({time for time, _, _ in events}) == 1:
+        raise TraceError(f'{path}: all events are at one moment; add a later one, a repair will do')
     return sorted(events, key=lambda event: event[0])

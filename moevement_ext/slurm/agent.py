@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from moevement_ext.local_cluster.child import SpawnedChild
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event, SpareReady
 from moevement_ext.local_cluster.loop import Loop
-from moevement_ext.local_cluster.output import Relay, last_lines
+from moevement_ext.local_cluster.output import Relay, last_lines, say
 from moevement_ext.local_cluster.spare_pool import SparePool
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.process.name_lookups import ask_again_soon
@@ -30,10 +31,11 @@ from moevement_ext.replicate.greeting import introduce
 from moevement_ext.slurm import messages
 from moevement_ext.slurm.address import ADDRESS_VARIABLE, Address
 from moevement_ext.slurm.devices import Devices
-from moevement_ext.slurm.link import Link
+from moevement_ext.slurm.link import Beats, Link
 
 _CONNECT_S = 30.0
 _TURN_S = 1.0
+_NOT_STARTED = 1
 
 
 class Agent:
@@ -70,22 +72,25 @@ class Agent:
         self._loop.watch(self._link.fd, self._obey)
         self._loop.watch(self._devices.fd, self._tell_of_devices)
         self._devices.watch()
+        beats = Beats(lambda: [self._link])
         try:
             while self._link.silent_s < messages.SILENT_S:
                 self._loop.turn(_TURN_S)
-                self._link.heartbeat()
         except OSError:
             pass  # the job is over, or the supervisor lost
         finally:
             self._spares.close()
             for worker in self._workers.values():
                 worker.signal(signal.SIGKILL)
-                worker.reap()
+            for worker in self._workers.values():
+                if worker.dies():
+                    worker.reap()
+            beats.close()
 
     def _obey(self) -> None:
         match self._link.receive():
             case messages.Start() as order:
-                self._start(order)
+                self._try_to_start(order)
             case messages.Signal(key, number) if key in self._workers:
                 self._workers[key].signal(number)
             case messages.KeepSpares(count):
@@ -104,7 +109,17 @@ class Agent:
         memory.remove()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _start(self, order: messages.Start) -> None:
+    def _try_to_start(self, order: messages.Start) -> None:
+        """A log that cannot be opened, or no process left, is no reason to end the others."""
+        try:
+            started = self._start(order)
+        except OSError as error:
+            why = f'cannot be started on {self._host}: {error}'
+            self._link.send(messages.Ended(order.key, _NOT_STARTED, [why]))
+            return
+        self._link.send(started)
+
+    def _start(self, order: messages.Start) -> messages.Started:
         log = self._config.log_of(order.rank)
         spare = self._spares.take(order.variables, log, refill=False)
         worker = spare or self._new_process(order, log)
@@ -115,7 +130,7 @@ class Agent:
             self._relays[order.key] = relay
             self._loop.watch(relay.fd, partial(self._pump, relay))
         self._loop.watch(worker.death, partial(self._ended, order.key, log))
-        self._link.send(messages.Started(order.key, worker.pid, was_spare=spare is not None))
+        return messages.Started(order.key, worker.pid, was_spare=spare is not None)
 
     def _new_process(self, order: messages.Start, log: Path | None) -> SpawnedChild:
         start = partial(
@@ -138,7 +153,9 @@ class Agent:
             self._loop.forget(relay.fd)
             relay.finish()
         worker.close()
-        lines = last_lines(log) if log is not None else []
+        lines: list[str] = []
+        with suppress(OSError):
+            lines = last_lines(log) if log is not None else []
         if code != 0:  # not back to a device that may have been the reason
             self._tell_of_devices()
         self._link.send(messages.Ended(key, code, relay.last_lines if relay else lines))
@@ -151,7 +168,7 @@ class Agent:
         if isinstance(event, SpareReady):
             self._link.send(messages.SpareIsReady(event.pid))
         else:
-            print(f'[launcher] {event}', file=sys.stderr, flush=True)
+            say(sys.stderr, f'[launcher] {event}\n')
 
     def _tell_of_devices(self) -> None:
         for message in self._devices.take():

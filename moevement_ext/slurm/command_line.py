@@ -3,7 +3,6 @@
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,10 @@ from pathlib import Path
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.local_cluster.command_line import add_faults, given_faults
+from moevement_ext.local_cluster.command_line import add_faults, given_faults, stop_at_signals
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event, NodeLost, NodeReady
+from moevement_ext.local_cluster.output import say
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.slurm.allocation import hostnames, requeue
 from moevement_ext.slurm.steps import slurm_step
@@ -87,9 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     allow_many_connections()
     starter = partial(SlurmStarter, job.hosts, slurm_step)
     lost: set[str] = set()
-    supervisor = Supervisor(job.launch, partial(_note, lost), starter)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, _: supervisor.stop(128 + received))
+    try:
+        supervisor = Supervisor(job.launch, partial(_note, lost), starter)
+    except ConfigurationError as error:
+        _parser().error(str(error))
+    stop_at_signals(supervisor.stop)
     code = supervisor.run()
     if code == EXIT_WHOLE_JOB and job.requeue:
         print('[launcher] the job goes back to the queue of Slurm', file=sys.stderr, flush=True)
@@ -99,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _note(lost: set[str], event: Event) -> None:
     """Tell the person who waits; and keep in mind which hosts are lost."""
-    print(f'[launcher] {event}', file=sys.stderr, flush=True)
+    say(sys.stderr, f'[launcher] {event}\n')
     match event:
         case NodeLost(host):
             lost.add(host)

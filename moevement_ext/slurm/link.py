@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connection between the supervisor and an agent."""
 
+import select
 import socket
+import threading
 import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -14,7 +19,9 @@ _MESSAGE_S = 10.0
 
 
 class Link[Received]:
-    """One side of it; everything raises `OSError` once it is lost. One thread uses it.
+    """One side of it; everything raises `OSError` once it is lost.
+
+    One thread uses it; any may call `heartbeat`.
 
     Args:
         sock: connected; both sides have recognised each other.
@@ -27,20 +34,26 @@ class Link[Received]:
     def __init__(self, sock: socket.socket, decoder: 'msgspec.msgpack.Decoder[Received]') -> None:
         self.fd = sock.fileno()
         self._connection = Connection(sock)
+        self._outgoing = Connection(sock.dup())  # with a deadline of its own
+        self._sending = threading.Lock()
+        self._closed = False
         self._decoder = decoder
         self._heard = time.monotonic()
         self._sent = 0.0
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last message of the other side."""
-        return time.monotonic() - self._heard
+        """Seconds since the last message of the other side; 0 while one waits to be received.
+
+        So one's own being busy is not taken for the silence of the other.
+        """
+        waits = _is_ready(self.fd, select.POLLIN)
+        return 0.0 if waits else time.monotonic() - self._heard
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message; it is small, so that this does not wait."""
-        self._connection.set_deadline(_MESSAGE_S)
-        self._connection.send(message)
-        self._sent = time.monotonic()
+        with self._sending:
+            self._send(message)
 
     def receive(self) -> Received:
         """Wait for a message, a few seconds at most."""
@@ -50,10 +63,56 @@ class Link[Received]:
         return message
 
     def heartbeat(self) -> None:
-        """Give a sign of life if it is time for one."""
-        if time.monotonic() - self._sent >= _HEARTBEAT_S:
-            self.send(Alive())
+        """Give a sign of life if it is time for one; never waits. Any thread."""
+        if not self._sending.acquire(blocking=False):
+            return  # a message is on its way
+        try:
+            is_time = time.monotonic() - self._sent >= _HEARTBEAT_S
+            if is_time and not self._closed and _is_ready(self.fd, select.POLLOUT):
+                self._send(Alive())
+        finally:
+            self._sending.release()
 
     def close(self) -> None:
         """Close it; the other side notices."""
-        self._connection.close()
+        self._connection.shutdown()
+        with self._sending:
+            self._closed = True
+            self._outgoing.close()
+            self._connection.close()
+
+    def _send(self, message: msgspec.Struct) -> None:
+        self._outgoing.set_deadline(_MESSAGE_S)
+        self._outgoing.send(message)
+        self._sent = time.monotonic()
+
+
+class Beats:
+    """Signs of life to the other side, from a thread of its own: who is busy is not lost.
+
+    Args:
+        links: those that there are, asked for each time; on that thread.
+    """
+
+    def __init__(self, links: 'Callable[[], Iterable[Link[Any]]]') -> None:
+        self._links = links
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name='slurm-beats', daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give none any more."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_HEARTBEAT_S / 2):
+            for link in self._links():
+                with suppress(OSError):  # whoever uses the link will notice
+                    link.heartbeat()
+
+
+def _is_ready(fd: int, event: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, event)
+    return bool(poll.poll(0))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits for agents on a thread of its own, so that no stranger keeps the supervisor waiting."""
+"""Waits for agents on threads of its own: no stranger keeps the supervisor, or agents, waiting."""
 
+import logging
 import os
 import queue
 import socket
@@ -12,7 +13,11 @@ from moevement_ext.replicate.greeting import admit
 from moevement_ext.slurm.link import Link
 from moevement_ext.slurm.messages import FROM_AGENT, FromAgent, Here
 
+logger = logging.getLogger(__name__)
+
 _GREETING_S = 5.0
+_PAUSE_S = 1.0
+"""After an error, of too many open files, say; some may be closed meanwhile."""
 
 
 class Arrival(NamedTuple):
@@ -38,6 +43,8 @@ class Listener:
         self._server = socket.create_server(('', 0))
         self.port: int = self._server.getsockname()[1]
         self.fd = os.eventfd(0)
+        self._closed = threading.Event()
+        self._closing = threading.Lock()
         self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._listen, name='slurm-listener', daemon=True)
         self._thread.start()
@@ -49,29 +56,42 @@ class Listener:
 
     def close(self) -> None:
         """Admit nobody any more."""
+        self._closed.set()
         self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread up
         self._thread.join()
         self._server.close()
-        os.close(self.fd)
+        with self._closing:
+            os.close(self.fd)
 
     def _listen(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 sock, _ = self._server.accept()
-            except OSError:
-                return
-            try:
-                self._greet(sock)
-            except OSError:
-                sock.close()
+                threading.Thread(
+                    target=self._greet, args=(sock,), name='slurm-greeting', daemon=True
+                ).start()
+            except (OSError, RuntimeError) as error:  # of that one, or of this process for now
+                if not self._closed.wait(_PAUSE_S):
+                    logger.warning('an agent could not connect: %s', error)
 
     def _greet(self, sock: socket.socket) -> None:
+        try:
+            self._admit(sock)
+        except OSError:
+            sock.close()
+
+    def _admit(self, sock: socket.socket) -> None:
         connection = Connection(sock)
         connection.set_deadline(_GREETING_S)
         admit(connection, self._secret)
         link = Link(sock, FROM_AGENT)
         here = link.receive()
         if not isinstance(here, Here):
+            link.close()
             raise ConnectionError('an agent that does not say where it is')
-        self._arrived.put(Arrival(here, link))
-        os.eventfd_write(self.fd, 1)
+        with self._closing:
+            if self._closed.is_set():
+                link.close()
+                return
+            self._arrived.put(Arrival(here, link))
+            os.eventfd_write(self.fd, 1)

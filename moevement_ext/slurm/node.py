@@ -32,8 +32,8 @@ class Node:
         tried: when a step was last started here, in seconds of the monotonic clock.
         why: it has no agent.
         worn: something is wrong with a device of it, which can be used all the same.
-        broken: what is wrong with a device that can not; for the rest of the job, since nothing
-            tells that it was repaired.
+        broken: what is wrong with a device that can not, or why it was given up; for the rest of
+            the job, since nothing tells that it was repaired.
     """
 
     def __init__(
@@ -79,6 +79,11 @@ class Node:
         self.tried = step.since
         self._step = step
 
+    def cannot_begin(self, why: str) -> None:
+        """It is tried again, later each time."""
+        self.tried = time.monotonic()
+        self._miss(why)
+
     def connected(self, link: Link[FromAgent]) -> None:
         """Its agent is there."""
         self.link = link
@@ -87,10 +92,8 @@ class Node:
         self._loop.watch(link.fd, self.hear)
 
     def look(self) -> None:
-        """Give a sign of life, and see whether agent and step still do."""
+        """See whether agent and step give signs of life."""
         self._left = [step for step in self._left if step.ended() is None]
-        if self.link is not None:
-            self._attempt(self.link.heartbeat)
         if self.link is not None and self.link.silent_s > SILENT_S:
             self.lose(f'nothing was heard of it for {SILENT_S:.0f} s')
         if self.is_coming:
@@ -114,6 +117,11 @@ class Node:
         self._abandon_step()
         self._on_lost(self, why)
         self.seat = None
+
+    def give_up(self, why: str) -> None:
+        """Lose it for the rest of the job."""
+        self.broken = why
+        self.lose(why)
 
     def disconnect(self) -> None:
         """End the agent."""
@@ -143,12 +151,16 @@ class Node:
         assert self._step is not None
         status = self._step.ended()
         if status is not None:
-            self.why = f'its step ended with status {status} before its agent came'
+            why = f'its step ended with status {status} before its agent came'
         elif time.monotonic() > self._step.since + _TO_CONNECT_S:
-            self.why = f'its agent did not come within {_TO_CONNECT_S:.0f} s'
+            why = f'its agent did not come within {_TO_CONNECT_S:.0f} s'
         else:
             return
         self._abandon_step()
+        self._miss(why)
+
+    def _miss(self, why: str) -> None:
+        self.why = why
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
     def _abandon_step(self) -> None:

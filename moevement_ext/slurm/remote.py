@@ -3,11 +3,13 @@
 
 import os
 import signal
+import time
 from typing import Protocol
 
 from moevement_ext.local_cluster.child import Child
 from moevement_ext.slurm.messages import Signal, Start
 
+_TO_START_S = 300.0
 _IN_ONE_GO = signal.SIGKILL, signal.SIGTERM
 
 
@@ -19,6 +21,9 @@ class Commands(Protocol):
 
     def hear(self) -> None:
         """Wait for a message of the agent and act on it; the workers end if it is lost."""
+
+    def give_up(self, why: str) -> None:
+        """Nothing is to run there any more; the workers end."""
 
 
 class RemoteChild(Child):
@@ -45,10 +50,22 @@ class RemoteChild(Child):
         """There is no node for it yet."""
         return self.node is None and self._code is None
 
+    @property
+    def is_over(self) -> bool:
+        """It has ended, or its node was lost."""
+        return self._code is not None
+
     def start_on(self, node: Commands) -> None:
         """Let it be started there."""
         self.node = node
+        self._asked_for_at = time.monotonic()
         node.send(self.order)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Its agent should have started it long ago, but hangs."""
+        waits = self.node is not None and self._code is None and not self.pid
+        return waits and time.monotonic() > self._asked_for_at + _TO_START_S
 
     def end(self, code: int) -> None:
         """It is dead; `death` becomes readable."""
@@ -56,8 +73,14 @@ class RemoteChild(Child):
             self._code = code
             os.eventfd_write(self.death, 1)
 
-    def signal(self, number: int) -> None:
-        """Let its agent send a signal."""
+    def dies(self) -> bool:
+        """Hear its agent until it is dead; False if it does not die."""
+        while self._code is None and self.to_die_s:
+            assert self.node is not None
+            self.node.hear()
+        return self._code is not None
+
+    def _send(self, number: int) -> None:
         if self._code is not None:
             return
         if self.node is not None:

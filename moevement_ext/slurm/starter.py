@@ -36,6 +36,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.slurm import messages
 from moevement_ext.slurm.address import Address
+from moevement_ext.slurm.link import Beats, Link
 from moevement_ext.slurm.listener import Listener
 from moevement_ext.slurm.node import Node
 from moevement_ext.slurm.remote import RemoteChild
@@ -93,6 +94,7 @@ class SlurmStarter:
             self._loop.watch(self._listener.fd, self._arrivals)
             self._address = Address(socket.gethostname(), self._listener.port, self._secret)
             self._began = time.monotonic()
+            self._beats = Beats(self._links)
             for node in self._nodes.values():
                 self._ask_for_agent(node)
 
@@ -122,6 +124,8 @@ class SlurmStarter:
         """
         for node in self._nodes.values():
             node.look()
+        for child in [child for child in self._children.values() if child.is_overdue]:
+            self.give_up(child, f'its agent does not start rank {child.order.rank}')
         self._gathered = self._gathered or self._are_enough()
         if self._gathered:
             self._take_seats()
@@ -140,10 +144,16 @@ class SlurmStarter:
         host.send(messages.Vanish(str(store.root), store.run_id))
         return store.path
 
+    def give_up(self, worker: Child, why: str) -> None:
+        """Lose the host of a worker that does not die; a spare one takes its seat."""
+        if isinstance(worker, RemoteChild) and worker.node is not None and not worker.is_over:
+            worker.node.give_up(why)
+
     def close(self) -> None:
         """End all agents."""
         if self._listener is not None:
             self._listener.close()
+            self._beats.close()
         deadline = time.monotonic() + _CLOSING_S
         for node in self._nodes.values():
             node.disconnect()
@@ -153,7 +163,14 @@ class SlurmStarter:
     # Agents
 
     def _ask_for_agent(self, node: Node) -> None:
-        node.begin(self._start_step(node.host, self._address))
+        try:
+            node.begin(self._start_step(node.host, self._address))
+        except OSError as error:  # no process left on this host, say
+            node.cannot_begin(f'its step cannot be started: {error}')
+
+    def _links(self) -> list[Link[messages.FromAgent]]:
+        links = [node.link for node in self._nodes.values()]
+        return [link for link in links if link is not None]
 
     def _arrivals(self) -> None:
         assert self._listener is not None
@@ -201,8 +218,7 @@ class SlurmStarter:
         if usable:
             node.worn = True
         else:
-            node.broken = trouble
-            node.lose(trouble)
+            node.give_up(trouble)
 
     def _lost(self, node: Node, why: str) -> None:
         self._report(NodeLost(node.host, node.seat, why))

@@ -8,6 +8,7 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.store.answers import in_time
 
 FLAG = '--sparse-ckpt-store'
 _TO_CONNECT = timedelta(seconds=60)
@@ -61,8 +62,9 @@ def connect(host: str, port: int, timeout: timedelta) -> TCPStore:
     Raises:
         ConfigurationError: nobody serves there.
     """
+    limit_s = timeout.total_seconds()
     try:
-        return TCPStore(host, port, is_master=False, timeout=timeout)
+        return in_time(lambda: TCPStore(host, port, is_master=False, timeout=timeout), limit_s)
     except DistError as error:
         raise ConfigurationError(
             f'--sparse-ckpt-store {host}:{port} is not reached: start python -m '

@@ -59,15 +59,22 @@ def keep_serving(listening: socket.socket, host: str) -> None:
     while True:
         began = time.monotonic()
         server = _start(listening, host)
-        ended = signal.sigwait((*_ENDS, signal.SIGCHLD))
-        if ended in _ENDS:
+        if _is_to_end(server):
             os.kill(server, signal.SIGKILL)
-        os.waitpid(server, 0)
-        if ended in _ENDS:
+            os.waitpid(server, 0)
             return
         print(f'[store] process {server} died; another one serves, empty', flush=True)
         if time.monotonic() < began + _PAUSE_S:
             time.sleep(_PAUSE_S)
+
+
+def _is_to_end(server: int) -> bool:
+    """Wait for a signal to end, True, or until the process that serves is dead."""
+    while signal.sigwait((*_ENDS, signal.SIGCHLD)) not in _ENDS:
+        ended, _ = os.waitpid(server, os.WNOHANG)
+        if ended:  # else it was stopped, or goes on
+            return False
+    return True
 
 
 def _start(listening: socket.socket, host: str) -> int:

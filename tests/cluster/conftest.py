@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.slurm import Slurm, running
-from tests.distributed.conftest import cluster, reference, references, text
+from tests.distributed.conftest import (
+    cluster,
+    pytest_runtest_makereport,
+    reference,
+    references,
+    text,
+)
 
-__all__ = ['cluster', 'reference', 'references', 'slurm', 'text']
+__all__ = ['cluster', 'pytest_runtest_makereport', 'reference', 'references', 'slurm', 'text']
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,8 @@ os.environ['PYTHONPATH'] = f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")
 from tests.distributed.harness.cluster import BACKEND, NCCL_LIKE, Cluster  # noqa: E402
 from tools.lab import models  # noqa: E402
 
+JOBS = pytest.StashKey[list[Cluster]]()
+"""The jobs that a test has made."""
 MODEL = [
     *models.ToyModel(hidden=32, heads=2, sequence=32, experts=4).flags(),
     *('--num-layers', '4'),
@@ -48,10 +50,23 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ['--data-path', str(prefix), '--data-cache-path', str(folder / 'cache')]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport]:
+    """A test that fails shows what its jobs said: nobody can look at a CI machine afterwards."""
+    report = yield
+    if report.failed:
+        for job in item.stash.get(JOBS, []):
+            report.sections.append((f'job in {job.directory.name}', job.account()))
+    return report
+
+
 @pytest.fixture
-def cluster(text: list[str], tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+def cluster(
+    text: list[str], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Cluster]]:
     """Makes clusters with given extra flags; their host memory is removed afterwards."""
     made: list[Cluster] = []
+    request.node.stash[JOBS] = made
 
     def make(
         *flags: str, sparse: bool = True, ranks: int = 4, nodes: int = 2, backend: str | None = None

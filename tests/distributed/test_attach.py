@@ -50,6 +50,16 @@ def test_own_loop_goes_on_with_the_bits_of_an_undisturbed_run(
         assert any(recovered) == (str(rank) in replayed)
 
 
+def test_what_an_own_loop_draws_between_steps_leaves_its_bits_alone(
+    own_loop: Callable[[], Cluster], expected: dict
+) -> None:
+    """A replay repeats steps only."""
+    job = own_loop()
+    draws = 'mutations.own_loop:draws_between_steps'
+    assert job.survive(fail_at='1:11:p2p', mutation=draws) == {1: 1}
+    assert differences(expected, read_digest(job)) == []
+
+
 def test_data_that_is_not_moved_back_shows(own_loop: Callable[[], Cluster], expected: dict) -> None:
     job = own_loop()
     job.survive(fail_at='0:11:p2p', mutation='mutations.localized:own_data_not_moved_back')

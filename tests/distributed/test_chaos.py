@@ -2,13 +2,12 @@
 """Faults of a seed: nothing is lost and the bits are those of no fault. Campaigns draw others."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import ROOT
+from tests.distributed.harness.commands import run_to_end
 
 FAULTS = 8
 SEED = 20261121
@@ -63,7 +62,7 @@ def struck(output: Path, flags: str, seed: int = SEED) -> str:
     again = f'python -m tools.chaos {flags} --seed {seed} --hang-timeout {HANG_TIMEOUT_S}'
     print(f'the same faults again: {again}')
     command = [sys.executable, *again.split()[1:], '--output', str(output)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
+    done = run_to_end(command, timeout_s=540)
     text = f'{again}\n{done.stdout}{done.stderr}'
     print(text)
     assert done.returncode == 0, text

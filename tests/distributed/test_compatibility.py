@@ -75,7 +75,7 @@ CASES = {
         '--ddp-pad-buckets-for-high-nccl-busbw --use-tp-pp-dp-mapping',
     ),
     'fp32-accumulation': (
-        '0:9:reduce',
+        '0:8:reduce',
         f'{BF16} {PP2} {UNTIED} --grad-reduce-in-bf16 '
         '--ddp-reduce-scatter-with-fp32-accumulation '
         '--ddp-param-name-patterns-for-fp32-local-accumulation all '
@@ -83,13 +83,10 @@ CASES = {
     ),
     'batches-that-grow': (
         '1:9:forward',  # seven iterations of 4 samples, the next ones of 8, an evaluation between
-        f'{BASE} --step-batch-size-schedule 0:4,896:8 --eval-interval 4 --eval-iters 2',
-    ),
-    'cyclic-data': (
-        '1:8:forward',
-        f'{BASE} --dataloader-type cyclic --eval-interval 4 --eval-iters 2 '
+        f'{BASE} --step-batch-size-schedule 0:4,896:8 --eval-interval 4 --eval-iters 2 '
         '--eval-global-batch-size 4 --eval-micro-batch-size 1 --start-eval-at-iter 5',
     ),
+    'cyclic-data': ('1:8:forward', f'{BASE} --dataloader-type cyclic'),
     'layout-of-stages': (
         '2:8:forward',
         f'{BASE} --pipeline-model-parallel-layout Et|t|tt|L '

@@ -37,7 +37,7 @@ def _flip_byte_of_every_window(job: Cluster, owner: int) -> None:
 @pytest.mark.parametrize(
     ('windows', 'setup'),
     [
-        ('lost', 'experts'),
+        pytest.param('lost', 'experts', marks=pytest.mark.thorough),
         ('damaged', 'experts'),
         pytest.param('lost', 'bf16-distributed', marks=pytest.mark.thorough),
         pytest.param('damaged', 'bf16-distributed', marks=pytest.mark.thorough),
@@ -59,18 +59,25 @@ def test_windows_captured_after_a_dense_restart_give_the_same_bits(
 def test_windows_of_what_a_late_load_replaced_are_noticed(cluster: Make, tmp_path: Path) -> None:
     """The recovery itself says so; upstream's last dense checkpoint then refuses such a state."""
     flags = SETUPS['bf16-plain'].split()
-    job = restarted(cluster, flags, 'damaged', tmp_path, mutation='dense_load_without_renewal')
+    mutation = 'dense_load_without_renewal'
+    job = restarted(cluster, flags, 'damaged', tmp_path, ranks=2, mutation=mutation)
     job.run()
     (recovered,) = job.events_of(Recovered)
     assert recovered.differing
 
 
 def restarted(
-    cluster: Make, flags: list[str], windows: str, tmp_path: Path, mutation: str | None = None
+    cluster: Make,
+    flags: list[str],
+    windows: str,
+    tmp_path: Path,
+    ranks: int = 4,
+    mutation: str | None = None,
 ) -> Cluster:
     """A job that went on from a dense checkpoint and was cut off once more, windows later."""
     dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
-    job = cluster(*flags, *dense, '--save-interval', '4', '--sparse-ckpt-window', '3')
+    saves = [*dense, '--save-interval', '4']
+    job = cluster(*flags, *saves, '--sparse-ckpt-window', '3', ranks=ranks)
     assert -9 in job.run(fail_at='1:6:forward')
     if windows == 'lost':
         shutil.rmtree(job.memory)

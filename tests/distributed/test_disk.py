@@ -69,6 +69,17 @@ def test_job_whose_memory_is_all_lost_comes_back_from_disk(
     assert list(disk.iterdir()) == [], 'at a clean end disks are given back, too'
 
 
+def test_a_stage_that_is_lost_right_after_comes_back_alone(
+    cluster: Make, reference: Callable[..., dict], disk: Path
+) -> None:
+    """What its replay needs of iterations before was lost with the memory, too."""
+    job = dead_job(cluster, disk)
+    shutil.rmtree(job.memory)
+    assert job.survive(fail_at=f'3:{NEWEST + 2}:forward') == {3: 1}
+    assert differences(reference(*BASE), read_digest(job)) == []
+    assert job.events_of(Recovered, rank=3)[-1].localized
+
+
 def test_a_window_from_disk_that_is_not_verified_shows(
     cluster: Make, reference: Callable[..., dict], disk: Path
 ) -> None:

@@ -2,13 +2,13 @@
 """Game day on emulated nodes: real processes that are killed, and a report of it."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.harness.cluster import ROOT, Cluster
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.commands import run_to_end
 
 PP2 = '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights'
 AT = '--nodes 2 --first 8 --second 16 --iterations 22'
@@ -20,9 +20,7 @@ def test_a_worker_and_a_node_are_lost(cluster: Callable[..., Cluster]) -> None:
     job = cluster(*flags, '--save', '/nowhere/at/all', ranks=2)
     folder = job.directory / 'drill'
     command = [sys.executable, '-m', 'tools.drill', *AT.split(), '--output', str(folder)]
-    done = subprocess.run(
-        [*command, '--', *job.flags], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
+    done = run_to_end([*command, '--', *job.flags], timeout_s=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert 'drill passed, all bits are equal: lost a worker, a node' in done.stdout
     assert 'staged failure --kill 0@8' in done.stderr

@@ -57,7 +57,8 @@ def test_any_layout_goes_on_from_an_export(
     assert begun.source == ('disk' if tier == 'disk' else 'own memory')
     first = begun.dense_at + 1
     assert f'iteration {first} is in {dense}' in capfd.readouterr().out
-    assert not job.memory.exists()
+    assert job.memory.exists() == (tier == 'memory')  # what was read stays
+    assert any(disk.iterdir()) == (tier == 'disk')
 
     same = cluster(*TWO_STAGES, '--load', str(dense), sparse=False, ranks=2)
     same.finish(timeout_s=400.0)

@@ -25,7 +25,7 @@ from tests.distributed.harness.local_cluster import launch
 UNTIED = '--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights'
 BASE = f'{UNTIED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --train-iters 12'
 PP4 = f'{UNTIED} --pipeline-model-parallel-size 4 --train-iters 12'
-PP2 = f'{UNTIED} --pipeline-model-parallel-size 2 --train-iters 12'
+PP2 = f'{UNTIED} --pipeline-model-parallel-size 2 --train-iters 40'
 LATE_SECONDS = 15.0
 """On a loaded machine; who waits for a dead peer comes after 30 or 60."""
 

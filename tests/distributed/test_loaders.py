@@ -67,7 +67,7 @@ def test_recoveries_with_loader_workers_have_the_same_bits(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Five recoveries, of ranks that read data; the deaths are not announced."""
-    iterations = ['--train-iters', '24']
+    iterations = ['--train-iters', '36']  # the last strike is after 21, and takes a look before
     job = with_workers(cluster, *iterations)
     strikes = [(0, 5), (3, 9), (1, 13), (2, 17), (0, 21)]
     looking = Looking(job, strikes)

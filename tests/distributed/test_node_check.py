@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness.cluster import ROOT, _free_port
+from tests.distributed.harness.cluster import ROOT, free_port
 
 PLAN = """--num-layers 4 --hidden-size 64 --num-attention-heads 2 --seq-length 64
  --max-position-embeddings 64 --vocab-size 256 --num-experts 4 --micro-batch-size 1
@@ -18,7 +18,7 @@ PLAN = """--num-layers 4 --hidden-size 64 --num-attention-heads 2 --seq-length 6
 
 def check(*flags: str, come: int = 2, **env: str) -> tuple[list[int], list[str]]:
     """Exit statuses, and what each rank printed."""
-    port = str(_free_port())
+    port = str(free_port())
     places = [
         {'RANK': str(rank), 'LOCAL_RANK': '0', 'MOEVEMENT_NODE': f'node{rank}', **env}
         for rank in range(come)

@@ -4,7 +4,6 @@
 import os
 import re
 import shutil
-import subprocess
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
 from tests.distributed.harness.cluster import ROOT
+from tests.distributed.harness.commands import run_to_end
 
 pytestmark = pytest.mark.timeout(600)
 API = (ROOT / 'docs' / 'api.md').read_text('utf-8')
@@ -77,14 +77,11 @@ def memory() -> Iterator[None]:
 
 
 def run(command: str, checkout: Path) -> str:
-    done = subprocess.run(
-        ['bash', '-c', command],
+    done = run_to_end(
+        ['bash', '-c', f'exec 2>&1\n{command}'],
+        timeout_s=500,
         cwd=checkout,
         env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
     )
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout

@@ -19,10 +19,11 @@ from moevement_ext.events import (
 )
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
-from tests.distributed.test_whole_job_recovery import BASE, BF16, PP_EP, UNTIED
+from tests.distributed.test_whole_job_recovery import BASE, BF16, UNTIED
 
 Make = Callable[..., Cluster]
-DENSE = f'{BF16} {PP_EP} {UNTIED} --train-iters 12 --save-interval 5'.split()
+TWO_STAGES = f'{BF16} --pipeline-model-parallel-size 2 {UNTIED} --train-iters 12'.split()
+SAVES = ['--save-interval', '5']
 
 
 def _windows(job: Cluster, node: int, holder: int, owner: int) -> list[Path]:
@@ -81,7 +82,7 @@ def test_truncated_windows_everywhere_fall_back_to_the_dense_checkpoint(
     cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
     dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
-    job = cluster(*DENSE, *dense, '--sparse-ckpt-window', '3')
+    job = cluster(*BASE, *SAVES, *dense, '--sparse-ckpt-window', '3')
     job.run(fail_at='1:9:forward')
     for path in job.memory.rglob('2/window-*.window'):
         with open(path, 'r+b') as file:
@@ -97,10 +98,10 @@ def test_newer_dense_checkpoint_is_preferred(
     cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
     dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
-    job = cluster(*DENSE, *dense, '--sparse-ckpt-window', '6')
+    job = cluster(*TWO_STAGES, *SAVES, *dense, '--sparse-ckpt-window', '6', ranks=2)
     job.run(fail_at='1:11:forward')
     job.finish()
-    assert _besides_expert_rng(differences(reference(*BASE), read_digest(job))) == []
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
     (tier,) = job.events_of(NextTier)
     assert 'iteration 10' in tier.tier and job.events_of(Recovered) == []
 
@@ -109,10 +110,10 @@ def test_newer_window_is_preferred_to_the_dense_checkpoint(
     cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
     dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
-    job = cluster(*DENSE, *dense, '--sparse-ckpt-window', '3')
+    job = cluster(*TWO_STAGES, *SAVES, *dense, '--sparse-ckpt-window', '3', ranks=2)
     job.run(fail_at='1:9:forward')
     job.finish()
-    assert differences(reference(*BASE), read_digest(job)) == []
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
     assert len(job.events_of(Recovered)) == 1
 
 
@@ -143,7 +144,7 @@ def _said_in_one_line(job: Cluster, message: str) -> None:
 
 def test_too_small_budget_is_refused_before_training(cluster: Make) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-host-memory-gb', '0.001')
-    assert job.run() == [EXIT_USER_ERROR] * 4
+    assert job.run(all_end=True) == [EXIT_USER_ERROR] * 4
     _said_in_one_line(job, '--sparse-ckpt-host-memory-gb 0.001')
     assert ' iteration ' not in job.output(life=0)
     assert not list(job.memory.rglob('*.window'))
@@ -227,7 +228,7 @@ def test_replacement_without_room_says_so_and_with_little_holds_no_replicas(
 def test_full_memory_directory_stops_a_strict_run(cluster: Make, small_tmpfs: Path) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-strict')
     job.flags += ['--sparse-ckpt-dir', str(small_tmpfs)]
-    assert job.run() == [EXIT_USER_ERROR] * 4
+    assert job.run(all_end=True) == [EXIT_USER_ERROR] * 4
     assert 'mount a larger tmpfs' in job.output(life=0)
     assert 'Traceback' not in job.output(life=0)
 

@@ -2,7 +2,6 @@
 """What a run says: its log lines and upstream's, TensorBoard, events, checkpoints, evaluation."""
 
 import re
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 )
 
 from tests.distributed.conftest import differences, read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.cluster import Cluster, free_port
 from tools.lab.history import read_history, shares
 from tools.report.page import render
 from tools.simulate.run_profile import derive
@@ -204,9 +203,7 @@ def check_tools(events: Path) -> None:
 
 def test_metrics_of_a_job_that_lost_a_worker(cluster: Callable[..., Cluster]) -> None:
     """Seen by a scraper: rank 0 answers, and rank 1 when rank 0 was killed and is back."""
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     job = cluster(*FLAGS, *WINDOW, '--sparse-ckpt-metrics', str(port), ranks=RANKS)
     seen: dict[tuple[str, ...], float] = {}
     assert job.survive(fail_at='0:8:forward', strike=lambda *_: seen.update(scraped(port))) == {

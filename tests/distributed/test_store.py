@@ -19,17 +19,17 @@ from moevement_ext.events import (
     WorkerStarted,
 )
 from tests.distributed.conftest import differences, read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.cluster import Cluster, tails
 from tests.distributed.harness.local_cluster import launch
 from tests.distributed.harness.store import OutsideStore
 from tests.distributed.harness.torchrun import agent
-from tests.distributed.test_torchrun import START_S, tails, wait_until
+from tests.distributed.test_torchrun import START_S, wait_until
 
 pytestmark = pytest.mark.timeout(1200)
 
 FLAGS = (
     '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights '
-    '--train-iters 16'
+    '--train-iters 40'
 ).split()
 MUTATIONS = 'mutations.store'
 LOST = 'sparse checkpointing: the store of the job is lost'

@@ -98,8 +98,7 @@ SETUPS = {
 }
 
 QUICK = (
-    'window-5 distributed-dp2-pp2-tied cyclic-data-dropout virtual-pipeline-2 '
-    'fp16-dynamic-scale-per-token-loss dense-layers-shared-experts-etp'
+    'window-5 distributed-dp2-pp2-tied cyclic-data-dropout fp16-dynamic-scale-per-token-loss'
 ).split()
 
 

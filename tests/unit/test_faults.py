@@ -39,7 +39,7 @@ def work(fail_at: str | None, life: int = 0) -> tuple[list[str], int]:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     return done.stdout.splitlines(), done.returncode
 

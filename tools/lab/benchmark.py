@@ -35,8 +35,12 @@ def run_benchmark[R](
         print_failure(console, name, error)
         return 2
     show(report, console)
-    if target:
-        write_json(target, report)
+    try:
+        if target:
+            write_json(target, report)
+    except OSError as error:
+        print_failure(console, name, LabError(f'--json {target}: {error.strerror}'))
+        return 2
     return 0 if passed(report) else 1
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small statistics, and the file that a benchmark writes."""
+"""Small statistics, and the files that tools write."""
 
+import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,30 @@ class Spread(msgspec.Struct, frozen=True):
         return f'{self.median:.{digits}f}  ({self.min:.{digits}f} to {self.max:.{digits}f})'
 
 
-def write_json(target: Path, report: Any) -> None:
-    """Write `report` (anything msgspec encodes), indented; its folder is made."""
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of `target` once all is written.
+
+    Its folder is made. What is there and no file (a device, a pipe) is written to as it is.
+    """
+    if target.exists() and not target.is_file():
+        yield target
+        return
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(msgspec.json.format(msgspec.json.encode(_rounded(report)), indent=2) + b'\n')
+    partial = target.with_name(f'.{os.getpid()}-{target.name}')
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(target: Path, report: Any) -> None:
+    """Write `report` (anything msgspec encodes), indented, as a whole; its folder is made."""
+    content = msgspec.json.format(msgspec.json.encode(_rounded(report)), indent=2) + b'\n'
+    with replacing(target) as partial:
+        partial.write_bytes(content)
 
 
 def _rounded(value: Any) -> Any:

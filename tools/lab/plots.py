@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.lab.figures import replacing
 from tools.lab.run_log import Iteration, RunLog
 
 MIB = 1 << 20
@@ -123,9 +124,11 @@ def plot(
         _draw_bytes(below, sparse, dense_bytes)
         if localized is not None:
             _draw_stages(strip[0], localized, _origin(sparse.lives))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, dpi=150)
-        pyplot.close(figure)
+        try:
+            with replacing(target) as partial:
+                figure.savefig(partial, dpi=150)
+        finally:
+            pyplot.close(figure)
 
 
 def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failures: Sequence[Failure]) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from moevement_ext.devices import nvml
 from moevement_ext.devices.judging import Judge, Reading
-from moevement_ext.memory.file_system import file_system_type
+from moevement_ext.memory.cgroup import memory_left
+from moevement_ext.memory.file_system import is_in_memory
 
 _PACKAGES = ('torch', 'megatron-core', 'transformer-engine', 'msgspec', 'xxhash')
 _DRIVER = Path('/sys/module/nvidia/version')
@@ -39,7 +40,9 @@ def memory(directory: Path) -> tuple[int, bool]:
         directory: `--sparse-ckpt-dir`, which need not exist yet.
     """
     there = next(path for path in (directory, *directory.parents) if path.exists())
-    return shutil.disk_usage(there).free, file_system_type(there) in ('tmpfs', 'ramfs', None)
+    free, left = shutil.disk_usage(there).free, memory_left()
+    in_memory = is_in_memory(there)
+    return free if left is None or not in_memory else min(free, left.nbytes), in_memory
 
 
 def devices() -> list[str]:

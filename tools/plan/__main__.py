@@ -57,7 +57,7 @@ from moevement_ext.simulate.planning import (
     plan_job,
 )
 from moevement_ext.simulate.presets import PRESETS
-from tools.plan.flags import MegatronFlags, parse_megatron_flags
+from tools.plan.flags import RECOVERIES, MegatronFlags, parse_megatron_flags
 from tools.plan.report import as_json, print_plan
 
 PRINTED = 'paper'
@@ -175,7 +175,7 @@ def _add_job_flags(parser: argparse.ArgumentParser) -> None:
         default='h100',
         help=f'a file or one of {", ".join(CLUSTERS)} (default: h100)',
     )
-    group.add_argument('--gpus', type=int, help='of the job (default: as the model says)')
+    group.add_argument('--gpus', type=_count, help='of the job (default: as the model says)')
     time = group.add_mutually_exclusive_group()
     time.add_argument('--iteration-time', type=_positive, metavar='S', help='seconds')
     time.add_argument('--mfu', type=_positive, help='model FLOPs utilization, to compute it from')
@@ -198,7 +198,7 @@ def _add_protection_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument('--window', help='iterations, or auto: the fewest that fit')
     group.add_argument('--max-window', type=int, help='the longest of auto')
     group.add_argument('--replicas', type=int, help='copies on other nodes')
-    group.add_argument('--recovery', choices=('localized', 'whole-job'))
+    group.add_argument('--recovery', choices=RECOVERIES)
     group.add_argument(
         '--disk', action='store_const', const=True, help='windows are copied to disk'
     )
@@ -313,6 +313,12 @@ def _positive(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f'{text}: give a number above 0')
     return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'{text}: give a whole number, 1 or more')
+    return int(text)
 
 
 def _gpu_hours(text: str) -> float:

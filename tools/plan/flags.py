@@ -38,6 +38,7 @@ _PRECISION = {
 }
 _FP8_MASTERS = 'sparse_ckpt_fp8_masters'
 _DELAYED = 'delayed'
+RECOVERIES = ('localized', 'whole-job')
 _PROTECTION = {
     'sparse_ckpt_window': 'window',
     'sparse_ckpt_max_window': 'max_window',
@@ -116,6 +117,9 @@ class MegatronFlags:
 
     def _chunks(self, layers: int, stages: int) -> dict[str, Any]:
         of_stage, count = (self.given.get(name) for name in _CHUNKS)
+        for name, value in zip(_CHUNKS, (of_stage, count), strict=True):
+            if value is not None and value < 1:
+                raise DescriptionError(f'{_flag(name)} {value}: give a whole number, 1 or more')
         if of_stage:
             count, left = divmod(layers, stages * of_stage)
             if left:
@@ -174,7 +178,7 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
     parser.add_argument('--sparse-ckpt-max-window', type=int)
     parser.add_argument('--sparse-ckpt-replicas', type=int)
     parser.add_argument('--sparse-ckpt-log-lag', type=float)
-    parser.add_argument('--sparse-ckpt-recovery')
+    parser.add_argument('--sparse-ckpt-recovery', choices=RECOVERIES)
     parser.add_argument('--sparse-ckpt-disk')
     given, unused = parser.parse_known_args(list(argv))
     return MegatronFlags(vars(given), [item for item in unused if item.startswith('--')])

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.lab.errors import LabError
+from tools.lab.figures import replacing
 from tools.lab.history import read_history
 from tools.report.forecast import read_plan
 from tools.report.page import render
@@ -37,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         plan = None if args.plan is None else read_plan(args.plan)
         page = render(read_history(args.events), args.title or str(args.events), plan)
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(page, 'utf-8')
+        with replacing(args.output) as partial:
+            partial.write_text(page, 'utf-8')
     except LabError as error:
         print(f'report: {error}', file=sys.stderr)
         return 2

@@ -3,13 +3,15 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from moevement_ext.simulate import fields
 from moevement_ext.simulate.failures import Correlated, Process, Renewal
 from moevement_ext.simulate.fields import FieldError
 from moevement_ext.simulate.monte_carlo import Estimate, Spares, simulate
@@ -227,6 +229,7 @@ def scenario(args: argparse.Namespace) -> Scenario:
     if isinstance(process, Trace):
         pipeline = replace(pipeline, nodes=args.nodes or max(pipeline.nodes, len(process.names)))
     spares = None
+    fields.not_negative('repair_s', args.repair_time)
     if args.spares is not None:
         spares = Spares(args.spares, args.repair_time)
     options = Options(
@@ -286,6 +289,8 @@ def _pipeline(args: argparse.Namespace, profile: Profile | None) -> Pipeline:
     base = profile.pipeline if profile else Pipeline()
     names = ('nodes', 'stages', 'micro_batches', 'copies')
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    for name, value in given.items():
+        fields.whole(name, value)
     if 'nodes' not in given and base.nodes == 1:
         given['nodes'] = given.get('stages', base.stages) * given.get('copies', base.copies)
     return replace(base, **given)
@@ -331,6 +336,17 @@ def _shares(args: argparse.Namespace, profile: Profile | None) -> np.ndarray | N
     if experts is None:
         raise FieldError('experts', 'is missing; a skew is over a number of experts')
     return draw_shares(args.skew, experts, args.seed)
+
+
+@contextmanager
+def plot_errors(parser: argparse.ArgumentParser, target: Path) -> Iterator[None]:
+    """Exit with a message if the image cannot be written, or is of a format that none knows."""
+    try:
+        yield
+    except OSError as error:
+        parser.error(f'--plot {target}: {error.strerror}')
+    except ValueError as error:
+        parser.error(f'--plot {target}: {error}')
 
 
 def finite(value: object) -> object:

@@ -125,7 +125,8 @@ def _pipeline(places: Mapping[int, Protected]) -> Pipeline:
     if nodes % stages and stages % nodes:
         nodes = stages
     copies = min(place.copies for place in places.values())
-    return Pipeline(nodes, stages, copies=math.gcd(copies, nodes // stages) or 1)
+    apart = math.gcd(copies, nodes // stages) if nodes >= stages else 1
+    return Pipeline(nodes, stages, copies=apart)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,8 +28,9 @@ from moevement_ext.plan.byte_planner import InfeasiblePlan
 from moevement_ext.simulate.closed_form import Dense
 from moevement_ext.simulate.fields import FieldError
 from moevement_ext.simulate.profile import ProfileError
-from moevement_ext.simulate.systems import SYSTEMS
+from moevement_ext.simulate.systems import SPARSE_SYSTEMS, SYSTEMS
 from moevement_ext.simulate.trace import TraceError
+from tools.lab.figures import replacing
 from tools.simulate import flags
 
 WHOLE = ('gpus', 'window', 'interval')
@@ -151,8 +152,28 @@ def plot(points: Sequence[Point], over: str, what: str, target: Path) -> None:
     axes.set_ylabel(SHOWN[what])
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(target, dpi=100)
+    with replacing(target) as partial:
+        figure.savefig(partial, dpi=100)
     plt.close(figure)
+
+
+def check_it_matters(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Refuse a sweep over what nothing depends on. Raises FieldError, which names a flag."""
+    over = args.over
+    if over in ('mtbf', 'gpus') and args.trace is not None:
+        raise FieldError(over, 'cannot be varied: the failures of --trace are what they are')
+    if over == 'gpus' and args.mtbf is not None:
+        raise FieldError('mtbf', 'says how often the job fails, whatever its GPUs; leave it out')
+    if over == 'gpus' and args.gpu_hours_per_failure is None:
+        raise FieldError('gpu_hours_per_failure', 'is missing; give it to vary --gpus')
+    if over.endswith('bandwidth') and args.profile is None:
+        raise FieldError('profile', f'is missing; without one nothing is priced by --{over}')
+    if over == 'window' and not set(names) & set(SPARSE_SYSTEMS):
+        raise FieldError(over, 'cannot be varied: none of --systems has a window')
+    if over == 'interval' and set(names) <= {'none', *SPARSE_SYSTEMS}:
+        raise FieldError(over, 'cannot be varied: none of --systems has an interval')
+    if over == 'skew' and set(names) <= set(SPARSE_SYSTEMS) and not args.frozen_saving:
+        raise FieldError('frozen_saving', 'is missing; popularity matters where frozen work saves')
 
 
 def names_of(parser: argparse.ArgumentParser, text: str) -> list[str]:
@@ -185,7 +206,7 @@ def parse_arguments(
         values = [float(text) for text in args.values.split(',')]
     except ValueError:
         parser.error(f'--values {args.values}: give numbers, separated by commas')
-    if args.over in WHOLE and any(value != int(value) for value in values):
+    if args.over in WHOLE and not all(value.is_integer() for value in values):
         parser.error(f'--values {args.values}: --over {args.over} takes whole numbers')
     return parser, args, values
 
@@ -193,8 +214,10 @@ def parse_arguments(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     parser, args, values = parse_arguments(argv)
+    names = names_of(parser, args.systems)
     try:
-        points, missing = sweep(args, names_of(parser, args.systems), values)
+        check_it_matters(args, names)
+        points, missing = sweep(args, names, values)
     except FieldError as error:
         parser.error(flags.flag_error(error))
     except (ProfileError, TraceError) as error:
@@ -209,7 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print_table(points, args.over, args.show, console)
     if args.plot:
-        plot(points, args.over, args.show, args.plot)
+        with flags.plot_errors(parser, args.plot):
+            plot(points, args.over, args.show, args.plot)
     return 0
 
 

@@ -25,6 +25,7 @@ from moevement_ext.simulate.fields import FieldError
 from moevement_ext.simulate.monte_carlo import Timeline
 from moevement_ext.simulate.profile import ProfileError
 from moevement_ext.simulate.trace import TraceError
+from tools.lab.figures import replacing
 from tools.simulate import flags
 from tools.simulate.sweep import names_of
 
@@ -66,7 +67,8 @@ def plot(found: dict[str, Timeline], bins: int, target: Path) -> None:
     axes.set(xlabel='hours', ylabel='goodput (share of time)', ylim=(0, 1.08))
     axes.grid(alpha=0.3)
     axes.legend(loc='lower left')
-    figure.savefig(target, dpi=100)
+    with replacing(target) as partial:
+        figure.savefig(partial, dpi=100)
     plt.close(figure)
 
 
@@ -105,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         _print_table(found)
     if args.plot:
-        plot(found, args.bins, args.plot)
+        with flags.plot_errors(parser, args.plot):
+            plot(found, args.bins, args.plot)
     return 0
 
 

@@ -3,14 +3,17 @@
 
 Windows hold the states of several iterations, and only a replay makes one of them. So the run's own
 program is launched with its own flags, converts the window, trains one iteration, and ends with
-what upstream saves of it.
+what upstream saves of it. It is told to end after its first iteration, not after a certain one: it
+may find the newest window damaged, or a newer one that is not seen from here.
 """
 
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from moevement_ext.job.exporting import VARIABLE
 from tools.lab.errors import LabError
 from tools.windows.found import DISK, Found, complete
 from tools.windows.pruning import live_runs
@@ -29,6 +32,8 @@ class Source(NamedTuple):
     run: str
     flags: list[str]
     """By which the program finds them."""
+    tier: str
+    """Where they are: `found.MEMORY` or `found.DISK`."""
     dense_at: int
     """Iteration that a conversion of the newest one comes to."""
 
@@ -54,7 +59,7 @@ def source(found: Sequence[Found], directory: Path) -> Source:
     root = newest.path.parents[2 if on_disk else 4]
     flag = '--sparse-ckpt-disk' if on_disk else '--sparse-ckpt-dir'
     flags = [flag, str(root), '--sparse-ckpt-run-id', run]
-    return Source(run, flags, newest.start + newest.slots - 1)
+    return Source(run, flags, newest.tier, newest.start + newest.slots - 1)
 
 
 def export(source: Source, output: Path, command: Sequence[str]) -> int:
@@ -76,20 +81,21 @@ def export(source: Source, output: Path, command: Sequence[str]) -> int:
         raise ExportError(
             f'--load {load} has iteration {dense}, and the windows none after it: use that'
         )
-    iteration = source.dense_at + 1
-    done = subprocess.run([*command, *_flags(source, output, iteration, command)], check=False)
-    if done.returncode != 0 or _saved(output) != iteration:
+    launched = [*command, *_flags(source, output, command)]
+    done = subprocess.run(launched, check=False, env={**os.environ, VARIABLE: source.tier})
+    saved = _saved(output)
+    if done.returncode != 0 or saved is None:
         raise ExportError(
-            f'the run ended with status {done.returncode} and saved no checkpoint of iteration '
-            f'{iteration} in {output}; its output says why'
+            f'the run ended with status {done.returncode} and saved no checkpoint in {output}; '
+            'its output says why'
         )
-    return iteration
+    return saved
 
 
-def _flags(source: Source, output: Path, iteration: int, command: Sequence[str]) -> list[str]:
+def _flags(source: Source, output: Path, command: Sequence[str]) -> list[str]:
     """The last one of each flag counts."""
     flags = [*source.flags, '--save', str(output.absolute()), '--ckpt-format', TORCH_DIST]
-    flags += ['--save-interval', str(iteration), '--exit-interval', str(iteration)]
+    flags += ['--save-interval', '1', '--exit-interval', '1']
     if '--use-distributed-optimizer' in command:  # else other layouts cannot load its state
         flags.append('--dist-ckpt-optim-fully-reshardable')
     return flags

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.windows.found import DISK, MEMORY, Found, complete
+from tools.windows.found import DISK, Found, complete
 
 
 class Pruned(NamedTuple):
@@ -16,7 +16,7 @@ class Pruned(NamedTuple):
 
     files: list[Path]
     live: list[str]
-    """Runs with windows in the memory of processes that live."""
+    """Runs with windows of processes that live."""
 
     @property
     def nbytes(self) -> int:
@@ -37,15 +37,14 @@ def prunable(found: Sequence[Found], keep: int) -> Pruned:
     ended = [one for one in found if one.run not in live]
     files = {one.path for one in ended if _may_go(one, kept.get(one.run, set()), keep)}
     for one in ended:
-        if one.tier == MEMORY:
-            names = ('ledger', 'lock', 'upstream-log') if keep == 0 else ('upstream-log',)
-            files |= {path for name in names if (path := _holder(one.path) / name).exists()}
+        names = ('ledger', 'lock', 'upstream-log') if keep == 0 else ('upstream-log',)
+        files |= {path for name in names if (path := _holder(one) / name).exists()}
     return Pruned(sorted(files), live)
 
 
 def live_runs(found: Sequence[Found]) -> list[str]:
-    """Runs with windows in the memory of processes that live."""
-    return sorted({one.run for one in found if one.tier == MEMORY and _is_held(_holder(one.path))})
+    """Runs with windows in the memory, or on the disk, of processes that live."""
+    return sorted({one.run for one in found if _is_held(_holder(one))})
 
 
 def remove(files: Sequence[Path], root: Path) -> None:
@@ -72,13 +71,16 @@ def _may_go(one: Found, kept: set[str], keep: int) -> bool:
     return one.window not in kept or one.state != 'committed'
 
 
-def _holder(path: Path) -> Path:
-    """Directory of all that a rank keeps in memory."""
-    return path.parents[1]
+def _holder(one: Found) -> Path:
+    """Directory of all that a rank keeps in memory, or on disk."""
+    return one.path.parents[0 if one.tier == DISK else 1]
 
 
 def _is_held(holder: Path) -> bool:
-    """A live process has locked the directory of a rank (see `memory.holder_lock`)."""
+    """A live process has locked the directory of a rank (see `memory.holder_lock`).
+
+    On a disk of several nodes that is known as far as its file system has locks that all see.
+    """
     try:
         lock = os.open(holder / 'lock', os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -87,6 +89,8 @@ def _is_held(holder: Path) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError:  # there are no locks
+        return False
     finally:
         os.close(lock)
     return False

@@ -21,6 +21,7 @@ from megatron.moevement.job import log_line
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import upstream
 from moevement_ext.job.ending import announce
+from moevement_ext.job.exporting import reads_memory
 from moevement_ext.process.leaving import leave
 
 _RERUN = (EXIT_CODE_RESUME_TO_DISAMBIGUATE, EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
@@ -37,7 +38,7 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     code = ending.code or 0
     if code not in (0, *_RERUN) or not torch.distributed.is_initialized():
         raise ending
-    remove = _saved(facts, session.job.committed) and code == 0
+    remove = _saved(facts, session.job.committed) and code == 0 and not reads_memory()
     announce(facts.rank, int(code))
     if session.job.kept_in is not None and facts.rank == facts.world_size - 1:
         directory = facts.save if remove else session.job.kept_in.parent

@@ -18,7 +18,6 @@ from megatron.moevement.state.global_scalars import ScalarRecorder
 from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.events import EventLog
-from moevement_ext.job.ending import finish
 from moevement_ext.job.job import Job
 from moevement_ext.job.joining import join
 from moevement_ext.membership.exchange import Exchange
@@ -76,7 +75,7 @@ def protected_job(
     session.begin(args)
     try:
         yield session
-        finish(session.job)
+        session.finish()
     except Exception as error:
         session.job.failed(error)
         raise

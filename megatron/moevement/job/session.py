@@ -5,9 +5,10 @@ Makes the engine's job for model, optimizer and data of Megatron. Whose loop tha
 of `upstream_trainer` and `attachment`.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.core.utils import get_model_config
 from torch.distributed import Store
@@ -22,6 +23,7 @@ from megatron.moevement.state import parameter_groups
 from megatron.moevement.state.global_scalars import check_room
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext import faults
+from moevement_ext.job.ending import announce, finish
 from moevement_ext.job.job import Job
 
 Built = tuple[Any, Any, Any]
@@ -37,6 +39,9 @@ class Session:
         facts: of the job.
         counters: of the loop.
         around: what wraps the loop.
+
+    Attributes:
+        keeps_windows: training ends before its last iteration, and may go on in another launch.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class Session:
         self.job = job
         self.store = store
         self.around = around
+        self.keeps_windows = False
         self._facts = facts
         self._counters = counters
         self._alone = ExitStack()
@@ -123,6 +129,27 @@ class Session:
         """Say in the log how protection goes, if iteration `iteration` ends a log interval."""
         if self.job.protection is not None and iteration % self._facts.log_interval == 0:
             log_line.log_interval(iteration, self.job.protection.checkpointer)
+
+    def finish(self) -> None:
+        """The job ends on all ranks: give host memory back unless it is kept. Collective."""
+        if self.keeps_windows:
+            self._say_kept()
+        finish(self.job, remove=not self.keeps_windows)
+
+    def leave_before_recovery(self) -> NoReturn:
+        """The loop ends before the step that was to recover the state, which nobody must use.
+
+        Raises:
+            SystemExit: the job goes on from its windows when it is launched again.
+        """
+        self._say_kept()
+        announce(self._facts.rank, 0)
+        sys.exit(0)
+
+    def _say_kept(self) -> None:
+        kept, is_last = self.job.kept_in, self._facts.rank == self._facts.world_size - 1
+        if kept is not None and is_last:
+            print(log_line.exit_line(self._counters.iteration, False, kept.parent), flush=True)
 
     def _built(self) -> Built:
         return self._training.model, self._training.optimizer, self._training.scheduler

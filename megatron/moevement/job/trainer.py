@@ -126,6 +126,7 @@ class MegatronTrainer:
         samples = self._facts.data_parallel_size * self._facts.micro_batch_size * num_microbatches
         state = self.small_state.capture(iteration, self._recorder.peek())
         state.consumed_train_samples += samples
+        state.skipped_train_samples += iteration_state.skipped_samples()
         state.floating_point_operations = self._operations.at(state.consumed_train_samples)
         state.scheduler_steps += 0 if skipped else samples
         entry = LedgerEntry(
@@ -154,4 +155,5 @@ class MegatronTrainer:
             scalars = GlobalScalars(known.grad_norms, known.overflows, known.num_tokens)
         else:
             scalars = iteration_state.decode(known).scalars
+            self._recorder.put_back(GlobalScalars())  # nobody takes them in a conversion
         return self._recorder.replaying(scalars)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import megatron.training.training as training
+import torch
 
 from megatron.moevement.facts import UpstreamArguments
 from megatron.moevement.job.session import Session
@@ -34,7 +35,9 @@ class UpstreamTrainer:
         self._data = data
         self._post_step = session.around.post_step
         self._logged_losses: dict[str, Any] = {}
+        self._before_log: dict[str, Any] = {}
         self._job_has_logged = False
+        self._entered = False
 
     def install(self) -> None:
         """Wrap upstream's functions. Called once, before `pretrain`."""
@@ -121,7 +124,16 @@ class UpstreamTrainer:
             *rest,
             **kwargs,
         )
-        return self._session.train(loop)
+        return self._session.train(partial(self._enter, loop))
+
+    def _enter(self, loop: Callable[[], Any]) -> Any:
+        """Upstream's loop, once more. What it logs first, ranks log together or not at all.
+
+        A failure may have struck while only some had logged, and new ones have not.
+        """
+        self._job_has_logged |= self._entered
+        self._entered = True
+        return loop()
 
     def _train_step(
         self, original: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any
@@ -154,6 +166,22 @@ class UpstreamTrainer:
             # line that follows; a loop that is entered again is no start.
             kwargs['is_first_iteration'] = False
         self._job_has_logged = True
-        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+        self._keep(total_loss_dict)
+        try:
+            result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+        except Exception:  # it may have added a part of the losses
+            self._logged_losses, self._before_log = self._before_log, {}
+            raise
         self._session.report(iteration)
         return result
+
+    def _keep(self, totals: dict[str, Any]) -> None:
+        """Some of them upstream adds up in place; copies are allocated once."""
+        for name, value in totals.items():
+            if not torch.is_tensor(value):
+                self._before_log[name] = value
+                continue
+            kept = self._before_log.get(name)
+            if not torch.is_tensor(kept) or kept.shape != value.shape:
+                kept = self._before_log[name] = torch.empty_like(value)
+            kept.copy_(value)

@@ -3,17 +3,21 @@
 
 For upstream's trainer `UpstreamData` wraps `build_pretraining_data_loader`, to know the datasets:
 a loader made again with other consumed samples continues exactly there. Upstream calls it
-for training, validation and test data in this order, once more for every virtual pipeline chunk.
+for training, validation (maybe several sets) and test data in this order, within
+`build_train_valid_test_data_iterators`, which it calls for every virtual pipeline chunk.
 
 Checked against megatron-core 0.19.2.
 """
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import megatron.training.training as training
+import numpy as np
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
 from torch.utils.data import DataLoader
@@ -38,17 +42,21 @@ class UpstreamData:
 
     Args:
         cyclic: upstream reads its loaders again and again (`--dataloader-type cyclic`).
+        full_validation: each evaluation reads all validation data (`--full-validation`).
     """
 
-    def __init__(self, cyclic: bool) -> None:
+    def __init__(self, cyclic: bool, full_validation: bool) -> None:
         self._cyclic = cyclic
+        self._full_validation = full_validation
         self._iterators: dict[str, Any] = {}
         self._loaders: dict[str, list[Callable[[int], Any]]] = {kind: [] for kind in _KINDS}
         self._calls = 0
 
     def install(self) -> None:
-        """Wrap upstream's function, for the life of the process."""
-        patches.wrap('megatron.training.training:build_pretraining_data_loader', self._noting)
+        """Wrap upstream's functions, for the life of the process."""
+        trainer = 'megatron.training.training'
+        patches.wrap(f'{trainer}:build_train_valid_test_data_iterators', self._building)
+        patches.wrap(f'{trainer}:build_pretraining_data_loader', self._noting)
 
     def use(self, training_iterators: Any, validation_iterators: Any) -> None:
         """These are what upstream's loop reads from; one each, or one per model chunk."""
@@ -59,25 +67,33 @@ class UpstreamData:
         self._move('training', consumed_samples)
 
     def move_validation(self, consumed_samples: int) -> None:
-        """Have the validation iterators go on after `consumed_samples`."""
-        self._move('validation', consumed_samples)
+        """Have the validation iterators go on after `consumed_samples`.
+
+        With full validation they begin anew in each evaluation; so does what upstream has opened.
+        """
+        if not self._full_validation:
+            self._move('validation', consumed_samples)
+
+    def _building(self, build: Callable[..., Any], provider: Any) -> Any:
+        self._calls = 0
+        return build(provider)
 
     def _noting(self, build: Callable[..., Any], dataset: Any, consumed_samples: int) -> Any:
-        kind = _KINDS[self._calls % len(_KINDS)]
+        # Of several validation sets only the first is noted as one: nobody moves them.
+        kind = _KINDS[min(self._calls, len(_KINDS) - 1)]
         self._calls += 1
         self._loaders[kind].append(partial(build, dataset))
         return build(dataset, consumed_samples)
 
     def _move(self, kind: str, consumed_samples: int) -> None:
-        """Make loaders anew; they draw seeds from the generator, which must not notice."""
+        """Make loaders anew; they may draw from any generator, which must not notice."""
         iterators = self._iterators[kind]
         chunks = iterators if isinstance(iterators, Sequence) else [iterators]
-        state = torch.get_rng_state()
-        for loader, iterator in zip(self._loaders[kind], chunks, strict=True):
-            if isinstance(iterator, RerunDataIterator):
-                iterator.advance()  # forget the micro-batches of the iteration that was cut off
-                iterator.iterable = self._opened(loader(consumed_samples), consumed_samples)
-        torch.set_rng_state(state)
+        with generators_unmoved():
+            for loader, iterator in zip(self._loaders[kind], chunks, strict=True):
+                if isinstance(iterator, RerunDataIterator):
+                    iterator.advance()  # forget the micro-batches of the iteration that was cut off
+                    iterator.iterable = self._opened(loader(consumed_samples), consumed_samples)
 
     def _opened(self, loader: DataLoader[Any], consumed_samples: int) -> Iterator[Any]:
         """What reads on after `consumed_samples`, and draws random numbers where upstream does.
@@ -92,3 +108,15 @@ class UpstreamData:
         if consumed_samples % (sampler.total_samples - sampler.last_batch_size) == 0:
             return iter(again_and_again)
         return itertools.chain(iter(loader), again_and_again)
+
+
+@contextmanager
+def generators_unmoved() -> Iterator[None]:
+    """Put the global generators of the host back at the end, where data may be drawn from them."""
+    python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(of_torch)

@@ -20,6 +20,13 @@ from megatron.moevement.seams.preflight import InstallationError
 
 CHECKED_VERSION = 'megatron-core 0.19.2'
 
+_OF_A_SCHEDULE = (
+    'forward_step_func', 'data_iterator', 'model', 'num_microbatches', 'seq_length',
+    'micro_batch_size', 'decoder_seq_length', 'forward_only', 'collect_non_loss_data',
+    'first_val_step', 'adjust_tensor_shapes_fn', 'p2p_communicator', 'pg_collection',
+    'force_all_reduce',
+)  # fmt: skip
+
 UPSTREAM = {
     # The trainer.
     'megatron.training.training:initialize_megatron': (
@@ -73,6 +80,9 @@ UPSTREAM = {
     'megatron.core.optimizer.optimizer:get_grad_norm_fp32': (
         'grads_for_norm', 'norm_type', 'grad_stats_parallel_group',
     ),
+    'megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32': (
+        'parameters', 'max_norm', 'total_norm', 'use_decoupled_grad',
+    ),
     'megatron.core.optimizer.optimizer:'
     'MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan': ('self',),
     'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict': (
@@ -104,6 +114,11 @@ UPSTREAM = {
         'wait_on_reqs',
     ),
     'megatron.core.pipeline_parallel.schedules:_build_default_pg_collection': (),
+    'megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining': _OF_A_SCHEDULE,
+    'megatron.core.pipeline_parallel.schedules:'
+    'forward_backward_pipelining_without_interleaving': _OF_A_SCHEDULE,
+    'megatron.core.pipeline_parallel.schedules:'
+    'forward_backward_pipelining_with_interleaving': _OF_A_SCHEDULE,
     'megatron.core.tensor_parallel.random:_get_cuda_rng_state': ('device', 'clone', 'graph_safe'),
     'megatron.core.tensor_parallel.random:_set_cuda_rng_state': (
         'new_state', 'device', 'graph_safe',
@@ -115,6 +130,7 @@ UPSTREAM = {
 TORCH = {
     'torch.distributed:new_group': ('ranks', 'timeout', 'backend'),
     'torch.distributed:all_gather_object': ('object_list', 'obj', 'group'),
+    'torch.utils.data:DataLoader.__iter__': ('self',),
 }
 """The first parameters of public functions of torch, to which its versions add some at the end."""
 

@@ -34,6 +34,7 @@ def state_digest(
         'scheduler/num_steps': _sha(repr(scheduler.num_steps).encode()),
         'loss_scale': _sha_tensor(optimizer.get_loss_scale()),
         'consumed_train_samples': _sha(repr(counters.consumed_train_samples).encode()),
+        'skipped_train_samples': _sha(repr(counters.skipped_train_samples).encode()),
     }
     # A `step` of the groups is then only what a dense checkpoint left there.
     per_parameter = all(counts_steps_per_parameter(one.optimizer) for one in chained(optimizer))

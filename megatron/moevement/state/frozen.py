@@ -8,6 +8,7 @@ parameters get no gradient, so Adam leaves them alone.
 Checked against megatron-core 0.19.2.
 """
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from megatron.moevement.state.operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, chained
 
 _GATING = 'megatron.core.transformer.moe.router:router_gating_linear'
+_CLIPPING = 'megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32'
 # Transformer Engine's grouped linear layers, one parameter an expert.
 _OF_A_GROUP = re.compile(r'\.(?:weight|bias)\d+$')
 
@@ -60,6 +62,8 @@ class FrozenOperators:
             stack.enter_context(_gradient_through_embedding(self._model))
             stack.enter_context(_no_delayed_gradient_of_frozen(self._model))
             stack.enter_context(patches.wrapped(_GATING, _without_weight_gradient))
+            stack.enter_context(patches.wrapped(_CLIPPING, _unless_all_are_frozen))
+            stack.enter_context(self._reduced_with_frozen())
             for inner in chained(self._optimizer):
                 stack.enter_context(self._without_frozen_gradients(inner))
             try:
@@ -73,6 +77,32 @@ class FrozenOperators:
         for owners, parameters in self._computed_together:
             for parameter in parameters:
                 parameter.requires_grad_(not owners <= self.names)
+
+    @contextmanager
+    def _reduced_with_frozen(self) -> Iterator[None]:
+        """Reduce the gradients that upstream packs together in the places they have in training.
+
+        It packs what asks for a gradient: those of norms, with sequence parallelism. The order in
+        which ranks add up an element depends on its place, so frozen ones take part, with zeros.
+        """
+        config = get_model_config(self._model[0])
+        finalize = config.finalize_model_grads_func
+
+        @functools.wraps(finalize)
+        def finalize_with_frozen(*args: Any, **kwargs: Any) -> Any:
+            frozen = self.names
+            self.freeze(())
+            try:
+                return finalize(*args, **kwargs)
+            finally:
+                self.freeze(frozen)
+
+        if finalize is not None:
+            config.finalize_model_grads_func = finalize_with_frozen
+        try:
+            yield
+        finally:
+            config.finalize_model_grads_func = finalize
 
     @contextmanager
     def _without_frozen_gradients(self, inner: Any) -> Iterator[None]:
@@ -115,8 +145,12 @@ def _reduced_after_backward(model: Sequence[Any]) -> Iterator[None]:
     """Reduce gradients and gather parameters after the backward pass, not overlapped with it.
 
     The overlapped reduction waits for a gradient of every parameter of a bucket; frozen ones have
-    none. The buckets, and so the bits, are the same either way.
+    none; and the hooks that wait for parameters, which a loop of one's own has in every iteration,
+    take each for trained. The buckets, and so the bits, are the same either way.
     """
+    hooked = [chunk for chunk in model if getattr(chunk, 'remove_forward_pre_hook_handles', None)]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook(param_sync=False)
     config = get_model_config(model[0])
     ddp = model[0].ddp_config
     saved = (ddp.overlap_grad_reduce, ddp.overlap_param_gather)
@@ -128,6 +162,8 @@ def _reduced_after_backward(model: Sequence[Any]) -> Iterator[None]:
     finally:
         ddp.overlap_grad_reduce, ddp.overlap_param_gather = saved
         config.grad_sync_func, config.param_sync_func = functions
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
 
 
 @contextmanager
@@ -201,3 +237,16 @@ def _without_weight_gradient(
     apply = active if weight.requires_grad else FrozenGating.apply
     logits: torch.Tensor = apply(tokens, weight, bias, dtype)
     return logits
+
+
+def _unless_all_are_frozen(
+    clip: Callable[..., None],
+    parameters: list[torch.Tensor],
+    max_norm: float,
+    total_norm: Any,
+    use_decoupled_grad: bool = False,
+) -> None:
+    """Upstream's clipping, whose kernels of Transformer Engine and Apex refuse an empty list."""
+    gradient = 'decoupled_grad' if use_decoupled_grad else 'grad'
+    if any(getattr(parameter, gradient, None) is not None for parameter in parameters):
+        clip(parameters, max_norm, total_norm, use_decoupled_grad)

@@ -8,13 +8,18 @@ Checked against megatron-core 0.19.2.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_current_running_global_batch_size,
+    update_num_microbatches,
+)
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import convert_cuda_rng_state
@@ -22,6 +27,12 @@ from megatron.core.tensor_parallel.random import convert_cuda_rng_state
 from megatron.moevement.counters import Counters
 from megatron.moevement.state.global_scalars import GlobalScalars
 from megatron.moevement.state.optimizer_state import chained, counts_steps_per_parameter
+
+Setting = bool | int | float | str | None | list[float]
+"""What a parameter group or a schedule is set to; a tuple of numbers, as of betas, is a list."""
+
+_CHANGING = ('params', 'step', 'lr', 'weight_decay', 'num_steps')
+"""What training itself changes, and is restored otherwise."""
 
 
 class RngState(msgspec.Struct):
@@ -58,6 +69,11 @@ class IterationState(msgspec.Struct):
     group_steps: list[int | None]
     """Step counts that optimizers keep per parameter group (TE and Apex), None where they do so
     per parameter."""
+    schedule: dict[str, Setting] = {}
+    """Constants of the schedule. A dense checkpoint may have had others than the flags say, and a
+    new process does not load it."""
+    groups: list[dict[str, Setting]] = []
+    """Constants of each parameter group, of which the same is true."""
 
 
 def encode(state: IterationState) -> bytes:
@@ -90,12 +106,15 @@ def capture(
         rng=capture_rng(),
         scalers=[_scaler_state(scaler) for scaler in _scalers(optimizer)],
         group_steps=list(_group_steps(optimizer)),
+        schedule=_settings(scheduler.state_dict()),
+        groups=[_settings(group) for group in optimizer.param_groups],
     )
 
 
 def restore(state: IterationState, counters: Counters, optimizer: Any, scheduler: Any) -> None:
     """Put the process where iteration `state.iteration + 1` starts. Training thread."""
     restore_counters(state, counters)
+    _restore_settings(state, optimizer, scheduler)
     scheduler.num_steps = state.scheduler_steps
     scheduler.step(increment=0)  # recomputes learning rate and weight decay of every group
     for scaler, saved in zip(_scalers(optimizer), state.scalers, strict=True):
@@ -117,10 +136,16 @@ def restore_counters(state: IterationState, counters: Counters) -> None:
 
 def move_to(iteration: int, consumed_train_samples: int, counters: Counters) -> None:
     """Count on: `iteration` iterations are committed, which consumed so many samples."""
+    counters.skipped_train_samples += (iteration - counters.iteration) * skipped_samples()
     counters.iteration = counters.curr_iteration = iteration
     counters.consumed_train_samples = consumed_train_samples
     update_num_microbatches(consumed_train_samples, consistency_check=False)
     get_rerun_state_machine().current_iteration = iteration
+
+
+def skipped_samples() -> int:
+    """Samples that each iteration leaves out (`--decrease-batch-size-if-needed`)."""
+    return int(get_current_global_batch_size() - get_current_running_global_batch_size())
 
 
 def capture_rng() -> RngState:
@@ -150,6 +175,16 @@ def restore_rng(state: RngState) -> None:
     tracker = get_cuda_rng_tracker()
     present = tracker.get_states()
     tracker.set_states({k: _put_back(present.get(k), _tensor(v)) for k, v in state.tracker.items()})
+
+
+@contextmanager
+def rng_kept() -> Iterator[None]:
+    """Whatever is drawn within the context, generators are afterwards where they were."""
+    state = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(state)
 
 
 def _put_back(present: Any, state: torch.Tensor) -> Any:
@@ -187,6 +222,27 @@ def _restore_group_steps(optimizer: Any, steps: list[int | None]) -> None:
             group.pop('step', None)
         else:
             group['step'] = step
+
+
+def _settings(values: Mapping[str, Any]) -> dict[str, Setting]:
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if name not in _CHANGING and _is_setting(value)
+    }
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(isinstance(number, float) for number in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _restore_settings(state: IterationState, optimizer: Any, scheduler: Any) -> None:
+    vars(scheduler).update(state.schedule)
+    for group, settings in zip(optimizer.param_groups, state.groups, strict=False):
+        for name, value in settings.items():
+            group[name] = tuple(value) if isinstance(value, list) else value
 
 
 def _scaler_state(scaler: Any) -> ScalerState:

@@ -98,10 +98,11 @@ def router_modules(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]
 def check_complete(
     operators: dict[str, Operator], states: dict[torch.nn.Parameter, ParameterState]
 ) -> None:
-    """Every parameter with optimizer state must belong to exactly one operator.
+    """Every parameter must be trained, and with optimizer state belong to exactly one operator.
 
     Raises:
-        SparseCheckpointError: the inventory and the optimizer disagree.
+        SparseCheckpointError: the inventory and the optimizer disagree, or a parameter asks for no
+            gradient.
     """
     owners: dict[int, str] = {}
     for operator in operators.values():
@@ -112,6 +113,12 @@ def check_complete(
                     'sparse checkpointing needs exactly one operator for each parameter.'
                 )
             owners[id(parameter)] = operator.name
+            if not parameter.requires_grad:  # a replay freezes and thaws operators by that
+                raise SparseCheckpointError(
+                    f'{name} has requires_grad=False; sparse checkpointing does not know of '
+                    'parameters that are not trained. Train all of them, or train without '
+                    '--sparse-ckpt.'
+                )
     lost = [state.name for state in states.values() if id(state.parameter) not in owners]
     if lost:
         raise SparseCheckpointError(

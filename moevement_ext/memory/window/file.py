@@ -20,6 +20,7 @@ import xxhash
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.mapped import Bytes, map_anew, map_existing, map_new
+from moevement_ext.memory.private import ForeignFileError
 from moevement_ext.memory.window.checks import check_whole, damaged, verified_header
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.format import (
@@ -103,6 +104,7 @@ class WindowFile:
 
         Raises:
             RefusedWindow: no readable, whole, known window file (typed by the reason).
+            HostMemoryError: to be writable it needs more pages than the file system has.
         """
         try:
             array = np.frombuffer(map_existing(path, writable), np.uint8)
@@ -110,7 +112,7 @@ class WindowFile:
             raise TruncatedWindow(f'{path}: {error}') from error
         except OSError as error:
             raise RefusedWindow(f'{path}: cannot be opened: {error.strerror}') from error
-        except HostMemoryError as error:
+        except ForeignFileError as error:
             raise RefusedWindow(str(error)) from error
         return cls(path, array, read_directory(path, array, array.size))
 

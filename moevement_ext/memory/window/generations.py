@@ -81,7 +81,8 @@ class OwnerWindows:
         self.owner = owner
         self.capacity_bytes = capacity_bytes
         self.path = store.holder_path(holder) / str(owner)
-        private.make_directories(store.root, self.path)
+        self._root = store.root
+        private.make_directories(self._root, self.path)
         self._in_turn = generations
         self._wanted = generations + holdable
         self._agreed = Agreed()
@@ -107,6 +108,7 @@ class OwnerWindows:
             (invariant I3); the caller decides whether to wait or to skip this window.
 
         Raises:
+            HostMemoryError: a file was removed by somebody else, and there is no room for another.
             ValueError: this window is already here (after a rollback call `discard_after`), or its
                 plan's digest cannot be part of a file name.
         """
@@ -266,6 +268,7 @@ class OwnerWindows:
 
     def _choose(self) -> _Generation | None:
         """A file to overwrite, unless as many as take turns hold windows that may be needed."""
+        self._replace_removed()
         if len([g for g in self._fitting() if self._is_needed(g)]) >= self._in_turn:
             return None
         for generation in self._recyclable():
@@ -296,11 +299,35 @@ class OwnerWindows:
         generation.file.freeze()
         generation.held = False
         if not self._fits(generation) or len(self._fitting()) > self._wanted:
-            generation.file.path.unlink()
+            generation.file.path.unlink(missing_ok=True)
             self._generations.remove(generation)
             return
-        generation.file.rename(self.path / free_name(generation.index))
+        try:
+            generation.file.rename(self.path / free_name(generation.index))
+        except FileNotFoundError:
+            self._forget_removed(generation)
+            return
         generation.state = _State.FREE
+
+    def _replace_removed(self) -> None:
+        """Make files anew that are gone, but for those of windows that may still be needed.
+
+        Their content is, as long as they are mapped. What takes the place of a pinned file is not
+        pinned: copies to it are slower.
+        """
+        for generation in self._recyclable():
+            if not generation.file.path.exists():
+                self._forget_removed(generation)
+        if len(self._fitting()) < self._wanted:
+            private.make_directories(self._root, self.path)
+            self._allocate()
+
+    def _forget_removed(self, generation: _Generation) -> None:
+        logger.warning(
+            '%s was removed; exclude --sparse-ckpt-dir from what cleans up temporary files',
+            generation.file.path,
+        )
+        self._generations.remove(generation)
 
     def _fitting(self) -> list[_Generation]:
         return [generation for generation in self._generations if self._fits(generation)]

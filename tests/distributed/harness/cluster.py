@@ -10,13 +10,14 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import secrets
 import shutil
 import signal
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -32,9 +33,11 @@ ROOT = Path(__file__).resolve().parents[3]
 BACKEND = 'MOEVEMENT_TEST_BACKEND'
 """Variable that says what the protected jobs of all tests run on: gloo, or `NCCL_LIKE`."""
 NCCL_LIKE = 'nccl-like'
+_EVENTS_SHOWN = 40
+"""Of a job whose test has failed."""
 
 _CONTEXT = multiprocessing.get_context('forkserver')
-_CONTEXT.set_forkserver_preload(['pretrain_gpt'])
+_CONTEXT.set_forkserver_preload(['tests.distributed.harness.preload'])
 
 
 def _worker(
@@ -107,6 +110,7 @@ class Cluster:
         kill_delay_s: float = 0.0,
         mutation: str | None = None,
         timeout_s: float = 180.0,
+        all_end: bool = False,
     ) -> list[int]:
         """Start all ranks; as soon as one dies, SIGKILL the others (the whole job is lost).
 
@@ -116,12 +120,14 @@ class Cluster:
                 `kill_delay_s` more seconds.
             mutation: name of a function in `mutations.whole_job` to break the product with, or
                 `module:function` of another module here, called in each worker before `main`.
+            all_end: all workers end by themselves; else those that are left when one has failed
+                are killed.
 
         Returns:
             Exit codes by rank.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        port = _free_port()
+        port = free_port()
         workers = []
         for rank in range(self.ranks):
             env = self._environment(rank, port, fail_at)
@@ -130,7 +136,7 @@ class Cluster:
         for worker in workers:
             worker.start()
         try:
-            self._supervise(workers, kill_after_iteration, kill_delay_s, timeout_s)
+            self._supervise(workers, kill_after_iteration, kill_delay_s, timeout_s, all_end)
         finally:
             _end(workers)
         self.lives += 1
@@ -232,10 +238,17 @@ class Cluster:
         """Log of a rank in the present life."""
         return self.directory / f'life{self.lives}-rank{rank}.log'
 
-    def tail(self, characters: int = 3000) -> str:
-        """End of the logs of the last life."""
-        logs = sorted(self.directory.glob(f'life{max(self.lives - 1, 0)}-rank*.log'))
-        return '\n'.join(f'--- {log.name}\n{log.read_text()[-characters:]}' for log in logs)
+    def tail(self) -> str:
+        """End of the logs of the newest life that has some: of one that still runs, too."""
+        logs = list(self.directory.glob('life*-rank*.log'))
+        newest = max(map(_life_of, logs), default=0)
+        return tails(log for log in logs if _life_of(log) == newest)
+
+    def account(self) -> str:
+        """What a test that fails shows of the job: ends of all logs, launchers' too, and events."""
+        events = [event for rank in range(self.ranks) for event in self.events(rank)]
+        last = sorted(events, key=lambda event: event['time'])[-_EVENTS_SHOWN:]
+        return '\n'.join([tails(self.directory.glob('*.log')), '--- events', *map(str, last)])
 
     def output(self, life: int) -> str:
         """Everything all ranks printed in one life."""
@@ -274,11 +287,16 @@ class Cluster:
         }
 
     def _supervise(
-        self, workers: list, kill_after: int | None, delay_s: float, timeout_s: float
+        self,
+        workers: list,
+        kill_after: int | None,
+        delay_s: float,
+        timeout_s: float,
+        all_end: bool,
     ) -> None:
         deadline = time.monotonic() + timeout_s
         while any(worker.is_alive() for worker in workers):
-            if any(worker.exitcode not in (None, 0) for worker in workers):
+            if not all_end and any(worker.exitcode not in (None, 0) for worker in workers):
                 return
             if kill_after is not None and self._reached(kill_after):
                 time.sleep(delay_s)  # the moment to strike, not a synchronisation
@@ -306,7 +324,25 @@ def _end(workers: Sequence[Any], before: Sequence[Any] = ()) -> None:
                 os.killpg(worker.pid, signal.SIGKILL)  # each has a session of its own
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        return probe.getsockname()[1]
+def _life_of(log: Path) -> int:
+    return int(log.name.removeprefix('life').partition('-')[0])
+
+
+def tails(logs: Iterable[Path], characters: int = 3000) -> str:
+    """How logs end, by name."""
+    return '\n'.join(
+        f'--- {log.name}\n{log.read_text(errors="replace")[-characters:]}' for log in sorted(logs)
+    )
+
+
+def free_port() -> int:
+    """A port that stays free until its owner takes it.
+
+    Not of those that Linux gives to whoever connects or listens on any: a job does so many times.
+    """
+    given_away, _ = Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()
+    while True:
+        port = secrets.SystemRandom().randrange(int(given_away) // 2, int(given_away))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(('127.0.0.1', port))
+            return port

@@ -7,9 +7,21 @@ import sys
 
 from tests.distributed.harness.cluster import ROOT, Cluster
 
+PROGRAM = """
+import pretrain_gpt
+{imported}
+
+def main():
+    {called}
+    pretrain_gpt.main()
+"""
+TIMEOUT_S = 300.0
+
 
 def launch(job: Cluster, *flags: str, mutation: str | None = None) -> tuple[int, str]:
     """Run the job to its end; returns its exit status and all it printed.
+
+    The workers are forked from one process, which alone imports the program.
 
     Args:
         job: on emulated nodes of one worker.
@@ -17,19 +29,25 @@ def launch(job: Cluster, *flags: str, mutation: str | None = None) -> tuple[int,
         mutation: `module.function` of `mutations`, called by every worker before training.
     """
     job.directory.mkdir(parents=True, exist_ok=True)
+    module, _, function = (mutation or '').partition('.')
     program = job.directory / 'program.py'
-    module = (mutation or '').partition('.')[0]
-    broken = f'from tests.distributed.mutations import {module}\n{mutation}()\n' if module else ''
-    program.write_text(f'import pretrain_gpt\n\n{broken}pretrain_gpt.main()\n')
-    command = [sys.executable, str(ROOT / 'scripts' / 'local_cluster.py')]
-    command += ['--nodes', str(job.ranks), *flags, '--', str(program), *job.flags]
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, 'PYTHONPATH': str(ROOT)},
-        timeout=300,
-        check=False,
+    program.write_text(
+        PROGRAM.format(
+            imported=f'from tests.distributed.mutations import {module}' if module else '',
+            called=f'{module}.{function}()' if module else 'pass',
+        )
     )
-    return done.returncode, done.stdout
+    command = [sys.executable, str(ROOT / 'scripts' / 'local_cluster.py'), '--fork']
+    command += ['--nodes', str(job.ranks), *flags, '--', str(program), *job.flags]
+    log = job.directory / f'launcher{job.lives}.log'
+    job.lives += 1
+    with log.open('wb') as output:
+        done = subprocess.run(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, 'PYTHONPATH': str(ROOT)},
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    return done.returncode, log.read_text(errors='replace')

@@ -5,13 +5,17 @@ As if a user had written them into its configurations of the model, of the optim
 parallelism. Also with a step of recovery left out.
 """
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from torch.utils.data import DataLoader
 
+from megatron.moevement import attachment
 from megatron.moevement.state import slices
 from tests.distributed.mutations.masters import masters
 
@@ -54,6 +58,19 @@ def c5() -> None:
     """Masters in fp8, too."""
     _weights_in_fp8('delayed')
     _keep(FP8, FP8, torch.float16)
+
+
+def draws_between_steps() -> None:
+    """After each step the loop opens a loader, and generates something; nothing is broken by it."""
+    step = attachment.Attachment.step
+
+    def drawing(self: Any, train_step: Any) -> Any:
+        result = step(self, train_step)
+        iter(DataLoader(range(3)))
+        torch.rand(7), random.random(), np.random.rand()
+        return result
+
+    attachment.Attachment.step = drawing
 
 
 def scales_not_restored() -> None:

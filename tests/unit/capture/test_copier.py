@@ -106,6 +106,18 @@ def test_failed_copy_is_reported_not_sealed_and_training_goes_on(rig: Rig) -> No
     assert rig.errors.empty()
 
 
+def test_who_is_told_of_a_failure_and_fails_does_not_reach_training(rig: Rig) -> None:
+    def told(error: Exception) -> None:
+        raise OSError('no space for the event') from error
+
+    pieces = in_pieces([Copy(torch.zeros(3), torch.zeros(4))])
+    rig.copier.start([], lambda: pieces, lambda: None, told)
+    rig.copier.wait()
+    rig.capture(copy_of(1), name='next')
+    rig.copier.wait()
+    assert rig.sealed.get(timeout=DEADLINE_S) == 'next'
+
+
 def test_the_rate_is_of_bytes_that_have_arrived_and_their_time(rig: Rig) -> None:
     assert rig.copier.bytes_per_s() is None
     copies = [copy_of(value, count=2**20) for value in range(3)]

@@ -54,6 +54,7 @@ class Stream:
         self.priority = priority
         self.recorded: list[Event] = []
         self.waits_for: list[Event] = []
+        self.idle = True
         Stream.made.append(self)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -65,6 +66,9 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.waits_for.append(event)
 
+    def synchronize(self) -> None:
+        self.idle = True
+
 
 class Gpu:
     """Stands for the device: the stream of training, and the one that the copier makes."""
@@ -73,6 +77,8 @@ class Gpu:
         Stream.made.clear()
         self.training = Stream()
         self.ahead: list[int] = []
+        self.present = self.training
+        self.fail_at = -1
         monkeypatch.setattr(torch.cuda, 'Stream', Stream)
         monkeypatch.setattr(torch.cuda, 'Event', Event)
         monkeypatch.setattr(torch.cuda, 'current_stream', lambda device: self.training)
@@ -86,11 +92,16 @@ class Gpu:
 
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
+        self.present = stream
         yield
+        self.present = self.training
 
     def _copy(self, targets: object, sources: object, non_blocking: bool) -> None:
         """A piece is issued: count those that are not known to have arrived."""
         assert non_blocking
+        if len(self.ahead) == self.fail_at:
+            raise RuntimeError('the copy cannot be issued')
+        self.present.idle = False
         self.ahead.append(sum(not event.reached for event in self.side.recorded) + 1)
 
 
@@ -143,3 +154,23 @@ def test_a_stall_is_told_when_the_device_has_measured_it(copier: Copier) -> None
     assert capture(copier) == 0.0
     assert 0.001 <= capture(copier) <= 0.02
     assert copier.bytes_per_s() == pytest.approx(PIECES * 32 / 0.006, rel=0.2)
+
+
+def test_what_was_issued_has_arrived_before_a_failed_copy_is_told(copier: Copier, gpu: Gpu) -> None:
+    """Who is told gives the host memory to another window."""
+    told: queue.Queue[bool] = queue.Queue()
+    gpu.fail_at = 3
+    pieces = pieces_of(PIECES)
+    copier.start([], lambda: pieces, lambda: None, lambda error: told.put(gpu.side.idle))
+    copier.wait()
+    assert told.get_nowait(), 'told before wait has returned'
+    assert len(gpu.ahead) == 3
+
+
+def test_what_was_issued_has_arrived_when_a_start_fails(copier: Copier, gpu: Gpu) -> None:
+    gpu.fail_at = 2
+    pieces = pieces_of(PIECES)
+    with pytest.raises(RuntimeError, match='cannot be issued'):
+        copier.start(pieces, lambda: [], lambda: None, lambda error: None)
+    assert gpu.training.idle
+    assert copier.wait() == 0.0

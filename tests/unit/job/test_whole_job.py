@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext import faults
 from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.errors import UserError
 from moevement_ext.events import EventLog
 from moevement_ext.faults import Phase
 from moevement_ext.job.job import Job
@@ -50,12 +52,22 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
         torch.distributed.destroy_process_group()
 
 
-def _rank(directory: Path) -> Rank:
-    config = SparseCheckpointConfig(
+def _rank(directory: Path, run: str = 'run') -> Rank:
+    return Rank(
+        RankIdentity(run, 'pp1', 0),
+        1,
+        'run',
+        'gloo',
+        _config(directory),
+        EventLog(None, 0),
+        Exchange(),
+    )
+
+
+def _config(directory: Path) -> SparseCheckpointConfig:
+    return SparseCheckpointConfig(
         window=WINDOW, replicas=0, recovery='whole-job', dir=str(directory), interface='lo'
     )
-    identity = RankIdentity('run', 'pp1', 0)
-    return Rank(identity, 1, 'run', 'gloo', config, EventLog(None, 0), Exchange())
 
 
 def test_the_pipeline_is_taken_over_before_training_and_all_is_sealed_after_it(
@@ -83,3 +95,105 @@ def test_the_pipeline_is_taken_over_before_training_and_all_is_sealed_after_it(
         assert sealed == set(range(WINDOW, ITERATIONS))
     finally:
         job.close()
+
+
+@contextmanager
+def life(rank: Rank, iterations: int) -> Iterator[Job]:
+    """A life of the job that has trained to `iterations`; what it leaves is left."""
+    trainer = FakeTrainer(['a', 'b', 'c', 'd'])
+    job = Job(rank, None)
+    job.set_up(lambda with_dense: trainer, lambda: None, last_iteration=2 * ITERATIONS)
+
+    def loop() -> None:
+        while trainer.iteration < iterations:
+            job.step(trainer.iteration)
+
+    try:
+        job.train(loop, trainer.around_update)
+        yield job
+    finally:
+        job.close(remove=False)
+
+
+def recorded(job: Job) -> list[int]:
+    """Iterations of which the ledger has an entry."""
+    assert job.protection is not None
+    ledger = job.protection.memory.ledger
+    return [t for t in range(2 * ITERATIONS) if ledger.get(t) is not None]
+
+
+@pytest.mark.parametrize(
+    ('windows_lost', 'believed'),
+    [(False, range(1, WINDOW + WINDOW)), (True, range(0))],
+    ids=['from a window', 'from the start'],
+)
+def test_a_life_that_begins_earlier_does_not_believe_the_ledger_of_the_one_before(
+    windows_lost: bool, believed: range, rank: Rank
+) -> None:
+    """Its iterations may come to other norms: another dense checkpoint, other kernels."""
+    with life(rank, ITERATIONS) as job:
+        assert recorded(job) == list(range(1, ITERATIONS + 1))
+        assert job.protection is not None
+        files = [
+            job.protection.memory.windows.file(w.name)
+            for w in job.protection.memory.windows.committed()
+        ]
+    if windows_lost:
+        for file in files:
+            assert file is not None
+            file.path.unlink()
+    with life(rank, 0) as job:
+        assert job.restarted != windows_lost
+        assert recorded(job) == list(believed)
+
+
+def test_a_ledger_that_was_lost_knows_again_what_a_conversion_has_replayed(rank: Rank) -> None:
+    """As after a recovery from disk: a stage lost next replays it, too, and alone."""
+    with life(rank, ITERATIONS) as job:
+        assert job.protection is not None
+        ledger = job.protection.memory.ledger
+        expected = [ledger.get(t) for t in range(WINDOW + 1, ITERATIONS + 1)]
+        assert None not in expected
+    ledger.path.unlink()
+    with life(rank, ITERATIONS) as job:
+        assert job.restarted and job.protection is not None
+        ledger = job.protection.memory.ledger
+        assert recorded(job) == list(range(WINDOW + 1, ITERATIONS + 1))
+        assert [ledger.get(t) for t in recorded(job)] == expected
+
+
+def _run(rank: Rank, last_iteration: int, remove: bool = True) -> int:
+    """A life of the job; returns the iteration at which it began to train."""
+    trainer = FakeTrainer(['a', 'b', 'c', 'd'])
+    job = Job(rank, None)
+    job.set_up(lambda with_dense: trainer, lambda: None, last_iteration=last_iteration)
+    began = []
+
+    def loop() -> None:
+        while trainer.iteration < last_iteration:
+            began.append(trainer.iteration)
+            job.step(trainer.iteration)
+
+    job.train(loop, trainer.around_update)
+    job.close(remove)
+    return began[0]
+
+
+def _windows(rank: Rank) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(rank.config.dir).rglob('window-*.window')}
+
+
+def test_an_export_reads_windows_and_deletes_none(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither at its end, nor if it was given the flags of another run."""
+    directory = Path(rank.config.dir)
+    _run(rank, 3 * WINDOW, remove=False)
+    kept = _windows(rank)
+    assert kept
+    monkeypatch.setenv('MOEVEMENT_EXPORT', 'memory')
+    with pytest.raises(UserError, match='export: no window of the run run in .* fits these flags'):
+        _run(_rank(directory, 'other'), 3 * WINDOW)
+    assert _windows(rank) == kept
+    assert _run(_rank(directory), 3 * WINDOW + 1) > 0
+    assert set(kept) & set(_windows(rank))

@@ -3,9 +3,10 @@
 
 import json
 import os
-import select
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event, SpareReady, WorkerStarted
 from moevement_ext.local_cluster.statements import tell_survivors
 from moevement_ext.local_cluster.supervisor import Supervisor
+from tests.unit.readable import readable
 
 PROGRAM = '''
 import json, multiprocessing, os, pathlib, signal, subprocess, sys, time
@@ -57,6 +59,8 @@ def act(action, value):
         print(value)
     elif action == 'spawn':
         multiprocessing.get_context('spawn').Process(target=print, args=(value,)).start()
+    elif action == 'stop':
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif action == 'deaf':
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -72,9 +76,37 @@ def dies(pid: int) -> bool:
         death = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    found = select.select([death], [], [], 20.0)[0]
+    found = readable(death, 60.0)
     os.close(death)
-    return bool(found)
+    return found
+
+
+HOLDER = """
+import ctypes, sys, time
+
+ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+seize, trace_exit = 0x4206, 0x40
+print(ptrace(seize, int(sys.argv[1]), None, trace_exit), flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def undead() -> Iterator[Callable[[int], None]]:
+    """Makes a process one that SIGKILL does not end, until the context does."""
+    with ExitStack() as stack:
+
+        def hold(pid: int) -> None:
+            """As its tracer, stop it in the middle of its exit."""
+            command = [sys.executable, '-I', '-S', '-c', HOLDER, str(pid)]
+            holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+            stack.callback(holder.communicate)
+            stack.callback(holder.kill)
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b'0\n'
+
+        yield hold
 
 
 class Job:

@@ -15,7 +15,7 @@ from moevement_ext.local_cluster.command_line import main, parse
 from moevement_ext.local_cluster.config import Action, StagedFault
 from tests.unit.local_cluster.conftest import Job, dies
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 SCRIPT = Path(__file__).resolve().parents[3] / 'scripts' / 'local_cluster.py'
 
 
@@ -103,10 +103,22 @@ def test_nothing_outlives_a_killed_launcher(job: Job) -> None:
         assert all(dies(worker.pid) for worker in family)
 
 
-def test_interrupt_ends_all_workers(job: Job) -> None:
+@pytest.fixture
+def in_a_terminal() -> Iterator[None]:
+    """Below `nohup` processes begin with SIGHUP ignored, which launchers respect."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures('in_a_terminal')
+@pytest.mark.parametrize('asked', [signal.SIGINT, signal.SIGHUP])
+def test_interrupt_ends_all_workers(job: Job, asked: signal.Signals) -> None:
+    """Or the end of the terminal; asked twice, too."""
     with launched(job) as (process, family):
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 128 + signal.SIGINT
+        process.send_signal(asked)
+        process.send_signal(asked)
+        assert process.wait(120) == 128 + asked
         assert psutil.wait_procs(family, timeout=0)[1] == []
         assert process.stdout is not None
         assert 'rank 0 (pid' in process.stdout.read()

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from moevement_ext.local_cluster.events import StoreFound
 from moevement_ext.local_cluster.output import LogTail, Relay, last_lines
+from moevement_ext.local_cluster.supervisor import print_event
+from tests.unit.readable import readable
 
 
 def test_relay_prints_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,3 +68,51 @@ def test_last_lines_of_pipe_and_log(tmp_path: Path) -> None:
     assert last_lines(log) == []
     log.write_text('\n'.join(['x' * 100_000, *lines]))
     assert last_lines(log) == lines[-15:]
+
+
+@pytest.mark.timeout(60)
+def test_what_a_dead_worker_has_started_may_print_on() -> None:
+    reader, writer = os.pipe()
+    relay = Relay(reader, '', lambda line: None)
+    with subprocess.Popen(['yes'], stdout=writer, start_new_session=True) as endless:
+        os.close(writer)
+        assert readable(reader, 30.0)
+        relay.finish()
+        assert relay.last_lines[-1] == 'y'
+        endless.kill()
+    os.close(reader)
+
+
+def test_a_line_that_never_ends_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """As that of a bar of progress; what is kept of it does not grow."""
+    reader, writer = os.pipe()
+    relay = Relay(reader, '', lambda line: None)
+    printed = 0
+    for step in range(20):
+        printed += os.write(writer, b'\r' + b'%9d' % step * 1000)
+        relay.pump()
+    said = capsys.readouterr().out
+    assert printed - len(said) < 100_000
+    assert said.startswith('\r        0')
+    os.close(writer)
+    relay.finish()
+    os.close(reader)
+    assert len(said + capsys.readouterr().out) >= printed
+
+
+def test_nobody_fails_for_want_of_a_place_to_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    lines: list[str] = []
+    relay = Relay(reader, '', lines.append)
+    with open('/dev/full', 'w', buffering=1) as full, monkeypatch.context() as patch:
+        patch.setattr(sys, 'stdout', full)
+        patch.setattr(sys, 'stderr', full)
+        os.write(writer, b'one\ntwo\n')
+        relay.pump()
+        print_event(StoreFound())
+        patch.undo()
+        with suppress(OSError):
+            full.close()
+    assert lines == ['one', 'two']
+    os.close(reader)
+    os.close(writer)

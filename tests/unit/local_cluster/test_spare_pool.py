@@ -11,7 +11,7 @@ from moevement_ext.local_cluster import spare
 from moevement_ext.local_cluster.events import Event, SpareEnded, SpareReady, WorkerStarted
 from tests.unit.local_cluster.conftest import Job
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def spares_ended(job: Job) -> list[SpareEnded]:
@@ -82,5 +82,5 @@ def test_spare_that_cannot_start_is_not_tried_again(job: Job, tmp_path: Path) ->
 
 def test_spare_ends_with_its_stdin(job: Job) -> None:
     command = [sys.executable, spare.__file__, str(job.program)]
-    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b'.', b'importing\n')

@@ -27,7 +27,7 @@ from moevement_ext.membership.rendezvous import present_epoch, why_broken
 from tests.unit.local_cluster.conftest import Job, dies
 from tools.bench.control_plane_members import CountedStore, Tally
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def failure(job: Job) -> str:
@@ -105,6 +105,23 @@ def test_workers_that_cannot_survive_start_again_together(job: Job) -> None:
     reasons = [event.reason for event in job.events if isinstance(event, AllStartAgain)]
     pid = job.started(2)[1].pid
     assert reasons[1] == f'rank 2 (pid {pid}) ended with exit status 3'
+
+
+def test_errors_that_a_lost_worker_brings_about_are_not_the_programs(job: Job) -> None:
+    """Others may be seen to fail before that one is: one on a node that is lost, say."""
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerStarted) and event.rank == 1:
+            (job.folder / f'fail-{event.restarts}').touch()
+        if isinstance(event, WorkerEnded) and event.code == 3:
+            os.kill(job.started(0)[-1].pid, signal.SIGKILL)
+            assert dies(job.started(0)[-1].pid)
+
+    job.on_event = note
+    job.finish_when = lambda: len(job.started()) == 8
+    flags = [f'1.{life}=exit:3:fail-{life}' for life in range(3)]
+    assert job.run(*flags, survive=False, nodes=2) == 0
+    assert ended(job) == {0: [-9, -9, -9, 0], 1: [3, 3, 3, 0]}
 
 
 def test_each_start_of_all_counts_once(job: Job) -> None:
@@ -191,9 +208,46 @@ def test_error_after_all_was_done_fails_the_job(job: Job) -> None:
     assert len(job.started()) == 2
 
 
+def test_killed_when_all_others_had_finished(job: Job) -> None:
+    """Its own word of that was still to come: they say so once all have trained to the end."""
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerStarted) and event.rank == 2:
+            job.running.store.set('finished/0', f'{job.started(0)[0].pid} 0')
+            (job.folder / 'die').touch()
+        if isinstance(event, WorkerEnded) and event.rank == 1:
+            job.running.store.set('finished/2', f'{job.started(2)[0].pid} 0')
+            job.finish()
+
+    job.on_event = note
+    job.finish_when = lambda: False
+    assert job.run('1.0=kill:die', nodes=3) == 0
+    assert ended(job) == {0: [0], 1: [-9], 2: [0]}
+    assert WorkerLostAtExit(1, job.started(1)[0].pid, -9) in job.events
+
+
+@pytest.mark.parametrize('said', [True, False])
+def test_who_has_finished_may_end_before_the_job_fails(job: Job, said: bool) -> None:
+    """It gives its memory back meanwhile, or writes to its end."""
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerStarted) and event.rank == 1:
+            for worker in job.started()[not said :]:
+                job.running.store.set(f'finished/{worker.rank}', f'{worker.pid} 0')
+            (job.folder / 'fail').touch()
+        if isinstance(event, WorkerEnded) and event.rank == 0:
+            job.finish()
+
+    job.on_event = note
+    job.finish_when = lambda: False
+    assert job.run('0.0=exit:3:fail', nodes=2, grace_s=60.0) == 1
+    assert ended(job) == {0: [3], 1: [0]}
+    assert f'rank 0 (pid {job.started(0)[0].pid}) ended with exit status 3' in failure(job)
+
+
 @pytest.mark.parametrize('finished_first', [True, False])
 def test_no_replacement_once_a_peer_said_that_it_is_done(job: Job, finished_first: bool) -> None:
-    """Whether or not its process has ended already."""
+    """Whether or not its process has ended already; where no worker survives another."""
     job.finish_when = lambda: False
 
     def note(event: Event) -> None:
@@ -204,7 +258,8 @@ def test_no_replacement_once_a_peer_said_that_it_is_done(job: Job, finished_firs
             (job.folder / 'die').touch()
 
     job.on_event = note
-    assert job.run('0.0=exit:0:end', '1.0=kill:die', nodes=2) == 1
+    flags = ('0.0=exit:0:end', '1.0=kill:die')
+    assert job.run(*flags, survive=False, nodes=2, grace_s=0.2) == 1
     assert 'rank 0 had already finished' in failure(job)
     assert ended(job) == {0: [0 if finished_first else -9], 1: [-9]}
 
@@ -364,6 +419,13 @@ def test_without_logs_each_line_tells_the_rank(
         '[rank 0] second',
         '[rank 1] importing',
     ]
+
+
+def test_a_log_that_cannot_be_written_is_named(job: Job, tmp_path: Path) -> None:
+    (tmp_path / 'rank1.log').mkdir()
+    assert job.run(nodes=2, log_dir=tmp_path) == 1
+    assert 'rank 1 cannot be started' in failure(job)
+    assert 'rank1.log' in failure(job)
 
 
 # Staged failures

@@ -15,7 +15,7 @@ from moevement_ext.local_cluster.events import Event, JobFailed, WorkerEnded, Wo
 from moevement_ext.local_cluster.template import Template
 from tests.unit.local_cluster.conftest import Job, dies
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def ended(job: Job) -> list[tuple[int, int]]:
@@ -106,12 +106,14 @@ def test_the_job_fails_with_its_template(job: Job) -> None:
 def test_a_worker_that_init_has_reaped_is_dead(job: Job) -> None:
     """Its template is gone, and its process id is nobody's; this process stands for init."""
     others = {child.pid for child in psutil.Process().children()}
-    template = Template(str(job.program), dict(os.environ))
+    environment = {**os.environ, 'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': '0'}
+    template = Template(str(job.program), environment)
     adopt_orphans(True)
     try:
-        worker = template.fork([str(job.program)], dict(os.environ), None)
+        worker = template.fork([str(job.program)], environment, None)
         [template_pid] = {child.pid for child in psutil.Process().children()} - others
         os.kill(template_pid, signal.SIGKILL)
+        assert dies(template_pid)  # only then is the worker this process' own
         assert dies(worker.pid)
         os.waitid(os.P_PID, worker.pid, os.WEXITED)
     finally:

@@ -13,6 +13,7 @@ from torch.distributed import TCPStore
 from moevement_ext.membership import absentees, brought
 from moevement_ext.membership.absentees import Absentees
 from moevement_ext.membership.gates import open_gate
+from moevement_ext.membership.patience import Patience
 from moevement_ext.membership.rendezvous import (
     Absent,
     Rendezvous,
@@ -22,6 +23,7 @@ from moevement_ext.membership.rendezvous import (
     present_epoch,
 )
 from moevement_ext.membership.report import Report, encode
+from tests.unit.membership.way import Way
 
 HANG_S = 1.0
 TIMEOUT = timedelta(seconds=60)
@@ -85,6 +87,29 @@ def test_who_does_not_look_does_not_connect(
     found.stop()
 
 
+def test_absent_ranks_are_looked_for_by_another_connection_when_one_is_lost(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And their launcher is asked again, should it not have heard of it."""
+    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
+    way, connected = Way(store.port), threading.Semaphore(0)
+
+    def connect() -> TCPStore:
+        made = TCPStore('127.0.0.1', way.port, is_master=False, timeout=TIMEOUT)
+        connected.release()
+        return made
+
+    found = Absentees(connect, 4, HANG_S, lambda: True)
+    for _ in range(2):
+        assert connected.acquire(timeout=TIMEOUT.total_seconds())
+        way.cut()
+    store.wait(['evict/3'], TIMEOUT)
+    store.delete_key('evict/3')
+    store.wait(['evict/3'], TIMEOUT)
+    found.stop()
+    way.close()
+
+
 def test_who_stood_still_does_not_count_that_time(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,9 +147,8 @@ def joined(store: TCPStore, ranks: Collection[int]) -> list[Rendezvous]:
 
 
 def answer(members: Sequence[Rendezvous]) -> list[threading.Thread]:
-    deadline = time.monotonic() + TIMEOUT.total_seconds()
     threads = [
-        threading.Thread(target=one._wait_for_all, args=(1, deadline), daemon=True)
+        threading.Thread(target=one._wait_for_all, args=(1, Patience(TIMEOUT)), daemon=True)
         for one in members
     ]
     for thread in threads:

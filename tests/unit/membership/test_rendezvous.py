@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.membership import rendezvous
+from moevement_ext.membership import patience, rendezvous
 from moevement_ext.membership.rendezvous import (
     EpochBroken,
     FencedOut,
@@ -185,6 +186,50 @@ def test_timeout_names_the_missing_ranks(launcher: TCPStore) -> None:
     expected = r'Ranks \[1, 3\] did not come in time.*--distributed-timeout-minutes'
     with pytest.raises(SparseCheckpointError, match=expected):
         Rendezvous(connect(launcher), 0, WORLD).meet(report_of(0), SHORT)
+
+
+def test_who_is_late_and_heard_of_is_waited_for(
+    launcher: TCPStore,
+    connections: list[TCPStore],
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ends a write, or so, and takes several times as long as one that is not heard of may."""
+    monkeypatch.setattr(patience, '_BETWEEN_SIGNS_S', 0.5)
+    lives = lives_of(connections)
+    epoch = assert_one_new_epoch(meet_all(lives))
+    looks = [threading.Event() for _ in range(3)]
+    for life, looked in zip(lives[:3], looks, strict=True):
+        monkeypatch.setattr(life, '_signs', partial(three_times, looked, life._signs, []))
+    waiting = [
+        threads.submit(life.meet, report_of(life.rank), timedelta(seconds=3), epoch)
+        for life in lives[:3]
+    ]
+    while not all(looked.is_set() for looked in looks):
+        launcher.add(heartbeat_key(epoch, 3), 1)
+        assert not any(future.done() for future in waiting)
+        time.sleep(0.02)
+    meetings = [lives[3].meet(report_of(3), TIMEOUT, epoch), *(one.result() for one in waiting)]
+    assert assert_one_new_epoch(meetings) == epoch + 1
+
+
+def three_times[T](done: threading.Event, look: Callable[[], T], looks: list[T]) -> T:
+    """What `look` returns; `done` is set the third time."""
+    looks.append(look())
+    if len(looks) == 3:
+        done.set()
+    return looks[-1]
+
+
+def test_who_is_late_and_not_heard_of_any_more_is_not(
+    launcher: TCPStore, connections: list[TCPStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, '_BETWEEN_SIGNS_S', 0.5)
+    lives = lives_of(connections)
+    epoch = assert_one_new_epoch(meet_all(lives))
+    launcher.add(heartbeat_key(epoch, 3), 1)
+    with pytest.raises(SparseCheckpointError, match=r'Ranks \[1, 2, 3\] did not come in time'):
+        lives[0].meet(report_of(0), SHORT, epoch)
 
 
 def test_timeout_says_that_somebody_no_longer_answers(launcher: TCPStore) -> None:

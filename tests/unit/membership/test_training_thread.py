@@ -47,6 +47,13 @@ def looks(thread: TrainingThread, count: int = LOOKS) -> list[Look]:
     return found
 
 
+def looks_once_it_waits(thread: TrainingThread) -> list[Look]:
+    """Looks at one that comes to wait for others sooner or later."""
+    while not thread.look().waits_for_others:
+        time.sleep(0.05)
+    return looks(thread, LOOKS // 2)
+
+
 def test_a_thread_that_is_stuck_stands_still_and_waits_for_nobody() -> None:
     release = threading.Event()
     with running(release.wait) as thread:
@@ -55,6 +62,13 @@ def test_a_thread_that_is_stuck_stands_still_and_waits_for_nobody() -> None:
     release.set()
     assert last.still_s > LOOKS / 2 * 0.05 and not last.waits_for_others
     assert 'in run' in stack and 'body()' in stack
+
+
+def test_a_thread_that_has_ended_is_nowhere_for_ever() -> None:
+    """A loop of one's own may run on a thread that fails; its process is looked at all the same."""
+    with running(lambda: None) as thread:
+        last = looks(thread)[-1]
+    assert last.waits_for_others and last.same_place_s > LOOKS / 2 * 0.05
 
 
 def test_a_loader_that_hangs_on_purpose_waits_for_nobody(
@@ -109,9 +123,9 @@ def test_a_thread_at_a_barrier_waits_for_others() -> None:
         Rendezvous(store.clone(), rank, 2).meet(lambda: b'', timeout)
 
     with running(meet) as thread:
-        found = looks(thread)
+        found = looks_once_it_waits(thread)
     meet(1)
-    assert all(look.waits_for_others for look in found[LOOKS // 2 :])
+    assert all(look.waits_for_others for look in found)
 
 
 @pytest.mark.parametrize('seen', [waits.install, waits.show])
@@ -133,11 +147,11 @@ def test_a_thread_in_a_collective_waits_for_others(
     seen()
     try:
         with running(lambda: mine.barrier().wait()) as thread:
-            found = looks(thread)
+            found = looks_once_it_waits(thread)
     finally:
         release.set()
         helper.join(30)
-    assert all(look.waits_for_others for look in found[LOOKS // 2 :])
+    assert all(look.waits_for_others for look in found)
 
 
 def test_time_for_which_the_whole_process_was_stopped_does_not_count() -> None:

@@ -64,6 +64,19 @@ def test_ring_keeps_the_newest(shm: Path) -> None:
     assert (shm / 'ledger').stat().st_size == Ledger.bytes_needed(4)
 
 
+def test_what_comes_after_the_begin_of_a_life_is_forgotten(shm: Path) -> None:
+    ledger = Ledger(shm / 'ledger', 4)
+    for iteration in range(6, 10):
+        ledger.append(entry(iteration))
+    ledger.forget_after(7)
+    assert [ledger.get(iteration) for iteration in range(6, 10)] == [entry(6), entry(7), None, None]
+    assert newest(shm / 'ledger') == entry(7)
+    ledger.forget_after(0)
+    assert newest(shm / 'ledger') is None
+    ledger.append(entry(1))
+    assert newest(shm / 'ledger') == entry(1)
+
+
 def test_reopened_with_any_capacity(shm: Path) -> None:
     ledger = Ledger(shm / 'ledger', 4)
     for iteration in range(6):

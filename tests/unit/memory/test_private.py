@@ -207,7 +207,7 @@ except Exception as error:
 def as_second_user(*arguments: object) -> str:
     """What a process says that becomes another user once it is set up."""
     program = [sys.executable, '-c', SECOND_USER, *map(str, arguments), str(NOBODY)]
-    done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

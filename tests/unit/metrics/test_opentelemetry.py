@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 
 from moevement_ext.metrics import opentelemetry
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 RANK = """
 from moevement_ext.metrics import instruments as of, opentelemetry

@@ -15,9 +15,15 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.events import EventLog
+from moevement_ext.membership.exchange import Exchange
+from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.metrics.instruments import INSTRUMENTS, Kind
+from moevement_ext.metrics.start import observe
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 RANK = """
 import sys
@@ -90,7 +96,7 @@ def start(port: int, tmp_path: Path) -> Iterator[Callable[[int], Process]]:
 
 def scrape(port: int) -> dict[tuple[str, ...], float]:
     """Values by name, rank and further labels; waits until somebody answers."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         try:
             with urllib.request.urlopen(f'http://127.0.0.1:{port}/metrics', timeout=10) as answer:
@@ -179,3 +185,17 @@ def test_names_are_those_of_the_library() -> None:
     assert len({one.name for one in INSTRUMENTS}) == len(INSTRUMENTS) > 15
     assert not any(one.name.endswith('_total') for one in INSTRUMENTS)
     assert {one.kind for one in INSTRUMENTS} == set(Kind)
+
+
+def test_a_replacement_goes_on_without_the_library(port: int, tmp_path: Path) -> None:
+    """At the start of a job that is refused; now the others train and wait for this process."""
+    config = SparseCheckpointConfig(dir=str(tmp_path), metrics=port)
+    for joining in (False, True):
+        exchange = Exchange(None, joining)
+        identity, events = RankIdentity('run', 'pp1', 0), EventLog(None, 0)
+        rank = Rank(identity, 1, 'run', 'gloo', config, events, exchange)
+        if joining:
+            assert observe(rank) is None
+        else:
+            with pytest.raises(ConfigurationError, match='prometheus_client'):
+                observe(rank)  # which this process has imported, so that it is not ours

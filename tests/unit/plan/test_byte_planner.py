@@ -275,6 +275,13 @@ def test_digest_is_stable_and_tells_plans_apart():
     assert len({plan.digest(), *(WindowPlan(slots).digest() for slots in others)}) == 5
 
 
+def test_budgets_far_apart_are_weights_like_others():
+    operators = [OperatorBytes('a', (10**12, 10**12), (0, 0)), OperatorBytes('b', (5, 5), (0, 0))]
+    plan = balanced(operators, 2, budget=(1, 10**12))
+    assert plan.slots == (('a',), ('b',))
+    assert balanced(operators, 1, budget=10**30).window == 1
+
+
 def test_operator_sizes_are_checked():
     with pytest.raises(InvalidOperators, match="'a'.*3 light on rank 1"):
         OperatorBytes('a', (2, 2), (1, 3))

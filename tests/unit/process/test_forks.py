@@ -2,7 +2,6 @@
 """What children that a process forks must not have of it: its connections, and its garbage."""
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -12,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.process import forks
+from tests.unit.readable import readable
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[3]
 
 PROGRAM = """
@@ -86,7 +86,7 @@ def test_process_groups_that_are_garbage_are_left_to_the_parent(tmp_path: Path) 
         assert process.stdout is not None
         child = int(process.stdout.readline())
         try:
-            assert process.wait(20.0) == 0
+            assert process.wait(120.0) == 0
         finally:
             if process.poll() is None:
                 os.kill(child, signal.SIGKILL)
@@ -109,7 +109,7 @@ def test_connections_of_a_killed_process_end_before_its_children(on: bool, tmp_p
                 assert peer.recv(8) == b'talking '
                 process.kill()
                 process.wait()
-                ended = bool(select.select([peer], [], [], 20.0 if on else 1.0)[0])
+                ended = readable(peer.fileno(), 20.0 if on else 1.0)
                 assert ended is on
                 assert not ended or peer.recv(8) == b''
                 os.kill(child, 0)  # lives

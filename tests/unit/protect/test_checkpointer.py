@@ -2,6 +2,7 @@
 import gc
 import os
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -324,6 +325,21 @@ def test_failed_captures_do_not_use_up_the_files(shm: Path) -> None:
         training.stop()
 
 
+def test_a_capture_that_cannot_even_be_started_does_not_use_up_a_file(shm: Path) -> None:
+    training = Training(shm, max_wait_s=0)
+    for start in range(0, 12 * W, 2 * W):
+        training.run_until(start + W - 1)
+        training.buffer.resize_(9)  # of a volatile slice, which the training thread copies
+        training.step()
+        training.buffer.resize_(8)
+        training.run_until(start + 2 * W)
+    try:
+        assert training.committed()[-1] == 11 * W
+        assert training.checkpointer.statistics.failures == 6
+    finally:
+        training.stop()
+
+
 def remove_file_before_the_commit_of(training: Training, start: int) -> Callable[[], None]:
     """Train through all of window `start`, whose commit then fails once the result is called."""
     training.run_until(start + W - 1)
@@ -351,6 +367,14 @@ def test_a_failure_while_the_plan_changes_does_not_reach_training(training: Trai
     opening.start()
     training.run_until(2 * W)
     assert training.committed() == [3]
+
+
+def test_after_somebody_removed_all_files_windows_are_kept_again(training: Training) -> None:
+    """As a cleaner of temporary files does, in the middle of a window."""
+    training.run_until(2 * W + 1)
+    shutil.rmtree(training.store.path)
+    training.run_until(6 * W)
+    assert [found.name.start for found in training.store.scan()] == [5 * W, 4 * W]
 
 
 # Failures of other ranks

@@ -259,8 +259,45 @@ def test_a_rollback_ends_the_copy_of_what_it_takes_back(make: Callable[..., Job]
     job.wait_for(6)
 
 
+def test_what_cannot_be_deleted_ends_no_copying(make: Callable[..., Job]) -> None:
+    """A window that another rank gives up stays, as the file system refuses to delete it."""
+    job = make(FAST, FAST)
+    first, second = job.ranks
+    first.persist(0)
+    wait_for(lambda: first.starts() == [0])
+    (path,) = first.disk.path.glob('window-0-*')
+    path.unlink()
+    path.mkdir()
+    second.persist(3)  # and gives up the one before
+    wait_for(lambda: first.statistics.failures == 1)
+    first.persist(3)
+    job.wait_for(3)
+
+
+def test_what_cannot_be_set_aside_is_before_anything_is_copied(make: Callable[..., Job]) -> None:
+    """Else a part of a past that is not continued would meet parts that are captured anew."""
+    job = make(FAST, FAST)
+    for start in (0, 3):
+        job.persist(start)
+        job.wait_for(start)
+    back, other = job.ranks
+    hindrance = back.disk.path / 'aside-3-plan1.window'
+    hindrance.mkdir()
+    for rank in job.ranks:
+        rank.tier.withdraw_after(named(0))
+        rank.windows.discard_after(0)
+    assert (back.starts(), other.starts()) == ([3, 0], [0])
+    job.persist(3)
+    wait_for(lambda: back.statistics.failures == 2 and other.tier._pending is None)
+    wait_for(lambda: other.starts() == [0])
+    hindrance.rmdir()
+    job.persist(6)
+    job.wait_for(6)
+    assert back.starts() == other.starts() == [6, 0]
+
+
 def names(rank: Rank) -> list[str]:
-    return sorted(path.name for path in rank.disk.path.iterdir())
+    return sorted(path.name for path in rank.disk.path.iterdir() if path.name != 'lock')
 
 
 def test_a_new_process_goes_on_where_the_one_before_died(make: Callable[..., Job]) -> None:
@@ -271,6 +308,7 @@ def test_a_new_process_goes_on_where_the_one_before_died(make: Callable[..., Job
     lost, other = job.ranks
     lost.tier.stop()
     (lost.disk.path / 'writing-6-plan1.window').touch()
+    lost.disk.close()
     lost.disk = Disk(job.root, 'run1', 0)
     lost.start(job)
     wait_for(lambda: lost.tier._complete == [named(3)])

@@ -12,8 +12,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.recover.inventory import windows_on_disk
-from moevement_ext.recover.sources import verified_window
-from moevement_ext.recover.whole_job import _make_room
+from moevement_ext.recover.sources import make_room, verified_window
 from tests.unit.memory.samples import RUN, TOPOLOGY, WINDOW, named, tmpfs_directory
 from tests.unit.recover.test_sources import damage, replicate
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
@@ -123,7 +122,7 @@ def test_room_is_made_for_a_window_that_lies_elsewhere(
     job.commit(0, start=3)
     assert windows.begin(named(9)) is None
     wanted = Window(named(9), WINDOW)
-    _make_room(windows, wanted, [wanted, *(Window(named(start), WINDOW) for start in usable)])
+    make_room(windows, wanted, [wanted, *(Window(named(start), WINDOW) for start in usable)])
     assert [window.name.start for window in windows.committed()] == left
     assert windows.begin(named(9)) is not None
 
@@ -131,5 +130,5 @@ def test_room_is_made_for_a_window_that_lies_elsewhere(
 def test_no_room_is_made_for_what_is_there(job: Job) -> None:
     windows = job.ranks[0].windows
     job.commit(0, start=3)
-    _make_room(windows, Window(named(3), WINDOW), [])
+    make_room(windows, Window(named(3), WINDOW), [])
     assert [window.name.start for window in windows.committed()] == [3, 0]

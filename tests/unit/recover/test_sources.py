@@ -21,7 +21,7 @@ from moevement_ext.recover.sources import (
     VerifiedWindow,
     verified_window,
 )
-from moevement_ext.replicate import greeting
+from moevement_ext.replicate import greeting, interrupting
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import SlotHead, WindowHead
 from tests.unit.memory.samples import (
@@ -37,7 +37,7 @@ from tests.unit.memory.samples import (
 from tests.unit.replicate.peers import DEADLINE_S, put_window, silent_peer
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 OWN = RankIdentity(RUN, TOPOLOGY, 0)
 
@@ -174,6 +174,46 @@ def test_who_waits_wakes_up_when_it_is_closed(job: Job, arriving: Callable) -> N
             taken.result(20.0)
     assert not window._thread.is_alive()
     assert job.commit(0).name == named(0)  # the file is free
+
+
+@contextlib.contextmanager
+def unreachable_peer() -> Iterator[tuple[str, int]]:
+    """Nobody takes a connection any more, nor refuses it: as of a node without power."""
+    listener = socket.create_server(('127.0.0.1', 0), backlog=0)
+    kept = []
+    with contextlib.suppress(TimeoutError):
+        while True:
+            kept.append(socket.create_connection(listener.getsockname(), timeout=0.5))
+    yield listener.getsockname()
+    for sock in (listener, *kept):
+        sock.close()
+
+
+def test_who_was_left_behind_in_a_connection_is_not_in_the_way_of_the_next(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have met anew, and the replica is fetched from a holder that answers."""
+    monkeypatch.setattr(interrupting, '_SECONDS', 0.3)
+    file = job.commit(0)
+    expected = digest(file.path)
+    replicate(job, file)
+    inventories, memory = job.inventories(), job.ranks[0]
+    memory.windows.discard(named(0))
+    answering = memory.addresses[1]
+    with unreachable_peer() as address:
+        memory.addresses[1] = address
+        before = ArrivingWindow(memory, CANDIDATE, [[], inventories[1]], OWN)
+        before.close()
+        assert before._thread.is_alive(), 'it connects'
+        memory.addresses[1] = answering
+        window = ArrivingWindow(memory, CANDIDATE, [[], inventories[1]], OWN)
+        try:
+            assert digest(window.file().path) == expected
+        finally:
+            window.close()
+    before._thread.join(DEADLINE_S)
+    assert not before._thread.is_alive()
+    assert memory.windows.file(named(0)) is window.file()
 
 
 def test_reader_that_has_not_noticed_what_has_come_is_not_idle(

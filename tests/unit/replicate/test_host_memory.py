@@ -16,8 +16,8 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, Window
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.replicate import host_memory
-from moevement_ext.replicate.client import PeerRefused, ReplicaClient
-from moevement_ext.replicate.domains import failure_domains
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.domains import failure_domains, own_domain
 from moevement_ext.replicate.host_memory import HostMemory, Member, Share
 from tests.unit.memory.samples import (
     RUN,
@@ -123,6 +123,16 @@ def test_fetch_that_fails_leaves_its_file_free(job: Job) -> None:
     for _ in range(4):
         with pytest.raises(PeerRefused, match='not on this node'):
             job.ranks[0].fetch(CANDIDATE, 1, lambda file, header: None)
+    assert job.commit(0).name == named(0)
+
+
+def test_a_window_that_is_still_received_is_asked_for_later(job: Job) -> None:
+    """As when a thread of a recovery that was cut off hangs in a read from its disk."""
+    begun = job.ranks[0].windows.begin(named(0))
+    assert begun is not None
+    with pytest.raises(PeerLost, match='window 0 is still received'):
+        job.ranks[0].fetch(CANDIDATE, 1, lambda file, header: None)
+    job.ranks[0].windows.abandon(begun)
     assert job.commit(0).name == named(0)
 
 
@@ -336,3 +346,28 @@ def test_memory_that_cannot_be_pinned_is_not_reserved(
         reserve(shm, torch.device('cuda'))
     assert len(pinned) == 1
     assert not list(shm.rglob('*.window')), 'its space is given back'
+
+
+def test_a_replacement_needs_no_file_of_its_own_node(shm: Path, tmp_path: Path) -> None:
+    """Its peers train; what domains there are they have said at the start."""
+    members = [
+        msgspec.msgpack.encode(Member(node, capacity(), NOTHING_LOGGED, 'host', SECRET, domain))
+        for node, domain in (('a', 'rack1'), ('b', 'rack1'), ('c', 'rack2'))
+    ]
+    config = SparseCheckpointConfig(
+        window=WINDOW, replicas=1, dir=str(shm), topology=str(tmp_path / 'missing')
+    )
+    share = Share(0, capacity())
+    memory = HostMemory(config, 'run1', share, CPU, lambda reason: None, lambda own: members)
+    try:
+        assert memory.holders[0] == memory.holders[1] == (2,)
+    finally:
+        memory.close(remove=True)
+
+
+def test_a_domain_that_no_file_tells(tmp_path: Path) -> None:
+    path = tmp_path / 'topology.json'
+    assert own_domain('a', str(path)) == ''
+    path.write_text('{"a": "rack1"}')
+    assert (own_domain('a', str(path)), own_domain('b', str(path))) == ('rack1', '')
+    assert own_domain('b', None) == 'b'

@@ -11,6 +11,7 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
+from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import SECRET, WINDOW, commit, digest, named, write_slot
 from tests.unit.replicate.peers import (
     DEADLINE_S,
@@ -21,6 +22,7 @@ from tests.unit.replicate.peers import (
     replicas,
     serving,
     silent_peer,
+    stored,
     wait_for,
 )
 
@@ -113,6 +115,15 @@ def test_lost_peer_is_reported_and_caught_up_when_it_is_back(shm: Path, own: Own
         with serving(shm, 2, port) as back:
             assert events.next_replicated() == named(0)
             assert replica_starts(alive) == replica_starts(back) == [0]
+
+
+def test_a_peer_that_fails_in_another_way_rests_as_well(shm: Path, own: OwnerWindows) -> None:
+    """Python cannot encode such a name, which is no error of a connection."""
+    events = Events()
+    with serving(shm, 1) as alive, replicating(events, ('n' * 64, 1), alive.address) as replicator:
+        submit_all(replicator, commit(own, 0))
+        assert 'replica on rank 1' in events.next_degraded()
+        wait_for(lambda: replica_starts(alive) == [0])
 
 
 def test_peer_that_lost_its_slots_gets_them_again(shm: Path, own: OwnerWindows) -> None:
@@ -235,3 +246,29 @@ def test_failing_callback_does_not_end_replication(shm: Path, own: OwnerWindows)
             submit_all(replicator, commit(own, start))
             assert done.get(timeout=DEADLINE_S) == start
         replicator.stop()
+
+
+def test_a_replica_whose_file_was_removed_is_sent_again(shm: Path, own: OwnerWindows) -> None:
+    """By somebody who cleans up, on the node of the holder, while it was received."""
+    events = Events()
+    with serving(shm) as server, replicating(events, server.address) as replicator:
+        file = own.begin(named(0))
+        assert file is not None
+        for slot in range(WINDOW - 1):
+            write_slot(file, slot)
+            replicator.submit(file, slot)
+        folder = replicas(server).path
+        wait_for(lambda: len(receiving(server)) == WINDOW - 1)
+        for path in folder.glob('writing-*'):
+            path.unlink()
+        write_slot(file, WINDOW - 1)
+        own.commit(file)
+        replicator.submit(file, WINDOW - 1)
+        assert events.next_replicated() == named(0)
+        assert 'cannot be committed: No such file' in events.next_degraded()
+        assert [name for _, name in stored(shm)] == [named(0)]
+
+
+def receiving(server: ReplicaServer) -> list[int]:
+    file = server._inboxes[OWNER]._receiving
+    return [] if file is None else file.slots()

@@ -46,6 +46,8 @@ def test_operators_keep_their_order(written):
         ([{'name': 'a', 'full_bytes': 1, 'light_bytes': 1, 'rank': 0}], 'rank'),
         ([{'name': 'a', 'full_bytes': 1, 'light_bytes': 2}], "'a'.*light <= full"),
         ([{'name': 'a', 'full_bytes': -1, 'light_bytes': -1}], "'a'.*0 <= light"),
+        ([{'name': 'a', 'full_bytes': 10**20, 'light_bytes': 1}], r'\$\[0\]\.full_bytes'),
+        ('[' * 100_000, 'nested too deeply'),
         ('{', 'truncated'),
         ({}, 'array'),
     ],

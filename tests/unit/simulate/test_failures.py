@@ -75,6 +75,8 @@ def test_matrix_of_a_list() -> None:
     [
         (lambda: Renewal(0.0), 'mtbf_s'),
         (lambda: Renewal(1.0, 0.0), 'shape'),
+        (lambda: Renewal(1.0, 0.001), 'shape'),
+        (lambda: Renewal(1.0, math.inf), 'shape'),
         (lambda: Correlated(1.0, repeat=1.0), 'repeat'),
         (lambda: Correlated(1.0, neighbours=-1.0), 'neighbours'),
         (lambda: Correlated(1.0, repeat_after_s=0.0), 'repeat_after_s'),
@@ -97,7 +99,12 @@ def test_trace_is_read(tmp_path: Path) -> None:
     assert trace.times.tolist() == [0, 30, 300]
     assert trace.nodes.tolist() == [0, 0, 1] and trace.names == ('a', 'b')
     assert trace.repair_s.tolist() == [60, 30, math.inf]
-    assert trace.length_s == 375 and trace.mtbf_s == 125
+    assert trace.length_s == 400 and trace.mtbf_s == pytest.approx(400 / 3)
+
+
+def test_a_trace_keeps_its_rate(tmp_path: Path) -> None:
+    failures = ''.join(f'{100 * number},a,failure\n' for number in range(5))
+    assert read_trace(write(tmp_path, f'time,node,event\n{failures}')).mtbf_s == 100
 
 
 def test_first_history_is_the_trace_and_others_start_within_it(tmp_path: Path) -> None:
@@ -108,7 +115,7 @@ def test_first_history_is_the_trace_and_others_start_within_it(tmp_path: Path) -
     assert drawn.times[0].tolist() == [0, 10, 90]
     assert ((drawn.times < math.inf).sum(axis=1) == 3).all()
     gaps = {round(gap, 6) for gap in np.diff(drawn.times, axis=1).ravel()}
-    assert gaps == {10, 80, 30}
+    assert gaps == {10, 80, 45}
     assert drawn.repair_s is not None and drawn.repair_s.shape == drawn.times.shape
     with pytest.raises(FieldError, match='nodes: is 1; the trace has 2'):
         trace.until(RNG(0), 2, 10.0, 1)
@@ -123,6 +130,9 @@ def test_first_history_is_the_trace_and_others_start_within_it(tmp_path: Path) -
         ('time,node,event\n1,,failure\n', 'trace.csv:2: node is empty'),
         ('time,node,event\n1,a,failure\n2,a,boom\n', 'trace.csv:3: event is .boom.; one of'),
         ('time,node,event\n1,a,repair\n', 'no failure in it'),
+        ('time,node,event\n7,a,failure\n', 'all events are at one moment.*later'),
+        ('time,node,event\n7,a,failure\n7,b,failure\n', 'all events are at one moment.*later'),
+        ('time,node,event\n1,' + 'a' * 200_000 + ',failure\n', 'trace.csv: .*field limit'),
     ],
 )
 def test_bad_trace_names_line_and_rule(tmp_path: Path, text: str, message: str) -> None:

@@ -94,6 +94,9 @@ def test_flops_are_six_per_weight_and_grow_with_the_sequence():
     ('change', 'field'),
     [
         ({'layers': 0}, 'layers'),
+        ({'layers': 10**12}, 'layers'),
+        ({'hidden_size': 10**12}, 'hidden_size'),
+        ({'hidden_size': 2**22, 'experts': 10_000, 'expert_hidden_size': 2**22}, 'hidden_size'),
         ({'attention_heads': 3}, 'attention_heads'),
         ({'top_k': 5}, 'top_k'),
         ({'top_k': 0}, 'top_k'),

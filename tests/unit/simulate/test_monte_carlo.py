@@ -2,6 +2,7 @@
 """The simulation: against the closed form, against one played by hand, and its special cases."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from moevement_ext.simulate.closed_form import Dense, Sparse
 from moevement_ext.simulate.failures import Correlated, FailureTimes, Renewal
 from moevement_ext.simulate.fields import FieldError
-from moevement_ext.simulate.monte_carlo import Spares, simulate
+from moevement_ext.simulate.monte_carlo import Spares, ratio_interval, simulate
 from moevement_ext.simulate.pipeline import Pipeline
 from moevement_ext.simulate.runs import CopyRun, Run, SparseRun
 from moevement_ext.simulate.trace import Trace
@@ -89,6 +90,22 @@ def test_closed_form_lies_in_the_interval(system: Dense | Sparse) -> None:
     found = simulate(system)
     assert found.ci95[0] <= system.ettr_exact() <= found.ci95[1]
     assert found.ci95[1] - found.ci95[0] < 0.01
+
+
+def test_short_histories_begin_where_failures_find_the_job() -> None:
+    """Positions with a long repair are struck more often."""
+    system = Sparse(5.0, 12, 0.0, 20.0, 30.0)
+    found = simulate(system, histories=20_000, hours=20_000 * 5 * 30 / 3600)
+    half = (found.ci95[1] - found.ci95[0]) / 2
+    assert abs(found.ettr - system.ettr_exact()) < 2 * half
+
+
+@pytest.mark.parametrize(('histories', 'quantile'), [(2, 12.706), (3, 4.303), (8, 2.365)])
+def test_few_histories_have_wide_intervals(histories: int, quantile: float) -> None:
+    useful, wall = np.arange(1.0, histories + 1), np.full(histories, 100.0)
+    _, half = ratio_interval(useful, wall)
+    error = np.std(useful, ddof=1) / math.sqrt(histories) / 100
+    assert half == pytest.approx(quantile * error, rel=1e-3)
 
 
 def test_interval_covers_the_closed_form_as_often_as_it_says() -> None:
@@ -248,7 +265,7 @@ def test_correlated_failures_cost_more_with_copies() -> None:
 
 @pytest.mark.parametrize(
     ('name', 'value'),
-    [('hours', 0.0), ('job_hours', -1.0), ('histories', 1), ('nodes', 0)],
+    [('hours', 0.0), ('job_hours', -1.0), ('histories', 1), ('nodes', 0), ('seed', -1)],
 )
 def test_bad_argument_is_named(name: str, value: float) -> None:
     with pytest.raises(FieldError, match=f'^{name}: is '):
@@ -258,3 +275,16 @@ def test_bad_argument_is_named(name: str, value: float) -> None:
 def test_too_much_is_refused() -> None:
     with pytest.raises(FieldError, match='hours'):
         simulate(SYSTEMS[0], hours=1e8)
+
+
+@pytest.mark.parametrize(
+    ('name', 'sizes'),
+    [
+        ('nodes', {'nodes': 10**9}),
+        ('histories', {'histories': 10**12}),
+        ('count', {'spares': Spares(10**12)}),
+    ],
+)
+def test_what_memory_would_not_do_for_is_named(name: str, sizes: dict[str, Any]) -> None:
+    with pytest.raises(FieldError, match=f'^{name}: is .* memory'):
+        simulate(Dense(1.0, 5), **sizes)

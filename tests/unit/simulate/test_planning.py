@@ -12,7 +12,7 @@ from moevement_ext.plan.byte_planner import InfeasiblePlan
 from moevement_ext.simulate import advice
 from moevement_ext.simulate.cluster import CLUSTERS, GPU_HOURS_PER_FAILURE, Cluster, mtbf_s
 from moevement_ext.simulate.fields import FieldError
-from moevement_ext.simulate.layout import Batch, Layout
+from moevement_ext.simulate.layout import Batch, Layout, Precision
 from moevement_ext.simulate.model import ModelShape
 from moevement_ext.simulate.planning import (
     FailureRate,
@@ -86,6 +86,23 @@ def test_plans_stay_within_budget(copy_bytes_per_s, replicas):
     assert all(kind.slot_bytes().max() <= plan.budgets.bytes for kind in plan.kinds)
     assert plan.exposed_s().max() == 0
     assert plan.replicated_bytes() <= plan.network_bytes()
+
+
+def test_what_is_in_every_slot_counts_against_the_budget():
+    """The state of delayed scaling; the training adds it to every slot as well."""
+    scaled = dataclasses.replace(JOB, precision=Precision('fp8', amax_history=1024))
+    plan = plan_job(protected(on(scaled, copy_bytes_per_s=6e6), replicas=0))
+    assert plan.window > 2 and plan.kinds[0].always > plan.budgets.bytes // 20
+    assert max(kind.slot_bytes().max() for kind in plan.kinds) <= plan.budgets.bytes
+    assert plan.exposed_s().max() == 0
+
+
+def test_host_memory_has_room_for_what_is_in_every_slot():
+    scaled = dataclasses.replace(JOB, precision=Precision('fp8', amax_history=4096))
+    plan = plan_job(protected(scaled, window=4))
+    whole = max(int(kind.slot_bytes().sum(axis=0).max()) for kind in plan.kinds)
+    assert plan.kinds[0].always > 128 * 1024, 'more than the usual room'
+    assert plan.host_memory().by_kind()['own_windows'] >= 2 * 2 * whole
 
 
 def test_stages_share_the_window_and_cover_the_pipeline():

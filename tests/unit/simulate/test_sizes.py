@@ -5,8 +5,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from moevement_ext.simulate.fields import FieldError
 from moevement_ext.simulate.layout import PRECISIONS, Layout, Precision
@@ -99,6 +102,29 @@ def test_tied_embedding_is_on_both_ends():
 def test_vocabulary_is_padded_as_megatron_does():
     odd = dataclasses.replace(MODEL, vocab_size=129)
     assert total_bytes(Layout(1), 'full', odd) == 12 * MODEL.total_parameters
+
+
+def test_a_tied_embedding_of_several_stages_is_sharded_by_itself():
+    """Upstream gives it a bucket of its own, whether buckets are used or not."""
+    tied = dataclasses.replace(MODEL, tied_embeddings=True, learned_positions=32)
+    layout = Layout(8, pipeline=2)
+    first = operator_sizes(tied, layout, Precision(), 0)[0]
+    assert first.name == 'embedding'
+    # The positions lie with the layers, in backward order behind all of them.
+    assert [size // 12 for size in first.full] == [4096, 4096, 4096, 4096 + 2048]
+    head = operator_sizes(tied, layout, Precision(), 1)[0]
+    assert head.name == 'head'
+    assert [size // 12 for size in head.full] == [4096 + 64, 4096, 4096, 4096]
+    whole = operator_sizes(tied, Layout(4), Precision(), 0)[0]
+    assert whole.full[0] == 0, 'one stage: nothing is shared between ranks'
+
+
+def test_upstream_gives_shared_weights_a_bucket():
+    words, rest = (torch.nn.Parameter(torch.empty(size, 64)) for size in (256, 1024))
+    words.shared_embedding = True
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    found = DistributedOptimizer._compute_per_buffer_param_layout([words, rest], None, 4, config)
+    assert [end - begin for begin, end in found.bucket_indices] == [1024 * 64, 256 * 64]
 
 
 @pytest.mark.parametrize('layout', LAYOUTS)

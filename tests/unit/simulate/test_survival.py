@@ -33,6 +33,14 @@ def test_sampled_probabilities_carry_their_error(monkeypatch: pytest.MonkeyPatch
     assert abs(found.probability - exact.survival[0].probability) < 5 * found.standard_error
 
 
+def test_samples_that_lost_nothing_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, 'ENUMERATION_LIMIT', 10)
+    domains = [f'node{rank}' for rank in range(12)]
+    (sampled,) = survival_report(domains, [2], replicas=[2], samples=5000)
+    found = sampled.survival[0]
+    assert found.probability == 1 and 1e-4 < found.standard_error < 1e-3
+
+
 def test_groups_and_links_are_reported() -> None:
     domains = ['a', 'b', 'c', 'd']
     (placed,) = survival_report(

@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from moevement_ext.simulate.closed_form import Dense, Sparse
@@ -21,7 +23,7 @@ from moevement_ext.simulate.profile import (
     ProfileError,
     read_profile,
 )
-from moevement_ext.simulate.systems import SYSTEMS, Options, System, build
+from moevement_ext.simulate.systems import SYSTEMS, Options, System, _slot_bytes, build
 
 DOCS = Path(__file__).resolve().parents[3] / 'docs'
 
@@ -106,6 +108,64 @@ def test_moevement_and_ours_plan_windows() -> None:
     assert sparse('ours', replace(OPTIONS, window=1)).overhead_s == pytest.approx(1000 / 25 - 8)
 
 
+def test_a_slow_network_holds_the_replay_up() -> None:
+    """A slot that is not there yet is waited for; the replay of 10 s hides what loads meanwhile."""
+    slow = replace(PROFILE, network_bytes_per_s=10.0, replicas=0)
+    slots = [float(size) for size in _slot_bytes('ours', OPTIONS, slow)]
+    assert len(slots) > 2 and min(slots[1:]) > 100, 'each takes longer than an iteration'
+    waits = sum(slots) / 10 - 10 * (len(slots) - 1)
+    assert sparse('ours', profile=slow).restart_s == pytest.approx(3 + waits)
+    fast = replace(slow, network_bytes_per_s=100.0)
+    assert sparse('ours', profile=fast).restart_s == pytest.approx(3 + slots[0] / 100)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    copy=st.floats(16, 500),
+    network=st.floats(0.5, 50),
+    faster=st.floats(1, 4),
+    hidden=st.floats(0.3, 1),
+    mtbf_s=st.floats(300, 1e5),
+)
+def test_a_faster_copy_makes_nothing_worse(
+    copy: float, network: float, faster: float, hidden: float, mtbf_s: float
+) -> None:
+    options = replace(OPTIONS, mtbf_s=mtbf_s)
+    slow = replace(
+        PROFILE,
+        copy_bytes_per_s=copy,
+        network_bytes_per_s=network,
+        hidden_fraction=hidden,
+        replicas=0,
+    )
+    try:
+        before = sparse('ours', options, slow)
+    except InfeasiblePlan:
+        return
+    after = sparse('ours', options, replace(slow, copy_bytes_per_s=copy * faster))
+    assert after.window <= before.window
+    assert after.ettr_exact() >= before.ettr_exact() * (1 - 1e-9)
+
+
+def test_what_part_of_the_experts_exposes_is_the_rest_of_its_own_copy() -> None:
+    """40 bytes of the rest and 120 an expert at 50 bytes a second, of which 8 s are hidden."""
+    options = replace(OPTIONS, saved=4, lost_budget=0.01)
+    system = build('moc', options, PROFILE)
+    assert isinstance(system.costs, Dense)
+    assert system.costs.stall_s == pytest.approx((40 + 4 * 120) / 50 - 8)
+    assert dense('moc', replace(options, saved=3)).stall_s == 0
+    assert dense('moc', replace(options, saved=8)).stall_s == pytest.approx(1000 / 50 - 8)
+    assert dense('moc', replace(options, stall_s=10.0)).stall_s == pytest.approx(5.2)
+
+
+def test_experts_that_no_iteration_hides_cost_what_they_expose() -> None:
+    slow = replace(PROFILE, network_bytes_per_s=40.0)
+    costs = dense('moetion', profile=slow)  # 80 bytes are hidden, one expert and the rest take 160
+    assert costs.overhead_s == pytest.approx(160 / 10 - 8)
+    assert dense('moetion').overhead_s == 0
+    assert dense('moetion', replace(OPTIONS, saved=8)).overhead_s == pytest.approx(1000 / 25 - 8)
+
+
 def test_restore_streams() -> None:
     whole = sparse('ours', replace(OPTIONS, streaming=False))
     assert whole.restart_s > sparse('ours').restart_s
@@ -178,11 +238,32 @@ def test_given_figures_count(name: str) -> None:
         ('moetion', Options(1.0, 1, experts=4), 'saved'),
         ('copy', Options(1.0, window=2), 'copies'),
         ('ours', Options(1.0, window=2, localized=True), 'stages'),
+        ('gemini', Options(interval_rule='young', mtbf_s=math.inf), 'interval'),
+        ('none', Options(1.0, job_s=math.nan), 'job_s'),
+        ('none', Options(1.0, job_s=math.inf), 'job_s'),
+        ('none', Options(1.0, job_s=-1.0), 'job_s'),
+        ('none', Options(0.0, job_s=60.0), 'iteration_s'),
+        ('none', Options(math.nan, job_s=60.0), 'iteration_s'),
+        ('moc', Options(1.0, 1, experts=-1, job_s=60.0), 'experts'),
+        ('moc', Options(1.0, 1, experts=4, job_s=math.nan), 'job_s'),
+        ('ours', Options(window=0), 'window'),
+        ('ours', Options(1.0, window=10**12), 'window'),
+        ('gemini', Options(interval=0), 'interval'),
     ],
 )
 def test_what_is_missing_is_named(name: str, options: Options, field: str) -> None:
     with pytest.raises(FieldError, match=f'^{field}: is '):
-        build(name, options)
+        build(name, options, PROFILE if options.iteration_s is None and name != 'dense' else None)
+
+
+@pytest.mark.parametrize('name', ['ours', 'moevement'])
+def test_a_budget_below_a_byte_is_no_crash(name: str) -> None:
+    slow = replace(PROFILE, copy_bytes_per_s=1e-9)
+    if name == 'ours':
+        with pytest.raises(InfeasiblePlan):
+            build(name, OPTIONS, slow)
+    else:
+        assert sparse(name, profile=slow).ettr_exact() < 1e-6
 
 
 def write_profile(path: Path, profile: Profile) -> None:
@@ -202,6 +283,8 @@ def test_profile_survives_a_file(tmp_path: Path) -> None:
         ('profile/1', 'profile/9', 'format: is'),
         ('"full_bytes": 40', '"full_bytes": "many"', 'operators'),
         ('"stages": 4', '"stages": 3', 'stages: is 3'),
+        ('"name": "expert1"', '"name": "expert0"', "operators: .*'expert0'.*once"),
+        ('"light_bytes": 5', '"light_bytes": 50', 'light_bytes: is 50'),
     ],
 )
 def test_bad_profile_names_file_and_field(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -214,9 +297,32 @@ def test_bad_profile_names_file_and_field(tmp_path: Path, old: str, new: str, me
         read_profile(path)
 
 
+def test_operators_without_bytes_are_refused() -> None:
+    nothing = (OperatorProfile('rest', 0, 0),)
+    with pytest.raises(FieldError, match='^operators: '):
+        replace(PROFILE, operators=nothing)
+
+
 def test_missing_profile_is_named(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match='none.json: cannot be read'):
         read_profile(tmp_path / 'none.json')
+
+
+def test_the_measured_profile_is_that_of_the_runs_beside_it() -> None:
+    folder = DOCS / 'measurements'
+    profile = read_profile(folder / 'profile-cpu.json')
+    overhead = msgspec.json.decode((folder / 'overhead-cpu.json').read_bytes())['variants']
+    phases = msgspec.json.decode((folder / 'recovery-cpu.json').read_bytes())['methods']['sparse'][
+        'phases'
+    ]
+    plain, saving = (
+        overhead[name]['iteration_ms']['median'] / 1000 for name in ('plain', 'torch-dist-sync')
+    )
+    assert profile.iteration_s == pytest.approx(plain)
+    assert profile.restart_s == pytest.approx(phases['process start'] + phases['set-up'], abs=0.01)
+    assert profile.disk_bytes_per_s == pytest.approx(
+        profile.state_bytes / (saving - plain), rel=0.02
+    )
 
 
 @pytest.mark.parametrize('path', ['measurements/profile-cpu.json', 'assets/simulate-profile.json'])

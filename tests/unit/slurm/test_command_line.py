@@ -8,7 +8,7 @@ from moevement_ext.local_cluster.config import Action, StagedFault
 from moevement_ext.slurm.command_line import main, parse
 from tests.unit.slurm.conftest import SlurmJob
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 SCONTROL = """#!/usr/bin/env bash
 case "$1" in
     show) printf '%s\\n' node-a node-b node-c ;;
@@ -110,3 +110,12 @@ def test_a_job_without_a_host_fails(
     assert main(['--requeue', '--', str(job.program)]) == 1
     assert 'node-b: its step ended with status 1' in capsys.readouterr().err
     assert not scontrol.with_name('scontrol.requeued').exists()
+
+
+def test_a_mistake_of_the_program_is_named(
+    job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(['--', str(job.program), '--sparse-ckpt-store', 'nowhere'])
+    assert stopped.value.code == 2
+    assert '--sparse-ckpt-store' in capsys.readouterr().err

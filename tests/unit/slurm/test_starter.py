@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
 import signal
 import socket
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.local_cluster import child
 from moevement_ext.local_cluster.config import Action, StagedFault
 from moevement_ext.local_cluster.events import (
     Event,
@@ -22,10 +24,13 @@ from moevement_ext.local_cluster.events import (
     WorkerStarted,
 )
 from moevement_ext.membership.eviction import evict
-from tests.unit.local_cluster.conftest import dies
+from moevement_ext.slurm import remote
+from moevement_ext.slurm.address import Address
+from moevement_ext.slurm.steps import Step
+from tests.unit.local_cluster.conftest import dies, undead
 from tests.unit.slurm.conftest import SlurmJob
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def seated(job: SlurmJob) -> list[tuple[str, int]]:
@@ -143,6 +148,45 @@ def test_a_silent_host_is_lost(job: SlurmJob, monkeypatch: pytest.MonkeyPatch) -
     assert dies(job.started(1)[0].pid)
 
 
+def test_a_host_on_which_a_worker_does_not_die_is_lost(
+    job: SlurmJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For good: what makes it so is still there."""
+    monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
+
+    def others_find_it_hung(event: Event) -> None:
+        if isinstance(event, WorkerStarted) and (event.rank, event.restarts) == (1, 0):
+            hold(event.pid)
+            evict(job.running.store, 1, event.pid)
+
+    job.on_event = others_find_it_hung
+    job.finish_when = lambda: len(job.started(1)) == 2
+    with undead() as hold:
+        assert job.on_hosts('abc', nodes=2).run() == 0
+    assert lost(job) == [('b', 1)]
+    assert seated(job)[-1] == ('c', 1)
+    assert len(job.steps['b']) == 1
+
+
+def test_a_host_whose_agent_starts_nothing_is_lost(
+    job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives signs of life, but hangs: on a file system, say."""
+    monkeypatch.setattr(remote, '_TO_START_S', 1.0)
+    log = tmp_path / 'rank1.log'
+    os.mkfifo(log)  # opened, it waits for a reader
+
+    def mend(event: Event) -> None:
+        if isinstance(event, NodeLost):
+            log.unlink()
+
+    job.on_event = mend
+    job.finish_when = lambda: len(job.started(0)) == len(job.started(1)) == 1
+    assert job.on_hosts('abc', nodes=2, log_dir=tmp_path).run() == 0
+    assert lost(job) == [('b', 1)]
+    assert seated(job)[-1] == ('c', 1)
+
+
 def test_a_host_that_is_not_reached_at_the_start_is_not_needed(job: SlurmJob) -> None:
     job.dead.add('a')
     job.finish_when = lambda: len(job.started()) == 2
@@ -250,3 +294,31 @@ def test_strangers_are_not_let_in(job: SlurmJob) -> None:
     job.on_event = connect
     assert job.on_hosts('a', nodes=1).run() == 0
     assert lost(job) == []
+
+
+def test_a_worker_that_cannot_be_started_ends_no_other(job: SlurmJob, tmp_path: Path) -> None:
+    """And its host is not lost; the reason is said if it stays so."""
+    log = tmp_path / 'logs' / 'rank1.log'
+    log.mkdir(parents=True)
+    job.finish_when = lambda: False
+    assert job.on_hosts('a', nodes=1, workers_per_node=2, log_dir=log.parent).run() == 1
+    assert 'it failed by itself 3 times' in failure(job)
+    assert 'cannot be started on a: ' in failure(job)
+    assert lost(job) == []
+    assert codes(job, 0) == [-9]
+
+
+def test_a_step_that_cannot_be_started_is_one_that_ended(
+    job: SlurmJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = job._start_step
+
+    def no_process_left(host: str, address: Address) -> Step:
+        if host == 'a':
+            raise BlockingIOError(11, 'Resource temporarily unavailable')
+        return start(host, address)
+
+    monkeypatch.setattr(job, '_start_step', no_process_left)
+    job.finish_when = lambda: len(job.started()) == 1
+    assert job.on_hosts('ab', nodes=1).run() == 0
+    assert seated(job) == [('b', 0)]

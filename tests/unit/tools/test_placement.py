@@ -64,6 +64,15 @@ def test_what_cannot_be_is_refused(
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('skew', ['nan', 'inf', '1e5', 'much'])
+def test_a_skew_that_cannot_be_is_named(capsys: pytest.CaptureFixture[str], skew: str) -> None:
+    flags = 'experts --nodes 10 --slots 6 --experts 16 --skew'.split()
+    with pytest.raises(SystemExit) as raised:
+        main([*flags, skew])
+    assert raised.value.code == 2
+    assert f'--skew: {skew}: give a number from -100 to 100' in capsys.readouterr().err
+
+
 def test_numbers_below_one_are_refused() -> None:
     with pytest.raises(SystemExit):
         main(['ranks', '--nodes', '0'])

@@ -88,3 +88,17 @@ def test_an_unusable_log_is_refused_by_name(
     assert main(['--plain', str(log), '--sparse', str(log), '--output', str(picture)]) == 2
     assert str(log) in capsys.readouterr().err
     assert not picture.exists()
+
+
+@pytest.mark.parametrize('name', ['file/run.png', 'run.xyz'])
+def test_a_picture_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    log = tmp_path / 'file'
+    log.write_text(plain_log(), 'utf-8')
+    target = tmp_path / name
+    argv = ['--plain', str(log), '--sparse', str(log), '--output', str(target)]
+    assert main(argv) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f'plot_run: --output {target}: ')
+    assert [path.name for path in tmp_path.iterdir()] == ['file']

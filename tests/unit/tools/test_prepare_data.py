@@ -285,7 +285,7 @@ def test_interrupted_run_leaves_no_dataset(tmp_path: Path, out: Path, sent: int)
     with open(pipe, 'wb'):
         assert list(out.parent.glob('.prepare_data-*/new.bin'))
         tool.send_signal(sent)
-        tool.communicate(timeout=60)
+        tool.communicate(timeout=300)
     expected = {signal.SIGTERM: 128 + sent, signal.SIGINT: 130, signal.SIGKILL: -sent}
     assert tool.returncode == expected[signal.Signals(sent)]
     assert not list(out.parent.glob('data.*'))

@@ -226,9 +226,10 @@ EXACT = (
           'moe_permute_fusion moe_router_fusion use_te_activation_func mla_down_proj_fusion '
           'batch_invariant_mode'),
     # Data
-    group('cyclic data and evaluations', f'{_FLAGS}[cyclic-data]',
-          'dataloader_type eval_interval eval_iters eval_global_batch_size '
-          'eval_micro_batch_size start_eval_at_iter'),
+    group('cyclic data', f'{_FLAGS}[cyclic-data]', 'dataloader_type'),
+    group('evaluations', f'{_FLAGS}[batches-that-grow]',
+          'eval_interval eval_iters eval_global_batch_size eval_micro_batch_size '
+          'start_eval_at_iter'),
     group('batches', 'By reasoning: a function of the samples consumed, which are restored.',
           'micro_batch_size global_batch_size'),
     group('batches that grow', f'{_FLAGS}[batches-that-grow]', 'step_batch_size_schedule'),

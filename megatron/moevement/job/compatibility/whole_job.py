@@ -17,6 +17,12 @@ def _evaluates(settings: object) -> bool:
     return bool(getattr(settings, 'eval_interval', None) and getattr(settings, 'eval_iters', None))
 
 
+def _evaluates_cyclic(settings: object) -> bool:
+    cyclic = getattr(settings, 'dataloader_type', None) == 'cyclic'
+    return cyclic and bool(getattr(settings, 'eval_iters', None))
+
+
+_CYCLIC = Condition('with --dataloader-type cyclic', _evaluates_cyclic)
 _EVALUATIONS = Condition('with evaluations', _evaluates)
 _VALIDATED = Condition(
     'without --rerun-mode disabled',
@@ -71,10 +77,12 @@ WHOLE_JOB = (
          'add it', 'gloo groups beside those of NCCL cannot be told apart', _BESIDE_NCCL,
          dest='use_gloo_process_groups'),
     # Random numbers
-    Rule('--moe-input-jitter-eps', GIVEN, 'leave it or evaluations (--eval-interval 0) out',
+    Rule('--moe-input-jitter-eps', GIVEN, 'leave it or evaluations (--eval-iters 0) out',
          _DRAWS, _EVALUATIONS),
     Rule('--moe-router-force-load-balancing', GIVEN,
-         'leave it or evaluations (--eval-interval 0) out', _DRAWS, _EVALUATIONS),
+         'leave it or evaluations (--eval-iters 0) out', _DRAWS, _EVALUATIONS),
+    Rule('--eval-interval', above(0), 'use --dataloader-type single, or --eval-iters 0', _DRAWS,
+         _CYCLIC),
     # Evaluations
     Rule('--eval-iters', above(0), 'use another --fp8-recipe, or --eval-iters 0', _NOTES,
          DELAYED_EVALUATIONS),

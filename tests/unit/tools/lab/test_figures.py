@@ -12,7 +12,7 @@ from tools.lab import benchmark
 from tools.lab.benchmark import run_benchmark
 from tools.lab.cpu_clock import CpuClock
 from tools.lab.errors import LabError
-from tools.lab.figures import write_json
+from tools.lab.figures import replacing, write_json
 from tools.lab.hardware import Hardware
 
 
@@ -30,6 +30,35 @@ def test_report_is_json_without_hosts_or_folders(tmp_path: Path) -> None:
     assert report['value'] == 1.2346
     assert report['hardware']['cores'] >= 1
     assert '/' not in report['hardware']['processor']
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / 'report.json'
+    write_json(target, {'value': 1})
+    with pytest.raises(RuntimeError), replacing(target) as partial:
+        partial.write_bytes(b'{"val')
+        raise RuntimeError('cut off')
+    assert msgspec.json.decode(target.read_bytes()) == {'value': 1}
+    assert [path.name for path in tmp_path.iterdir()] == ['report.json']
+
+
+def test_what_is_no_file_is_written_to_and_a_link_stays(tmp_path: Path) -> None:
+    with replacing(Path('/dev/null')) as partial:
+        assert partial == Path('/dev/null')
+    (tmp_path / 'link').symlink_to('real')
+    (tmp_path / 'real').write_text('old')
+    write_json(tmp_path / 'link', 3)
+    assert (tmp_path / 'link').is_symlink() and (tmp_path / 'real').read_text() == '3\n'
+
+
+def test_a_benchmark_whose_report_cannot_be_written_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / 'file').touch()
+    target = tmp_path / 'file' / 'report.json'
+    status = run_benchmark('bench', lambda _: 1, lambda *_: None, target, lambda _: True)
+    assert status == 2
+    assert f'bench: --json {target}: ' in capsys.readouterr().out.replace('\n', '')
 
 
 @pytest.mark.parametrize(('report', 'status'), [({'good': True}, 0), ({'good': False}, 1)])

@@ -72,6 +72,12 @@ def test_the_rank_that_holds_most_and_the_slowest_rates(tmp_path: Path) -> None:
     assert found.copy_bytes_per_s == 5e8
 
 
+def test_copies_that_share_a_node_are_none(tmp_path: Path) -> None:
+    """Two stages on one node, each on two of its ranks: a lost node takes both copies."""
+    found = derive(write(tmp_path, changed(Protected, copies=2, node='node0')), {})
+    assert found.pipeline == Pipeline(nodes=1, stages=2)
+
+
 def test_copies_are_those_on_other_nodes(tmp_path: Path) -> None:
     found = derive(write(tmp_path, changed(Protected, copies=2)), {})
     assert found.pipeline == Pipeline(nodes=4, stages=2, copies=2)

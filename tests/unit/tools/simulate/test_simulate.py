@@ -114,6 +114,14 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
         ('--profile nowhere.json', 'nowhere.json: cannot be read'),
         ('--system dense', '--interval is missing'),
         ('--skew 0.1', '--experts is missing'),
+        ('--seed -1', '--seed is -1'),
+        ('--weibull-shape 0.001', '--weibull-shape is 0.001; give 0.1'),
+        ('--window 1000000000000', '--window is 1000000000000'),
+        ('--stages 0', '--stages is 0'),
+        ('--copies -2', '--copies is -2'),
+        ('--nodes 1000000000', '--nodes is 1000000000'),
+        ('--spares 1000000000000', '--spares is 1000000000000'),
+        ('--repair-time -5', '--repair-time is -5.0'),
     ],
 )
 def test_bad_input_names_the_flag(
@@ -182,6 +190,22 @@ def test_sweep_leaves_out_what_is_not_feasible(capsys: pytest.CaptureFixture[str
         ('--over gpus --values 1.5 --systems ours', 'whole numbers'),
         ('--over mtbf --values 5 --systems best', "--systems: 'best' is none"),
         ('--over mtbf --values -5 --systems ours', '--mtbf is -5.0'),
+        ('--over gpus --values inf --systems ours', 'whole numbers'),
+        ('--over gpus --values nan --systems ours', 'whole numbers'),
+        ('--over gpus --values 0 --systems ours --gpu-hours-per-failure 5', '--gpus is 0'),
+        (f'--over mtbf --values 5,9 --systems ours --trace {TRACE}', 'the failures of --trace'),
+        (f'--over gpus --values 5,9 --systems ours --trace {TRACE}', 'the failures of --trace'),
+        ('--over gpus --values 5,9 --systems ours', '--gpu-hours-per-failure is missing'),
+        (
+            '--over gpus --values 5,9 --systems ours --mtbf 600 --gpu-hours-per-failure 5',
+            '--mtbf says how often',
+        ),
+        (
+            '--over window --values 5,9 --systems gemini --mtbf 600',
+            'none of --systems has a window',
+        ),
+        ('--over interval --values 5,9 --systems ours --mtbf 600', 'has an interval'),
+        ('--over skew --values 0,0.5 --systems ours --mtbf 600', '--frozen-saving is missing'),
     ],
 )
 def test_bad_sweep(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
@@ -190,6 +214,35 @@ def test_bad_sweep(capsys: pytest.CaptureFixture[str], flags: str, message: str)
         simulate.main(['sweep', *argv, '--profile', PROFILE])
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_sweep_over_rates_needs_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = 'sweep --over copy-bandwidth --values 1,2 --systems ours --window 3 --mtbf 600'.split()
+    with pytest.raises(SystemExit) as raised:
+        simulate.main([*argv, '--iteration-time', '3'])
+    assert raised.value.code == 2
+    assert '--profile is missing' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    'command',
+    [
+        'sweep --over mtbf --values 600 --systems ours',
+        'timeline --mtbf 600 --job-hours 1 --systems ours',
+    ],
+)
+@pytest.mark.parametrize(('name', 'problem'), [('x.xyz', 'xyz'), ('file/x.png', 'file')])
+def test_a_plot_that_cannot_be_written_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, name: str, problem: str
+) -> None:
+    (tmp_path / 'file').touch()
+    target = tmp_path / name
+    with pytest.raises(SystemExit) as raised:
+        simulate.main([*command.split(), '--profile', PROFILE, '--plot', str(target)])
+    assert raised.value.code == 2
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert f'--plot {target}: ' in printed and problem in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['file']
 
 
 def test_timeline_of_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -214,7 +267,7 @@ def test_benchmark_runs_every_case(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_runs_as_module() -> None:
     command = [sys.executable, '-m', 'tools.simulate', *MOEVEMENT]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)['window'] == 6
 
@@ -225,5 +278,5 @@ def test_engine_needs_numpy_alone() -> None:
         'print(any(name in sys.modules for name in ("torch", "megatron", "msgspec")))'
     )
     command = [sys.executable, '-c', code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == 'False', done.stderr

@@ -2,15 +2,18 @@
 """The operator's view of real window files, of jobs that live and of jobs that are gone."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import (
     PLAN,
+    WINDOW,
     capacity,
     commit,
     make_file,
@@ -183,6 +186,21 @@ def test_windows_on_disk_are_told_from_memory_whatever_the_run_is_called(
     assert left == {f'window-{start}-{PLAN}.window' for start in (3, 6)}
 
 
+def test_what_a_live_process_has_on_disk_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = DiskWindows(tmp_path, 'run1', 0)
+    make_file(disk.path / f'window-0-{PLAN}.window')
+    assert main(['prune', str(tmp_path), '--keep', '0', '--yes']) == 0
+    assert 'run1: a process lives, nothing is deleted' in capsys.readouterr().out
+    assert exported(tmp_path, tmp_path / 'dense', 'false') == 1
+    assert 'run1: a process lives' in capsys.readouterr().err
+    assert disk.has(named(0))
+    disk.close()
+    assert main(['prune', str(tmp_path), '--keep', '0', '--yes']) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_no_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(['list', str(tmp_path / 'nowhere')]) == 2
     assert 'nowhere is no directory' in capsys.readouterr().err
@@ -219,7 +237,7 @@ def test_one_run_is_exported(
     assert exported(root, tmp_path / 'dense', 'false') == 1
     assert 'name the directory of one run; there is run1, run2' in capsys.readouterr().err
     assert exported(root / 'run2', tmp_path / 'dense', 'false') == 1
-    assert 'status 1 and saved no checkpoint of iteration' in capsys.readouterr().err
+    assert 'status 1 and saved no checkpoint in' in capsys.readouterr().err
 
 
 def test_what_is_saved_is_neither_overwritten_nor_made_older(
@@ -238,7 +256,8 @@ def test_the_run_is_launched_with_flags_that_have_the_last_word(run: Run, tmp_pa
     said, dense = tmp_path / 'said', tmp_path / 'dense'
     program = tmp_path / 'launch.sh'
     tracker = f'{dense}/latest_checkpointed_iteration.txt'
-    program.write_text(f'echo "$@" > {said}; mkdir {dense}; echo $SAVED > {tracker}\n')
+    told = f'echo "$@" > {said}; test $MOEVEMENT_EXPORT = memory'
+    program.write_text(f'{told} && mkdir {dense}; echo $SAVED > {tracker}\n')
     newest = listed_newest(run.root)
     command = ['env', f'SAVED={newest + 1}', 'sh', str(program), '--use-distributed-optimizer']
     assert exported(run.root, dense, *command) == 0
@@ -249,10 +268,39 @@ def test_the_run_is_launched_with_flags_that_have_the_last_word(run: Run, tmp_pa
         '--sparse-ckpt-run-id': 'run1',
         '--save': str(dense),
         '--ckpt-format': 'torch_dist',
-        '--save-interval': str(newest + 1),
-        '--exit-interval': str(newest + 1),
+        '--save-interval': '1',
+        '--exit-interval': '1',
     }
     assert flags[-1] == '--dist-ckpt-optim-fully-reshardable'
+
+
+RUN_ON = """
+import sys
+from pathlib import Path
+
+given = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+iteration = int(sys.argv[1])
+while iteration < 100:
+    iteration += 1
+    ends = not iteration % int(given['--exit-interval'])
+    if ends or not iteration % int(given['--save-interval']):
+        Path(given['--save']).mkdir(exist_ok=True)
+        Path(given['--save'], 'latest_checkpointed_iteration.txt').write_text(str(iteration))
+    if ends:
+        break
+"""
+"""Upstream's loop, from an iteration on: what it saves, and where it ends."""
+
+
+@pytest.mark.parametrize('window', [0, 3, 12], ids=['older', 'newest', 'newer'])
+def test_whichever_window_the_run_goes_on_from_its_first_iteration_is_saved(
+    window: int, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest may prove damaged, and other nodes may have a newer one than are seen here."""
+    run.store.close()
+    dense, dense_at = tmp_path / 'dense', window + WINDOW - 1
+    assert exported(run.root, dense, sys.executable, '-c', RUN_ON, str(dense_at)) == 0
+    assert f'iteration {dense_at + 1} is in {dense}' in capsys.readouterr().out
 
 
 def listed_newest(root: Path) -> int:

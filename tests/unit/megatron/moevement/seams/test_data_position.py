@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loaders that upstream reads again and again go on anywhere, and draw what upstream draws."""
 
+import random
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from megatron.core.rerun_state_machine import RerunDataIterator
-from megatron.training.datasets.data_samplers import MegatronPretrainingRandomSampler
-from megatron.training.training import cyclic_iter
-from torch.utils.data import DataLoader
 
-from megatron.moevement.seams.data_position import UpstreamData
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.core.rerun_state_machine import RerunDataIterator  # noqa: E402
+from megatron.training.datasets.data_samplers import (  # noqa: E402
+    MegatronFullValidationSampler,
+    MegatronPretrainingRandomSampler,
+    MegatronPretrainingSampler,
+)
+from megatron.training.training import cyclic_iter  # noqa: E402
+from torch.utils.data import DataLoader, Sampler  # noqa: E402
+
+from megatron.moevement.seams.data_position import UpstreamData  # noqa: E402
+from megatron.moevement.state import iteration_state  # noqa: E402
 
 SAMPLES = 14
 MICRO_BATCH = 2
@@ -40,7 +52,7 @@ def test_a_loader_goes_on_with_the_samples_and_random_numbers_of_upstreams(done:
     state = torch.get_rng_state()
     expected = read(undisturbed, READ - done)
 
-    data = UpstreamData(cyclic=True)
+    data = UpstreamData(cyclic=True, full_validation=False)
     data._loaders['training'] = [loader]
     moved = RerunDataIterator(iter(()))
     data.use(moved, Namespace())
@@ -48,3 +60,65 @@ def test_a_loader_goes_on_with_the_samples_and_random_numbers_of_upstreams(done:
     data.move_training(done * MICRO_BATCH * 2)
     assert torch.equal(torch.get_rng_state(), state)
     assert read(moved.iterable, READ - done) == expected
+
+
+def test_full_validation_reads_everything_in_each_evaluation_of_a_restarted_job() -> None:
+    everything = list(range(5))
+    sampler = MegatronFullValidationSampler(len(everything), 0, 1)
+    loader = DataLoader(everything, batch_sampler=sampler)
+    data = UpstreamData(cyclic=False, full_validation=True)
+    data._loaders['validation'] = [lambda _: loader]
+    batches = RerunDataIterator(iter(cyclic_iter(loader)))  # as upstream opens it
+    data.use(Namespace(), batches)
+    data.move_validation(10)
+    for _ in range(2):
+        assert [next(batches).item() for _ in everything] == everything
+
+
+@pytest.mark.parametrize('sets', [1, 2, 3])
+def test_training_data_are_told_from_any_number_of_validation_sets(sets: int) -> None:
+    """Upstream builds the loaders of each of two model chunks in one call."""
+    data = UpstreamData(cyclic=False, full_validation=sets > 1)
+    datasets = [list(range(20)), *([list(range(5))] * sets), list(range(7))]
+
+    def build(dataset: list[int], consumed_samples: int) -> DataLoader:
+        sampler = MegatronPretrainingSampler(len(dataset), consumed_samples, 1, 0, 1)
+        return DataLoader(dataset, batch_sampler=sampler)
+
+    def build_all(provider: None) -> RerunDataIterator:
+        training, *_ = [data._noting(build, dataset, 0) for dataset in datasets]
+        return RerunDataIterator(iter(training))
+
+    chunks = [data._building(build_all, None) for _ in range(2)]
+    data.use(chunks, [Namespace()] * 2)
+    data.move_training(16)
+    assert [[batch.item() for batch in chunk.iterable] for chunk in chunks] == [
+        [16, 17, 18, 19]
+    ] * 2
+
+
+class Shuffled(Sampler):
+    """Draws from all global generators of the host when it is opened."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(9).tolist()
+        random.shuffle(order)
+        np.random.shuffle(order)
+        return iter([[index] for index in order])
+
+
+@pytest.mark.parametrize('kind', ['training', 'validation'])
+def test_no_generator_notices_that_data_are_moved(kind: str) -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), np.random.random(), torch.rand(()).item()
+
+    data = UpstreamData(cyclic=False, full_validation=False)
+    data._loaders[kind] = [lambda _: DataLoader(list(range(9)), batch_sampler=Shuffled())]
+    moved = {'training': Namespace(), 'validation': Namespace(), kind: RerunDataIterator(iter(()))}
+    data.use(moved['training'], moved['validation'])
+    before = iteration_state.capture_rng()
+    expected = draw()
+    iteration_state.restore_rng(before)
+    getattr(data, f'move_{kind}')(4)
+    assert draw() == expected
+    assert len(list(moved[kind].iterable)) == 9

@@ -21,7 +21,7 @@ print('started')
 """
 
 
-@pytest.mark.parametrize('gpu', [False, True])
+@pytest.mark.parametrize('gpu', [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_the_program_compiles_nothing_on_any_device(gpu: bool) -> None:
     code = START.format(gpu=gpu)
     started = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT)

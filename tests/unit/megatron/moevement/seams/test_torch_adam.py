@@ -41,7 +41,7 @@ run_with_sparse_checkpointing(train, args)
 """
 
 
-@pytest.mark.parametrize('gpu', [False, True])
+@pytest.mark.parametrize('gpu', [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_steps_are_counted_apart_after_a_dense_restart(gpu: bool) -> None:
     code = RESTART.format(gpu=gpu)
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT)

@@ -1,14 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parameters ask for a gradient while operators are frozen."""
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from megatron.moevement.state.frozen import FrozenOperators, _no_delayed_gradient_of_frozen
-from megatron.moevement.state.operators import Operator
-from megatron.moevement.state.optimizer_state import ParameterState
-from tests.stand_ins import rules
-from tests.stand_ins.grouped_linear import GroupedLinear
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
+from megatron.core.distributed.finalize_model_grads import (  # noqa: E402
+    _allreduce_non_tensor_model_parallel_grads,
+)
+from megatron.core.optimizer import clip_grads, optimizer  # noqa: E402
+from megatron.core.optimizer.optimizer import ChainedOptimizer  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from torch.distributed import HashStore, ProcessGroupGloo  # noqa: E402
+
+from megatron.moevement.state.frozen import (  # noqa: E402
+    FrozenOperators,
+    _no_delayed_gradient_of_frozen,
+)
+from megatron.moevement.state.operators import Operator  # noqa: E402
+from megatron.moevement.state.optimizer_state import ParameterState  # noqa: E402
+from tests.stand_ins import rules  # noqa: E402
+from tests.stand_ins.grouped_linear import GroupedLinear  # noqa: E402
 
 EXPERTS = 'chunk0.decoder.layers.0.mlp.experts'
 
@@ -113,3 +140,131 @@ def test_what_is_frozen_has_no_gradient_when_the_update_comes() -> None:
     found = {name: (one.grad, one.decoupled_grad) for name, one in weights.items()}
     assert found['expert'] == (None, None)
     assert all(gradient is not None for gradient in found['rest'])
+
+
+@pytest.mark.parametrize('kind', ['grad', 'decoupled_grad'])
+def test_nothing_is_clipped_where_all_of_an_optimizer_is_frozen(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of Transformer Engine and Apex fail on an empty list."""
+
+    def scale(chunk: int, overflow: Any, lists: list[list[torch.Tensor]], factor: float) -> None:
+        assert lists[0], 'tensor_lists[0].size() is not > 0'
+        for tensor in lists[0]:
+            tensor.mul_(factor)
+
+    def clip(*weights: torch.Tensor) -> None:
+        optimizer.clip_grad_by_total_norm_fp32(
+            list(weights), 1.0, 4.0, use_decoupled_grad=kind == 'decoupled_grad'
+        )
+
+    monkeypatch.setattr(clip_grads, 'multi_tensor_scale_impl', scale)
+    frozen, active, alone = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    for weight in (active, alone):
+        setattr(weight, kind, torch.full((2,), 8.0))
+    clip(alone)
+    chunk = torch.nn.Identity()
+    chunk.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    chunk.ddp_config = SimpleNamespace(overlap_grad_reduce=False, overlap_param_gather=False)
+    with FrozenOperators({}, {}, [chunk], ChainedOptimizer([])).replaying():
+        clip(frozen)
+        clip(frozen, active)
+    assert torch.equal(getattr(active, kind), getattr(alone, kind))
+    assert getattr(active, kind)[0] < 8.0
+    with pytest.raises(AssertionError, match='is not > 0'):
+        clip(frozen)
+
+
+@pytest.fixture
+def initialized() -> Iterator[None]:
+    """Upstream takes no group before `torch.distributed` has a world; this one has one rank."""
+    torch.distributed.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures('initialized')
+def test_a_loop_whose_parameters_are_gathered_meanwhile_is_replayed() -> None:
+    """Upstream's trainer has no such hooks in its first iteration, which a replay belongs to."""
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
+    layer = torch.nn.Linear(8, 8)
+    chunk = DistributedDataParallel(config, ddp, torch.nn.Sequential(layer))
+    hooks = len(chunk.remove_forward_pre_hook_handles)
+    assert hooks == 2
+    operators = {'rest': Operator('rest', 'rest', dict(layer.named_parameters()))}
+    replay = FrozenOperators(operators, {}, [chunk], ChainedOptimizer([]))
+    tokens = torch.ones(1, 8, requires_grad=True)
+    with replay.replaying():
+        replay.freeze(operators)
+        chunk(tokens).sum().backward()
+    assert tokens.grad is not None and not layer.weight.main_grad.any()
+    assert len(chunk.remove_forward_pre_hook_handles) == hooks
+    chunk(tokens).sum().backward()
+    assert layer.weight.main_grad.any()
+
+
+TENSOR_PARALLEL = 4
+NORMS = {'layer1.rest': 700, 'layer2.rest': 900}
+"""Elements of the norms of each layer."""
+
+
+def summed_by_upstream(config: TransformerConfig, chunks: list[torch.nn.Module]) -> None:
+    """The sums over tensor-parallel ranks, each a thread that has one of the chunks."""
+    store = HashStore()
+
+    def reduce(rank: int) -> None:
+        group = ProcessGroupGloo(store, rank, TENSOR_PARALLEL, timedelta(minutes=2))
+        _allreduce_non_tensor_model_parallel_grads([chunks[rank]], config, group)
+
+    with ThreadPoolExecutor(TENSOR_PARALLEL) as ranks:
+        list(ranks.map(reduce, range(TENSOR_PARALLEL)))
+
+
+def gradients_of_norms(*frozen: str) -> dict[str, torch.Tensor]:
+    """What upstream makes of those of four tensor-parallel ranks, while some are frozen."""
+    config = TransformerConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=4, sequence_parallel=True,
+        tensor_model_parallel_size=TENSOR_PARALLEL,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(7)
+    chunks, operators = [], {name: Operator(name, 'rest') for name in NORMS}
+    for rank in range(TENSOR_PARALLEL):
+        chunk = torch.nn.ParameterDict()
+        chunk.config = config
+        chunk.ddp_config = SimpleNamespace(
+            overlap_grad_reduce=False, overlap_param_gather=False, use_megatron_fsdp=False
+        )
+        for name, elements in NORMS.items():
+            norm = torch.nn.Parameter(torch.ones(elements))
+            norm.sequence_parallel = True
+            gradient = torch.randn(elements, generator=generator)
+            norm.main_grad = torch.zeros(elements) if name in frozen else gradient
+            chunk[name.replace('.', '_')] = norm
+            operators[name].parameters[f'rank{rank}.{name}'] = norm
+        chunks.append(chunk)
+    config.finalize_model_grads_func = partial(summed_by_upstream, config)
+    replay = FrozenOperators(operators, {}, chunks, ChainedOptimizer([]))
+    with replay.replaying():
+        replay.freeze(frozen)
+        config.finalize_model_grads_func(chunks)
+        for name, operator in operators.items():
+            asking = {norm.requires_grad for norm in operator.parameters.values()}
+            assert asking == {name not in frozen}
+    return {
+        name: norm.main_grad
+        for operator in operators.values()
+        for name, norm in operator.parameters.items()
+    }
+
+
+@pytest.mark.usefixtures('initialized')
+def test_ranks_add_up_gradients_in_the_order_of_training_whatever_is_frozen() -> None:
+    """Upstream packs those of norms, and where one lies decides in which order it is added up."""
+    trained, replayed = gradients_of_norms(), gradients_of_norms('layer1.rest')
+    for name, gradient in trained.items():
+        if name.endswith('layer2.rest'):
+            assert torch.equal(replayed[name], gradient)
+            assert gradient.abs().max() > 4, 'the ranks have been added up'

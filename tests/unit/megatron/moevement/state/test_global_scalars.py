@@ -19,9 +19,14 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer  #
 from megatron.core.optimizer.optimizer_config import OptimizerConfig  # noqa: E402
 
 from megatron.moevement.job.session import Session  # noqa: E402
+from megatron.moevement.job.trainer import MegatronTrainer  # noqa: E402
 from megatron.moevement.seams import upstream  # noqa: E402
 from megatron.moevement.state import iteration_state  # noqa: E402
-from megatron.moevement.state.global_scalars import ScalarRecorder, check_room  # noqa: E402
+from megatron.moevement.state.global_scalars import (  # noqa: E402
+    GlobalScalars,
+    ScalarRecorder,
+    check_room,
+)
 from moevement_ext.errors import SparseCheckpointError  # noqa: E402
 from moevement_ext.memory.ledger import MAX_SCALARS  # noqa: E402
 
@@ -41,6 +46,22 @@ def test_each_optimizer_skips_by_its_own_flag_again() -> None:
         replayed = [recorder._overflow(lambda name: False, name) for name in computed]
     assert replayed == flags
     assert recorder.take().overflows == flags, 'for the ledger of the stage that replays'
+
+
+def test_the_iterations_of_a_conversion_are_recorded_one_by_one() -> None:
+    """Nobody takes what they record, and each slot puts back what its iteration recorded."""
+    trainer = MegatronTrainer.__new__(MegatronTrainer)
+    trainer._recorder = recorder = ScalarRecorder()
+    for norm in (1.0, 2.0, 3.0):
+        scalars = GlobalScalars([norm], [False], 7)
+        slot = iteration_state.IterationState(
+            *(1, 8, 0, 0, 0.0, 8), scalars, iteration_state.capture_rng(), [], []
+        )
+        with trainer.reduced(iteration_state.encode(slot)):
+            assert recorder._grad_norm(lambda: -1.0) == norm
+            recorder._overflow(lambda name: True, 'dense')
+        assert recorder.peek() == GlobalScalars([norm], [False])
+        recorder.put_back(scalars)
 
 
 @pytest.mark.parametrize('overflows', [[True], [False, False], [True, False], [True] * 5])

@@ -164,6 +164,30 @@ def test_another_loop_goes_on_where_one_was_captured(tracker: None) -> None:
     assert fresh.captured() == state, 'also by all that was not looked at'
 
 
+def test_constants_of_a_dense_checkpoint_are_those_of_a_loop_that_has_not_loaded_it() -> None:
+    """Upstream takes them from there, by a flag or without; a new process has only flags."""
+    saved, trained, fresh = Loop(), Loop(), Loop()
+    saved.scheduler.lr_decay_steps, saved.scheduler.lr_decay_style = 32, 'linear'
+    saved.inner.param_groups[0].update(betas=(0.5, 0.75), eps=0.125)
+    trained.inner.load_state_dict(saved.inner.state_dict())
+    trained.optimizer.param_groups = trained.inner.param_groups  # as upstream's property has it
+    trained.scheduler.use_checkpoint_opt_param_scheduler = True
+    trained.scheduler.load_state_dict(saved.scheduler.state_dict())
+    trained.train(12)
+    fresh.restore(trained.captured())
+    assert fresh.inner.param_groups[0]['betas'] == (0.5, 0.75)
+    assert fresh.scheduler.state_dict() == trained.scheduler.state_dict()
+    for loop in (trained, fresh):
+        loop.train(12)
+        assert loop.rates() != Loop().rates()
+        (weight,) = loop.inner.param_groups[0]['params']
+        weight.grad = torch.ones(1)
+        loop.inner.step()
+    assert fresh.rates() == trained.rates()
+    one, other = (loop.inner.param_groups[0]['params'][0] for loop in (trained, fresh))
+    assert one.item() == other.item() != 0.0
+
+
 def test_a_loop_counts_on_from_what_is_told() -> None:
     loop = Loop()
     iteration_state.move_to(5, SAMPLES, loop.counters)
@@ -171,3 +195,13 @@ def test_a_loop_counts_on_from_what_is_told() -> None:
     assert loop.counters.consumed_train_samples == SAMPLES
     assert get_num_microbatches() == 3
     assert get_rerun_state_machine().current_iteration == 5
+
+
+def test_samples_that_do_not_fit_into_a_batch_are_counted_on() -> None:
+    num_microbatches_calculator.reconfigure_num_microbatches_calculator(
+        0, None, 7, 4, 1, decrease_batch_size_if_needed=True
+    )
+    loop = Loop()
+    loop.counters.iteration, loop.counters.skipped_train_samples = 2, 6
+    iteration_state.move_to(5, 20, loop.counters)
+    assert loop.counters.skipped_train_samples == 15

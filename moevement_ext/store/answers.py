@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store that does not answer: its process stands still, or its machine has lost power.
+
+torch waits for an answer as long as there is a connection: for ever if the process is stopped, a
+quarter of an hour if the machine is gone (checked against torch 2.15). So the store is asked every
+now and then, and when it does not answer, all connections of this process with it are cut: whoever
+waits in one has an error at once, as if the store had died.
+"""
+
+import os
+import queue
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from torch.distributed import DistError, DistNetworkError, Store, TCPStore
+
+_LOOKS = 10
+_ASKED_IN_A_LIMIT = 2
+_TO_END_S = 1.0
+
+
+def in_time[T](ask: Callable[[], T], limit_s: float) -> T:
+    """What `ask` returns or raises; any thread.
+
+    Args:
+        ask: called on a thread of its own, which is left behind if it does not return in time.
+        limit_s: seconds.
+
+    Raises:
+        DistNetworkError: it has not returned in time.
+    """
+    answers: queue.SimpleQueue[tuple[T, None] | tuple[None, Exception]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((ask(), None))
+        except Exception as error:  # raised where it is waited for
+            answers.put((None, error))
+
+    threading.Thread(target=run, name='sparse-ckpt-ask', daemon=True).start()
+    for _ in range(_LOOKS):  # this process may be stopped in between, too
+        with suppress(queue.Empty):
+            found, error = answers.get(timeout=limit_s / _LOOKS)
+            if error is not None:
+                raise error
+            return found  # type: ignore[return-value]
+    raise DistNetworkError(f'the store has not answered for {limit_s:g} s')
+
+
+class AnswerWatch:
+    """Cuts this process off a store that does not answer, from a thread of its own, until closed.
+
+    Args:
+        store: any connection to it.
+        limit_s: seconds in which it answers; it is asked twice as often.
+    """
+
+    def __init__(self, store: Store, limit_s: float) -> None:
+        self._closed = threading.Event()
+        self._limit_s = limit_s
+        self._store = store
+        self._thread = threading.Thread(target=self._run, name='sparse-ckpt-answers', daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Nobody asks any more; one that is waiting for an answer is left behind."""
+        self._closed.set()
+        self._thread.join(_TO_END_S)
+
+    def _run(self) -> None:
+        store = self._store
+        if not isinstance(store, TCPStore):
+            return
+        host, port = store.host, store.port
+        addresses = addresses_of(host, port)
+        own: Store | None = None
+        while not self._closed.wait(self._limit_s / _ASKED_IN_A_LIMIT):
+            began = time.monotonic()
+            try:
+                own = own or in_time(store.clone, self._limit_s)
+                in_time(own.num_keys, self._limit_s)
+            except DistError:  # of a lost connection, others have heard as well
+                own = None
+                if time.monotonic() - began >= self._limit_s:
+                    cut_connections(addresses, port)
+            except RuntimeError:  # no thread can be started any more: the process ends
+                return
+
+
+def addresses_of(host: str, port: int) -> set[str]:
+    """All that the name of a store stands for; none if it is not known any more."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    return {str(address[0]) for *_, address in found}
+
+
+def cut_connections(addresses: set[str], port: int) -> None:
+    """Shut all connections of this process with a store, whatever thread uses them.
+
+    Args:
+        addresses: as of `addresses_of`.
+        port: of the store.
+    """
+    for name in os.listdir('/proc/self/fd'):
+        with suppress(OSError):  # the listing's own, or closed since
+            copy = os.dup(int(name))
+            try:
+                _cut_if_with(copy, addresses, port)
+            finally:
+                os.close(copy)
+
+
+def _cut_if_with(fd: int, addresses: set[str], port: int) -> None:
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        return
+    with socket.socket(fileno=os.dup(fd)) as connection:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        address, its_port = connection.getpeername()[:2]
+        if its_port == port and address.removeprefix('::ffff:') in addresses:
+            connection.shutdown(socket.SHUT_RDWR)

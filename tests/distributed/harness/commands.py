@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that a test runs to their end, and what they have printed if they do not come to it."""
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.distributed.harness.cluster import ROOT
+
+_SHOWN = 8000
+"""Characters at the end of each stream."""
+
+
+def run_to_end(
+    command: Sequence[str],
+    timeout_s: float,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program; what it prints on either stream is in the result.
+
+    Raises:
+        AssertionError: it takes too long; says how what it printed until then ends.
+    """
+    try:
+        return subprocess.run(
+            command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired as late:
+        printed = [
+            (stream or b'').decode(errors='replace') for stream in (late.stdout, late.stderr)
+        ]
+    said = '\n'.join(stream[-_SHOWN:] for stream in printed)
+    raise AssertionError(f'{" ".join(command)} did not end in {timeout_s:g} s\n{said}')

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A test that fails says why: what its jobs printed is in the report."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import conftest
+from tests.distributed.harness.cluster import Cluster, free_port
+from tests.distributed.harness.commands import run_to_end
+
+pytest_plugins = 'pytester'
+
+FAILS = """
+import pytest
+
+@pytest.fixture(scope='session')
+def text():
+    return []
+
+def prints_and_fails(cluster):
+    job = cluster()
+    job.directory.mkdir()
+    job.log(rank=2).write_text('rank 2 has said why')
+    (job.directory / 'launcher0.log').write_text('and so has its launcher')
+    events = job.directory / 'events'
+    events.mkdir()
+    (events / 'rank1.jsonl').write_text('{"time": 1.5, "event": "next_tier", "rank": 1}')
+    raise AssertionError
+
+@pytest.fixture
+def half_made(cluster):
+    prints_and_fails(cluster)
+
+def test_fails(cluster):
+    prints_and_fails(cluster)
+
+def test_is_not_set_up(half_made):
+    pass
+"""
+
+
+def test_a_test_that_fails_shows_what_its_jobs_said(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(FAILS)
+    result = pytester.inline_run('-p', 'no:cacheprovider', plugins=[conftest])
+    failed = [report for report in result.getreports() if getattr(report, 'failed', False)]
+    assert [report.when for report in failed] == ['call', 'setup']
+    for report in failed:
+        (shown,) = (content for name, content in report.sections if name == 'job in run0')
+        assert 'rank 2 has said why' in shown and 'and so has its launcher' in shown
+        assert 'next_tier' in shown
+
+
+def test_how_logs_end_is_that_of_the_life_that_runs(tmp_path: Path) -> None:
+    """When a second life does not end, `lives` is still that of the first."""
+    job = Cluster([], tmp_path)
+    job.log(rank=0).write_text('first')
+    job.lives = 1
+    assert 'first' in job.tail()
+    job.log(rank=0).write_text('second')
+    assert 'second' in job.tail() and 'first' not in job.tail()
+
+
+def test_a_free_port_is_given_to_nobody_who_takes_any() -> None:
+    """Not while a job makes hundreds of connections before it takes that port itself."""
+    port = free_port()
+    taken = [socket.create_server(('127.0.0.1', 0)) for _ in range(3)]
+    range_of_any = Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()
+    assert all(int(range_of_any[0]) <= one.getsockname()[1] for one in taken)
+    assert 1024 < port < int(range_of_any[0])
+    taken.append(socket.create_server(('127.0.0.1', port)))
+    for one in taken:
+        one.close()
+
+
+def test_a_program_that_does_not_end_shows_what_it_printed(tmp_path: Path) -> None:
+    never = tmp_path / 'never'
+    os.mkfifo(never)
+    says_why = f'echo out; echo err >&2; read line < {never}'
+    with pytest.raises(AssertionError, match='did not end in 3 s\nout\n\nerr'):
+        run_to_end(['sh', '-c', says_why], timeout_s=3)

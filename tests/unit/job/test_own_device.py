@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which GPU a process takes; the machine that this runs on need not have any."""
+
+import pytest
+import torch
+
+from moevement_ext.job import own_device
+
+
+@pytest.mark.parametrize(
+    ('local_rank', 'visible', 'chosen', 'taken'),
+    [
+        ('3', 8, 0, 3),
+        ('0', 8, 0, 0),
+        (None, 8, 0, 0),
+        ('3', 1, 0, 0),  # the launcher shows each process its own GPU only
+        ('3', 8, 5, 5),  # the program has chosen
+        ('3', 0, 0, 0),
+    ],
+)
+def test_a_process_takes_the_gpu_of_its_local_rank(
+    local_rank: str | None,
+    visible: int,
+    chosen: int,
+    taken: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    present = [chosen]
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: visible)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: present[0])
+    monkeypatch.setattr(torch.cuda, 'set_device', lambda device: present.__setitem__(0, device))
+    monkeypatch.delenv('LOCAL_RANK', raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv('LOCAL_RANK', local_rank)
+    own_device.take()
+    assert present == [taken]

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loop of one rank that `attach` protects, in a process of its own: Megatron-Core on gloo."""
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_CONTEXT = multiprocessing.get_context('forkserver')
+_CONTEXT.set_forkserver_preload(['pretrain_gpt'])
+_SECONDS = 300.0
+_SAMPLES = 4
+
+
+@dataclass
+class OwnLoop:
+    """What a scenario has in its hands."""
+
+    job: Any
+    built: tuple[list[Any], Any, Any]
+    plan: Any
+
+    def train_step(self, data: Any, **schedule: Any) -> float | None:
+        """One iteration."""
+        from examples import own_loop
+
+        return own_loop.train_step(self.built, self.plan, data, schedule)
+
+    def train(self, stop_at: int | None = None) -> None:
+        """From where the job is to the end, or to an iteration before it."""
+
+        def loop() -> None:
+            while self.job.iteration < (stop_at or self.plan.train_iters):
+                self.job.step(self.train_step)
+
+        self.job.train(loop, batches)
+
+
+def batches(consumed_samples: int) -> Iterator[torch.Tensor]:
+    """Micro-batches of two samples, on random numbers that are a function of the position."""
+    while True:
+        generator = torch.Generator().manual_seed(consumed_samples)
+        yield torch.randint(512, (2, 65), generator=generator)
+        consumed_samples += 2
+
+
+@contextmanager
+def attached(directory: Path, iterations: int = 6) -> Iterator[OwnLoop]:
+    """A loop that is set up, of windows of two iterations. In a process of its own."""
+    from examples import own_loop
+    from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach
+
+    configurations = own_loop.configurations(1)
+    plan = TrainingPlan(
+        iterations, seq_length=64, micro_batch_size=2, global_batch_size=_SAMPLES, backend='gloo'
+    )
+    sparse = SparseCheckpointConfig(
+        window=2,
+        replicas=0,
+        dir=str(directory / 'memory'),
+        run_id='run',
+        events=str(directory / 'events'),
+        interface='lo',
+    )
+    with attach(sparse, *configurations, plan) as job:
+        job.init_process_group()
+        yield OwnLoop(job, job.set_up(lambda: own_loop.build(*configurations)), plan)
+
+
+def run(scenario: Callable[[Path], Any], directory: Path) -> Any:
+    """What `scenario(directory)` returns, in a process that is the only rank of a job.
+
+    Raises:
+        Raised: what it raises.
+    """
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_child, args=(scenario, directory, sender))
+    process.start()
+    sender.close()
+    try:
+        assert receiver.poll(_SECONDS), 'it does not end'
+        error, result = receiver.recv()
+    finally:
+        process.kill()
+        process.join()
+    if error is not None:
+        raise Raised(error)
+    return result
+
+
+class Raised(Exception):
+    """What a scenario raised: its type and message."""
+
+
+def _child(scenario: Callable[[Path], Any], directory: Path, sender: Connection) -> None:
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    os.environ.pop('TORCHELASTIC_USE_AGENT_STORE', None)
+    os.environ |= {
+        'RANK': '0',
+        'WORLD_SIZE': '1',
+        'LOCAL_RANK': '0',
+        'MASTER_ADDR': '127.0.0.1',
+        'MASTER_PORT': str(port),
+    }
+    try:
+        sender.send((None, scenario(directory)))
+    except BaseException as error:  # told to who waits for it
+        sender.send((f'{type(error).__name__}: {error}', None))

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A line of the log that a failure cuts off leaves no sums to the lines after it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.moevement.job.upstream_trainer import UpstreamTrainer  # noqa: E402
+
+LANGUAGE, EXPERTS, COUNT = 'lm loss', 'load_balancing_loss', 'advanced iterations'
+
+
+def add(losses: dict[str, float], totals: dict[str, Any]) -> None:
+    """As upstream's `training_log`: sums of experts are added in place, after all reductions."""
+    totals[COUNT] = totals.get(COUNT, 0) + 1
+    totals[LANGUAGE] = totals.get(LANGUAGE, torch.tensor([0.0])) + losses[LANGUAGE]
+    if EXPERTS in totals:
+        totals[EXPERTS] += losses[EXPERTS]
+    else:
+        totals[EXPERTS] = torch.tensor(losses[EXPERTS])
+
+
+def cut_off(losses: dict[str, float], totals: dict[str, Any], *others: Any, **more: Any) -> None:
+    add(losses, totals)
+    raise ConnectionError('another rank is gone')
+
+
+def whole(losses: dict[str, float], totals: dict[str, Any], *others: Any, **more: Any) -> None:
+    add(losses, totals)
+
+
+def test_sums_are_put_back_to_before_the_line_that_was_cut_off() -> None:
+    around = SimpleNamespace(post_step=None)
+    session: Any = SimpleNamespace(around=around, report=lambda iteration: None)
+    trainer = UpstreamTrainer(None, session, None)  # type: ignore[arg-type]
+    totals: dict[str, Any] = {}
+    losses = {LANGUAGE: 4.0, EXPERTS: 2.0}
+    trainer._training_log(whole, losses, totals, 0.1, 1)
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            trainer._training_log(cut_off, losses, totals, 0.1, 2)
+        totals = {}  # the loop is entered again
+    trainer._training_log(whole, losses, totals, 0.1, 3)
+    assert (totals[COUNT], totals[LANGUAGE].item(), totals[EXPERTS].item()) == (2, 8.0, 4.0)

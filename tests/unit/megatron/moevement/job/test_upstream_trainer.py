@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What upstream's loop does at a start only, all ranks leave out when it is entered again."""
+
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.moevement.job.upstream_trainer import UpstreamTrainer  # noqa: E402
+from megatron.moevement.seams.data_position import UpstreamData  # noqa: E402
+from megatron.moevement.seams.post_step import PostStep  # noqa: E402
+from tests.unit.megatron.moevement.seams.test_post_step import FACTS  # noqa: E402
+
+
+class Rank:
+    """Upstream's loop on one rank, cut off by a failure in its first iteration.
+
+    Attributes:
+        first: whether upstream was told that a line is the first, for each that it logged.
+    """
+
+    def __init__(self, joining: bool, logs_before_the_failure: bool) -> None:
+        self.first: list[bool] = []
+        self._logs = [True] if joining else [logs_before_the_failure, True]
+        counters = Namespace(load=None, consumed_valid_samples=0)
+        session: Any = SimpleNamespace(
+            around=SimpleNamespace(post_step=PostStep(FACTS, counters)),
+            job=SimpleNamespace(joining=joining, restarted=False),
+            set_up=lambda build, load_dense: None,
+            train=lambda enter: [enter() for _ in tuple(self._logs)],
+            report=lambda iteration: None,
+        )
+        data = UpstreamData(cyclic=False, full_validation=False)
+        self._trainer = UpstreamTrainer(counters, session, data)
+        self._trainer._set_up(lambda: None)
+        self._trainer._train(self._loop, *[None] * 10)
+
+    def _loop(self, *args: Any) -> None:
+        if self._logs.pop(0):
+            self._trainer._training_log(self._log, {}, {}, 1e-3, 1, is_first_iteration=True)
+
+    def _log(self, *args: Any, is_first_iteration: bool) -> None:
+        self.first.append(is_first_iteration)
+
+
+@pytest.mark.parametrize('joining', [False, True], ids=['survivor', 'new'])
+@pytest.mark.parametrize('logged', [False, True])
+def test_ranks_agree_on_what_is_logged_first(joining: bool, logged: bool) -> None:
+    """Upstream meets at a barrier before that line, which the others would not enter."""
+    rank = Rank(joining, logged)
+    assert rank.first[-1] is False
+    assert rank.first[:-1] == [True] * (logged and not joining), 'a start logs it'

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a loop of one's own may do, and what is refused; each in a process of its own."""
+
+import json
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
+
+from tests.unit.megatron.moevement.attached import Raised, attached, batches, run  # noqa: E402
+from tests.unit.memory.samples import tmpfs_directory  # noqa: E402
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+def windows(directory: Path) -> list[str]:
+    """Files of windows that are left in host memory."""
+    return sorted(path.name for path in (directory / 'memory').rglob('*.window'))
+
+
+def to_the_end(directory: Path) -> int:
+    with attached(directory) as own:
+        own.train()
+        return own.job.iteration
+
+
+def left_early(directory: Path) -> int:
+    with attached(directory) as own:
+        own.train(stop_at=4)
+        return own.job.iteration
+
+
+def goes_on(directory: Path) -> list[int]:
+    """Iterations that a loop sees which another has left early."""
+    seen = []
+    with attached(directory) as own:
+
+        def loop() -> None:
+            while own.job.iteration < own.plan.train_iters:
+                own.job.step(own.train_step)
+                seen.append(own.job.iteration)
+
+        own.job.train(loop, batches)
+    return seen
+
+
+def set_up_alone(directory: Path) -> int:
+    with attached(directory) as own:
+        return own.job.iteration
+
+
+def test_a_loop_that_trains_to_the_end_leaves_no_windows(directory: Path) -> None:
+    assert run(to_the_end, directory) == 6
+    assert windows(directory) == []
+
+
+def test_a_loop_that_ends_early_keeps_its_windows_and_goes_on_from_them(directory: Path) -> None:
+    assert run(left_early, directory) == 4
+    assert windows(directory) != []
+    assert run(set_up_alone, directory) > 0
+    assert windows(directory) != [], 'nothing was trained'
+    assert run(goes_on, directory)[0] > 2
+    assert windows(directory) == []
+
+
+def time_is_up(directory: Path) -> None:
+    """The loop ends before the step in which the state would come back."""
+    with attached(directory) as own:
+        own.job.train(lambda: None, batches)
+        (directory / 'saved').touch()
+
+
+def test_a_loop_that_ends_before_its_state_is_back_ends_the_program(directory: Path) -> None:
+    """What comes after training, such as saving a checkpoint, must not find half a state."""
+    run(left_early, directory)
+    kept = windows(directory)
+    with pytest.raises(Raised, match='SystemExit: 0'):
+        run(time_is_up, directory)
+    assert not (directory / 'saved').exists()
+    assert windows(directory) == kept
+    assert run(goes_on, directory)[0] > 2
+
+
+def steps_beyond_the_last(directory: Path) -> None:
+    with attached(directory, iterations=2) as own:
+
+        def loop() -> None:
+            for _ in range(3):
+                own.job.step(own.train_step)
+
+        own.job.train(loop, batches)
+
+
+def steps_outside(directory: Path) -> None:
+    with attached(directory, iterations=2) as own:
+        own.job.step(own.train_step)
+
+
+def steps_after_training(directory: Path) -> None:
+    with attached(directory) as own:
+        own.train(stop_at=2)
+        own.job.step(own.train_step)
+
+
+def trains_twice(directory: Path) -> None:
+    with attached(directory) as own:
+        own.train(stop_at=2)
+        own.train()
+
+
+@pytest.mark.parametrize(
+    ('scenario', 'message'),
+    [
+        (steps_beyond_the_last, 'ConfigurationError: .*step.* iteration 2, the last .*train_iters'),
+        (steps_outside, 'ConfigurationError: .*step.* outside of .*train'),
+        (steps_after_training, 'ConfigurationError: .*step.* outside of .*train'),
+        (trains_twice, 'ConfigurationError: .*train.* second time'),
+    ],
+)
+def test_calls_out_of_turn_are_refused(scenario: object, message: str, directory: Path) -> None:
+    with pytest.raises(Raised, match=message):
+        run(scenario, directory)
+
+
+def goes_on_after_a_step_that_failed(directory: Path) -> None:
+    with attached(directory) as own:
+        failed = []
+
+        def train_step(data: object, **schedule: object) -> float | None:
+            if own.job.iteration == 2 and not failed:
+                failed.append(next(data))
+                raise ValueError('a bad batch')
+            return own.train_step(data, **schedule)
+
+        def loop() -> None:
+            while own.job.iteration < own.plan.train_iters:
+                try:
+                    own.job.step(train_step)
+                except Exception as error:
+                    print(f'skipped: {error}')
+
+        own.job.train(loop, batches)
+
+
+def ends_after_a_step_that_failed(directory: Path) -> None:
+    with attached(directory) as own:
+
+        def train_step(data: object, **schedule: object) -> None:
+            raise ValueError('a bad batch')
+
+        def loop() -> None:
+            try:
+                own.job.step(train_step)
+            except ValueError:
+                return
+
+        own.job.train(loop, batches)
+
+
+@pytest.mark.parametrize(
+    'scenario', [goes_on_after_a_step_that_failed, ends_after_a_step_that_failed]
+)
+def test_what_cut_off_a_step_cannot_be_kept_from_recovery(
+    scenario: object, directory: Path
+) -> None:
+    """Else a survivor would try in vain for ever, and never come to the meeting."""
+    with pytest.raises(Raised, match='ValueError: a bad batch'):
+        run(scenario, directory)
+
+
+def with_other_schedule(directory: Path, change: dict[str, Any], runs: int = 1) -> None:
+    """Trains with a schedule that is run otherwise than was declared."""
+    from megatron.core import num_microbatches_calculator
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from examples import own_loop
+
+    with attached(directory) as own:
+        if change.pop('reconfigure', False):
+            num_microbatches_calculator.reconfigure_num_microbatches_calculator(0, None, 8, 2, 1)
+
+        def train_step(data: object, **schedule: Any) -> None:
+            chunks, optimizer, scheduler = own.built
+            settings = {'num_microbatches': 2, 'micro_batch_size': 2, **schedule, **change}
+            for _ in range(runs):
+                get_forward_backward_func()(
+                    forward_step_func=own_loop.forward_step,
+                    data_iterator=data,
+                    model=chunks,
+                    seq_length=64,
+                    forward_only=False,
+                    **settings,
+                )
+            optimizer.step()
+            (directory / 'updated').touch()
+            scheduler.step(increment=4)
+
+        def loop() -> None:
+            while own.job.iteration < own.plan.train_iters:
+                own.job.step(train_step)
+
+        own.job.train(loop, batches)
+
+
+@pytest.mark.parametrize(
+    ('change', 'runs', 'message'),
+    [
+        ({'num_microbatches': 1}, 1, 'ran 1 micro-batches of 2 .* has 2 of 2 .* change the plan'),
+        ({'num_microbatches': 1}, 2, 'ran 1 micro-batches of 2 .* has 2 of 2 .* change the plan'),
+        ({'micro_batch_size': 1}, 1, 'ran 2 micro-batches of 1 .* has 2 of 2 .* change the plan'),
+        ({'reconfigure': True}, 1, 'Megatron is set to 4; .* has 2 of 2 .* change the plan'),
+        ({}, 2, 'ran a schedule twice'),
+        ({'p2p_communicator': None}, 1, 'must pass on all keywords'),
+    ],
+)
+def test_a_schedule_that_is_run_otherwise_is_refused_before_it_counts(
+    change: dict[str, Any], runs: int, message: str, directory: Path
+) -> None:
+    with pytest.raises(Raised, match=f'ConfigurationError: .*{message}'):
+        run(partial(with_other_schedule, change=change, runs=runs), directory)
+    assert not (directory / 'updated').exists()
+
+
+def test_a_schedule_that_is_run_as_declared_is_not(directory: Path) -> None:
+    run(partial(with_other_schedule, change={}), directory)
+
+
+def takes_its_device(directory: Path) -> list[str]:
+    from examples import own_loop
+    from moevement_ext.job import own_device
+
+    done: list[str] = []
+    build = own_loop.build
+    own_device.take = lambda: done.append('device')
+
+    def noted(*configurations: Any) -> Any:
+        done.append('build')
+        return build(*configurations)
+
+    own_loop.build = noted
+    with attached(directory):
+        return done
+
+
+def test_a_loop_has_its_device_before_it_builds_anything(directory: Path) -> None:
+    assert run(takes_its_device, directory) == ['device', 'build']
+
+
+def digest_of(directory: Path, draw: bool) -> tuple[dict[str, Any], set[float]]:
+    """Digest of the state after and in a loop that may draw between steps; the numbers it drew."""
+    numbers = set()
+    with attached(directory) as own:
+
+        def loop() -> None:
+            while own.job.iteration < own.plan.train_iters:
+                own.job.step(own.train_step)
+                if draw:
+                    iter(DataLoader(range(3)))
+                    numbers.update((torch.rand(1).item(), random.random(), np.random.rand()))
+                    with get_cuda_rng_tracker().fork():
+                        numbers.add(torch.rand(1).item())
+                if own.job.iteration == 3:
+                    own.job.write_digest(directory / 'midway.json')
+
+        own.job.train(loop, batches)
+        own.job.write_digest(directory / 'end.json')
+    found = {name: json.loads((directory / f'{name}.json').read_text()) for name in ENDS}
+    return found, numbers
+
+
+ENDS = ('midway', 'end')
+
+
+def test_what_a_loop_draws_between_steps_does_not_count(directory: Path) -> None:
+    plain, _ = run(partial(digest_of, draw=False), directory)
+    drawing, numbers = run(partial(digest_of, draw=True), directory)
+    assert drawing == plain
+    assert len(numbers) == 4 * 6, 'and is not the same every time'

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data of a loop of one's own are moved without a trace in the random numbers of training."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
+from megatron.core.tensor_parallel import random as upstream_random  # noqa: E402
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
+
+from megatron.moevement.attachment import ReplayableData  # noqa: E402
+from megatron.moevement.state.iteration_state import capture_rng  # noqa: E402
+
+SAMPLES = 100
+
+
+@pytest.fixture(autouse=True)
+def tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's generators, one of which there is."""
+    monkeypatch.setattr(upstream_random, '_CUDA_RNG_STATE_TRACKER', CudaRNGStatesTracker())
+    monkeypatch.setattr(upstream_random, '_CUDA_RNG_STATE_TRACKER_INITIALIZED', True)
+    cpu_device.patch_upstream()
+    get_cuda_rng_tracker().add('model-parallel-rng', 5)
+
+
+def drawn() -> list[float]:
+    """One number of each generator."""
+    with get_cuda_rng_tracker().fork():
+        of_tracker = torch.rand(1).item()
+    return [random.random(), np.random.rand(), torch.rand(1).item(), of_tracker]
+
+
+def draws_when_made(consumed_samples: int) -> Iterator[Any]:
+    random.shuffle(list(range(SAMPLES)))
+    drawn()
+    return iter(range(consumed_samples, SAMPLES))
+
+
+def fails(consumed_samples: int) -> Iterator[Any]:
+    drawn()
+    raise OSError('the file server is away')
+
+
+def opened_when_read(consumed_samples: int) -> Iterator[Any]:
+    """A loader draws a seed when it is opened; a generator has done nothing before it is read."""
+    yield from DataLoader(range(SAMPLES), sampler=range(consumed_samples, SAMPLES))
+
+
+def test_making_an_iterator_draws_nothing_from_the_random_numbers_of_training() -> None:
+    data, before = ReplayableData(), capture_rng()
+    data.use(draws_when_made, 0)
+    assert capture_rng() == before
+    data.move_training(7)
+    assert capture_rng() == before
+    assert next(data.training) == 7
+
+
+def test_neither_does_one_that_fails() -> None:
+    before = capture_rng()
+    with pytest.raises(OSError, match='file server'):
+        ReplayableData().use(fails, 0)
+    assert capture_rng() == before
+
+
+def test_nor_does_opening_a_loader_in_the_first_iteration() -> None:
+    data = ReplayableData()
+    data.use(opened_when_read, 0)
+    undisturbed = [iteration(data) for _ in range(5)]
+    assert undisturbed[4][0] == 4
+    before_last = undisturbed[3][2]
+    torch.set_rng_state(before_last)
+    data.move_training(4)
+    again = iteration(data)
+    assert again[:2] == undisturbed[4][:2]
+    assert torch.equal(again[2], undisturbed[4][2])
+
+
+def iteration(data: ReplayableData) -> tuple[int, float, torch.Tensor]:
+    """What is read, what a layer draws, and the random numbers after it."""
+    with data.reading():
+        sample = int(next(data.training))
+        return sample, torch.rand(1).item(), torch.get_rng_state()
+
+
+def test_what_an_iteration_draws_otherwise_counts() -> None:
+    """Loaders that are opened later, or numbers that data draw with each sample."""
+    data = ReplayableData()
+
+    def draw(consumed_samples: int) -> Iterator[float]:
+        while True:
+            yield torch.rand(1).item()
+
+    data.use(draw, 0)
+    read = []
+    for _ in range(3):
+        with data.reading():
+            read.append(next(data.training))
+    assert len(set(read)) == 3
+    with data.reading():
+        before = torch.get_rng_state()
+        iter(DataLoader(range(3)))
+        assert not torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A way to a store that can be cut, and on which nothing comes through."""
+
+import socket
+import threading
+from contextlib import suppress
+
+
+class Way:
+    """Passes on what is sent to `port` of the store, on another port of this machine.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._listening = socket.create_server(('127.0.0.1', 0), backlog=64)
+        self.port: int = self._listening.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        self._passes = threading.Event()
+        self._passes.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Lose all connections; new ones can be made."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def stand_still(self) -> None:
+        """Nothing is answered any more, on connections old and new."""
+        self._passes.clear()
+
+    def go_on(self) -> None:
+        """What has been sent meanwhile arrives."""
+        self._passes.set()
+
+    def close(self) -> None:
+        """Nobody comes through any more."""
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self.go_on()
+        self.cut()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(('127.0.0.1', self._to))
+                self._ends += [near, far]
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while found := source.recv(1 << 16):
+                self._passes.wait()
+                sink.sendall(found)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)

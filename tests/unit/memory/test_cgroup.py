@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of containers, in files that look like those of the kernel."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.budget import GIB, HostMemoryPlan, RankMemory
+from moevement_ext.memory.cgroup import MemoryLeft, memory_left
+from tests.unit.memory.samples import tmpfs_directory
+
+UNLIMITED = 9223372036854771712
+
+
+class Machine:
+    """Directories of groups, and what the kernel says of one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = folder / 'process'
+        self.process.mkdir()
+        self.mount = folder / 'cgroup'
+
+    def be_in(self, path: str, root: str = '/', version: int = 2) -> None:
+        line = f'0::{path}' if version == 2 else f'4:cpu,memory:{path}\n0::/'
+        kind = 'cgroup2 none rw' if version == 2 else 'cgroup none rw,cpu,memory'
+        (self.process / 'cgroup').write_text(f'1:name=systemd:/x\n{line}\n')
+        (self.process / 'mountinfo').write_text(
+            f'22 1 0:5 / /proc rw shared:13 - proc proc rw\n'
+            f'31 22 0:29 {root} {self.mount} rw,nosuid shared:9 - {kind}\n'
+        )
+
+    def group(self, path: str, limit: object, used: int, **stat: int) -> Path:
+        return self._write(path, 'memory.max', limit, 'memory.current', used, stat)
+
+    def group_v1(self, path: str, limit: int, used: int, **stat: int) -> Path:
+        names = 'memory.limit_in_bytes', 'memory.usage_in_bytes'
+        return self._write(path, names[0], limit, names[1], used, stat)
+
+    def _write(
+        self, path: str, limit: str, limited: object, usage: str, used: int, stat: dict[str, int]
+    ) -> Path:
+        group = self.mount / path
+        group.mkdir(parents=True, exist_ok=True)
+        (group / limit).write_text(f'{limited}\n')
+        (group / usage).write_text(f'{used}\n')
+        text = ''.join(f'{name} {value}\n' for name, value in stat.items())
+        (group / 'memory.stat').write_text(text)
+        return group
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_page_cache_counts_as_left_and_a_tmpfs_does_not(machine: Machine) -> None:
+    machine.be_in('/job')
+    files = {'inactive_file': 20, 'active_file': 5, 'file': 55, 'shmem': 30, 'inactive_anon': 40}
+    group = machine.group('job', 1000, 900, **files)
+    assert memory_left(machine.process) == MemoryLeft(125, group)
+
+
+@pytest.mark.parametrize('tightest', ['', 'slurm', 'slurm/job', 'slurm/job/step'])
+def test_the_tightest_of_all_groups_above_counts(machine: Machine, tightest: str) -> None:
+    machine.be_in('/slurm/job/step')
+    machine.group('slurm/job/other', 1, 0)
+    for path in ('slurm', 'slurm/job', 'slurm/job/step'):
+        machine.group(path, 'max', 10)
+    group = machine.group(tightest, 50, 10)
+    assert memory_left(machine.process) == MemoryLeft(40, group)
+
+
+def test_more_than_the_limit_leaves_nothing(machine: Machine) -> None:
+    machine.be_in('/job')
+    group = machine.group('job', 50, 60)
+    assert memory_left(machine.process) == MemoryLeft(0, group)
+
+
+def test_a_container_sees_its_own_group_as_the_topmost(machine: Machine) -> None:
+    machine.be_in('/')  # with a namespace of its own
+    group = machine.group('', 100, 30)
+    assert memory_left(machine.process) == MemoryLeft(70, group)
+    machine.be_in('/docker/abc', root='/docker/abc')  # without
+    assert memory_left(machine.process) == MemoryLeft(70, group)
+
+
+def test_the_first_version_of_cgroups(machine: Machine) -> None:
+    machine.be_in('/docker/abc', version=1)
+    machine.group_v1('', UNLIMITED, 7)
+    machine.group_v1('docker', UNLIMITED, 7)
+    figures = {'inactive_file': 1, 'total_inactive_file': 20, 'total_active_file': 3}
+    group = machine.group_v1('docker/abc', 1000, 900, **figures)
+    assert memory_left(machine.process) == MemoryLeft(123, group)
+
+
+def test_without_limits_nothing_is_known(machine: Machine) -> None:
+    assert memory_left(machine.process) is None, 'no file'
+    machine.be_in('/job')
+    assert memory_left(machine.process) is None, 'no group'
+    machine.group('job', 'max', 10)
+    assert memory_left(machine.process) is None, 'no limit'
+
+
+def test_this_process_is_read_as_well() -> None:
+    left = memory_left()
+    assert left is None or left.nbytes > 0
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+def test_a_plan_over_the_limit_of_the_container_is_refused(machine: Machine, shm: Path) -> None:
+    machine.be_in('/job')
+    group = machine.group('job', GIB, GIB // 4, inactive_file=GIB // 8)
+    plan = HostMemoryPlan({0: RankMemory(own_windows=GIB, replicas=0, ledger=0)})
+    with pytest.raises(HostMemoryError, match=f'1.00 GiB more.*{group} leaves 0.88 GiB.*--mem'):
+        plan.check(None, shm / 'run1', machine.process)
+    machine.group('job', 2 * GIB, GIB // 4)
+    plan.check(None, shm / 'run1', machine.process)
+
+
+def test_what_is_reserved_already_is_not_needed_again(machine: Machine, shm: Path) -> None:
+    machine.be_in('/job')
+    machine.group('job', 2**20, 2**19)
+    (shm / 'run1').mkdir()
+    (shm / 'run1' / 'window').write_bytes(bytes(2**19))
+    rank = RankMemory(own_windows=2**20, replicas=0, ledger=0)
+    HostMemoryPlan({0: rank}).check(None, shm / 'run1', machine.process)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Window files that somebody else removes, as cleaners of temporary files do, or puts there."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.generations import OwnerWindows
+from tests.distributed.conftest import mounted_tmpfs
+from tests.unit.memory.samples import capacity, commit, named, tmpfs_directory, write_window
+
+
+@pytest.fixture
+def store() -> Iterator[NodeStore]:
+    with tmpfs_directory() as shm:
+        store = NodeStore(shm, 'run1', 'node0')
+        yield store
+        store.close()
+
+
+def persist(windows: OwnerWindows, start: int) -> None:
+    commit(windows, start)
+    windows.persisted(named(start))
+
+
+def test_a_file_that_is_removed_while_it_is_written_costs_one_window(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity())
+    persist(windows, 0)
+    for start in range(3, 12, 3):
+        file = windows.begin(named(start))
+        assert file is not None
+        write_window(file)
+        file.path.unlink()
+        with pytest.raises(FileNotFoundError):
+            windows.commit(file)
+        windows.abandon(file)
+    persist(windows, 12)
+    assert [found.name.start for found in store.scan()] == [12, 0]
+
+
+@pytest.mark.parametrize('level', ['files', 'owner', 'run'])
+def test_after_all_was_removed_windows_are_kept_again(level: str, store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity(), holdable=True)
+    for start in (0, 3):
+        persist(windows, start)
+    if level == 'files':
+        for path in windows.path.iterdir():
+            path.unlink()
+    else:
+        shutil.rmtree(windows.path if level == 'owner' else store.path.parent)
+    kept = windows.file(named(3))
+    assert kept is not None
+    kept.verify(Expected())  # it is still mapped
+    for start in (6, 9, 12):
+        persist(windows, start)
+    assert [found.name.start for found in store.scan()] == [12, 9, 6]
+    windows.discard_after(-1)
+    persist(windows, 0)
+
+
+def test_until_there_is_room_for_a_new_file_there_is_none(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / 'small', f'{4 * capacity() // 1024}k') as root:
+        windows = OwnerWindows(NodeStore(root, 'run1', 'node0'), 0, 0, capacity())
+        persist(windows, 0)
+        mapped = windows.files()  # by whoever reads them, which keeps their pages
+        (free,) = windows.path.glob('free-*')
+        free.unlink()
+        hog = root / 'hog'
+        with open(hog, 'wb', buffering=0) as file, pytest.raises(OSError, match='No space'):
+            while True:
+                file.write(bytes(4096))
+        for start in (3, 6):
+            with pytest.raises(HostMemoryError, match='cannot keep 2 windows'):
+                windows.begin(named(start))
+        hog.unlink()
+        assert mapped
+        persist(windows, 9)
+        assert {found.name.start for found in windows.committed()} == {0, 9}
+
+
+ADOPTS = """
+import sys
+from pathlib import Path
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.generations import OwnerWindows
+from tests.unit.memory.samples import named
+
+store = NodeStore(Path(sys.argv[1]), 'run1', 'node0')
+try:
+    windows = OwnerWindows(store, 0, 0, int(sys.argv[2]))
+except HostMemoryError as error:
+    print('refused:', error)
+else:
+    windows.discard_after(-1)
+    for file in windows.files():
+        file.array[:] = 1
+"""
+
+
+def test_a_window_that_was_put_there_with_holes_is_whole_before_it_is_written(
+    tmp_path: Path,
+) -> None:
+    """A copy from disk has one; a write to it in a full tmpfs would end the process."""
+    nbytes = 2**20
+    with mounted_tmpfs(tmp_path / 'small', '4m') as root:
+        store = NodeStore(root, 'run1', 'node0')
+        windows = OwnerWindows(store, 0, 0, nbytes)
+        path = commit(windows, 0).path
+        used = max(file.used_bytes() for file in windows.files())
+        store.close()
+        content = path.read_bytes()
+        path.unlink()
+        del windows
+        path.write_bytes(content[:used])
+        path.chmod(0o600)
+        os.truncate(path, nbytes)
+        with open(root / 'hog', 'wb', buffering=0) as hog, pytest.raises(OSError, match='No space'):
+            while True:
+                hog.write(bytes(4096))
+        command = [sys.executable, '-c', ADOPTS, str(root), str(nbytes)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert 'refused: cannot reserve 1048576 bytes' in done.stdout, (
+            done.returncode,
+            done.stderr,
+        )
+        assert path.exists(), 'it may be the only one'
+        (root / 'hog').unlink()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert (done.returncode, done.stdout) == (0, '')

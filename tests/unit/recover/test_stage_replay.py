@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replay that begins to wait when another failure is announced already does not wait at all."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moevement_ext.membership.rendezvous import EpochBroken
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.upstream_log.record import Direction
+from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.recover.stage_replay import StageReplay
+from tests.unit.memory.samples import RUN, TOPOLOGY, tmpfs_directory
+from tests.unit.recover.fake_trainer import FakeTrainer
+from tests.unit.replicate.peers import silent_peer
+from tests.unit.replicate.test_host_memory import CANDIDATE, Job
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Replay:
+    """Of the second of two stages, whose watching thread says when the epoch is broken."""
+
+    def __init__(self, job: Job) -> None:
+        self.memory = job.ranks[1]
+        self.trainer = FakeTrainer(['a'], 1, 2)
+        self.broken = threading.Event()
+        rank = SimpleNamespace(identity=RankIdentity(RUN, TOPOLOGY, 1))
+        self.of_stage = StageReplay(
+            rank,  # type: ignore[arg-type]
+            self.trainer,  # type: ignore[arg-type]
+            SimpleNamespace(memory=self.memory),  # type: ignore[arg-type]
+            lambda phase: None,
+            self.raise_if_broken,
+        )
+
+    def raise_if_broken(self) -> None:
+        if self.broken.is_set():
+            raise EpochBroken('another rank is gone')
+
+    def break_epoch(self) -> None:
+        """As the watching thread does, before anything is waited for."""
+        self.broken.set()
+        self.of_stage.interrupt()
+
+
+@pytest.fixture
+def replay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replay]:
+    with tmpfs_directory() as shm:
+        job = Job(Path(shm), monkeypatch)
+        yield Replay(job)
+        job.stop()
+
+
+def test_the_log_of_a_neighbour_that_sends_no_more_is_not_waited_for(replay: Replay) -> None:
+    replay.memory.ledger.append(LedgerEntry(1, [1.0], [], 2, 1))
+    replay.break_epoch()
+    with pytest.raises(EpochBroken), replay.of_stage._from_logs(0, 1):
+        received = replay.trainer.pipeline._received
+        assert received is not None
+        received[Direction.DOWN].take(1, 0, timeout_s=1.0)  # type: ignore[call-arg]
+    assert replay.of_stage._waiting == []
+    assert not [it for it in threading.enumerate() if it.name.startswith('log-reader')]
+
+
+def test_a_window_that_does_not_come_is_not_waited_for(replay: Replay) -> None:
+    replay.break_epoch()
+    with silent_peer(greets=True) as address:
+        replay.memory.addresses[0] = address
+        with pytest.raises(EpochBroken):
+            with replay.of_stage._arriving(CANDIDATE, [[], []]):
+                pytest.fail('it is waited for')
+    assert replay.of_stage._waiting == []

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents get in, whoever else connects."""
+
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from moevement_ext.replicate.greeting import new_secret
+from moevement_ext.slurm.address import Address
+from moevement_ext.slurm.agent import connect
+from moevement_ext.slurm.link import Beats
+from moevement_ext.slurm.listener import Listener
+from moevement_ext.slurm.messages import Alive
+from tests.unit.readable import readable
+
+pytestmark = pytest.mark.timeout(60)
+SECRET = new_secret()
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    one = Listener(SECRET)
+    yield one
+    one.close()
+
+
+def arrived(listener: Listener) -> list[str]:
+    assert readable(listener.fd, 30.0)
+    return [here.host for here, _ in listener.take()]
+
+
+def test_a_stranger_that_says_nothing_holds_up_nobody(listener: Listener) -> None:
+    with ExitStack() as strangers:
+        for _ in range(20):  # of whom each is listened to for seconds
+            stranger = socket.create_connection(('127.0.0.1', listener.port))
+            strangers.callback(stranger.close)
+        connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
+        assert arrived(listener) == ['a']
+        stranger.settimeout(0.0)
+        with pytest.raises(BlockingIOError):  # it is still listened to
+            stranger.recv(1)
+
+
+def test_strangers_that_leave_at_once_or_talk_rubbish(listener: Listener) -> None:
+    for said in (b'', b'GET / HTTP/1.1\r\n\r\n', b'\xff' * 100, b'\x01\x00\x00\x00\xc1'):
+        with socket.create_connection(('127.0.0.1', listener.port)) as stranger:
+            stranger.sendall(said)
+    connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
+    assert arrived(listener) == ['a']
+
+
+def test_too_many_open_files_pass(listener: Listener) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        agent = socket.socket()
+        stack.callback(agent.close)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (agent.fileno() + 1, limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        agent.connect(('127.0.0.1', listener.port))
+        threading.Event().wait(0.2)  # accepted too late, this test would show nothing
+    connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
+    assert arrived(listener) == ['a']
+
+
+def test_signs_of_life_reach_an_agent_that_nobody_has_time_for() -> None:
+    """The launcher waits for a store, say."""
+    listener = Listener(SECRET)
+    there = connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
+    assert readable(listener.fd, 30.0)
+    [(_, link)] = listener.take()
+    beats = Beats(lambda: [link])
+    for _ in range(3):
+        assert isinstance(there.receive(), Alive)
+    beats.close()
+    link.close()
+    with pytest.raises(OSError):
+        while True:
+            there.receive()
+    listener.close()

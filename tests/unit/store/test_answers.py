@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store that stands still, as a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+from torch.distributed import DistError, TCPStore
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.membership.store_loss import StoreLoss, StoreLost
+from moevement_ext.store import outside
+from moevement_ext.store.answers import AnswerWatch, addresses_of, cut_connections, in_time
+
+WAIT_S = 120.0
+_SERVES = """
+import signal
+from torch.distributed import TCPStore
+store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+while store:
+    signal.pause()
+"""
+
+
+class Server:
+    def __init__(self) -> None:
+        command = [sys.executable, '-c', _SERVES]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+
+    def connect(self) -> TCPStore:
+        return TCPStore('127.0.0.1', self.port, is_master=False, timeout=timedelta(seconds=WAIT_S))
+
+    def stand_still(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+class Asking:
+    """A thread that asks; what became of it."""
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        self._ask = ask
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._ask()
+        except Exception as error:
+            self.error = error
+
+    def ends_with(self) -> Exception | None:
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+        return self.error
+
+
+def test_who_waits_for_a_store_that_stands_still_has_an_error(server: Server) -> None:
+    """Whether it asks something, or waits for a key."""
+    asking, waiting = (server.connect() for _ in range(2))
+    watch = AnswerWatch(asking, 1.0)
+    late = Asking(lambda: waiting.wait(['never'], timedelta(days=1)))
+    server.stand_still()
+    now = Asking(lambda: asking.add('count', 1))
+    assert all(isinstance(one.ends_with(), DistError) for one in (late, now))
+    server.go_on()
+    assert server.connect().add('count', 0) in (0, 1), 'it is the same store'
+    watch.close()
+
+
+def test_who_asks_a_store_that_answers_is_left_alone(server: Server) -> None:
+    store = server.connect()
+    watches = [AnswerWatch(store, limit_s) for limit_s in (6.0, WAIT_S)]
+    waiting = Asking(lambda: store.clone().wait(['comes'], timedelta(seconds=WAIT_S)))
+    waiting.thread.join(4.0)  # it is asked meanwhile
+    store.set('comes', 'now')
+    assert waiting.ends_with() is None
+    for watch in watches:
+        watch.close()
+
+
+def test_only_connections_with_the_store_are_cut(server: Server) -> None:
+    other = Server()
+    try:
+        spared, cut = other.connect(), server.connect()
+        cut_connections(addresses_of('localhost', server.port), server.port)
+        assert spared.add('count', 1) == 1
+        with pytest.raises(DistError):
+            cut.add('count', 1)
+        cut_connections(set(), other.port)
+        assert spared.add('count', 1) == 2
+    finally:
+        other.close()
+
+
+def test_what_is_asked_may_fail_by_itself() -> None:
+    assert in_time(lambda: 7, WAIT_S) == 7
+    with pytest.raises(KeyError):
+        in_time(lambda: {}['none'], WAIT_S)
+
+
+def test_a_store_that_stands_still_is_lost_as_one_that_died(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('moevement_ext.membership.store_loss._LEAST_TO_ANSWER_S', 0.5)
+    called = threading.Event()
+    loss = StoreLoss(server.connect(), 2.0, called.set)
+    store = loss.connect()
+    server.stand_still()
+    assert isinstance(Asking(lambda: store.add('count', 1)).ends_with(), DistError)
+    assert isinstance(Asking(loss.reconnect).ends_with(), StoreLost)
+    assert called.wait(WAIT_S)
+    loss.close()
+
+
+def test_nobody_waits_for_ever_to_connect_with_a_store_that_stands_still(server: Server) -> None:
+    server.stand_still()
+    connecting = Asking(lambda: outside.connect('127.0.0.1', server.port, timedelta(seconds=1)))
+    assert isinstance(connecting.ends_with(), ConfigurationError)
