@@ -38,6 +38,7 @@ from moevement_ext.recover.inventory import held_windows
 from moevement_ext.recover.log_line import recovered_line
 from moevement_ext.recover.lost_peer import lost_peer
 from moevement_ext.recover.rank_state import RankState, Running
+from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verdict import Localized, WholeJob, decide_recovery
@@ -47,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 _ANNOUNCEMENT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
-_TRIES = 3
 """To replay in spite of ranks that do not answer, before an older window is taken."""
 
 
@@ -390,7 +390,7 @@ class LocalizedRecovery:
             raise EpochBroken(str(refusal)) from refusal
         except self._replay.SourceLost as lost:
             self._lost_sources += 1
-            if self._lost_sources >= _TRIES:
+            if self._lost_sources >= TRIES:
                 self._refused.append(window)
             raise EpochBroken(str(lost)) from lost
         self._phases.fetch = self._replay.fetch_s

@@ -33,6 +33,8 @@ Arrived = Callable[[WindowFile, SlotHeader], None]
 DISK = 'disk'
 """Name of the last source."""
 
+TRIES = 3
+"""So often a holder that does not answer is asked for a window."""
 _FAILURES = (RefusedWindow, PeerLost, PeerRefused, HostMemoryError)
 
 

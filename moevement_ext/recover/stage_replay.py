@@ -88,16 +88,21 @@ class StageReplay:
     ) -> None:
         """Take over committed iterations this rank does not know from the others.
 
-        Ranks of the same stage come last: their records fit this rank's optimizers for certain.
-        What the predecessor of a new process committed after `target` is computed again.
+        This rank comes last, and before it those of its stage: their records fit its optimizers for
+        certain. What the predecessor of a new process committed after `target` is computed again.
+        What the others contradict is of another life of the job, and was left on this node.
         """
-        own = stage_of[self._rank.number]
-        order = sorted(range(len(reports)), key=lambda rank: stage_of[rank] == own)
+        number = self._rank.number
+        own = stage_of[number]
+        order = sorted(
+            range(len(reports)), key=lambda rank: (rank == number, stage_of[rank] == own)
+        )
         known = {entry.iteration: entry for rank in order for entry in reports[rank].ledger}
         ledger = self._protection.memory.ledger
         ledger.forget_after(target)
         for iteration, entry in sorted(known.items()):
-            if ledger.get(iteration) is None:
+            found = ledger.get(iteration)
+            if found is None or _contradicts(entry, found):
                 ledger.append(entry)
 
     def run(
@@ -226,3 +231,9 @@ class StageReplay:
         finally:
             self._waiting.remove(waiting)
             waiting.close()
+
+
+def _contradicts(entry: LedgerEntry, found: LedgerEntry) -> bool:
+    """Both are of one iteration, but not of one life; optimizers of other stages may be others."""
+    alike = len(entry.grad_norms) == len(found.grad_norms)
+    return alike and len(entry.overflows) == len(found.overflows) and entry != found

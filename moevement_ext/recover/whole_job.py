@@ -25,7 +25,14 @@ from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import Inventory, candidates, held_windows, windows_on_disk
-from moevement_ext.recover.sources import Obtained, VerifiedWindow, make_room, verified_window
+from moevement_ext.recover.sources import (
+    TRIES,
+    HolderLost,
+    Obtained,
+    VerifiedWindow,
+    make_room,
+    verified_window,
+)
 from moevement_ext.recover.verification import Verified
 from moevement_ext.replicate.host_memory import HostMemory
 
@@ -178,11 +185,15 @@ def _verified(
     rank: Rank,
     check: Callable[[SlotHeader], None],
 ) -> Obtained | None:
-    try:
-        obtained = verified_window(memory, candidate, predecessor.inventories, rank.identity)
-        for slot in obtained.file.slots():
-            check(obtained.file.header(slot))
-        return obtained
-    except RefusedWindow as refusal:
-        logger.warning('refused: %s', refusal)
-        return None
+    for _ in range(TRIES):
+        try:
+            obtained = verified_window(memory, candidate, predecessor.inventories, rank.identity)
+            for slot in obtained.file.slots():
+                check(obtained.file.header(slot))
+            return obtained
+        except HolderLost as lost:  # all ranks are new and live: a connection was lost
+            logger.warning('asked again: %s', lost)
+        except RefusedWindow as refusal:
+            logger.warning('refused: %s', refusal)
+            break
+    return None

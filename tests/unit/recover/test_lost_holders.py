@@ -11,7 +11,7 @@ from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import Window
-from moevement_ext.recover.localized import _TRIES
+from moevement_ext.recover.sources import TRIES
 from moevement_ext.replicate.host_memory import HostMemory
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.threaded_job import WINDOW, Fault, Process, ThreadedJob, install
@@ -101,5 +101,5 @@ def test_a_holder_that_never_answers_is_not_asked_for_ever(
     lose_holder: Callable[[bool], tuple[LostHolder, ThreadedJob]],
 ) -> None:
     holder, job = lose_holder(False)
-    assert holder.asked == _TRIES + 1, 'the last one by the whole job'
+    assert holder.asked == TRIES + 1, 'the last one by the whole job'
     assert job.restarts == 1

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replay that begins to wait when another failure is announced already does not wait at all."""
+"""What a replay takes over; and that it does not wait once another failure is announced."""
 
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from moevement_ext.membership.rendezvous import EpochBroken
+from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.memory.window.name import RankIdentity
@@ -28,7 +30,7 @@ class Replay:
         self.memory = job.ranks[1]
         self.trainer = FakeTrainer(['a'], 1, 2)
         self.broken = threading.Event()
-        rank = SimpleNamespace(identity=RankIdentity(RUN, TOPOLOGY, 1))
+        rank = SimpleNamespace(identity=RankIdentity(RUN, TOPOLOGY, 1), number=1)
         self.of_stage = StageReplay(
             rank,  # type: ignore[arg-type]
             self.trainer,  # type: ignore[arg-type]
@@ -64,6 +66,28 @@ def test_the_log_of_a_neighbour_that_sends_no_more_is_not_waited_for(replay: Rep
         received[Direction.DOWN].take(1, 0, timeout_s=1.0)  # type: ignore[call-arg]
     assert replay.of_stage._waiting == []
     assert not [it for it in threading.enumerate() if it.name.startswith('log-reader')]
+
+
+def test_a_ledger_that_another_life_left_on_a_node_is_not_believed(replay: Replay) -> None:
+    """A rank that comes to a node where it had been long ago finds what it left there."""
+    now = [LedgerEntry(t, [float(t)], [], 2, 8 * t) for t in range(1, 5)]
+    ledger = replay.memory.ledger
+    for entry in (
+        now[0],
+        msgspec.structs.replace(now[1], grad_norms=[9.0]),
+        msgspec.structs.replace(now[2], grad_norms=[3.0, 9.0]),  # of two optimizers
+        msgspec.structs.replace(now[3], grad_norms=[9.0]),
+    ):
+        ledger.append(entry)
+    survivor = Report(survivor=True, node='a', pid=1, windows=[], ledger=now[:3])
+    new = Report(survivor=False, node='b', pid=2, windows=[])
+    replay.of_stage.take_over_ledger(3, [survivor, new], [0, 1])
+    assert [found and found.grad_norms for found in map(ledger.get, range(1, 5))] == [
+        [1.0],
+        [2.0],
+        [3.0, 9.0],
+        None,
+    ]
 
 
 def test_a_window_that_does_not_come_is_not_waited_for(replay: Replay) -> None:
