@@ -121,7 +121,8 @@ class FaultInjector:
             LabError: the job failed or stands still.
         """
         count = 0
-        self._wait_for('protection', self._protected)
+        # How long a start takes is known when there is an iteration; a stall is judged by that.
+        self._wait_for('protection', lambda: self._protected() and self._at() > 0)
         for number, fault in enumerate(faults):
             cell = self._coverage.aim(self._configuration.kinds()) if fault.aimed else None
             if not self._is_time(fault, cell, faults_left=len(faults) - number):
