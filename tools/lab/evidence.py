@@ -187,9 +187,9 @@ def lost_iterations(
         iterations: that the last rank has logged in all its lives.
         events: of all ranks.
     """
-    windows = (event for event in kind_of(events, WindowPersisted) if event.time <= found.at)
-    newest = max((window.start for window in windows), default=0)
-    if found.tier is Tier.DISK and found.target >= newest > 0:
-        return 0
+    windows = [event for event in kind_of(events, WindowPersisted) if event.time <= found.at]
+    if found.tier is Tier.DISK and found.target > 0 and windows:
+        if found.target >= max(window.start for window in windows):
+            return 0
     before = [iteration.number for iteration in iterations if iteration.time <= found.at]
     return max(0, max(before, default=0) - found.target)

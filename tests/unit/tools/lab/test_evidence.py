@@ -134,6 +134,9 @@ class TestLostIterations:
         assert lost_iterations(back, trained, [newest, later]) == 0
         assert lost_iterations(back, trained, []) == 1
         assert lost_iterations(back._replace(target=4), trained, [newest]) == 4
+        first = happened(WindowPersisted, 0, 97.0, start=0)
+        assert lost_iterations(back, trained, [first]) == 0
+        assert lost_iterations(back._replace(target=0), trained, [first]) == 8, 'from the start'
 
 
 def test_persisted_on_all_ranks() -> None:
