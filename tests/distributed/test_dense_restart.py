@@ -86,3 +86,34 @@ def restarted(
     assert -9 in job.run(fail_at='1:12:forward', mutation=mutation)
     assert 'loaded checkpoint' in job.output(life=1)
     return job
+
+
+def test_phase_of_training_goes_on_with_its_own_samples(cluster: Make, tmp_path: Path) -> None:
+    """Upstream counts those of a phase from its beginning, where it has ended a launch."""
+    flags = (
+        '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights '
+        '--train-samples 48 --phase-transition-iterations 6'
+    ).split()
+    dense = str(tmp_path / 'dense')
+    by_samples(cluster(*flags, *save(dense), sparse=False, ranks=2)).finish()
+    plain = by_samples(cluster(*flags, '--load', dense, sparse=False, ranks=2))
+    plain.finish()
+    job = cluster(*flags, '--load', dense, '--sparse-ckpt-window', '2', ranks=2)
+    assert -9 in by_samples(job).run(fail_at='0:10:forward')
+    job.finish()
+    (recovered,) = job.events_of(Recovered)
+    assert recovered.iteration == 9
+    assert differences(read_digest(plain), read_digest(job)) == []
+
+
+def save(directory: str) -> list[str]:
+    """Flags for a dense checkpoint at the end of a launch."""
+    return ['--save', directory, '--save-interval', '100']
+
+
+def by_samples(job: Cluster) -> Cluster:
+    """The same job with a schedule of the learning rate that counts samples."""
+    for name in ('warmup', 'decay'):
+        at = job.flags.index(f'--lr-{name}-iters')
+        job.flags[at : at + 2] = [f'--lr-{name}-samples', str(4 * int(job.flags[at + 1]))]
+    return job

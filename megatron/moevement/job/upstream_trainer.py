@@ -91,7 +91,7 @@ class UpstreamTrainer:
             forward_step = armed_forward(forward_step)
         self._data.use(train_iterator, valid_iterator)
         if self._session.job.restarted:  # upstream has opened loaders as at a start
-            self._data.move_training(self._args.consumed_train_samples)
+            self._data.move_training(upstream.consumed_of_the_phase(self._args))
             self._data.move_validation(self._args.consumed_valid_samples)
         evaluate = post_step.evaluation(
             self._args,

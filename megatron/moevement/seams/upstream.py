@@ -105,6 +105,16 @@ def saved_iteration(save: str | None) -> int:
     return int(text) if text.isdecimal() else -1
 
 
+def consumed_of_the_phase(args: UpstreamArguments) -> int:
+    """Training samples that upstream opens its loader after.
+
+    With `--phase-transition-iterations` data begin anew at each of these iterations.
+    """
+    transitions = args.phase_transition_iterations or ()
+    begun_at = max(it for it in (0, *transitions) if it <= args.iteration)
+    return int(args.consumed_train_samples - begun_at * args.global_batch_size)
+
+
 def load_with_own_random_numbers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Upstream's load of a dense checkpoint; the generator of experts stays that of this rank.
 

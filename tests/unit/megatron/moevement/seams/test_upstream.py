@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a restart would go on from is what upstream would load."""
 
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.moevement.seams import cpu_device
 
@@ -14,6 +16,7 @@ from megatron.core.optimizer.optimizer import (  # noqa: E402
     MTP_GRAD_NORM_GROUP,
     ChainedOptimizer,
 )
+from megatron.training import training  # noqa: E402
 
 from megatron.moevement.seams import upstream  # noqa: E402
 from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402
@@ -54,3 +57,39 @@ def test_every_rank_knows_of_norms_of_their_own(
     config = SimpleNamespace(mtp_num_layers=layers, mtp_detach_heads=detached)
     upstream.fill_first_step_caches(optimizer, config)
     assert optimizer.has_grad_norm_group(MTP_GRAD_NORM_GROUP) is own
+
+
+@pytest.mark.parametrize('iteration', [0, 3, 5, 6, 7, 9, 11])
+@pytest.mark.parametrize('transitions', [None, [], [6], [3, 9]])
+def test_data_of_a_phase_go_on_where_upstream_opens_them(
+    iteration: int, transitions: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+
+    def open_loader(dataset: object, consumed_samples: int) -> object:
+        opened.append(consumed_samples)
+        return iter(())
+
+    args = Namespace(
+        iteration=iteration,
+        consumed_train_samples=4 * iteration,
+        consumed_valid_samples=0,
+        global_batch_size=4,
+        train_samples=48,
+        train_iters=12,
+        phase_transition_iterations=transitions,
+        perform_rl_step=False,
+        skip_train=False,
+        full_validation=False,
+        multiple_validation_sets=False,
+        eval_iters=0,
+        eval_interval=100,
+        start_eval_at_iter=None,
+    )
+    monkeypatch.setattr(training, 'get_args', lambda: args)
+    monkeypatch.setattr(training.mpu, 'get_tensor_model_parallel_rank', lambda: 0)
+    monkeypatch.setattr(training, 'build_pretraining_data_loader', open_loader)
+    monkeypatch.setattr(torch.distributed, 'broadcast', lambda *_: None)
+    datasets = None, None, None
+    training.build_train_valid_test_data_loaders(lambda _: datasets)
+    assert upstream.consumed_of_the_phase(args) == opened[0]
