@@ -312,6 +312,11 @@ class Job:
         return self._restart is not None
 
     @property
+    def committed_before(self) -> int:
+        """Iterations committed in the life that this one goes on from, -1 if there is none."""
+        return -1 if self._restart is None else self._restart.catches_up_to
+
+    @property
     def recovering(self) -> bool:
         """The state is not there before the next step, which brings it back. Training thread."""
         return self._mode is not None and self._mode.recovering

@@ -121,6 +121,21 @@ def test_plain_program_starts_again_as_a_whole(
     assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
 
 
+@pytest.mark.parametrize('dies', with_quick(['', '1:3:forward', '1:4:forward'], '', '1:4:forward'))
+def test_job_that_ends_every_few_iterations_gets_on_from_launch_to_launch(
+    dies: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """Also if the process that takes a lost worker's place has not seen the end before."""
+    job = cluster(*TWO_STAGES, *WINDOW, '--exit-interval', '3', ranks=2)
+    assert job.survive() == {}
+    assert 'sparse ckpt | exit at iteration: 3 |' in job.output(0)
+    assert job.survive(fail_at=dies) == ({1: 1} if dies else {})
+    assert 'sparse ckpt | exit at iteration: 6 |' in job.output(1)
+    assert job.survive() == {}
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
+    assert not job.memory.exists()
+
+
 def test_exit_of_the_rerun_machine_keeps_the_windows(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -104,6 +104,7 @@ class Session:
         joining = self.job.joining  # what is to be loaded was settled long ago
         dense_iteration = -1 if joining else upstream.dense_checkpoint_iteration(self._facts)
         self.job.set_up(build_trainer, load, dense_iteration, self._counters.train_iters)
+        self.around.post_step.pass_exits(self.job.committed_before)
         return self._built()
 
     def train(self, run: Callable[[], Any]) -> Any:

@@ -50,6 +50,7 @@ class UpstreamTrainer:
         patches.wrap(f'{trainer}:train', self._train)
         patches.wrap(f'{trainer}:train_step', self._train_step)
         patches.wrap(f'{trainer}:training_log', self._training_log)
+        patches.wrap(f'{trainer}:checkpoint_and_decide_exit', self._decide_exit)
 
     def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Build model and optimizer, and load the dense checkpoint where that is the best tier."""
@@ -146,6 +147,25 @@ class UpstreamTrainer:
             training.print_datetime(f'exiting program at iteration {iteration}')
             return {}, 1, False, True, 0, None, None, 0  # as upstream's own, when it is to exit
         return result
+
+    def _decide_exit(
+        self,
+        original: Callable[..., bool],
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        iteration: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> bool:
+        """Upstream's saves and exits, but for the exits that an earlier launch has made."""
+        interval = self._args.exit_interval
+        if self._post_step.exit_was_made(iteration):
+            self._args.exit_interval = None
+        try:
+            return original(model, optimizer, scheduler, iteration, *args, **kwargs)
+        finally:
+            self._args.exit_interval = interval
 
     def _training_log(
         self,

@@ -72,6 +72,10 @@ UPSTREAM = {
         'num_floating_point_operations_so_far', 'checkpointing_context', 'non_persistent_ckpt',
         'train_data_iterator',
     ),
+    'megatron.training.training:checkpoint_and_decide_exit': (
+        'model', 'optimizer', 'opt_param_scheduler', 'iteration',
+        'num_floating_point_operations_so_far', 'checkpointing_context', 'train_data_iterator',
+    ),
     'megatron.training.training:num_floating_point_operations': (
         'args', 'batch_size', 'seqlen_squared_sum_in_batch', 'total_real_tokens_in_batch',
     ),

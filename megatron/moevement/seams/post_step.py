@@ -33,6 +33,8 @@ class PostStepProgress(msgspec.Struct, frozen=True):
     """That evaluation is over, or not due."""
     saved: bool
     """And so is the dense checkpoint."""
+    exits_made: int
+    """See `PostStep.pass_exits`."""
 
 
 class PostStep:
@@ -52,6 +54,7 @@ class PostStep:
         self._valid_before = counters.consumed_valid_samples
         self._evaluated = True
         self._saved = True
+        self._exits_made = -1
 
     def install(self) -> None:
         """Wrap upstream's functions."""
@@ -96,7 +99,21 @@ class PostStep:
 
     def exits(self, iteration: int) -> bool:
         """True if upstream's loop is to end after `iteration`, before it trained all iterations."""
-        return _due(self._facts.exit_interval, iteration)
+        due = _due(self._facts.exit_interval, iteration)
+        return due and not self.exit_was_made(iteration)
+
+    def exit_was_made(self, iteration: int) -> bool:
+        """True if an earlier launch ended after `iteration`, were it due."""
+        return iteration <= self._exits_made
+
+    def pass_exits(self, iteration: int) -> None:
+        """Do not end after `iteration`, or before: an earlier launch, which came there, has.
+
+        The windows that it left are older, so every launch would end there again. One that died
+        right before it ended counts as well.
+        """
+        if not self._facts.save:  # else a dense checkpoint is to be written before an exit
+            self._exits_made = iteration
 
     def catch_up(
         self,
@@ -117,6 +134,7 @@ class PostStep:
         self._saved = all(survivor.saved for survivor in survivors) and not (
             grows and self._facts.save
         )
+        self._exits_made = max(survivor.exits_made for survivor in survivors)
         self._valid_before = max(survivor.valid_before for survivor in survivors)
         self._counters.consumed_valid_samples = (
             max(survivor.valid_now for survivor in survivors)
@@ -144,6 +162,7 @@ class PostStep:
             self._counters.consumed_valid_samples,
             self._evaluated,
             self._saved,
+            self._exits_made,
         )
 
     def _evaluating(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
