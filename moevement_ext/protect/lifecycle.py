@@ -216,11 +216,9 @@ class WindowLife:
             peers: all holders.
             newest: start of the last window to offer; those after it are to be captured anew.
         """
-        self._replicator.set_peers(peers)
-        for window in reversed(self._windows.committed()):
-            file = self._windows.file(window.name)
-            if file is not None and window.name.start <= newest:
-                self._submit(file)
+        names = [window.name for window in self._windows.committed()]
+        files = [self._windows.file(name) for name in names if name.start <= newest]
+        self._replicator.set_peers(peers, [file for file in files if file is not None])
 
     def _submit(self, file: WindowFile) -> None:
         for slot in file.slots():

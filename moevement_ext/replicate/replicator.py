@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from moevement_ext.memory.window.agreed import Agreed
@@ -114,7 +114,8 @@ class Replicator:
             job = next((job for job in self._jobs if job.name == name), None)
             if job is None:
                 job = _Job(file, name, file.header(slot).window)
-                self._jobs.append(job)
+                # A peer takes in one window at a time, so older ones do not come in between.
+                self._jobs = deque(sorted([*self._jobs, job], key=lambda other: other.name))
                 self._give_up_oldest()
             if slot not in job.slots:
                 job.slots.append(slot)
@@ -154,11 +155,16 @@ class Replicator:
             self._agreed = self._agreed.without_persisted_after(start)
             self._changed.notify()
 
-    def set_peers(self, peers: Mapping[int, ReplicaClient]) -> None:
-        """Replace the peers after a recovery; submit committed windows again for new ones."""
+    def set_peers(
+        self, peers: Mapping[int, ReplicaClient], windows: Iterable[WindowFile] = ()
+    ) -> None:
+        """Replace the peers after a recovery, and offer these committed windows to the new ones."""
         with self._changed:
             self._retired.extend(peer.client for peer in self._peers.values())
             self._peers = {rank: _Peer(client) for rank, client in peers.items()}
+            for file in windows:
+                for slot in file.slots():
+                    self.submit(file, slot)
             self._changed.notify()
 
     def bytes_per_s(self) -> float | None:
@@ -179,6 +185,8 @@ class Replicator:
         while len(self._jobs) > self._max_windows:
             late = self._jobs[0].name
             self._drop(late)
+            if self._agreed.is_outdated(late.start):
+                continue  # offered to new peers beside those that are of more use
             self._reports.append(
                 f'replication of rank {self.owner} falls behind: window {late.start} was given up'
             )

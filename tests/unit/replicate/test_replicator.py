@@ -218,6 +218,35 @@ def test_new_peers_take_over(shm: Path, own: OwnerWindows) -> None:
             assert events.next_replicated() == named(0)
 
 
+def test_the_window_under_way_outlasts_older_ones_that_new_peers_are_offered(
+    shm: Path, own: OwnerWindows
+) -> None:
+    """Where windows go to disk as well, two files hold older ones."""
+    events = Events()
+    with serving(shm, 1) as lost, replicating(events, lost.address) as replicator:
+        for start in (0, 3):
+            submit_all(replicator, commit(own, start))
+            assert events.next_replicated() == named(start)
+        replicator.agree(Agreed(named(3)))
+        own.persisted(named(3))
+        under_way = own.begin(named(6))
+        assert under_way is not None
+        write_slot(under_way, 0)
+        replicator.submit(under_way, 0)
+        wait_for(lambda: receiving(lost) == [0])
+        with serving(shm, 2) as new:
+            peers = {2: ReplicaClient(new.address, SECRET, DEADLINE_S)}
+            replicator.set_peers(peers, [own_file(own, start) for start in (0, 3)])
+            assert events.next_replicated() == named(3)
+            for slot in range(1, WINDOW):
+                write_slot(under_way, slot)
+                replicator.submit(under_way, slot)
+            own.commit(under_way)
+            assert events.next_replicated() == named(6)
+            assert replica_starts(new) == [6, 3]
+        assert events.degraded.empty()
+
+
 def test_rollback_reaches_the_peers_first(shm: Path, own: OwnerWindows) -> None:
     events = Events()
     with serving(shm, 1) as server, replicating(events, server.address) as replicator:
