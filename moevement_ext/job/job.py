@@ -283,7 +283,8 @@ class Job:
         self.trainer.loop.start()
         iteration = self.trainer.iteration
         self.protection.memory.ledger.forget_after(iteration)  # what another life committed
-        self.protection.start(self.protection.first_plan(iteration), store, self._on_disk)
+        plan = self.protection.first_plan(iteration)
+        self.protection.start(plan, store, self._on_disk, forget_former_places=not reads_memory())
         if self._restart is not None:
             conversion = self._restart.conversion
             self.protection.windows.replicate_again(conversion.window, conversion.file())

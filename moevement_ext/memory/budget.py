@@ -77,8 +77,8 @@ class HostMemoryPlan:
         Args:
             budget_gb: `--sparse-ckpt-host-memory-gb`, GiB for the whole node; None: no limit but
                 the file system's.
-            directory: directory of this run on this node. Space that files in it already reserve
-                (left by an earlier process of the run, to be adopted) is not needed again.
+            directory: directory of this run on this node. Space that files of these ranks already
+                reserve in it (left by earlier processes, to be adopted) is not needed again.
             process: where the system tells of this process, as for `memory_left`.
 
         Raises:
@@ -94,7 +94,7 @@ class HostMemoryPlan:
         # If others of the node reserve meanwhile, their bytes are both still left and adopted.
         free = free_bytes(directory)
         left = memory_left(process) if is_in_memory(directory) else None
-        adopted = reserved_bytes(directory)
+        adopted = sum(reserved_bytes(directory / str(rank)) for rank in self.ranks)
         missing = self.node_total - adopted
         if missing > free:
             raise HostMemoryError(

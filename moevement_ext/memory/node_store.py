@@ -6,21 +6,25 @@ A holder is a rank of this node; it keeps windows of its own and replicas for ot
 """
 
 import logging
+import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
-from moevement_ext.memory.holder_lock import HolderLock
+from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError
 from moevement_ext.memory.window.file_names import committed_in
 from moevement_ext.memory.window.name import StoredWindow
 
 logger = logging.getLogger(__name__)
 
 _PATH_PART = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,200}')
+_FORMER = 'former-'
+"""Begins the name of a holder's directory that is being deleted."""
 
 
 class NodeStore:
@@ -106,6 +110,29 @@ class NodeStore:
         shutil.rmtree(self.holder_path(holder), ignore_errors=True)
         lock.release()
         self._remove_empty()
+
+    def remove_owners_but(self, kept: Collection[int], holder: int) -> None:
+        """Delete what `holder`, locked by this object, keeps for other owners than these."""
+        for owner, path in _numbered(self.holder_path(holder)):
+            if owner not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def remove_holders_but(self, kept: Collection[int]) -> None:
+        """Delete what other holders than these have left here; of none that has a live process.
+
+        A process that begins meanwhile is locked out for no longer than a rename takes.
+        """
+        for holder, path in _numbered(self.path):
+            if holder in kept:
+                continue
+            with suppress(OSError, StoreInUseError, HostMemoryError):
+                lock = HolderLock(path / 'lock')
+                try:
+                    path.rename(path.with_name(f'{_FORMER}{holder}-{os.getpid()}'))
+                finally:
+                    lock.release()
+        for path in self.path.glob(f'{_FORMER}*'):
+            shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:
         """Delete everything of this run on this node, other ranks' files included."""

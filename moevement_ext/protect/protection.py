@@ -3,6 +3,7 @@
 
 import logging
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -73,6 +74,7 @@ class Protection:
         self._slot = 0
         self._step_began = 0.0
         self._started = False
+        self._former_places = False
         self._statistics = CaptureStatistics(rank.events)
         longest = rank.config.longest_window
         if rank.config.window == AUTO:
@@ -112,6 +114,7 @@ class Protection:
         present: PlanParameters,
         store: torch.distributed.Store,
         on_disk: WindowName | None = None,
+        forget_former_places: bool = False,
     ) -> None:
         """Begin to capture.
 
@@ -119,7 +122,11 @@ class Protection:
             present: the plan to capture by.
             store: for this life of the job, the same on all ranks; a connection of its own.
             on_disk: the newest window that all ranks have on disk.
+            forget_former_places: free what earlier lives of the job kept on this node for ranks
+                that are elsewhere now, once all have a window where they are. Not by a process that
+                joins: only who begins a life knows all ranks of the node.
         """
+        self._former_places = forget_former_places
         self._parameters: dict[int, PlanParameters] = {}
         rank, memory = self._rank, self.memory
         self._disk = self._disk_tier(store, on_disk)
@@ -279,6 +286,11 @@ class Protection:
             self.memory.log.drop_until(window.start)
         if self._disk is not None:
             self._disk.persisted(window)
+        if self._former_places:
+            self._former_places = False
+            threading.Thread(
+                target=self.memory.forget_former_places, name='sparse-ckpt-former', daemon=True
+            ).start()
 
     def _disk_tier(
         self, store: torch.distributed.Store, complete: WindowName | None

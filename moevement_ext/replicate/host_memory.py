@@ -302,6 +302,16 @@ class HostMemory:
             finally:
                 client.close()
 
+    def forget_former_places(self) -> None:
+        """Free what earlier lives of the job kept on this node for ranks that are elsewhere now.
+
+        Called by any thread, once all ranks have a window where they and their holders are now, or
+        at the end. Takes as long as the system takes to free memory.
+        """
+        self.store.remove_owners_but({self.rank, *self._hosted(self.rank)}, self.rank)
+        if self.first_on_node():
+            self.store.remove_holders_but(self.plan.ranks)
+
     def interrupt_fetch(self) -> None:
         """Let a `fetch` in progress on another thread end with `PeerLost`. Called by any thread."""
         client = self._fetching
@@ -328,6 +338,7 @@ class HostMemory:
             self.log.close()
         self.ledger.close()
         if remove:
+            self.forget_former_places()
             self.store.remove_rank(self.rank)
         else:
             self.store.close()

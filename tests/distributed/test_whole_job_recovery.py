@@ -135,6 +135,24 @@ def test_windows_of_one_iteration_go_on_after_a_recovery(
     assert second.iteration - second.replayed > first.iteration
 
 
+def test_nodes_that_change_places_keep_nothing_for_the_ranks_they_had(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """As in a job that goes back to the queue, and gets its nodes in another order."""
+    job = cluster(*BASE, '--sparse-ckpt-window', '2')
+    job.run(fail_at='1:6:forward')
+    first, second = job.node_memory(0), job.node_memory(1)
+    first.rename(job.memory / 'other')
+    second.rename(first)
+    (job.memory / 'other').rename(second)
+    job.run(fail_at='1:11:forward')
+    assert sorted(path.name for path in first.iterdir() if path.name.isdecimal()) == ['0', '1']
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    assert len(job.events_of(Recovered)) == 2
+    assert not job.memory.exists()
+
+
 def test_training_with_sparse_checkpointing_has_the_bits_of_plain_megatron(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -85,3 +85,13 @@ def test_adopted_files_are_not_needed_again(shm: Path) -> None:
     plan.check(None, store.path)
     with pytest.raises(HostMemoryError):
         plan.check(None, shm / 'run2')
+
+
+def test_what_ranks_of_other_nodes_have_left_is_not_adopted(shm: Path) -> None:
+    store = NodeStore(shm, 'run1', 'node0')
+    OwnerWindows(store, 5, 5, 64 * capacity())
+    store.close()
+    free = shutil.disk_usage(shm).free
+    rank = RankMemory(own_windows=free + 2**20, replicas=0, ledger=0)
+    with pytest.raises(HostMemoryError, match=r'\(0 bytes already reserved there\)'):
+        HostMemoryPlan({0: rank}).check(None, store.path)

@@ -105,3 +105,27 @@ def test_clean_exit_removes_all_of_the_run(store: NodeStore) -> None:
     assert not store.path.exists()
     other.remove()
     assert list(store.root.iterdir()) == []
+
+
+def test_what_is_kept_for_holders_and_owners_of_before_is_removed(store: NodeStore) -> None:
+    """But for what a live process has, and what is of this run on another node."""
+    alive = NodeStore(store.root, store.run_id, 'node0')
+    elsewhere = NodeStore(store.root, store.run_id, 'node1')
+    for holder, owner in ((0, 0), (0, 5), (0, 6)):
+        commit(OwnerWindows(store, holder, owner, capacity()), 3)
+    commit(OwnerWindows(alive, 1, 1, capacity()), 3)
+    gone = NodeStore(store.root, store.run_id, 'node0')
+    commit(OwnerWindows(gone, 2, 2, capacity()), 3)
+    commit(OwnerWindows(gone, 3, 3, capacity()), 3)
+    gone.close()
+    commit(OwnerWindows(elsewhere, 4, 4, capacity()), 3)
+
+    store.remove_owners_but({0, 5}, holder=0)
+    store.remove_holders_but({0, 3})
+    assert {(window.holder, window.owner) for window in store.scan()} == {
+        (0, 0), (0, 5), (1, 1), (3, 3),
+    }  # fmt: skip
+    assert sorted(path.name for path in store.path.iterdir()) == ['0', '1', '3']
+    assert len(elsewhere.scan()) == 1
+    for other in (alive, elsewhere):
+        other.close()
