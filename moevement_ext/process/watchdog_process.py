@@ -8,6 +8,7 @@ that it watches. When that dies, it says that the windows in the directory are s
 process itself, terminated in the middle of a step, cannot.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -39,8 +40,8 @@ def main() -> None:
             looks = 0
         else:  # closed: by a death, say, of which only this is to be seen yet
             signs.clear()
+    signal.pidfd_send_signal(process, signal.SIGKILL)  # first: saying so may fail, or wait
     _say(f'rank {rank} (pid {pid}) has given no sign of life for {silent_s:g} s: killed')
-    signal.pidfd_send_signal(process, signal.SIGKILL)
     _say_what_stays(pid, rank, directory)
 
 
@@ -53,8 +54,9 @@ def _say_what_stays(pid: int, rank: str, directory: str) -> None:
 
 
 def _say(what: str) -> None:
-    sys.stderr.write(f'sparse checkpointing: {what}\n')
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk, or a reader that is gone
+        sys.stderr.write(f'sparse checkpointing: {what}\n')
+        sys.stderr.flush()
 
 
 if __name__ == '__main__':

@@ -77,6 +77,24 @@ def test_a_stopped_process_is_killed() -> None:
         assert ends(dog)
 
 
+def test_a_stopped_process_is_killed_when_nothing_can_be_said_of_it() -> None:
+    """What the processes print goes to a disk that is full, or to nobody."""
+    with open('/dev/full', 'w') as full:
+        process = subprocess.Popen(
+            [sys.executable, '-c', PROGRAM, 'sleeps', str(SILENT_S)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=full, text=True,
+        )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        dog = int(process.stdout.readline())
+        process.send_signal(signal.SIGSTOP)
+        assert process.wait(30.0) == -signal.SIGKILL
+        assert ends(dog)
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_process_whose_threads_cannot_run_is_killed() -> None:
     with watched('holds the lock') as (process, _):
         assert process.wait(120.0) == -signal.SIGKILL
