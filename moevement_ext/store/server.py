@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 from torch.distributed import TCPStore
@@ -63,7 +64,7 @@ def keep_serving(listening: socket.socket, host: str) -> None:
             os.kill(server, signal.SIGKILL)
             os.waitpid(server, 0)
             return
-        print(f'[store] process {server} died; another one serves, empty', flush=True)
+        _say(f'process {server} died; another one serves, empty')
         if time.monotonic() < began + _PAUSE_S:
             time.sleep(_PAUSE_S)
 
@@ -97,11 +98,15 @@ def _serve(listening: socket.socket, host: str) -> NoReturn:
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
-    print(
-        f'[store] process {os.getpid()} serves at {host}:{port}; the program gets '
-        f'--sparse-ckpt-store {host}:{port}',
-        flush=True,
+    _say(
+        f'process {os.getpid()} serves at {host}:{port}; the program gets '
+        f'--sparse-ckpt-store {host}:{port}'
     )
     while store:  # it serves on a thread of its own as long as the object lives
         signal.pause()
     raise AssertionError('a store is something')
+
+
+def _say(what: str) -> None:
+    with suppress(OSError):  # a full disk, or a reader that is gone: no reason to serve nobody
+        print(f'[store] {what}', flush=True)

@@ -42,6 +42,11 @@ class OutsideStore:
         os.kill(self._server, signal.SIGKILL)
         self._wait()
 
+    def hang_up(self) -> None:
+        """Read nothing any more of what it says."""
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
     def close(self) -> int:
         """End it as a person does; returns its exit status."""
         self._process.terminate()

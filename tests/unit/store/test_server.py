@@ -44,6 +44,18 @@ def test_what_serves_does_not_outlive_who_restarts_it() -> None:
     store.close()
 
 
+def test_a_store_whose_log_nobody_takes_serves_on() -> None:
+    """A reader that has ended, as a disk that is full."""
+    store = OutsideStore()
+    host, _, port = store.address.partition(':')
+    (server,) = psutil.Process(store.pid).children()
+    store.hang_up()
+    server.kill()
+    psutil.wait_procs([server], timeout=60.0)
+    assert not connect(host, int(port), TIMEOUT).check(['key'])
+    store.close()
+
+
 def test_port_that_is_taken_is_named() -> None:
     with socket.create_server(('127.0.0.1', 0)) as taken:
         port = taken.getsockname()[1]
