@@ -165,6 +165,16 @@ class SpareEnded:
 
 
 @dataclass(frozen=True)
+class SpareMissing:
+    """A hot spare could not be started; the job goes on with one less."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f'a hot spare cannot be started, there will be one less: {self.reason}'
+
+
+@dataclass(frozen=True)
 class FaultStaged:
     """A staged failure happened."""
 
@@ -261,6 +271,7 @@ Event = (
     | StoreFound
     | SpareReady
     | SpareEnded
+    | SpareMissing
     | FaultStaged
     | NodeReady
     | NodeSeated

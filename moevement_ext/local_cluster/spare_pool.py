@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moevement_ext.local_cluster.child import SpawnedChild
 from moevement_ext.local_cluster.config import LaunchConfig
-from moevement_ext.local_cluster.events import Event, SpareEnded, SpareReady
+from moevement_ext.local_cluster.events import Event, SpareEnded, SpareMissing, SpareReady
 from moevement_ext.local_cluster.loop import Loop
 
 _SPARE = Path(__file__).with_name('spare.py')
@@ -41,16 +41,12 @@ class SparePool:
         self._ready: list[SpawnedChild] = []
 
     def start(self) -> None:
-        """Start one more, in the background."""
-        command = [str(_SPARE), self._config.program]
-        start = partial(
-            SpawnedChild, command, self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        if self._config.log_dir is None:
-            spare = start(stderr=None)
-        else:
-            with (self._config.log_dir / 'spares.log').open('ab') as log:
-                spare = start(stderr=log)
+        """Start one more, in the background; that this fails is no reason to end workers."""
+        try:
+            spare = self._new_spare()
+        except OSError as error:  # no process, file or log is to be had
+            self._report(SpareMissing(str(error)))
+            return
         self._importing.append(spare)
         assert spare.output is not None
         self._loop.watch(spare.output, partial(self._heard_from, spare))
@@ -87,6 +83,16 @@ class SparePool:
             self._drop(spare)
         self._importing.clear()
         self._ready.clear()
+
+    def _new_spare(self) -> SpawnedChild:
+        command = [str(_SPARE), self._config.program]
+        start = partial(
+            SpawnedChild, command, self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        if self._config.log_dir is None:
+            return start(stderr=None)
+        with (self._config.log_dir / 'spares.log').open('ab') as log:
+            return start(stderr=log)
 
     def _heard_from(self, spare: SpawnedChild) -> None:
         """It said that it is ready, or its stdout ended because it is dying."""

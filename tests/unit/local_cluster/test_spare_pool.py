@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.local_cluster import spare
-from moevement_ext.local_cluster.events import Event, SpareEnded, SpareReady, WorkerStarted
+from moevement_ext.local_cluster.events import (
+    Event,
+    SpareEnded,
+    SpareMissing,
+    SpareReady,
+    WorkerStarted,
+)
 from tests.unit.local_cluster.conftest import Job
 
 pytestmark = pytest.mark.timeout(300)
@@ -78,6 +85,22 @@ def test_spare_that_cannot_start_is_not_tried_again(job: Job, tmp_path: Path) ->
     assert 'program.py has no function main(), which --spares needs' in (
         (tmp_path / 'spares.log').read_text()
     )
+
+
+def test_a_spare_for_which_nothing_is_left_ends_no_worker(job: Job, tmp_path: Path) -> None:
+    """Here its log cannot be opened any more; it may as well be the last process or file."""
+    log_dir = tmp_path / 'logs'
+
+    def remove_then_kill(event: Event) -> None:
+        if isinstance(event, SpareReady):
+            shutil.rmtree(log_dir)
+            os.kill(event.pid, signal.SIGKILL)
+
+    job.on_event = remove_then_kill
+    job.finish_when = lambda: any(isinstance(event, SpareMissing) for event in job.events)
+    assert job.run(spares=1, log_dir=log_dir) == 0
+    assert len(job.started()) == 1
+    assert 'No such file or directory' in str(job.events)
 
 
 def test_spare_ends_with_its_stdin(job: Job) -> None:
