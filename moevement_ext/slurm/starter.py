@@ -271,8 +271,9 @@ class SlurmStarter:
         raise NoNodeLeft(message) if self._met else LaunchError(message)
 
     def _start_waiting(self) -> None:
-        seated = {node.seat: node for node in self._nodes.values() if node.link is not None}
+        seated = {node.seat: node for node in self._nodes.values()}
         for child in list(self._children.values()):
             node = seated.get(self._config.node_of(child.order.rank))
-            if node is not None and child.waits_for_node:
+            # Its agent may be found lost by what another child was to be told.
+            if node is not None and node.link is not None and child.waits_for_node:
                 child.start_on(node)

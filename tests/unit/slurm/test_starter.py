@@ -131,6 +131,21 @@ def test_an_agent_that_died_comes_back(job: SlurmJob) -> None:
     assert job.life(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
 
 
+def test_an_agent_dies_while_it_is_told_to_start_workers(job: SlurmJob) -> None:
+    """What had been told gets through, as far as one can tell; what is left has no host any more."""
+
+    def lose_when_seated(event: Event) -> None:
+        if isinstance(event, NodeSeated) and event.host == 'a':
+            job.lose('a')
+            assert job.steps['a'][-1]._process.wait(60.0)
+
+    job.on_event = lose_when_seated
+    job.finish_when = lambda: {event.rank for event in job.started()} == {0, 1, 2, 3}
+    assert job.on_hosts('ab', nodes=1, workers_per_node=4).run() == 0
+    assert seated(job) == [('a', 0), ('b', 0)]
+    assert lost(job) == [('a', 0)]
+
+
 def test_a_silent_host_is_lost(job: SlurmJob, monkeypatch: pytest.MonkeyPatch) -> None:
     from moevement_ext.slurm import node
 
