@@ -11,6 +11,14 @@ from moevement_ext.local_cluster.child import bound
 from moevement_ext.slurm.address import ADDRESS_VARIABLE, Address
 
 AGENT = (sys.executable, '-m', 'moevement_ext.slurm.agent')
+_SHARES = (
+    'SLURM_GPUS',
+    'SLURM_GPUS_PER_SOCKET',
+    'SLURM_GPUS_PER_TASK',
+    'SLURM_NTASKS_PER_GPU',
+    'SLURM_TRES_PER_TASK',
+)
+"""How sbatch was told to deal GPUs out to tasks; an agent, one task, has all those of its node."""
 
 
 class Step:
@@ -57,7 +65,10 @@ def slurm_step(host: str, address: Address) -> Step:
     That other steps, or nodes, fail does not concern it.
     """
     command = ['srun', '--no-kill', '--overlap', '--nodes=1', '--ntasks=1', f'--nodelist={host}']
-    command += ['--kill-on-bad-exit=0', '--mem=0']
+    command += ['--kill-on-bad-exit=0', '--mem=0', '--export=ALL']  # not as sbatch was told
+    environment = {name: value for name, value in os.environ.items() if name not in _SHARES}
+    if len(environment) < len(os.environ) and 'SLURM_GPUS_ON_NODE' in os.environ:
+        command += [f'--gpus-per-node={os.environ["SLURM_GPUS_ON_NODE"]}']
     if 'SLURM_CPUS_PER_TASK' in os.environ:  # srun has not read it since Slurm 22.05
         command += [f'--cpus-per-task={os.environ["SLURM_CPUS_PER_TASK"]}']
-    return Step([*command, *AGENT], {**os.environ, ADDRESS_VARIABLE: str(address)})
+    return Step([*command, *AGENT], {**environment, ADDRESS_VARIABLE: str(address)})

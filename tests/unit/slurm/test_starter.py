@@ -132,7 +132,7 @@ def test_an_agent_that_died_comes_back(job: SlurmJob) -> None:
 
 
 def test_an_agent_dies_while_it_is_told_to_start_workers(job: SlurmJob) -> None:
-    """What had been told gets through, as far as one can tell; what is left has no host any more."""
+    """Those whose order did not get through had no host, and waited for five minutes."""
 
     def lose_when_seated(event: Event) -> None:
         if isinstance(event, NodeSeated) and event.host == 'a':

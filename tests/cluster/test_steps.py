@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real Slurm, asked for nodes in other ways than the batch scripts of the project do."""
+
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.slurm import END_STATES, Slurm
+from tests.distributed.harness.cluster import ROOT
+
+pytestmark = pytest.mark.timeout(600)
+PROGRAM = """
+import os
+
+print('rank', os.environ['RANK'], 'has GPU', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)
+"""
+
+
+# The former as some sites have it by default.
+@pytest.mark.parametrize('asked', [['--gpus-per-node=1', '--export=NONE'], ['--gpus=2']])
+def test_agents_come_whatever_slurm_was_asked_for(
+    asked: list[str], slurm: Slurm, tmp_path: Path
+) -> None:
+    program, log = tmp_path / 'program.py', tmp_path / 'log'
+    program.write_text(PROGRAM)
+    launch = shlex.join([sys.executable, '-m', 'moevement_ext.slurm', '--', str(program)])
+    job = slurm.run(
+        *('sbatch', '--parsable', '--nodes=2', '--no-kill', f'--output={log}', f'--chdir={ROOT}'),
+        *(*asked, f'--wrap=export PYTHONPATH={ROOT}; exec {launch}'),
+    )
+    while (state := slurm.state(int(job))) not in END_STATES:
+        time.sleep(0.2)
+    assert state == 'COMPLETED', log.read_text()
+    for rank in range(2):
+        assert f'[rank {rank}] rank {rank} has GPU 0\n' in log.read_text()
