@@ -22,22 +22,23 @@ def requeue(job: str, lost: Collection[str]) -> None:
     """Put the job into the queue again, once Slurm has taken the lost nodes out of it.
 
     Before that it might get them again; and what it had of them, GPUs say, is not given to it anew
-    on others (Slurm 22.05: the steps end with "Invalid generic resource").
+    on others (Slurm 22.05: the steps end with "Invalid generic resource"). A controller that does
+    not answer, perhaps lost with them, would not put it there at all.
 
     Args:
         job: its number.
         lost: hosts; Slurm is waited for, but not for ever, as some may not be lost to it.
     """
     deadline = time.monotonic() + _TO_NOTICE_S
-    while not set(lost).isdisjoint(_allocated(job)) and time.monotonic() < deadline:
+    while not _is_noticed(job, lost) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     subprocess.run(['scontrol', 'requeue', job], check=False)
 
 
-def _allocated(job: str) -> tuple[str, ...]:
-    """Hosts that the job has; none if the controller does not answer."""
+def _is_noticed(job: str, lost: Collection[str]) -> bool:
+    """The controller answers, and the job has none of these hosts any more."""
     asked = subprocess.run(
         ['squeue', '--noheader', f'--jobs={job}', '--format=%N'], stdout=subprocess.PIPE, text=True
     )
     nodes = asked.stdout.strip()
-    return hostnames(nodes) if nodes else ()
+    return asked.returncode == 0 and set(lost).isdisjoint(hostnames(nodes) if nodes else ())

@@ -14,8 +14,10 @@ if [[ $1 == requeue ]]; then echo "$2" >"$0.requeued"; else tr , '\\n' <<<"$3"; 
 # The nodes that the job has are in a file with a line for each question; the last line stays.
 SQUEUE = """\
 #!/usr/bin/env bash
-head -n 1 "$0.nodes"
+nodes=$(head -n 1 "$0.nodes")
 (($(wc -l <"$0.nodes") == 1)) || sed -i 1d "$0.nodes"
+if [[ $nodes == silence ]]; then echo 'Unable to contact slurm controller' >&2; exit 1; fi
+echo "$nodes"
 """
 
 
@@ -43,7 +45,16 @@ def test_but_not_for_ever(programs: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (programs / 'scontrol.requeued').read_text() == '42\n'
 
 
-def test_a_controller_that_does_not_answer_is_not_waited_for(programs: Path) -> None:
+def test_a_job_that_has_no_node_any_more(programs: Path) -> None:
     (programs / 'squeue.nodes').write_text('\n')
     allocation.requeue('42', {'b'})
     assert (programs / 'scontrol.requeued').exists()
+
+
+@pytest.mark.parametrize('lost', [{'b'}, set()])
+def test_a_controller_that_does_not_answer_is_waited_for(programs: Path, lost: set[str]) -> None:
+    """It would not hear that the job is to go back."""
+    (programs / 'squeue.nodes').write_text('silence\nsilence\na\n')
+    allocation.requeue('42', lost)
+    assert (programs / 'squeue.nodes').read_text() == 'a\n'
+    assert (programs / 'scontrol.requeued').read_text() == '42\n'

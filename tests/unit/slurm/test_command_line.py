@@ -22,8 +22,8 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An allocation of three nodes, as the commands of Slurm show it; `srun` reaches none."""
     programs = tmp_path / 'bin'
     programs.mkdir()
-    fails = '#!/usr/bin/env bash\nexit 1\n'
-    for name, text in (('scontrol', SCONTROL), ('srun', fails), ('squeue', fails)):
+    ends = '#!/usr/bin/env bash\nexit '
+    for name, text in (('scontrol', SCONTROL), ('srun', f'{ends}1\n'), ('squeue', f'{ends}0\n')):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     monkeypatch.setenv('PATH', f'{programs}:/usr/bin:/bin')
