@@ -24,21 +24,20 @@ def job_environment(config: LaunchConfig, port: int) -> dict[str, str]:
         port: where the store of the launcher listens.
     """
     defaults = default_variables(config)
+    if not torch.cuda.is_available():
+        defaults['TORCHDYNAMO_DISABLE'] = '1'
     if config.share_gpu:
         defaults |= shared_gpu.DEFAULTS
     return {**defaults, **os.environ, **job_variables(config, '127.0.0.1', port)}
 
 
 def default_variables(config: LaunchConfig) -> dict[str, str]:
-    """What a worker finds in its environment unless the user has set it otherwise.
+    """What a worker finds in its environment unless the user has set it otherwise, on any machine.
 
     Args:
         config: of the job.
     """
-    defaults = {**_DEFAULTS, **connections(config.flags)}
-    if not torch.cuda.is_available():
-        defaults['TORCHDYNAMO_DISABLE'] = '1'
-    return defaults
+    return {**_DEFAULTS, **connections(config.flags)}
 
 
 def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
