@@ -282,11 +282,36 @@ def decode(lines: bytes) -> Iterator[Event]:
                 yield decoder.decode(line)
 
 
-class EventLog:
-    """Appends one JSON object per line; every line is complete even if the process dies next.
+_TAIL = 1 << 16
+"""Bytes read at once to find the end of the last whole line."""
 
-    Safe to call from any thread. A file system that refuses a line (full, gone) ends the log with
-    a warning and never the training (invariant I6).
+
+def _to_append(path: Path) -> FileIO:
+    """Opened behind its last whole line.
+
+    One that SIGKILL, a full file system or a loss of power has cut off would be one line with the
+    first of this life, which nobody could read.
+    """
+    file = FileIO(path, 'a+')
+    if file.seekable():
+        size = file.seek(0, os.SEEK_END)
+        end, whole = size, 0
+        while end and not whole:
+            begin = max(end - _TAIL, 0)
+            newline = os.pread(file.fileno(), end - begin, begin).rfind(b'\n')
+            whole = 0 if newline < 0 else begin + newline + 1
+            end = begin
+        if whole < size:
+            file.truncate(whole)
+    return file
+
+
+class EventLog:
+    """Appends one JSON object per line; a line that is written is there even if the process dies.
+
+    One that it dies in may be cut off, and is taken back by the next life of the rank. Safe to call
+    from any thread. A file system that refuses a line (full, gone) ends the log with a warning and
+    never the training (invariant I6).
 
     Args:
         directory: `--sparse-ckpt-events`, or None: nothing is written.
@@ -309,7 +334,7 @@ class EventLog:
         if directory is not None:
             try:
                 Path(directory).mkdir(parents=True, exist_ok=True)
-                self._file = FileIO(Path(directory) / f'rank{rank}.jsonl', 'ab')
+                self._file = _to_append(Path(directory) / f'rank{rank}.jsonl')
             except OSError as error:
                 raise UserError(
                     f'--sparse-ckpt-events {directory}: events cannot be written there: {error}. '
@@ -341,7 +366,7 @@ class EventLog:
 
     def _write(self, file: FileIO, line: bytes) -> None:
         try:
-            if file.write(line) == len(line):  # one system call: whole lines under SIGKILL
+            if file.write(line) == len(line):  # one system call; SIGKILL may come in its middle
                 return
             problem = 'the last line is cut off; is the file system full?'
         except OSError as error:
