@@ -225,8 +225,9 @@ class History:
 
     @property
     def iteration(self) -> int:
-        """The newest one that a rank has committed."""
-        return max(event.iteration for event in self.events)
+        """The newest one that a rank has committed, of those that a job going back has not lost."""
+        newest = {event.rank: event.iteration for event in self.events if event.iteration}
+        return max(newest.values(), default=0)  # a new process says 0 until it is back
 
     @cached_property
     def kept(self) -> int:
@@ -269,7 +270,8 @@ class History:
         known = self.newest(WindowPersisted)
         if known.keys() != self.by_rank.keys():
             return None
-        return min(event.start for event in known.values())
+        start = min(event.start for event in known.values())
+        return start if start <= self.iteration else None  # the job has started over before it
 
     def reduced(self) -> list[ProtectionReduced]:
         """All that protection lacked, in the order of time."""

@@ -73,9 +73,7 @@ def silent(history: History) -> list[int]:
     if history.episodes and history.episodes[-1].end is None:
         return []
     window = max((len(slots) for slots in history.slots.values()), default=1)
-    newest = {
-        rank: max(event.iteration for event in events) for rank, events in history.by_rank.items()
-    }
+    newest = {rank: events[-1].iteration for rank, events in history.by_rank.items()}
     return [rank for rank, at in newest.items() if max(newest.values()) - at > 2 * window]
 
 

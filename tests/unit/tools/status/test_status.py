@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from moevement_ext.events import Event, ProtectionReduced, WindowPersisted
-from tests.unit.tools.runs import LOST, localized_run, of_rank, write
+from tests.unit.tools.runs import LOST, localized_run, of_rank, started_over, write
 from tests.unit.tools.samples import event
 from tools.lab.history import History
 from tools.lab.plots import Doing
@@ -72,6 +72,18 @@ def test_silent_and_missing_ranks() -> None:
     assert silent(History(localized_run(finished=False))) == []
     assert missing(History([one for one in localized_run() if one.rank != 1])) == [1]
     assert 'MISSING ranks 1' in shown([one for one in localized_run() if one.rank != 1], 30.0)
+
+
+def test_a_job_that_started_over_is_where_it_is_now() -> None:
+    """Not at the iteration that was lost, nor safe by windows that are gone."""
+    text = shown(started_over(), 17.0)
+    assert text.startswith('training, iteration 4, last event')
+    assert 'newest window that all have begins at 2, 2 iterations ago; windows of 2' in text
+    early = [one for one in started_over() if one.time < 14.7]
+    assert 'no window is safe on all ranks yet' in shown(early, 15.0)
+    stuck = [one for one in started_over() if one.rank != 1 or one.time < 14.0]
+    stuck += [event(WindowPersisted, 0, 17.0, pid=50, iteration=8, start=6, plan='a')]
+    assert silent(History(stuck)) == [1]
 
 
 def test_reduced_protection() -> None:
