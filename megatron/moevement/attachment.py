@@ -19,6 +19,7 @@ Checked against megatron-core 0.19.2.
 
 import logging
 import os
+import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -92,16 +93,12 @@ class LoopCounters:
 _OPEN_LOADER = 'torch.utils.data:DataLoader.__iter__'
 
 
-def _open_loader(original: Callable[..., Any], *args: Any) -> Any:
-    with rng_kept():
-        return original(*args)
-
-
 class ReplayableData:
     """Iterators that are made anew to go back. Training thread only.
 
     That leaves no trace in random numbers: neither making an iterator, nor opening a loader (which
-    draws a seed) in the first iteration that reads it, as one does that is behind a generator.
+    draws a seed) in an iteration, as one does that is behind a generator: in the first one that
+    reads it, and at each epoch, which may be the first one of a replay.
 
     Attributes:
         training: what the loop's `data` returned last.
@@ -110,7 +107,6 @@ class ReplayableData:
     def __init__(self) -> None:
         self.training: Any = None
         self._make: Callable[[int], Any] | None = None
-        self._unread = False
 
     def use(self, make: Callable[[int], Any], consumed_samples: int) -> None:
         """Begin to read, after `consumed_samples`."""
@@ -122,14 +118,19 @@ class ReplayableData:
         assert self._make is not None
         with rng_kept():
             self.training = self._make(consumed_samples)
-        self._unread = True
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Around an iteration that reads."""
-        with patches.wrapped(_OPEN_LOADER, _open_loader) if self._unread else nullcontext():
+        reader = threading.get_ident()
+
+        def open_loader(original: Callable[..., Any], *args: Any) -> Any:
+            # Another thread would put back what this one has drawn in the meantime.
+            with rng_kept() if threading.get_ident() == reader else nullcontext():
+                return original(*args)
+
+        with patches.wrapped(_OPEN_LOADER, open_loader):
             yield
-        self._unread = False
 
     def move_validation(self, consumed_samples: int) -> None:
         """Validation is the loop's own matter."""

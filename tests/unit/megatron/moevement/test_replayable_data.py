@@ -2,7 +2,8 @@
 """Data of a loop of one's own are moved without a trace in the random numbers of training."""
 
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,18 @@ def test_neither_does_one_that_fails() -> None:
     assert capture_rng() == before
 
 
-def test_nor_does_opening_a_loader_in_the_first_iteration() -> None:
+def opened_in_each_epoch(consumed_samples: int) -> Iterator[Any]:
+    """Of four samples."""
+    while True:
+        for sample in DataLoader(range(4), sampler=range(consumed_samples % 4, 4)):
+            yield consumed_samples - consumed_samples % 4 + sample
+        consumed_samples += 4 - consumed_samples % 4
+
+
+@pytest.mark.parametrize('make', [opened_when_read, opened_in_each_epoch])
+def test_nor_does_opening_a_loader_in_an_iteration(make: Callable[[int], Iterator[Any]]) -> None:
     data = ReplayableData()
-    data.use(opened_when_read, 0)
+    data.use(make, 0)
     undisturbed = [iteration(data) for _ in range(5)]
     assert undisturbed[4][0] == 4
     before_last = undisturbed[3][2]
@@ -93,7 +103,7 @@ def iteration(data: ReplayableData) -> tuple[int, float, torch.Tensor]:
 
 
 def test_what_an_iteration_draws_otherwise_counts() -> None:
-    """Loaders that are opened later, or numbers that data draw with each sample."""
+    """Such as the numbers that data draw with each sample."""
     data = ReplayableData()
 
     def draw(consumed_samples: int) -> Iterator[float]:
@@ -106,7 +116,15 @@ def test_what_an_iteration_draws_otherwise_counts() -> None:
         with data.reading():
             read.append(next(data.training))
     assert len(set(read)) == 3
+
+
+def test_a_loader_that_another_thread_opens_takes_nothing_back() -> None:
+    """What training draws meanwhile stays drawn."""
+    data = ReplayableData()
+    data.use(opened_when_read, 0)
     with data.reading():
         before = torch.get_rng_state()
-        iter(DataLoader(range(3)))
+        thread = threading.Thread(target=lambda: iter(DataLoader(range(3))))
+        thread.start()
+        thread.join()
         assert not torch.equal(torch.get_rng_state(), before)
