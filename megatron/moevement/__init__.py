@@ -4,7 +4,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.moevement.attachment import TrainingPlan, attach
+    from megatron.moevement.attachment import attach
+    from megatron.moevement.training_plan import TrainingPlan
     from moevement_ext.config import SparseCheckpointConfig
 
 __all__ = ['SparseCheckpointConfig', 'TrainingPlan', 'attach']

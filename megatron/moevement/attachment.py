@@ -24,7 +24,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,29 +48,11 @@ from megatron.moevement.state.digest import state_digest, write_digest
 from megatron.moevement.state.iteration_state import rng_kept
 from megatron.moevement.state.loop_random import LoopRandom
 from megatron.moevement.state.operation_count import OperationCount
+from megatron.moevement.training_plan import TrainingPlan
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.job import own_device
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """What the loop trains, as far as the configurations of Megatron-Core do not say it."""
-
-    train_iters: int
-    seq_length: int
-    """Tokens per sample."""
-    micro_batch_size: int
-    """Samples per micro-batch and data-parallel rank."""
-    global_batch_size: int
-    """Samples per iteration, the same in all."""
-    backend: str = 'nccl'
-    """Backend of `torch.distributed`; without a GPU 'gloo'."""
-    timeout: timedelta = timedelta(minutes=10)
-    """How long a collective may take, and all ranks to meet."""
-    log_interval: int = 100
-    """Iterations between two lines about protection on the last rank's standard output."""
 
 
 @dataclass
@@ -199,6 +180,7 @@ class Attachment:
         self._updates: list[bool] = []
         self._micro_batches = MicroBatches(facts)
         self._micro_batches.install()
+        self._connected = False
         self._built: tuple[list[Any], Any, Any] | None = None
         self._may_step: bool | None = None
         self._cut_off: BaseException | None = None
@@ -226,6 +208,7 @@ class Attachment:
             rank=self._facts.rank,
             world_size=self._facts.world_size,
         )
+        self._connected = True
 
     def set_up(
         self,
@@ -242,8 +225,13 @@ class Attachment:
                 iterations and samples that it has behind it. Called if there are no windows.
 
         Raises:
-            ConfigurationError: something else was built.
+            ConfigurationError: something else was built; nothing is connected, or all is set up.
         """
+        if not self._connected or self._built is not None:
+            raise ConfigurationError(
+                'job.set_up is called once, after job.init_process_group, which takes the place of '
+                "torch.distributed's: by that a survivor could not reconnect."
+            )
 
         def load(*built: Any) -> None:
             if load_checkpoint is not None:
@@ -253,7 +241,7 @@ class Attachment:
         def build_and_load(load_dense: bool) -> tuple[list[Any], Any, Any]:
             built = build()
             _check_groups(self._plan.backend)
-            _check_built(*built)
+            _check_built(built)
             if load_dense:
                 load(*built)
             return built
@@ -461,12 +449,16 @@ def _check_groups(backend: str) -> None:
         )
 
 
-def _check_built(model: list[Any], optimizer: Any, scheduler: Any) -> None:
-    if not all(isinstance(chunk, DistributedDataParallel) for chunk in model):
+def _check_built(built: Any) -> None:
+    chunks = built[0] if isinstance(built, tuple) and len(built) == 3 else None
+    if not isinstance(chunks, list) or not all(
+        isinstance(chunk, DistributedDataParallel) for chunk in chunks
+    ):
         raise ConfigurationError(
             'build() must return a list of model chunks, each in '
-            'megatron.core.distributed.DistributedDataParallel.'
+            'megatron.core.distributed.DistributedDataParallel, the optimizer and the scheduler.'
         )
+    model, _, scheduler = built
     if not isinstance(scheduler, OptimizerParamScheduler):
         raise ConfigurationError(
             f'build() returned a {type(scheduler).__name__} as scheduler; sparse checkpointing '

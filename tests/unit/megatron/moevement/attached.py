@@ -52,8 +52,20 @@ def batches(consumed_samples: int) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def attached(directory: Path, iterations: int = 6) -> Iterator[OwnLoop]:
-    """A loop that is set up, of windows of two iterations. In a process of its own."""
+def attached(
+    directory: Path,
+    iterations: int = 6,
+    connect: Callable[[Any], None] = lambda job: job.init_process_group(),
+    change: Callable[..., Any] = lambda *built: built,
+) -> Iterator[OwnLoop]:
+    """A loop that is set up, of windows of two iterations. In a process of its own.
+
+    Args:
+        directory: for its windows and events.
+        iterations: to train.
+        connect: called with the job before it is set up.
+        change: makes what the loop builds of what the example does.
+    """
     from examples import own_loop
     from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach
 
@@ -70,8 +82,9 @@ def attached(directory: Path, iterations: int = 6) -> Iterator[OwnLoop]:
         interface='lo',
     )
     with attach(sparse, *configurations, plan) as job:
-        job.init_process_group()
-        yield OwnLoop(job, job.set_up(lambda: own_loop.build(*configurations)), plan)
+        connect(job)
+        built = job.set_up(lambda: change(*own_loop.build(*configurations)))
+        yield OwnLoop(job, built, plan)
 
 
 def run(scenario: Callable[[Path], Any], directory: Path) -> Any:

@@ -19,6 +19,8 @@ cpu_device.install()
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 
+from megatron.moevement.training_plan import TrainingPlan  # noqa: E402
+from moevement_ext.config import ConfigurationError  # noqa: E402
 from tests.unit.megatron.moevement.attached import Raised, attached, batches, run  # noqa: E402
 from tests.unit.memory.samples import tmpfs_directory  # noqa: E402
 
@@ -126,18 +128,57 @@ def trains_twice(directory: Path) -> None:
         own.train()
 
 
+def connects_by_torch(directory: Path) -> None:
+    def connect(job: object) -> None:
+        torch.distributed.init_process_group('gloo')
+
+    with attached(directory, connect=connect):
+        pass
+
+
+def sets_up_twice(directory: Path) -> None:
+    with attached(directory) as own:
+        own.job.set_up(lambda: own.built)
+
+
+def builds_one_model(directory: Path) -> None:
+    with attached(directory, change=lambda model, *rest: (model[0], *rest)):
+        pass
+
+
+def builds_no_scheduler(directory: Path) -> None:
+    with attached(directory, change=lambda model, optimizer, _: (model, optimizer)):
+        pass
+
+
 @pytest.mark.parametrize(
     ('scenario', 'message'),
     [
+        (connects_by_torch, 'ConfigurationError: .*set_up .* after job.init_process_group'),
+        (sets_up_twice, 'ConfigurationError: .*set_up is called once'),
+        (builds_one_model, r'ConfigurationError: build\(\) must return a list of model chunks'),
+        (builds_no_scheduler, r'ConfigurationError: build\(\) must return .* the scheduler'),
         (steps_beyond_the_last, 'ConfigurationError: .*step.* iteration 2, the last .*train_iters'),
         (steps_outside, 'ConfigurationError: .*step.* outside of .*train'),
         (steps_after_training, 'ConfigurationError: .*step.* outside of .*train'),
         (trains_twice, 'ConfigurationError: .*train.* second time'),
     ],
 )
-def test_calls_out_of_turn_are_refused(scenario: object, message: str, directory: Path) -> None:
+def test_what_is_not_asked_of_a_loop_is_refused(
+    scenario: object, message: str, directory: Path
+) -> None:
     with pytest.raises(Raised, match=message):
         run(scenario, directory)
+
+
+@pytest.mark.parametrize(
+    ('field', 'value'),
+    [('log_interval', 0), ('micro_batch_size', 0), ('seq_length', -1), ('backend', 'cpu:gloo')],
+)
+def test_a_plan_that_nothing_can_follow_is_refused(field: str, value: object) -> None:
+    settings = {'seq_length': 64, 'micro_batch_size': 2, 'global_batch_size': 4, field: value}
+    with pytest.raises(ConfigurationError, match=f'TrainingPlan.{field} .*{value}.* must be'):
+        TrainingPlan(train_iters=6, **settings)
 
 
 def goes_on_after_a_step_that_failed(directory: Path) -> None:

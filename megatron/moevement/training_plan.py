@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a loop of one's own declares of its training."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from moevement_ext.config import ConfigurationError
+
+_BACKENDS = ('nccl', 'gloo')
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What the loop trains, as far as the configurations of Megatron-Core do not say it."""
+
+    train_iters: int
+    seq_length: int
+    """Tokens per sample."""
+    micro_batch_size: int
+    """Samples per micro-batch and data-parallel rank."""
+    global_batch_size: int
+    """Samples per iteration, the same in all."""
+    backend: str = 'nccl'
+    """Backend of `torch.distributed`; without a GPU 'gloo'."""
+    timeout: timedelta = timedelta(minutes=10)
+    """How long a collective may take, and all ranks to meet."""
+    log_interval: int = 100
+    """Iterations between two lines about protection on the last rank's standard output."""
+
+    def __post_init__(self) -> None:
+        for name in ('seq_length', 'micro_batch_size', 'global_batch_size', 'log_interval'):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(
+                    f'TrainingPlan.{name} {getattr(self, name)} must be at least 1.'
+                )
+        if self.backend not in _BACKENDS:
+            raise ConfigurationError(
+                f'TrainingPlan.backend {self.backend!r} must be nccl, or gloo without a GPU.'
+            )
