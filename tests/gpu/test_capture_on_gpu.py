@@ -12,21 +12,14 @@ import pytest
 import torch
 
 from moevement_ext.capture.copier import Copier
-from moevement_ext.capture.layout import PIECE_BYTES, Copy, OperatorSlices, TensorSlice, in_pieces
+from moevement_ext.capture.layout import PIECE_BYTES, Copy, in_pieces
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.events import EventLog
 from moevement_ext.memory.batches import copy_all
-from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import pin
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import RankIdentity, WindowName
-from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.protect.checkpointer import ScheduledPlan, SparseCheckpointer
-from moevement_ext.protect.lifecycle import WindowLife
-from moevement_ext.protect.statistics import CaptureStatistics
-from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY, named, tmpfs_directory
+from moevement_ext.memory.window.name import WindowName
+from tests.unit.memory.samples import PLAN, named, tmpfs_directory
+from tests.unit.protect.training import DEADLINE_S, Training, W, assert_contents
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,9 +29,6 @@ pytestmark = [
 ELEMENTS = 2**22
 BUSY_CYCLES = 10**9
 """Keeps a stream busy for about half a second: longer than anything the host does meanwhile."""
-DEADLINE_S = 30.0
-"""How long a test waits for something that comes at once."""
-NAMES = ('expert0', 'expert1', 'router')
 
 
 @pytest.fixture
@@ -336,86 +326,15 @@ def test_the_rate_is_of_what_has_arrived(rig: Rig) -> None:
     assert rig.copier.bytes_per_s() != rate
 
 
-class Training:
-    """A rank that trains on a GPU: after n iterations every tensor is full of n."""
-
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self.iteration = 0
-        self.device = device
-        self.updated: list[torch.Tensor] = []
-        self.buffer = torch.zeros(8, device=device)
-        self.reported: queue.Queue[WindowName] = queue.Queue()
-        store = NodeStore(folder, 'run', 'node')
-        self.windows = OwnerWindows(store, 0, 0, 2**20 + 12 * 4 * ELEMENTS)
-        for file in self.windows.files():
-            pin(file)
-        statistics = CaptureStatistics(EventLog(None, 0))
-        self.life = WindowLife(
-            0, self.windows, {}, lambda persisted: self, lambda window: None, statistics, DEADLINE_S
-        )
-        plan = WindowPlan(tuple((name,) for name in NAMES))
-        self.checkpointer = SparseCheckpointer(
-            RankIdentity(RUN, TOPOLOGY, 0),
-            {name: self._operator(name) for name in NAMES},
-            device,
-            self.life,
-            ScheduledPlan(0, plan, PLAN),
-        )
-
-    def step(self) -> None:
-        """One iteration; the host never waits for the device."""
-        self.checkpointer.begin(self.iteration, b'')
-        self.buffer.fill_(-1)  # forward
-        self.checkpointer.before_update()
-        self.iteration += 1
-        for tensor in (*self.updated, self.buffer):
-            tensor.fill_(self.iteration)
-
-    def close(self) -> None:
-        self.checkpointer.stop()
-        self.life.stop()
-
-    # The board of this rank alone: what it reports is persisted.
-
-    def report(self, window: WindowName) -> None:
-        self.life.persisted(window)
-        self.reported.put(window)
-
-    def withdraw_after(self, window: WindowName) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-    def _operator(self, name: str) -> OperatorSlices:
-        def part(kind: str, dtype: torch.dtype) -> TensorSlice:
-            self.updated.append(torch.zeros(ELEMENTS, dtype=dtype, device=self.device))
-            return TensorSlice(name, f'{name}.weight', kind, 0, ELEMENTS, self.updated[-1])
-
-        full = [part('master', torch.float32), part('exp_avg', torch.float32)]
-        if name == 'router':
-            full.append(TensorSlice(name, 'counts', 'buffer', 0, 8, self.buffer, volatile=True))
-        return OperatorSlices(tuple(full), (part('weight', torch.bfloat16),))
-
-
 def test_windows_of_a_gpu_hold_the_state_of_their_iterations(
     shm: Path, device: torch.device
 ) -> None:
-    training = Training(shm, device)
-    for _ in range(4 * len(NAMES)):
-        training.step()
+    training = Training(shm, device=device, elements=ELEMENTS)
+    for _ in range(4 * W):
+        training.step()  # the host never waits for the device
     training.checkpointer.drain()
     for start in (0, 3, 6, 9):
         assert training.reported.get(timeout=DEADLINE_S) == WindowName(start, PLAN)
     assert training.checkpointer.statistics.failures == 0
-    held = training.windows.file(named(9))
-    assert held is not None
-    file = WindowFile.open(held.path)
-    headers = file.verify(Expected(RUN, TOPOLOGY, 0, named(9)))
-    assert [header.iteration for header in headers] == [9, 10, 11]
-    for header in headers:
-        payload = torch.from_numpy(file.payload(header.slot).copy())
-        for record in header.records:
-            stored = payload[record.offset : record.offset + record.nbytes]
-            assert (stored.view(getattr(torch, record.dtype)) == header.iteration).all()
-    training.close()
+    assert_contents(training, 9)
+    training.stop()

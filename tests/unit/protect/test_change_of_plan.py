@@ -8,7 +8,7 @@ import pytest
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.protect.checkpointer import ScheduledPlan
 from tests.unit.memory.samples import tmpfs_directory
-from tests.unit.protect.test_checkpointer import SCHEDULE, Training, W
+from tests.unit.protect.training import SCHEDULE, Training, W
 
 LATER = ScheduledPlan(
     2 * W, WindowPlan((('router', 'expert0'), ('expert1',))), 'later', version=1
