@@ -37,14 +37,14 @@ def slices_of(state: dict[str, torch.Tensor]) -> dict[str, OperatorSlices]:
     }
 
 
-def captured(path: Path, state: dict[str, torch.Tensor], slot: int) -> SlotHeader:
+def captured(path: Path, slices: dict[str, OperatorSlices], slot: int) -> SlotHeader:
     """A slot as the capture of the state leaves it, sealed in a real window file."""
     plan = WindowPlan(SLOTS)
-    layout = SlotLayout(plan, slot, slices_of(state))
+    layout = SlotLayout(plan, slot, slices)
     file = WindowFile.create(path / f'{slot}.window', 1 << 18)
     file.begin(named(6))
     payload = file.reserve_slot(slot, layout.payload_bytes)
-    for piece in layout.copies(payload, volatile=False):
+    for piece in (*layout.copies(payload, volatile=True), *layout.copies(payload, volatile=False)):
         copy_all(piece.targets, piece.sources)
     header = SlotHeader(
         version=FORMAT_VERSION,
@@ -63,7 +63,7 @@ def captured(path: Path, state: dict[str, torch.Tensor], slot: int) -> SlotHeade
 
 
 def test_the_same_bits_verify(tmp_path: Path, state: dict[str, torch.Tensor]) -> None:
-    headers = [captured(tmp_path, state, slot) for slot in (0, 1)]
+    headers = [captured(tmp_path, slices_of(state), slot) for slot in (0, 1)]
     verification = Verification(headers, slices_of(state))
     for iteration in (5, 6, 7, 8):
         verification.check(iteration)
@@ -76,7 +76,7 @@ def test_the_same_bits_verify(tmp_path: Path, state: dict[str, torch.Tensor]) ->
 def test_one_wrong_bit_is_reported_by_name(
     tensor: str, tmp_path: Path, state: dict[str, torch.Tensor]
 ) -> None:
-    headers = [captured(tmp_path, state, 0)]
+    headers = [captured(tmp_path, slices_of(state), 0)]
     state[tensor].view(torch.uint8)[5] ^= 1
     verification = Verification(headers, slices_of(state))
     verification.check(6)
@@ -89,11 +89,29 @@ def test_what_is_not_captured_in_the_slot_is_not_judged(
     tmp_path: Path, state: dict[str, torch.Tensor]
 ) -> None:
     """Slot 1 has nothing of the operator that slot 0 has in full."""
-    headers = [captured(tmp_path, state, 1)]
+    headers = [captured(tmp_path, slices_of(state), 1)]
     state['expert.0.master'].view(torch.uint8)[5] ^= 1
     verification = Verification(headers, slices_of(state))
     verification.check(7)
     assert verification.result()[:2] == (1, 7) and verification.result().differing == ()
+
+
+def test_what_an_evaluation_leaves_is_no_difference(
+    tmp_path: Path, state: dict[str, torch.Tensor]
+) -> None:
+    """The slot has it from after the evaluation, the replayed update is over before that."""
+    scale = torch.full((4,), 2.0)
+
+    def slices() -> dict[str, OperatorSlices]:
+        always = TensorSlice('expert.0', 'experts.scale', 'scaling', 0, 4, scale, volatile=True)
+        held = slices_of(state)
+        return {**held, 'expert.0': held['expert.0']._replace(always=(always,))}
+
+    headers = [captured(tmp_path, slices(), 0)]
+    scale.fill_(1.0)
+    verification = Verification(headers, slices())
+    verification.check(6)
+    assert verification.result()[:2] == (2, 6) and verification.result().differing == ()
 
 
 def test_without_a_newer_capture_nothing_is_claimed(state: dict[str, torch.Tensor]) -> None:
