@@ -316,15 +316,19 @@ class Attachment:
         write_digest(str(path), self.iteration, digest)
 
     def _enter(self, loop: Callable[[], Any]) -> Any:
-        """Call `loop`; what cut off a step of it comes out, also if `loop` wanted to go on."""
-        self._cut_off = None
+        """Call `loop`; what cut off a step of it comes out, also if `loop` wanted to go on.
+
+        It is not kept here: it holds the step that it cut off, of which nothing is to be left.
+        """
         try:
             result = loop()
         except _LoopGoesOn:
             result = None
-        if self._cut_off is not None:
-            logger.warning('sparse checkpointing: the loop is left: %r in a step', self._cut_off)
-            raise self._cut_off
+        finally:
+            cut_off, self._cut_off = self._cut_off, None
+        if cut_off is not None:
+            logger.warning('sparse checkpointing: the loop is left: %r in a step', cut_off)
+            raise cut_off
         if self.iteration < self._plan.train_iters and self._session.job.recovering:
             self._session.leave_before_recovery()
         return result

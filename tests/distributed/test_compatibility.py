@@ -161,6 +161,33 @@ def test_shared_experts_that_overlap_are_recovered_locally(
     check_localized(job)
 
 
+# A survivor waits for the last stage between two micro-batches, and reduces no gradients meanwhile.
+HELD_BACK = [
+    *f'{BF16} {PP2} {UNTIED} --overlap-grad-reduce --overlap-param-gather'.split(),
+    *'--global-batch-size 8 --train-iters 12'.split(),
+]
+
+
+def test_what_held_back_reductions_does_not_end_in_a_later_iteration(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = cluster(*HELD_BACK, '--sparse-ckpt-window', '3')
+    collector = 'mutations.localized:collector_comes_in_iteration_10'
+    assert job.survive(fail_at='3:8:backward', mutation=collector) == {3: 1}
+    assert differences(reference(*HELD_BACK), read_digest(job)) == []
+    check_localized(job)
+
+
+@pytest.mark.thorough
+def test_what_held_back_reductions_is_noticed_if_it_ends_in_a_later_iteration(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = cluster(*HELD_BACK, '--sparse-ckpt-window', '3')
+    left = 'mutations.localized:what_was_cut_off_is_left_to_the_collector'
+    job.survive(fail_at='3:8:backward', mutation=left)
+    assert differences(reference(*HELD_BACK), read_digest(job)) != []
+
+
 @pytest.mark.thorough
 def test_sequences_of_different_lengths_are_recovered_locally(
     cluster: Callable[..., Cluster],

@@ -7,6 +7,7 @@ state are written only by the update; a rank that was cut off within it replays 
 Checked against megatron-core 0.19.2.
 """
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,8 +69,11 @@ class BrokenIteration:
     def reset_loop_state(self) -> None:
         """Make upstream's loop enterable again, wherever it was left.
 
-        That may be in a step, an evaluation or a checkpoint.
+        That may be in a step, an evaluation or a checkpoint. What cut it off may hold its frames
+        in a cycle, hence its activations, and the context in which upstream reduces no gradients:
+        ended by the collector in the middle of a later iteration, it would have them reduced there.
         """
+        gc.collect()
         machine = get_rerun_state_machine()
         machine.state = RerunState.NOT_RUNNING_YET
         machine.mode = self._rerun_mode

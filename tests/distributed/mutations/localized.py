@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to break localized recovery, one step each. Every one must turn the bits red."""
 
+import gc
 import os
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.training import get_args
 
+import pretrain_gpt
 from examples import own_loop
 from megatron.moevement import attachment
 from megatron.moevement.job import session, trainer
 from megatron.moevement.seams import data_position, p2p
-from megatron.moevement.state import global_scalars, training_state
+from megatron.moevement.state import broken_iteration, global_scalars, training_state
 from moevement_ext.recover import conversion, stage_replay
 
 
@@ -143,3 +147,22 @@ def norm_of_detached_heads_wrong() -> None:
         return replaying(self, changed)
 
     global_scalars.ScalarRecorder.replaying = replaying_large
+
+
+def collector_comes_in_iteration_10() -> None:
+    """By itself in the middle of that iteration, as it may at any moment, and never before."""
+    gc.disable()
+    forward_step = pretrain_gpt.forward_step
+
+    def collect_and_forward(*args, **settings):
+        if get_args().curr_iteration == 9:
+            gc.collect()
+        return forward_step(*args, **settings)
+
+    pretrain_gpt.forward_step = collect_and_forward
+
+
+def what_was_cut_off_is_left_to_the_collector() -> None:
+    """An iteration that was cut off is gone when the collector comes by itself."""
+    broken_iteration.gc = SimpleNamespace(collect=lambda: None)
+    collector_comes_in_iteration_10()

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a loop of one's own may do, and what is refused; each in a process of its own."""
 
+import gc
 import json
 import random
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -225,6 +228,26 @@ def test_what_cut_off_a_step_cannot_be_kept_from_recovery(
     """Else a survivor would try in vain for ever, and never come to the meeting."""
     with pytest.raises(Raised, match='ValueError: a bad batch'):
         run(scenario, directory)
+
+
+def is_rid_of_a_step_that_failed(directory: Path) -> bool:
+    with attached(directory) as own:
+        made = []
+
+        def train_step(data: object, **schedule: object) -> None:
+            activations = torch.ones(1)
+            made.append(weakref.ref(activations))
+            raise ValueError('a bad batch')
+
+        with suppress(ValueError):
+            own.job.train(lambda: own.job.step(train_step), batches)
+        gc.collect()
+        return made[0]() is None
+
+
+def test_nothing_is_kept_of_a_step_that_was_cut_off(directory: Path) -> None:
+    """What upstream began in it would end in a later one; and its activations take room."""
+    assert run(is_rid_of_a_step_that_failed, directory)
 
 
 def with_other_schedule(directory: Path, change: dict[str, Any], runs: int = 1) -> None:
