@@ -121,12 +121,24 @@ def test_plain_program_starts_again_as_a_whole(
     assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
 
 
-@pytest.mark.parametrize('dies', with_quick(['', '1:3:forward', '1:4:forward'], '', '1:4:forward'))
+# What is saved before each end; who dies in the second launch.
+ENDS = {
+    'windows alone': ('', ''),
+    'death before it': ('', '1:3:forward'),
+    'death after it': ('', '1:4:forward'),
+    'not kept': ('--non-persistent-save-interval 3 --non-persistent-ckpt-type global', ''),
+}
+
+
+@pytest.mark.parametrize('end', with_quick(ENDS, 'windows alone', 'death after it'))
 def test_job_that_ends_every_few_iterations_gets_on_from_launch_to_launch(
-    dies: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    end: str, cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
     """Also if the process that takes a lost worker's place has not seen the end before."""
-    job = cluster(*TWO_STAGES, *WINDOW, '--exit-interval', '3', ranks=2)
+    saves, dies = ENDS[end]
+    dense = ['--save', str(tmp_path / 'dense'), '--save-interval', '100'] if saves else []
+    flags = [*WINDOW, *dense, *saves.split(), '--exit-interval', '3']
+    job = cluster(*TWO_STAGES, *flags, ranks=2)
     assert job.survive() == {}
     assert 'sparse ckpt | exit at iteration: 3 |' in job.output(0)
     assert job.survive(fail_at=dies) == ({1: 1} if dies else {})

@@ -103,8 +103,12 @@ class PostStep:
         return due and not self.exit_was_made(iteration)
 
     def exit_was_made(self, iteration: int) -> bool:
-        """True if an earlier launch ended after `iteration`, were it due."""
-        return iteration <= self._exits_made
+        """True if an earlier launch ended after `iteration`, were it due, and left windows alone.
+
+        A dense checkpoint that is to be kept is written before the exit, and together they are.
+        """
+        kept = self._facts.save and not self._not_kept(iteration)
+        return iteration <= self._exits_made and not kept
 
     def pass_exits(self, iteration: int) -> None:
         """Do not end after `iteration`, or before: an earlier launch, which came there, has.
@@ -112,8 +116,7 @@ class PostStep:
         The windows that it left are older, so every launch would end there again. One that died
         right before it ended counts as well.
         """
-        if not self._facts.save:  # else a dense checkpoint is to be written before an exit
-            self._exits_made = iteration
+        self._exits_made = iteration
 
     def catch_up(
         self,

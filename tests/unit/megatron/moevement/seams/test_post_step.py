@@ -216,18 +216,26 @@ def test_a_save_that_was_cut_off_is_the_one_that_upstream_had_begun(
     assert rank.post_step.exits(ITERATION) is exits
 
 
-@pytest.mark.parametrize('save', [None, 'checkpoints'])
+@pytest.mark.parametrize(
+    ('dense', 'kept'),
+    [
+        ({'save': None}, False),
+        ({}, True),
+        ({'non_persistent_save_interval': 3}, False),
+        ({'save_interval': 3, 'non_persistent_save_interval': 3}, True),
+    ],
+)
 @pytest.mark.parametrize(('passed', 'ends'), [(-1, True), (5, True), (6, False), (7, False)])
 def test_an_exit_that_an_earlier_launch_has_made_is_not_made_again(
-    save: str | None, passed: int, ends: bool
+    dense: dict[str, Any], kept: bool, passed: int, ends: bool
 ) -> None:
     """Unless there would be a dense checkpoint then, which nobody has written."""
-    facts = dataclasses.replace(FACTS, save=save, exit_interval=2)
+    facts = dataclasses.replace(FACTS, **dense, exit_interval=2)
     survived, new = Rank(facts), Rank(facts)
     survived.post_step.pass_exits(passed)
     new.catch_up([survived.commit()])
     for rank in (survived, new):
-        assert rank.post_step.exits(ITERATION) is (ends or save is not None)
+        assert rank.post_step.exits(ITERATION) is (ends or kept)
         assert rank.post_step.exits(8)
 
 
