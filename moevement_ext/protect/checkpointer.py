@@ -88,7 +88,7 @@ class SparseCheckpointer:
         self._given_up: list[_Writing] = []
         self._captured = -1
         self._upcoming: list[ScheduledPlan] = []
-        self._aligned = -1  # where all ranks began a window whatever their plan
+        self._aligned = schedule.origin  # where all ranks began a window whatever their plan
         self._adopt(schedule)
 
     @property

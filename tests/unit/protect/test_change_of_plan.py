@@ -59,6 +59,17 @@ def test_who_hears_of_it_late_falls_into_step_with_those_who_began_anew(
     assert windows(training) == IN_STEP[1:]
 
 
+def test_new_process_that_hears_of_it_does_too() -> None:
+    """It is told where windows begin now by a survivor that has not heard of the plan yet."""
+    with tmpfs_directory() as path:
+        training = Training(path, SCHEDULE._replace(origin=TARGET))
+        training.iteration = TARGET
+        training.checkpointer.schedule_next(LATER)
+        training.run_until(TARGET + 8)
+        assert windows(training) == IN_STEP
+        training.stop()
+
+
 @pytest.mark.parametrize('first', [True, False], ids=['before', 'after'])
 def test_of_two_plans_for_one_iteration_the_later_is_in_force(
     first: bool, training: Training
