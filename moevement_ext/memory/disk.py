@@ -106,7 +106,7 @@ class DiskWindows:
 
         Raises:
             RefusedWindow: it is not there, damaged, or another one.
-            HostMemoryError: `into` is too small.
+            FileTooSmall: `into` is.
         """
         with WindowReader(self.path / committed_name(name)) as reader:
             reader.verify_identity(Expected(owner=self.rank, name=name))

@@ -152,7 +152,7 @@ class ReplicaClient:
 
         Raises:
             RefusedWindow: what arrived is damaged or not the window asked for.
-            HostMemoryError: `into` is too small.
+            FileTooSmall: `into` is; nothing was received.
         """
         into.begin(window)  # forgets what an earlier, interrupted fetch has left
         with self._exchange() as connection:
@@ -160,6 +160,7 @@ class ReplicaClient:
             # The peer reads the whole window before it answers; its size is not known yet.
             connection.set_deadline(self._timeout_s, into.capacity)
             head = _expect(connection, WindowHead)
+            into.require(head.nbytes, head.slots)
             connection.set_deadline(self._timeout_s, min(head.nbytes, into.capacity))
             for _ in range(head.slots):
                 header = self._receive_slot(connection, into)

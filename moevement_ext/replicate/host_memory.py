@@ -6,8 +6,7 @@ reserved, replica holders are placed and servers started.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ from moevement_ext.memory.sizing import (
     rank_memory,
 )
 from moevement_ext.memory.upstream_log.log import UpstreamLog
-from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.file import FileTooSmall, WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import Window
 from moevement_ext.memory.window.refused import RefusedWindow
@@ -237,13 +236,14 @@ class HostMemory:
         client = self._fetching = self.client(holder)
         try:
             client.open()
-            with self._receiving(window) as file:
-                client.fetch_window(self.rank, window.name, file, received)
+            return self._receive(
+                window,
+                lambda file: client.fetch_window(self.rank, window.name, file, received),
+            )
         finally:
             if self._fetching is client:  # one that was left behind has a successor
                 self._fetching = None
             client.close()
-        return file
 
     def fetch_from_disk(
         self, window: Window, received: Callable[[WindowFile, SlotHeader], None]
@@ -253,23 +253,36 @@ class HostMemory:
         Raises:
             RefusedWindow, PeerLost, HostMemoryError: it could not be had there.
         """
-        assert self.disk is not None
-        with self._receiving(window) as file:
-            self.disk.read(window.name, file, received)
-        return file
+        disk = self.disk
+        assert disk is not None
+        return self._receive(window, lambda file: disk.read(window.name, file, received))
 
-    @contextmanager
-    def _receiving(self, window: Window) -> Iterator[WindowFile]:
-        """A file for a window that comes from elsewhere; committed at the end, if all is well."""
+    def _receive(self, window: Window, deliver: Callable[[WindowFile], object]) -> WindowFile:
+        """A window that comes from elsewhere, committed.
+
+        Other flags may have made it longer than those of now, for which files are made.
+        """
+        try:
+            return self._fill(self._free_file(window), deliver)
+        except FileTooSmall as small:
+            if small.needed > window.length * self.windows.capacity_bytes:
+                raise  # more than so many windows of one slot
+            return self._fill(self.windows.begin_larger(window.name, small.needed), deliver)
+
+    def _free_file(self, window: Window) -> WindowFile:
         try:
             file = self.windows.begin(window.name)
         except ValueError as error:  # a thread that was left behind still waits for somebody
             raise PeerLost(f'window {window.start} is still received: {error}') from error
         if file is None:
             raise RefusedWindow(f'no free window file on rank {self.rank}')
+        return file
+
+    def _fill(self, file: WindowFile, deliver: Callable[[WindowFile], object]) -> WindowFile:
         try:
-            yield file
+            deliver(file)
             self.windows.commit(file)
+            return file
         except BaseException:
             self.windows.abandon(file)
             raise

@@ -35,12 +35,21 @@ from moevement_ext.memory.window.format import (
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, TruncatedWindow
 from moevement_ext.memory.window.slot import (
+    ALIGNMENT,
     Record,
     SlotHeader,
     align_up,
     decode_frame,
     encode_frame,
 )
+
+
+class FileTooSmall(HostMemoryError):
+    """A window does not fit in the file that was begun for it; one of `needed` bytes has room."""
+
+    def __init__(self, path: Path, needed: int) -> None:
+        super().__init__(f'{path}: the window needs {needed} bytes; its file is smaller')
+        self.needed = needed
 
 
 class SlotBlob(NamedTuple):
@@ -158,6 +167,19 @@ class WindowFile:
         with self._lock:
             self._draft = _Draft()
             self._write_directory(Directory(name))
+
+    def require(self, content_bytes: int, slots: int) -> None:
+        """Refuse to begin with what cannot fit.
+
+        Args:
+            content_bytes: payloads and frames of a window, together.
+            slots: their number.
+
+        Raises:
+            FileTooSmall: the file is smaller than that.
+        """
+        if PREAMBLE_BYTES + content_bytes > self.capacity:
+            raise FileTooSmall(self.path, PREAMBLE_BYTES + content_bytes + 2 * slots * ALIGNMENT)
 
     def freeze(self) -> None:
         """Allow no more writing; called when the window is committed."""

@@ -128,6 +128,18 @@ class OwnerWindows:
             chosen.file.begin(name)
             return chosen.file
 
+    def begin_larger(self, name: WindowName, nbytes: int) -> WindowFile:
+        """Open a file for a window that those in turn are too small for; it goes when outdated.
+
+        Raises:
+            HostMemoryError: there is no room for it.
+        """
+        with self._lock:
+            file = WindowFile.create(self.path / writing_name(name), nbytes)
+            self._generations.append(_Generation(file, self._next_index(), _State.WRITING))
+            file.begin(name)
+            return file
+
     def commit(self, file: WindowFile) -> None:
         """Make a completely sealed window permanent by renaming it.
 

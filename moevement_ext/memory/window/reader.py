@@ -119,8 +119,10 @@ class WindowReader:
 
         Raises:
             RefusedWindow: damaged, or it cannot be read.
-            HostMemoryError: `file` is too small.
+            FileTooSmall: `file` is; nothing was read.
         """
+        sizes = [entry.payload_bytes + entry.frame_bytes for entry in self._entries]
+        file.require(sum(sizes), len(sizes))
         for entry in self._entries:
             places = iter((entry.payload_offset, entry.frame_offset))
             header = file.write_blob(

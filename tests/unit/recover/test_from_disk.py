@@ -13,7 +13,7 @@ from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.recover.inventory import windows_on_disk
 from moevement_ext.recover.sources import make_room, verified_window
-from tests.unit.memory.samples import RUN, TOPOLOGY, WINDOW, named, tmpfs_directory
+from tests.unit.memory.samples import RUN, TOPOLOGY, WINDOW, capacity, named, tmpfs_directory
 from tests.unit.recover.test_sources import damage, replicate
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
 
@@ -76,6 +76,15 @@ def test_disk_is_used_where_memory_is_damaged_and_nobody_has_a_replica(job: Job)
     )
     assert source == 'disk' and payloads(file) == expected
     assert arrived == [0, 0, 1, 2]
+
+
+def test_a_window_on_disk_that_is_longer_than_those_of_now_is_used_all_the_same(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, shm = payloads(own(job)), job.ranks[0].store.root
+    memory = job.begin_again(shm, monkeypatch, capacity(window=1))
+    file, source = verified_window(memory, CANDIDATE, [], OWN)
+    assert source == 'disk' and payloads(file) == expected
 
 
 def test_a_damaged_window_on_disk_is_refused_and_its_file_in_memory_is_free(job: Job) -> None:

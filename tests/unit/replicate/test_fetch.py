@@ -11,6 +11,7 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.refused import CorruptWindow
 from moevement_ext.replicate import greeting
@@ -160,7 +161,7 @@ def test_damage_on_the_way_is_noticed_by_the_receiver(shm: Path) -> None:
         connection.set_deadline(DEADLINE_S)
         greeting.admit(connection, SECRET)
         assert isinstance(connection.receive_request(), FetchWindow)
-        connection.send(WindowHead(WINDOW, source.capacity))
+        connection.send(WindowHead(WINDOW, source.used_bytes() - PREAMBLE_BYTES))
         for slot in source.slots():
             payload, frame = map(bytearray, source.slot_blob(slot))
             payload[0] ^= slot == 1

@@ -89,6 +89,19 @@ class Job:
     def inventories(self) -> list[list[HeldWindow]]:
         return [held_windows(memory.store, RUN, TOPOLOGY) for memory in self.ranks]
 
+    def begin_again(self, shm: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> HostMemory:
+        """Rank 0, whose memory is lost, with window files of another size."""
+        before = self.ranks[0]
+        before.close(remove=True)
+        monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
+        members = [msgspec.structs.replace(member, secret=SECRET) for member in before.members]
+        encoded = [msgspec.msgpack.encode(member) for member in members]
+        config, share = settings(shm, replicas=1), Share(0, nbytes, disk=before.disk)
+        memory = HostMemory(config, 'run1', share, CPU, pytest.fail, lambda own: encoded)
+        memory.addresses = before.addresses
+        self.ranks[0] = memory
+        return memory
+
     def stop(self) -> None:
         for memory in self.ranks:
             memory.close(remove=False)
@@ -117,6 +130,26 @@ def test_lost_window_is_fetched_from_its_holder(job: Job) -> None:
     assert arrived == list(range(WINDOW))
     assert digest(fetched.path) == expected
     assert job.ranks[0].windows.file(named(0)) is fetched
+
+
+def test_a_window_that_is_longer_than_those_of_now_is_fetched_all_the_same(
+    job: Job, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job was started again with a shorter --sparse-ckpt-max-window; its file goes later."""
+    put_window(job.ranks[0].peers()[1], job.commit(0))
+    memory = job.begin_again(shm, monkeypatch, capacity(window=1))
+    fetched = memory.fetch(CANDIDATE, 1, lambda file, header: None)
+    assert (
+        fetched.slots() == list(range(WINDOW)) and fetched.capacity > memory.windows.capacity_bytes
+    )
+    assert memory.windows.file(named(0)) is fetched
+    for start in (3, 4, 5):
+        file = memory.windows.begin(named(start))
+        assert file is not None
+        write_window(file, window=1)
+        memory.windows.commit(file)
+        memory.windows.persisted(named(start))
+    assert {file.capacity for file in memory.windows.files()} == {capacity(window=1)}
 
 
 def test_fetch_that_fails_leaves_its_file_free(job: Job) -> None:
