@@ -105,6 +105,7 @@ class ReplicaClient:
             frame_bytes=len(blob.frame),
             frame_checksum=frame_checksum(blob.frame),
             agreed=agreed,
+            window_bytes=file.capacity,
         )
         nbytes = len(blob.payload) + len(blob.frame)
         with self._exchange(nbytes) as connection:

@@ -99,14 +99,14 @@ class Inbox:
 
     def _put(self, connection: Connection, request: PutSlot, timeout_s: float) -> Reply:
         self.windows.agree(request.agreed)
-        file = self._file_for(request.window)
+        file = self._file_for(request)
         if request.slot in file.slots():
             if frame_checksum(file.slot_blob(request.slot).frame) == request.frame_checksum:
                 return Ack()
             if file is not self._receiving:
                 raise ValueError(f'committed window {request.window} has other content')
             self._abandon()  # left from an attempt the owner has given up
-            file = self._file_for(request.window)
+            file = self._file_for(request)
         file.reserve_slot(request.slot, request.payload_bytes)  # refuse before bytes are sent
         nbytes = request.payload_bytes + request.frame_bytes
         connection.set_deadline(timeout_s, nbytes)
@@ -116,15 +116,16 @@ class Inbox:
         )
         return Ack()
 
-    def _file_for(self, name: WindowName) -> WindowFile:
+    def _file_for(self, request: PutSlot) -> WindowFile:
         """The committed window of this name, or the one being received, begun if need be."""
+        name = request.window
         committed = self.windows.file(name)
         if committed is not None:
             return committed
         if self._receiving is not None and self._receiving.name != name:
             self._abandon()
         if self._receiving is None:
-            self._receiving = self.windows.begin(name)
+            self._receiving = self._begin(name, request.window_bytes)
         if self._receiving is None:
             raise ValueError(
                 f'no free file for window {name} of rank {self.windows.owner}: '
@@ -132,6 +133,11 @@ class Inbox:
                 f'(newest persisted: {self.windows.newest_persisted})'
             )
         return self._receiving
+
+    def _begin(self, name: WindowName, nbytes: int) -> WindowFile | None:
+        if nbytes > self.windows.capacity_bytes:
+            return self.windows.begin_larger(name, nbytes)
+        return self.windows.begin(name)
 
     def _commit(self, name: WindowName) -> None:
         if self.windows.file(name) is None:

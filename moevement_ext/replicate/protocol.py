@@ -43,6 +43,8 @@ class PutSlot(msgspec.Struct, frozen=True, tag=True):
     """Identifies the content of the slot (`slot.frame_checksum`)."""
     agreed: Agreed
     """What, as far as the owner was told, all ranks agreed on about their windows."""
+    window_bytes: Count = 0
+    """Size of the owner's file; a window of other flags may need more than the holder's have."""
 
 
 class CommitWindow(msgspec.Struct, frozen=True, tag=True):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -12,7 +13,16 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 from moevement_ext.replicate.server import ReplicaServer
-from tests.unit.memory.samples import SECRET, WINDOW, commit, digest, named, write_slot
+from tests.unit.memory.samples import (
+    SECRET,
+    WINDOW,
+    capacity,
+    commit,
+    digest,
+    named,
+    write_slot,
+    write_window,
+)
 from tests.unit.replicate.peers import (
     DEADLINE_S,
     OWNER,
@@ -190,6 +200,31 @@ def test_recycled_source_is_not_sent_as_the_old_window(shm: Path, own: OwnerWind
             assert replica_starts(server) == []
             submit_all(replicator, own_file(own, 9))
             assert events.next_replicated() == named(9)
+
+
+def test_a_longer_window_of_an_earlier_life_is_replicated_before_those_of_now(shm: Path) -> None:
+    """The job was started again with a shorter --sparse-ckpt-max-window."""
+    events, of_now = Events(), capacity(window=1)
+    stores = [NodeStore(shm, 'run1', f'node{rank}') for rank in (0, 1)]
+    own = OwnerWindows(stores[0], OWNER, OWNER, of_now)
+    server = ReplicaServer(stores[1], 1, {OWNER: of_now}, SECRET, ('127.0.0.1', 0), DEADLINE_S)
+    with replicating(events, server.address) as replicator:
+        for start, length in ((0, WINDOW), (3, 1), (4, 1), (5, 1)):
+            short = length == 1
+            file = own.begin(named(start)) if short else own.begin_larger(named(start), capacity())
+            assert file is not None
+            write_window(file, window=length)
+            own.commit(file)
+            submit_all(replicator, file)
+            assert events.next_replicated() == named(start)
+            own.persisted(named(start))
+            replicator.agree(Agreed(named(start)))
+    assert events.degraded.empty()
+    assert replica_starts(server) == [5, 4]
+    assert {file.capacity for file in replicas(server).files()} == {of_now}
+    server.stop()
+    for store in stores:
+        store.close()
 
 
 def test_a_window_that_is_given_up_is_sent_no_further(shm: Path, own: OwnerWindows) -> None:
