@@ -40,7 +40,9 @@ class Listener:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._server = socket.create_server(('', 0))
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._server = socket.create_server(('', 0), family=family, dualstack_ipv6=both)
         self.port: int = self._server.getsockname()[1]
         self.fd = os.eventfd(0)
         self._closed = threading.Event()

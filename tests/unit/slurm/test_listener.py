@@ -45,6 +45,15 @@ def test_a_stranger_that_says_nothing_holds_up_nobody(listener: Listener) -> Non
             stranger.recv(1)
 
 
+@pytest.mark.parametrize('host', ['127.0.0.1', '::1'])
+def test_agents_come_over_either_protocol(listener: Listener, host: str) -> None:
+    """The name of the launcher's host may stand for an address of IPv6 alone."""
+    if host == '::1' and not socket.has_dualstack_ipv6():
+        pytest.skip('no IPv6 here')
+    connect(Address(host, listener.port, SECRET), 'a', [])
+    assert arrived(listener) == ['a']
+
+
 def test_strangers_that_leave_at_once_or_talk_rubbish(listener: Listener) -> None:
     for said in (b'', b'GET / HTTP/1.1\r\n\r\n', b'\xff' * 100, b'\x01\x00\x00\x00\xc1'):
         with socket.create_connection(('127.0.0.1', listener.port)) as stranger:
