@@ -13,6 +13,8 @@ _CHUNK = 1 << 16
 _LAST_LINES = 15
 _LONGEST_LINE = 1 << 16
 """Bars of progress end no line for days."""
+_KEPT_OF_A_LINE = 2000
+"""For a person to read, and to fit a message under Slurm."""
 _MOST_CHUNKS = 64
 """More than a pipe holds; what a dead worker has started may go on to write into it."""
 
@@ -52,7 +54,7 @@ class Relay:
 
     @property
     def last_lines(self) -> list[str]:
-        """The newest lines."""
+        """The newest lines, long ones cut off."""
         return list(self._last)
 
     def pump(self) -> bool:
@@ -74,7 +76,7 @@ class Relay:
     def _print(self, lines: list[str]) -> None:
         if lines:
             say(sys.stdout, ''.join(f'{self._prefix}{line}\n' for line in lines))
-        self._last.extend(lines)
+        self._last.extend(line[:_KEPT_OF_A_LINE] for line in lines)
         for line in lines:
             self._on_line(line)
 

@@ -57,6 +57,9 @@ def act(action, value):
         sys.exit(int(code))
     elif action == 'print':
         print(value)
+    elif action == 'print-bytes':
+        sys.stdout.buffer.write(b'\\xff' * int(value))
+        sys.stdout.flush()
     elif action == 'spawn':
         multiprocessing.get_context('spawn').Process(target=print, args=(value,)).start()
     elif action == 'stop':

@@ -298,6 +298,15 @@ def test_last_words_of_a_worker_are_in_the_reason(job: SlurmJob) -> None:
     assert '    alas 2' in failure(job)
 
 
+def test_last_words_may_be_of_any_length(job: SlurmJob) -> None:
+    """A line without end, of no text; told to the launcher as it was, it cost the whole host."""
+    job.finish_when = lambda: len(job.started(0)) == 2
+    flags = ('0.0=print-bytes:3000000', '0.0=kill')
+    assert job.on_hosts('a', *flags, nodes=1, workers_per_node=2).run() == 0
+    assert lost(job) == []
+    assert codes(job, 1) == [0]
+
+
 def test_strangers_are_not_let_in(job: SlurmJob) -> None:
     def connect(event: Event) -> None:
         if isinstance(event, NodeReady):
