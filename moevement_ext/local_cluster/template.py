@@ -95,8 +95,11 @@ class ForkedChild(Child):
             self.output = None
 
     def _send(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # the template is gone, and init reaped it
+        try:
             super()._send(number)
+        except ProcessLookupError:  # it leads no group yet, or init reaped it after the template
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.death, number)
 
     def _how_it_ended(self) -> int:
         return self._asked('status')

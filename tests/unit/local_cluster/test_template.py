@@ -14,6 +14,7 @@ from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event, JobFailed, WorkerEnded, WorkerStarted
 from moevement_ext.local_cluster.template import Template
 from tests.unit.local_cluster.conftest import Job, dies
+from tests.unit.readable import readable
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -132,3 +133,18 @@ def test_a_program_that_cannot_be_imported_ends_the_job(job: Job) -> None:
 def test_spares_are_of_no_use(job: Job) -> None:
     with pytest.raises(ConfigurationError, match='--spares 1 --fork: .* leave out --spares'):
         LaunchConfig(str(job.program), spares=1, fork=True)
+
+
+def test_who_is_killed_as_soon_as_it_is_forked_dies(job: Job) -> None:
+    """It leads no group of processes yet, of which all could be killed."""
+    template = Template(str(job.program), os.environ)
+    try:
+        for life in range(20):
+            own = {'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': str(life)}
+            worker = template.fork([str(job.program)], {**os.environ, **own}, None)
+            worker.signal(signal.SIGKILL)
+            assert readable(worker.death, 30.0)
+            assert worker.reap() == -signal.SIGKILL
+            worker.close()
+    finally:
+        template.close()
