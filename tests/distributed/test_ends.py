@@ -64,6 +64,22 @@ def test_exit_is_not_lost_when_a_worker_dies_in_the_save_before_it(
     assert not job.memory.exists()
 
 
+def test_an_evaluation_that_is_done_again_may_find_that_time_is_up(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
+) -> None:
+    """Upstream leaves it in the middle, with the model as it is in evaluations, and then exits."""
+    flags = [*FLAGS, *'--eval-interval 4 --eval-iters 2 --hidden-dropout 0.1'.split()]
+    dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
+    job = cluster(*flags, *WINDOW, *dense, '--save-interval', '100')
+    job.flags += ['--exit-duration-in-mins', '60']
+    until_then = 'mutations.ending:an_hour_passes_until_a_new_worker_evaluates'
+    assert job.survive(fail_at='1:8:evaluate', mutation=until_then) == {1: 1}
+    assert 'exit at iteration: 9 ' in said(job)
+    del job.flags[-2:]
+    job.finish()
+    assert differences(reference(*flags), read_digest(job)) == []
+
+
 @pytest.mark.parametrize('end', with_quick(PLANNED, 'exit interval', 'exit duration'))
 def test_windows_are_kept_where_nothing_else_has_the_state(
     end: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]

@@ -217,6 +217,8 @@ def evaluation(
             write_to_tensorboard=True,
             non_loss_data_func=non_loss_data,
         )
+        for chunk in model:  # upstream leaves it otherwise when time is up, since it exits then
+            chunk.train()
         if hooks:
             training.enable_forward_pre_hook(model)
 

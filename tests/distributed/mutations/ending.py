@@ -21,6 +21,18 @@ def an_hour_passes_in_iteration_6() -> None:
     _in_iteration_6(an_hour_ago)
 
 
+def an_hour_passes_until_a_new_worker_evaluates() -> None:
+    """It tells the others, when it has evaluated a batch."""
+    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
+        return
+
+    def evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        training._TRAIN_START_TIME -= 3600.0
+        return original(*args, **kwargs)
+
+    patches.wrap('megatron.training.training:evaluate_and_print_results', evaluate)
+
+
 def terminated_in_iteration_6() -> None:
     """Rank 2 gets SIGTERM from outside, as from a batch system."""
 
