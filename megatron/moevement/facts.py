@@ -58,6 +58,10 @@ class JobFacts:
     """Directory for dense checkpoints."""
     save_interval: int | None = None
     non_persistent_save_interval: int | None = None
+    non_persistent_ckpt_type: str | None = None
+    """`global`: of dense checkpoints that are not kept, the newest is in a directory of its own."""
+    non_persistent_global_ckpt_dir: str | None = None
+    """That directory, if it is not one within the others."""
     eval_interval: int | None = None
     start_eval_at_iter: int | None = None
     exit_interval: int | None = None

@@ -43,6 +43,9 @@ UPSTREAM = {
         'checkpointing_context', 'skip_load_to_model_and_opt', 'tp_group', 'pp_group',
         'dp_cp_group', 'dp_group', 'expt_dp_group', 'rng_state_key_prefix',
     ),
+    'megatron.training.checkpointing:_get_non_persistent_iteration': (
+        'non_persistent_global_dir', 'args', 'checkpointing_context',
+    ),
     'megatron.training.training:build_train_valid_test_data_iterators': (
         'build_train_valid_test_datasets_provider',
     ),

@@ -4,6 +4,7 @@
 Checked against megatron-core 0.19.2.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,20 +76,36 @@ def floating_point_operations(args: UpstreamArguments) -> float:
 
 def dense_checkpoint_iteration(facts: JobFacts) -> int:
     """Iteration that `--load` would go on from, -1 if there is no dense checkpoint."""
+    if facts.load is None:
+        return -1
+    newest = max(_kept_iteration(facts, facts.load), _not_kept_iteration(facts, facts.load))
+    return 0 if facts.finetune and newest >= 0 else newest
+
+
+def _kept_iteration(facts: JobFacts, load: str) -> int:
     from megatron.training.checkpointing import (
         checkpoint_exists,
         get_checkpoint_tracker_filename,
         read_metadata,
     )
 
-    if facts.load is None or not checkpoint_exists(facts.load):
+    if not checkpoint_exists(load):
         return -1
-    if facts.finetune:
-        return 0
     if facts.ckpt_step is not None:
         return facts.ckpt_step
-    iteration, _ = read_metadata(get_checkpoint_tracker_filename(facts.load))
+    iteration, _ = read_metadata(get_checkpoint_tracker_filename(load))
     return int(iteration)
+
+
+def _not_kept_iteration(facts: JobFacts, load: str) -> int:
+    """Iteration of the one that `--non-persistent-save-interval` has left, -1 without one."""
+    from megatron.training import checkpointing
+
+    if facts.non_persistent_ckpt_type != 'global':
+        return -1
+    within = os.path.join(load, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
+    directory = facts.non_persistent_global_ckpt_dir or within
+    return int(checkpointing._get_non_persistent_iteration(directory, facts))
 
 
 def saved_iteration(save: str | None) -> int:

@@ -39,6 +39,24 @@ def test_dense_checkpoint_is_the_one_that_flags_ask_for(
     assert upstream.dense_checkpoint_iteration(args) == iteration
 
 
+NOT_KEPT = '--non-persistent-ckpt-type global --non-persistent-save-interval 5'.split()
+
+
+@pytest.mark.parametrize(('not_kept', 'newest'), [(15, 15), (5, 10)])
+@pytest.mark.parametrize('elsewhere', [False, True])
+def test_a_dense_checkpoint_that_is_not_kept_counts_if_it_is_newer(
+    not_kept: int, newest: int, elsewhere: bool, dense: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / ('elsewhere' if elsewhere else 'non_persistent')
+    folder.mkdir()
+    (folder / 'latest_checkpointed_iteration.txt').write_text(str(not_kept))
+    where = ['--non-persistent-global-ckpt-dir', str(folder)] if elsewhere else []
+    args = parsed('--load', str(dense), *NOT_KEPT, *where)
+    assert upstream.dense_checkpoint_iteration(args) == newest
+    (dense / 'latest_checkpointed_iteration.txt').unlink()
+    assert upstream.dense_checkpoint_iteration(args) == not_kept
+
+
 def test_without_a_dense_checkpoint_there_is_none(tmp_path: Path) -> None:
     assert upstream.dense_checkpoint_iteration(parsed()) == -1
     assert upstream.dense_checkpoint_iteration(parsed('--load', str(tmp_path / 'new'))) == -1
