@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from tools.lab.launch import ROOT
 
 _CONNECTIONS = ('1', '8')
 """CUDA_DEVICE_MAX_CONNECTIONS: as with tensor parallelism, and torch's own."""
+_LONGEST_S = 100
+"""For a test, which takes a few seconds."""
 
 
 def run(settings: Settings) -> Findings:
@@ -27,12 +30,9 @@ def run(settings: Settings) -> Findings:
     problems = []
     for connections in _CONNECTIONS if settings.gpu else _CONNECTIONS[:1]:
         results = folder / f'connections-{connections}.xml'
-        command = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/gpu']
-        command += [f'--junit-xml={results}']
-        if left_out:
-            command += ['-m', ' and '.join(f'not {marker}' for marker in left_out)]
         environment = {**os.environ, 'CUDA_DEVICE_MAX_CONNECTIONS': connections}
-        code = subprocess.run(command, cwd=ROOT, env=environment).returncode
+        arguments = command(ROOT / 'tests' / 'gpu', results, left_out)
+        code = subprocess.run(arguments, cwd=ROOT, env=environment).returncode
         found = counts(results.read_text('utf-8')) if results.exists() else {}
         figures |= {f'{name}_{connections}': count for name, count in found.items()}
         not_run = not found.get('tests') or (settings.gpu and found['skipped'])
@@ -42,6 +42,27 @@ def run(settings: Settings) -> Findings:
                 f'status {code}: {found or "no results"}'
             )
     return Findings(figures, problems)
+
+
+def command(
+    tests: Path, results: Path, left_out: Sequence[str], longest_s: int = _LONGEST_S
+) -> list[str]:
+    """What runs the tests.
+
+    One that hangs ends the run, and its stack is shown: it may wait in CUDA, where no signal
+    reaches it, and the stage would end without a word.
+
+    Args:
+        tests: folder or file.
+        results: JUnit file.
+        left_out: markers of tests that are not run.
+        longest_s: seconds that a test may take.
+    """
+    arguments = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', str(tests)]
+    arguments += [f'--timeout={longest_s}', '--timeout-method=thread', f'--junit-xml={results}']
+    if left_out:
+        arguments += ['-m', ' and '.join(f'not {marker}' for marker in left_out)]
+    return arguments
 
 
 def deselected(gpus: int, has: Callable[[str], bool]) -> list[str]:

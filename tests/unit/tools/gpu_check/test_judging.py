@@ -3,6 +3,7 @@
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from moevement_ext.events import ProtectionReduced, Recovered
 from tests.unit.tools.samples import event
 from tools.gpu_check import copies, four_rank, nccl, one_rank, own_tests, stages
+from tools.gpu_check.__main__ import _LIMIT_S
 from tools.gpu_check.nccl_rank import Measured
 from tools.gpu_check.training import Trained, compare, costs, reduced
 from tools.lab.digests import StateDigest
@@ -165,6 +167,26 @@ def test_what_a_machine_has_is_not_left_out() -> None:
     assert own_tests.deselected(2, lambda module: True) == []
     assert own_tests.deselected(1, lambda module: True) == ['two_gpus']
     assert own_tests.deselected(2, lambda module: module != 'pynvml') == ['nvml']
+
+
+HANGS = """
+import ctypes
+
+def test_that_waits_where_no_signal_reaches_it():
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_test_that_hangs_is_named_long_before_the_stage_must_end(tmp_path: Path) -> None:
+    hanging = tmp_path / 'test_hanging.py'
+    hanging.write_text(HANGS)
+    command = own_tests.command(hanging, tmp_path / 'results.xml', [], longest_s=2)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert 'in test_that_waits_where_no_signal_reaches_it' in done.stdout + done.stderr
+    assert 2 * own_tests._LONGEST_S < _LIMIT_S / 2, 'both runs, and what else the stage does'
 
 
 def test_counts_of_a_result_file() -> None:
