@@ -148,6 +148,7 @@ def attach(
         InstallationError: Megatron-Core is not the one this package was checked against.
     """
     own_device.take()
+    _refuse_mixed_up_sends(model)
     facts = _facts(model, optimizer, plan)
     settings = _settings(model, optimizer, ddp, plan, facts)
     refuse_unsupported(settings)
@@ -380,6 +381,21 @@ class Attachment:
                 'that was successful, and only then.'
             )
         return result
+
+
+def _refuse_mixed_up_sends(model: TransformerConfig) -> None:
+    """Upstream's own rule, which its trainer has and its schedules have not.
+
+    Of two sends between the same ranks in a batch one is taken for the other: training would go on
+    from mixed up tensors, and a replay, which tells them apart, would come to another state.
+    """
+    interleaved = (model.virtual_pipeline_model_parallel_size or 1) > 1
+    if interleaved and model.pipeline_model_parallel_size == 2 and not model.overlap_p2p_comm:
+        raise ConfigurationError(
+            'TransformerConfig has interleaved stages on two pipeline ranks, which exchange wrong '
+            'tensors in batches; set overlap_p2p_comm=True and batch_p2p_comm=False, or use more '
+            'pipeline ranks.'
+        )
 
 
 def _facts(model: TransformerConfig, optimizer: OptimizerConfig, plan: TrainingPlan) -> JobFacts:

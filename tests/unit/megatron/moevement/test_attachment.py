@@ -22,8 +22,10 @@ cpu_device.install()
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 
+from examples import own_loop  # noqa: E402
+from megatron.moevement import attachment  # noqa: E402
 from megatron.moevement.training_plan import TrainingPlan  # noqa: E402
-from moevement_ext.config import ConfigurationError  # noqa: E402
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig  # noqa: E402
 from tests.unit.megatron.moevement.attached import Raised, attached, batches, run  # noqa: E402
 from tests.unit.memory.samples import tmpfs_directory  # noqa: E402
 
@@ -184,6 +186,21 @@ def test_a_plan_that_nothing_can_follow_is_refused(field: str, value: object) ->
         TrainingPlan(train_iters=6, **settings)
 
 
+def test_interleaved_stages_that_would_exchange_wrong_tensors_are_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By upstream's schedules they are not."""
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    model, *others = own_loop.configurations(2)
+    model.virtual_pipeline_model_parallel_size = 2
+    plan = TrainingPlan(6, seq_length=64, micro_batch_size=2, global_batch_size=4, backend='gloo')
+    sparse = SparseCheckpointConfig(dir=str(directory))
+    with pytest.raises(ConfigurationError, match='two pipeline ranks.* set overlap_p2p_comm=True'):
+        attachment.attach(sparse, model, *others, plan).__enter__()
+    model.overlap_p2p_comm, model.batch_p2p_comm = True, False
+    attachment._refuse_mixed_up_sends(model)
+
+
 def goes_on_after_a_step_that_failed(directory: Path) -> None:
     with attached(directory) as own:
         failed = []
@@ -255,8 +272,6 @@ def with_other_schedule(directory: Path, change: dict[str, Any], runs: int = 1) 
     from megatron.core import num_microbatches_calculator
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from examples import own_loop
-
     with attached(directory) as own:
         if change.pop('reconfigure', False):
             num_microbatches_calculator.reconfigure_num_microbatches_calculator(0, None, 8, 2, 1)
@@ -308,7 +323,6 @@ def test_a_schedule_that_is_run_as_declared_is_not(directory: Path) -> None:
 
 
 def takes_its_device(directory: Path) -> list[str]:
-    from examples import own_loop
     from moevement_ext.job import own_device
 
     done: list[str] = []
