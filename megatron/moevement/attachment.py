@@ -311,7 +311,8 @@ class Attachment:
 
     def write_digest(self, path: Path) -> None:
         """Write SHA-256 digests of the state, see `tools.compare_digests`. Collective."""
-        assert self._built is not None
+        if self._built is None:
+            raise ConfigurationError('job.write_digest was called before job.set_up.')
         with self._random.of_training():
             digest = state_digest(*self._built, self._counters)
         write_digest(str(path), self.iteration, digest)

@@ -141,6 +141,11 @@ def connects_by_torch(directory: Path) -> None:
         pass
 
 
+def writes_a_digest_of_nothing(directory: Path) -> None:
+    with attached(directory, connect=lambda job: job.write_digest(directory / 'digest')):
+        pass
+
+
 def sets_up_twice(directory: Path) -> None:
     with attached(directory) as own:
         own.job.set_up(lambda: own.built)
@@ -160,6 +165,7 @@ def builds_no_scheduler(directory: Path) -> None:
     ('scenario', 'message'),
     [
         (connects_by_torch, 'ConfigurationError: .*set_up .* after job.init_process_group'),
+        (writes_a_digest_of_nothing, 'ConfigurationError: .*write_digest .* before job.set_up'),
         (sets_up_twice, 'ConfigurationError: .*set_up is called once'),
         (builds_one_model, r'ConfigurationError: build\(\) must return a list of model chunks'),
         (builds_no_scheduler, r'ConfigurationError: build\(\) must return .* the scheduler'),
