@@ -28,10 +28,14 @@ _VALIDATED = Condition(
     'without --rerun-mode disabled',
     lambda settings: getattr(settings, 'rerun_mode', None) == 'validate_results',
 )
-_BESIDE_NCCL = Condition(
-    'is missing beside --distributed-backend nccl',
-    lambda settings: getattr(settings, 'distributed_backend', None) == 'nccl',
-)
+
+
+def _uses_nccl(settings: object) -> bool:
+    return getattr(settings, 'distributed_backend', None) == 'nccl'
+
+
+_WITH_NCCL = Condition('with --distributed-backend nccl', _uses_nccl)
+_BESIDE_NCCL = Condition('is missing beside --distributed-backend nccl', _uses_nccl)
 
 _PREDICTS_EARLY = Values(
     'with m before the last stage', lambda value: 'm' in str(value).rpartition('|')[0]
@@ -54,6 +58,12 @@ WHOLE_JOB = (
     # Schedule
     Rule('--pipeline-model-parallel-layout', _PREDICTS_EARLY, 'put m into the last stage',
          _WIDER),
+    # Torch gives a group that is connected before its first operation, as recovery must, one stream
+    # for all that it sends and receives. On four stages two of these exchanges then wait in a ring.
+    Rule('--overlap-p2p-communication-warmup-flush', GIVEN, 'leave it out',
+         'a group that is reconnected sends and receives one after the other, in an order in which '
+         'these stages wait for each other for ever',
+         _WITH_NCCL, dest='overlap_p2p_comm_warmup_flush'),
     Rule('--mtp-standalone', GIVEN, 'leave it out', _WIDER),
     Rule('--fine-grained-activation-offloading', GIVEN, 'leave it out', _HALF_DONE),
     Rule('--cpu-offloading-num-layers', above(0), 'leave it out', _HALF_DONE),

@@ -82,6 +82,7 @@ ARGUMENTS = {
     '--pipeline-model-parallel-comm-backend': 'ucc',
     '--hierarchical-context-parallel-sizes': '2 2',
     '--disable-gloo-process-groups': '--distributed-backend nccl',
+    '--overlap-p2p-communication-warmup-flush': '--distributed-backend nccl',
     '--moe-input-jitter-eps': f'0.1 {EVALUATIONS}',
     '--moe-router-force-load-balancing': EVALUATIONS,
     '--dataloader-type': 'external',
@@ -156,6 +157,7 @@ def test_defaults_are_recovered_locally_but_for_gloo_beside_nccl() -> None:
     [
         '--disable-gloo-process-groups',
         '--distributed-backend gloo',
+        '--distributed-backend gloo --overlap-p2p-communication-warmup-flush',
         '--disable-gloo-process-groups --moe-input-jitter-eps 0.1 --eval-interval 4 --eval-iters 0',
         '--disable-gloo-process-groups --moe-router-force-load-balancing',
         '--disable-gloo-process-groups --check-for-large-grads --rerun-mode disabled',
