@@ -19,8 +19,6 @@ trains, and *leaves* when the epoch is broken. Who does that:
 """
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -49,6 +47,7 @@ from moevement_ext.membership.report import NOWHERE, Report, decode_all, encode
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.membership.watch import HEARTBEAT_SECONDS, EpochWatch
+from moevement_ext.process.leaving import end_at_once
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups
 
@@ -397,9 +396,7 @@ class Membership:
                 return
         if not any(report.survivor for report in self.reports):
             logger.warning('sparse checkpointing: nobody is left to join; this process ends')
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(EXIT_WHOLE_JOB)
+            end_at_once(EXIT_WHOLE_JOB)
 
     def _look_at_training_thread(self, store: Store) -> None:
         """On the heartbeat thread: end this process when that thread is never going to leave."""

@@ -2,8 +2,6 @@
 """How a process ends that is never going to train again by itself."""
 
 import logging
-import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +12,7 @@ from torch.distributed import DistError, Store
 from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.membership.rendezvous import break_epoch
 from moevement_ext.membership.training_thread import TrainingThread
+from moevement_ext.process.leaving import end_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ def replace_this_process(
     _say(rank, what, thread)
     with suppress(DistError):  # its launcher will see it end
         break_epoch(store, epoch, f'rank {rank} is stuck: {what}')
-    _end()
+    end_at_once(EXIT_STUCK)
 
 
 @contextmanager
@@ -52,7 +51,7 @@ def ends_within(limit_s: float, rank: int, thread: TrainingThread | None) -> Ite
     def wait() -> None:
         if not done.wait(limit_s):
             _say(rank, f'its waits have not ended within {limit_s:g} s', thread)
-            _end()
+            end_at_once(EXIT_STUCK)
 
     threading.Thread(target=wait, name='sparse-ckpt-limit', daemon=True).start()
     try:
@@ -64,9 +63,3 @@ def ends_within(limit_s: float, rank: int, thread: TrainingThread | None) -> Ite
 def _say(rank: int, what: str, thread: TrainingThread | None) -> None:
     stack = '' if thread is None else f':\n{thread.stack()}'
     logger.error('sparse checkpointing: rank %d replaces itself: %s%s', rank, what, stack)
-
-
-def _end() -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(EXIT_STUCK)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process ends that has threads which nobody can end."""
+"""How a process ends that has threads which nobody can end, or that must not go on."""
 
 import atexit
 import multiprocessing.util
 import os
 import sys
 import threading
+from contextlib import suppress
 from typing import NoReturn
 
 
@@ -22,6 +23,12 @@ def leave(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     # A process that `multiprocessing` has started leaves this to its caller, whom it never meets.
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-    sys.stdout.flush()
-    sys.stderr.flush()
+    end_at_once(code)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End the process as it is, from any thread; what it has printed gets out if it can."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a full disk; a reader that is gone; closed
+            stream.flush()
     os._exit(code)

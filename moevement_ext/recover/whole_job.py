@@ -6,8 +6,6 @@ a replica, the windows on disk, the dense checkpoint, the start.
 """
 
 import logging
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
@@ -23,6 +21,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import HeldWindow, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.process.leaving import end_at_once
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import Inventory, candidates, held_windows, windows_on_disk
 from moevement_ext.recover.sources import (
@@ -167,9 +166,7 @@ def refuse(memory: HostMemory, verified: Verified, rank: Rank, dense_iteration: 
     memory.forget_windows()
     reason = f'the recovered state is not what it had been: {verified}'
     next_tier(reason, rank, dense_iteration)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(EXIT_WHOLE_JOB)
+    end_at_once(EXIT_WHOLE_JOB)
 
 
 def newest_committed(store: NodeStore, rank: int) -> int:

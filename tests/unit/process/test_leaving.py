@@ -61,3 +61,23 @@ def test_waiting_threads_do_not_abort_the_process(how: str, code: int, tmp_path:
     assert done.returncode == code, done.stderr
     assert done.stdout == 'worker is done\nwritten at exit\n'
     assert ('terminate called without an active exception' in done.stderr) == (code == -6)
+
+
+_ENDS = """
+import threading
+from moevement_ext.process.leaving import end_at_once
+
+print('lost', end='')
+threading.Thread(target=end_at_once, args=(77,)).start()
+threading.Event().wait()
+"""
+
+
+def test_a_process_whose_output_nobody_takes_ends() -> None:
+    """Its log is on a full disk; what waits in buffers would keep a thread from ending it."""
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': ''}
+    with open('/dev/full', 'w') as full:
+        done = subprocess.run(
+            [sys.executable, '-c', _ENDS], stdout=full, env=environment, timeout=100.0
+        )
+    assert done.returncode == 77
