@@ -127,7 +127,7 @@ def test_a_plan_over_the_limit_of_the_container_is_refused(machine: Machine, shm
 def test_what_is_reserved_already_is_not_needed_again(machine: Machine, shm: Path) -> None:
     machine.be_in('/job')
     machine.group('job', 2**20, 2**19)
-    (shm / 'run1').mkdir()
-    (shm / 'run1' / 'window').write_bytes(bytes(2**19))
+    (shm / 'run1' / '0').mkdir(parents=True)
+    (shm / 'run1' / '0' / 'window').write_bytes(bytes(2**19))
     rank = RankMemory(own_windows=2**20, replicas=0, ledger=0)
     HostMemoryPlan({0: rank}).check(None, shm / 'run1', machine.process)

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -165,10 +166,20 @@ def test_rollback_replaces_the_abandoned_past(
     assert client.fetch_window(OWNER, named(3), fetched) == altered.headers()
 
 
-def test_window_larger_than_the_replica_files(shm: Path, client: ReplicaClient) -> None:
+def test_window_larger_than_the_replica_files_has_one_of_its_own_if_there_is_room(
+    shm: Path, server: ReplicaServer, client: ReplicaClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = WindowFile.create(shm / 'w', 2 * capacity(20))
     file.begin(named(0))
     write_window(file, window=20)
-    with pytest.raises(PeerRefused, match='HostMemoryError'):
-        put_window(client, file)
+
+    def no_room(path: Path, nbytes: int) -> WindowFile:
+        raise HostMemoryError(f'{path}: no room for {nbytes} bytes')
+
+    with monkeypatch.context() as full:
+        full.setattr(WindowFile, 'create', no_room)
+        with pytest.raises(PeerRefused, match='HostMemoryError'):
+            put_window(client, file)
     assert stored(shm) == []
+    put_window(client, file)
+    assert replica_starts(server) == [0]
