@@ -267,6 +267,7 @@ from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.report import Report
 from moevement_ext.membership.store_loss import StoreLoss
+from moevement_ext.process.leaving import leave
 rank, port, committed = map(int, sys.argv[1:4])
 limit = timedelta(seconds=60)
 store = TCPStore('127.0.0.1', port, is_master=False, timeout=limit)
@@ -289,6 +290,7 @@ else:
 store.add('out', 1)
 while store.add('out', 0) < 2:
     pass
+leave(0)  # a thread that waits in torch would abort the process, as it may any that returns
 """
 
 
@@ -323,6 +325,7 @@ from torch.distributed import PrefixStore, TCPStore
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.report import Report
+from moevement_ext.process.leaving import leave
 rank, port = map(int, sys.argv[1:3])
 limit = timedelta(seconds=60)
 store = TCPStore('127.0.0.1', port, is_master=False, timeout=limit)
@@ -335,6 +338,7 @@ member.watch('gloo', lambda: None)
 while rank == 1 and not store.check(['go']):  # it replays, or so
     pass
 member.barrier('replayed')
+leave(0)
 """
 
 
