@@ -141,6 +141,8 @@ class SparseCheckpointConfig:
             ConfigurationError: it is not of that form.
         """
         host, _, port = (self.store or '').rpartition(':')
+        if host.startswith('[') and host.endswith(']'):  # as in a URL: [fd00::5]:29400
+            host = host[1:-1]
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigurationError(
                 f'--sparse-ckpt-store {self.store!r} must be HOST:PORT, where python -m '

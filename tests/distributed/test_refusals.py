@@ -258,6 +258,15 @@ def test_wrong_flags_are_named(cluster: Make, flags: str, message: str) -> None:
     _said_in_one_line(job, message)
 
 
+def test_unreadable_dense_checkpoint_is_no_job_that_is_done(cluster: Make, tmp_path: Path) -> None:
+    (tmp_path / 'latest_checkpointed_iteration.txt').write_text('ten')
+    job = cluster(*BASE, '--load', str(tmp_path), ranks=1, nodes=1)
+    job.flags += ['--pipeline-model-parallel-size', '1', '--expert-model-parallel-size', '1']
+    assert job.run() == [EXIT_USER_ERROR]
+    _said_in_one_line(job, 'instead of loading the dense checkpoint of --load; its own message')
+    assert 'ERROR: Invalid metadata file' in job.output(life=0)
+
+
 def test_second_live_job_with_the_same_run_id_is_refused(cluster: Make) -> None:
     from moevement_ext.memory.node_store import NodeStore
 

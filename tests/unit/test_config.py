@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
 import socket
 from typing import Any
 
@@ -40,6 +41,7 @@ NAN = float('nan')
         ('disk', 'relative/path', 'an absolute path'),
         ('store', 'host', 'HOST:PORT, where'),
         ('store', 'host:70000', 'HOST:PORT, where'),
+        ('store', '[]:29400', 'HOST:PORT, where'),
         ('disk_every', 0, 'at least 1'),
         ('disk_gb_per_s', 0, 'above 0'),
         ('disk_gb_per_s', NAN, 'above 0'),
@@ -48,7 +50,7 @@ NAN = float('nan')
 def test_a_broken_rule_names_flag_value_and_rule(field: str, value: Any, rule: str) -> None:
     flag = '--sparse-ckpt-' + field.replace('_', '-')
     shown = f'{value:g}' if isinstance(value, int | float) else repr(value)
-    with pytest.raises(ConfigurationError, match=f'{flag} {shown} must be {rule}'):
+    with pytest.raises(ConfigurationError, match=f'{flag} {re.escape(shown)} must be {rule}'):
         SparseCheckpointConfig(**{field: value})
 
 
@@ -77,6 +79,19 @@ def test_either_way_to_recover_is_allowed_and_survivors_keep_their_state_by_defa
 def test_memory_is_reserved_for_the_longest_window() -> None:
     assert SparseCheckpointConfig(max_window=6).longest_window == 6
     assert SparseCheckpointConfig(window=3, max_window=6).longest_window == 3
+
+
+@pytest.mark.parametrize(
+    ('given', 'host'),
+    [
+        ('login1:29400', 'login1'),
+        ('10.0.0.5:29400', '10.0.0.5'),
+        ('[fd00::5]:29400', 'fd00::5'),
+        ('fd00::5:29400', 'fd00::5'),
+    ],
+)
+def test_a_store_is_a_host_and_a_port(given: str, host: str) -> None:
+    assert SparseCheckpointConfig(store=given).store_address == (host, 29400)
 
 
 def test_node_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from megatron.moevement.facts import JobFacts
 from megatron.moevement.job import log_line
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import upstream
+from moevement_ext.errors import UserError
 from moevement_ext.job.ending import announce
 from moevement_ext.job.exporting import reads_memory
 from moevement_ext.process.leaving import leave
@@ -34,8 +35,14 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
 
     Raises:
         SystemExit: `ending` is not one of the exits that all ranks make together.
+        UserError: nor one of a loop, which has a status: upstream cannot load a dense checkpoint.
     """
-    code = ending.code or 0
+    code = ending.code
+    if code is None:  # to launchers that is a job that is done
+        raise UserError(
+            'Megatron ended the program instead of loading the dense checkpoint of --load; its own '
+            'message above says why. Mend that, or have --load name another checkpoint.'
+        ) from ending
     if code not in (0, *_RERUN) or not torch.distributed.is_initialized():
         raise ending
     remove = _saved(facts, session.job.committed) and code == 0 and not reads_memory()
