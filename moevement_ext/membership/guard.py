@@ -17,6 +17,7 @@ from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.store_loss import StoreLoss
 from moevement_ext.membership.training_thread import TrainingThread
 from moevement_ext.membership.watch import EpochWatch
+from moevement_ext.store.connections import Connections
 
 
 class Guard:
@@ -45,9 +46,9 @@ class Guard:
         self._stuck_timeout_s = stuck_timeout_s
         self._thread = TrainingThread()
         self._loss = StoreLoss(store, hang_timeout_s)
-        epoch = present_epoch(store)
+        connections, epoch = Connections(self._loss.connect), present_epoch(store)
         self._watch = EpochWatch(
-            self._loss.connect, epoch, rank, pids, hang_timeout_s, lambda reason: None, self._look
+            connections, epoch, rank, pids, hang_timeout_s, lambda reason: None, self._look
         )
         self._watch.judge()
 

@@ -50,6 +50,7 @@ from moevement_ext.membership.watch import HEARTBEAT_SECONDS, EpochWatch
 from moevement_ext.process.leaving import end_at_once
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups
+from moevement_ext.store.connections import Connections
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Membership:
         self._rendezvous = rendezvous
         self._store = store = rendezvous.store
         self._loss = StoreLoss(store, hang_timeout_s, self._without_store)
+        self._watching = Connections(self._loss.connect)
         self._timeout = timeout
         self._hang_timeout_s = hang_timeout_s
         self._stuck_timeout_s = stuck_timeout_s
@@ -356,7 +358,7 @@ class Membership:
         self._unblocked_at = None
         # Signs of life from now on: the set-up of a new process may take long.
         self._watch = EpochWatch(
-            self._loss.connect,
+            self._watching,
             meeting.epoch,
             self._rendezvous.rank,
             [report.pid for report in self.reports],

@@ -24,6 +24,7 @@ from moevement_ext.membership.rendezvous import (
     is_over,
     see_to_the_end,
 )
+from moevement_ext.store.connections import Connections
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,8 @@ class EpochWatch:
     silent, the more seldom it is asked for a sign: all ranks ask one store.
 
     Args:
-        connect: opens a connection to the launcher's store; each of the two threads has its own,
-            and another one when it is lost.
+        connections: with the launcher's store; each of the two threads has its own, and another one
+            when it is lost.
         epoch: the one this process takes part in.
         rank: of this process.
         pids: process of each rank, by rank, to tell the launcher which one hangs.
@@ -62,7 +63,7 @@ class EpochWatch:
 
     def __init__(
         self,
-        connect: Callable[[], Store],
+        connections: Connections,
         epoch: int,
         rank: int,
         pids: Sequence[int],
@@ -75,7 +76,7 @@ class EpochWatch:
         self.reason: str | None = None
         self.announced = 0.0
         """When the end of the epoch was: seconds since 1970, by the clock of who announced it."""
-        self._connect = connect
+        self._connections = connections
         self._rank = rank
         self._pids = pids
         self._watched = (rank + 1) % len(pids)
@@ -131,7 +132,9 @@ class EpochWatch:
             delay = _FIRST_RETRY_SECONDS
             while not self._stopping.is_set():
                 try:
-                    body(self._connect())
+                    store = self._connections.take()
+                    body(store)
+                    self._connections.give_back(store)
                     return
                 except DistError as error:
                     self._say_lost(error)

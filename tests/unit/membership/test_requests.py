@@ -19,6 +19,7 @@ from moevement_ext.membership.brought import hand_out, handed_out
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rendezvous import Rendezvous, break_epoch, present_epoch
 from moevement_ext.membership.watch import EpochWatch
+from moevement_ext.store.connections import Connections
 from tools.bench.control_plane_members import RANKS_PER_NODE, CountedStore, Layout, Tally
 
 WORLD = 4
@@ -109,7 +110,7 @@ def test_signs_of_life_become_rarer_the_longer_a_rank_may_be_silent(
     monkeypatch.setattr(watch, 'SLOWEST_HEARTBEAT_SECONDS', 0.4)
     assert present_epoch(job.store) == 0
     woken = threading.Event()
-    watching = EpochWatch(job.connect, 0, 0, [1, 1], 600.0, lambda reason: woken.set())
+    watching = EpochWatch(Connections(job.connect), 0, 0, [1, 1], 600.0, lambda reason: woken.set())
     watching.judge()
     time.sleep(4.2)
     heartbeats = job.store.add('beat/0/0', 0)
@@ -130,7 +131,7 @@ def test_who_hears_that_an_epoch_ends_leaves_the_steps_to_that_to_who_announced_
     woken = threading.Semaphore(0)
     pids = [1] * WORLD
     watches = [
-        EpochWatch(job.connect, 0, rank, pids, 600.0, lambda reason: woken.release())
+        EpochWatch(Connections(job.connect), 0, rank, pids, 600.0, lambda reason: woken.release())
         for rank in range(WORLD)
     ]
     time.sleep(1.0)  # for all to wait
@@ -142,6 +143,28 @@ def test_who_hears_that_an_epoch_ends_leaves_the_steps_to_that_to_who_announced_
         watching.stop()
         watching.join()
     assert not job.store.check(['met/0']), 'nobody else has shut a gate'
+
+
+def test_a_rank_goes_from_epoch_to_epoch_on_the_connections_that_it_has(job: Job) -> None:
+    """New ones cost lookups of names, which all ranks would ask for at the same moment."""
+    opened: list[CountedStore] = []
+
+    def connect() -> CountedStore:
+        opened.append(job.connect())
+        return opened[-1]
+
+    connections = Connections(connect)
+    for epoch in range(4):
+        assert present_epoch(job.store) == epoch
+        woken = threading.Event()
+        watching = EpochWatch(
+            connections, epoch, 0, [1, 1], 600.0, lambda reason, woken=woken: woken.set()
+        )
+        break_epoch(job.store, epoch, 'test')
+        assert woken.wait(TIMEOUT.total_seconds())
+        watching.stop()
+        watching.join()
+    assert len(opened) <= 2
 
 
 def test_an_epoch_whose_breaker_died_half_way_is_left_by_survivors_at_once(

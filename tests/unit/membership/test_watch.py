@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 from moevement_ext.membership import watch as detect
 from moevement_ext.membership.rendezvous import break_epoch, present_epoch, why_broken
 from moevement_ext.membership.watch import EpochWatch
+from moevement_ext.store.connections import Connections
 
 REPOSITORY = Path(__file__).parents[3]
 DEADLINE_S = 60.0
@@ -60,7 +61,7 @@ class Job:
         judges: bool = True,
     ) -> EpochWatch:
         watch = EpochWatch(
-            lambda: connect(self.store.port),
+            Connections(lambda: connect(self.store.port)),
             present_epoch(self.store) if epoch is None else epoch,
             rank,
             pids,
@@ -174,9 +175,10 @@ import os, sys, threading
 from datetime import timedelta
 from torch.distributed import TCPStore
 from moevement_ext.membership.watch import EpochWatch
+from moevement_ext.store.connections import Connections
 connect = lambda: TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False)
 woken = threading.Event()
-watch = EpochWatch(connect, 0, 1, [0, os.getpid()], 600.0, lambda reason: woken.set())
+watch = EpochWatch(Connections(connect), 0, 1, [0, os.getpid()], 600.0, lambda reason: woken.set())
 woken.wait(60)
 print(watch.reason, flush=True)
 """
@@ -226,7 +228,7 @@ def test_who_stood_still_does_not_count_that_time(job: Job, fast_heartbeats: Non
             return found
 
     watch = EpochWatch(
-        lambda: Slow('127.0.0.1', job.store.port, is_master=False, timeout=TIMEOUT),
+        Connections(lambda: Slow('127.0.0.1', job.store.port, is_master=False, timeout=TIMEOUT)),
         0, 0, [1, 2], 4.0, lambda reason: job.woken.put((0, reason)),
     )  # fmt: skip
     job.watches.append(watch)
@@ -268,7 +270,8 @@ def test_stop_lets_others_be_woken_up_first(job: Job) -> None:
         assert go_on.wait(DEADLINE_S)
         order.append('woken')
 
-    watch = EpochWatch(lambda: connect(job.store.port), 0, 0, [100], NEVER_HUNG_S, wake)
+    opened = Connections(lambda: connect(job.store.port))
+    watch = EpochWatch(opened, 0, 0, [100], NEVER_HUNG_S, wake)
     break_epoch(job.store, 0, 'test')
     assert waking.wait(DEADLINE_S)
 
@@ -311,7 +314,7 @@ def test_a_store_that_is_gone_is_reported_and_no_failure_of_a_rank(
         woken: list[str] = []
         short = timedelta(seconds=0.5)
         watch = EpochWatch(
-            lambda: TCPStore('127.0.0.1', port, is_master=False, timeout=short),
+            Connections(lambda: TCPStore('127.0.0.1', port, is_master=False, timeout=short)),
             0,
             0,
             [0, 1],
@@ -368,9 +371,8 @@ class Deaf(TCPStore):
 def test_the_end_is_noticed_although_nobody_is_woken_up(job: Job, fast_heartbeats: None) -> None:
     woken: queue.Queue[str] = queue.Queue()
     port = job.store.port
-    watch = EpochWatch(
-        lambda: Deaf('127.0.0.1', port, is_master=False), 0, 0, [100], NEVER_HUNG_S, woken.put
-    )
+    deaf = Connections(lambda: Deaf('127.0.0.1', port, is_master=False))
+    watch = EpochWatch(deaf, 0, 0, [100], NEVER_HUNG_S, woken.put)
     break_epoch(job.store, 0, 'rank 7 died')
     assert woken.get(timeout=DEADLINE_S / 4) == 'rank 7 died'
     watch.stop()
