@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
 """Between two looks at the training thread; between two heartbeats at least."""
-SLOWEST_HEARTBEAT_SECONDS = 3.0
-_HEARTBEATS_BEFORE_HUNG = 20
+SLOWEST_HEARTBEAT_SECONDS = 5.0
+_HEARTBEATS_BEFORE_HUNG = 12
 _HEARTBEATS_PER_LOOK_AT_THE_EPOCH = 2
 _LONG = timedelta(days=365)
 MOST_BETWEEN_LOOKS_S = 2.0

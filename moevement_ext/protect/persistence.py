@@ -20,6 +20,7 @@ window is either published or given up, for everybody.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -35,9 +36,10 @@ from moevement_ext.store.peek import peek
 logger = logging.getLogger(__name__)
 
 _NEWEST = 'persisted'
-_FIRST_POLL_SECONDS = 0.005
-_LAST_POLL_SECONDS = 0.25
-_GROWTH = 1.25
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
+_PART = 0.25
+"""What the pause before the next look is of the time for which a window has been awaited."""
+_REMEMBERED = 4
 _WITHDRAW_SECONDS = 10.0
 
 
@@ -74,7 +76,9 @@ class PersistenceBoard:
         self._tasks: deque[Callable[[], None]] = deque()
         self._counted: list[WindowName] | None = None  # as in the store; None: not read yet
         self._awaited: WindowName | None = None
-        self._poll_s = _FIRST_POLL_SECONDS
+        self._reported_at = 0.0
+        self._took_s: deque[float] = deque([0.0], _REMEMBERED)
+        """Seconds from this rank's report of a window until it was persisted, of the newest."""
         self._agreed = NOTHING_AGREED
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-board', daemon=True)
@@ -139,12 +143,12 @@ class PersistenceBoard:
             pause = self._connection.attempt(self._step)
 
     def _until_next_look(self) -> float | None:
-        """Seconds, more from look to look; the others are done about when this rank is."""
+        """Seconds; the first look is not before others are likely to be done: all ask one store."""
         if self._awaited is None:
             return None
-        pause = self._poll_s
-        self._poll_s = min(_GROWTH * pause, _LAST_POLL_SECONDS)
-        return pause
+        waited_s = time.monotonic() - self._reported_at
+        pause_s = max(min(self._took_s) / 2 - waited_s, _PART * waited_s, _SHORTEST_PAUSE_S)
+        return min(pause_s, _LONGEST_PAUSE_S)
 
     def _step(self) -> None:
         self._look()  # what is persisted already is not counted again
@@ -158,8 +162,7 @@ class PersistenceBoard:
     def _count(self, window: WindowName) -> None:
         if self._agreed.is_persisted(window.start) or self._agreed.is_given_up(window.start):
             return
-        self._awaited = window
-        self._poll_s = _FIRST_POLL_SECONDS
+        self._awaited, self._reported_at = window, time.monotonic()
         counted = self._counted_windows()
         first = window not in counted
         if first:
@@ -228,7 +231,11 @@ class PersistenceBoard:
                 self._forget_until(agreed.persisted)
             self._tell(agreed)
         awaited = None if self._awaited is None else self._awaited.start
-        if awaited is not None and (agreed.is_persisted(awaited) or agreed.is_given_up(awaited)):
+        if awaited is None:
+            return
+        if agreed.is_persisted(awaited):
+            self._took_s.append(time.monotonic() - self._reported_at)
+        if agreed.is_persisted(awaited) or agreed.is_given_up(awaited):
             self._awaited = None
 
     def _tell(self, agreed: Agreed) -> None:

@@ -17,6 +17,7 @@ from torch.distributed import DistError, Store
 
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 from moevement_ext.protect.store_connection import StoreConnection
+from moevement_ext.store.peek import peek
 
 logger = logging.getLogger(__name__)
 
@@ -152,9 +153,7 @@ class Replanner:
         return [msgspec.json.decode(value, type=WindowLoad) for value in values]
 
     def _follow(self) -> None:
-        if not self._store.check([_NEWEST]):
-            return
-        newest = int(self._store.get(_NEWEST))
+        newest = int(peek(self._store, _NEWEST) or 0)
         if newest > self._present.version:
             self._present = published_plan(self._store, newest)
             self._adopt(self._present)

@@ -6,8 +6,9 @@
 Members, store and protocol are real, training is not (`control_plane_members`). The store has a
 process of its own, the busiest of a job; ranks are threads of a few others. They meet, iterate for
 a while, and lose a rank, which is replaced at once, some times over. At larger numbers figures are
-extrapolated by a power of the number of ranks that is fitted to those measured. The seconds that
-all ranks take share the cores of this machine here; those that the store computes do not.
+extrapolated by a power of the number of ranks that is fitted to those measured. A window has four
+iterations. The seconds that all ranks take share the cores of this machine here; those that the
+store computes do not.
 
 Exit status: 0 done, 2 a process failed.
 """
@@ -335,8 +336,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument('--processes', type=int, default=4, help='of all ranks (default: 4)')
     parser.add_argument('--failures', type=int, default=3, help='of each job (default: 3)')
-    parser.add_argument('--rest', type=float, default=20.0, help='seconds at rest (default: 20)')
-    parser.add_argument('--iteration', type=float, default=2.0, help='seconds of one (default: 2)')
+    parser.add_argument('--rest', type=float, default=60.0, help='seconds at rest (default: 60)')
+    parser.add_argument('--iteration', type=float, default=5.0, help='seconds of one (default: 5)')
     parser.add_argument('--json', type=Path, metavar='FILE', help='write everything here')
     args = parser.parse_args(argv)
     if min(args.ranks) < 3 * RANKS_PER_NODE or sorted(set(args.ranks)) != args.ranks:

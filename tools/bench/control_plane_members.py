@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of a job without training: they meet, watch, fail and decide as real ones do.
 
-All of `moevement_ext.membership` is real, and so are the store and its connections, which count
-what goes through them. Process groups are not: nobody computes. Each rank is a thread, beside the
-threads that every rank has.
+All of `moevement_ext.membership` is real, and so are what ranks say of their windows, the store and
+its connections, which count what goes through them. Process groups and windows are not: nobody
+computes or captures. Each rank is a thread, beside the threads that every rank has.
 """
 
 import threading
@@ -25,6 +25,9 @@ from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.report import Report, encode
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.protect.persistence import PersistenceBoard
+from moevement_ext.protect.replanner import Replanner
 from moevement_ext.recover.verdict import Localized, decide_recovery
 from tools.lab.errors import LabError
 
@@ -36,6 +39,8 @@ HANG_TIMEOUT_S = 60.0
 """The default of `--sparse-ckpt-hang-timeout`."""
 _TIMEOUT = timedelta(minutes=10)
 _LAST_ITERATION = 1_000_000
+_TOKENS = {f'layer{layer}.expert{expert}': 4096 for layer in range(4) for expert in range(4)}
+"""That a rank has seen of its experts."""
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -145,6 +150,9 @@ class CountedStore(Store):
         self._tally.add(1, [key])
         return self._store.delete_key(key)
 
+    deleteKey = delete_key
+    """What a `PrefixStore` calls."""
+
     def list_keys(self) -> list[str]:
         """All keys."""
         keys = self._store.list_keys()
@@ -181,15 +189,27 @@ class Member(Membership):
         rendezvous = Rendezvous(store, rank, world_size, NodeCopy(memory, memory / _node(rank)))
         super().__init__(rendezvous, _TIMEOUT, HANG_TIMEOUT_S, lambda: newcomer(rank))
         self._groups = cast(Any, _NoGroups())
+        self._board = PersistenceBoard(self.archive, rank, world_size, lambda agreed: None)
+        present = PlanParameters(0, self.origin, WINDOW, {})
+        self._replanner = Replanner(
+            self.archive, rank, world_size, present, lambda plan, loads: None, lambda plan: None
+        )
 
     def train(self) -> None:
         """Watch the epoch from now on."""
         self.broke.clear()
         self.watch('gloo', self.broke.set)
 
+    def end_window(self, start: int) -> None:
+        """All of a window is with its holders."""
+        self._board.report(WindowName(start, 'plan'))
+        self._replanner.observe(WindowLoad(start, _TOKENS, 5.0, 1e9))
+
     def die(self) -> None:
         """Without a word."""
         self._watch.stop()
+        self._board.stop()
+        self._replanner.stop()
 
     def watches_no_more(self) -> None:
         """Once the epoch of one that died is over."""
@@ -288,6 +308,8 @@ class Ranks:
         self._committed += 1
         for member in self._members.values():
             member.committed = self._committed
+            if self._committed % WINDOW == 0:
+                member.end_window(self._committed - WINDOW)
 
     def fail(self, victim: int) -> tuple[float, float]:
         """One rank dies and is replaced at once; when all had a verdict, and when they went on."""

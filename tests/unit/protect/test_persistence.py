@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -13,6 +14,7 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.persistence import PersistenceBoard
 from tests.unit.protect.distant_store import DistantStore
 from tests.unit.replicate.peers import wait_for
+from tools.bench.control_plane_members import CountedStore, Tally
 
 WORLD = 3
 DEADLINE_S = 20.0
@@ -317,6 +319,26 @@ def test_keys_do_not_grow(job: Job) -> None:
         job.report(window(start + 4), 0, 1, 2)
         assert job.next_persisted() == [window(start + 4)] * WORLD
     assert job.store.num_keys() == keys
+
+
+def test_a_window_that_takes_its_time_is_not_asked_for_all_the_while() -> None:
+    """All ranks ask one store."""
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    tally, heard = Tally(), queue.Queue[Agreed]()
+    connections = [TCPStore('127.0.0.1', store.port, is_master=False) for _ in range(2)]
+    early = PersistenceBoard(CountedStore(connections[0], tally), 0, 2, heard.put)
+    late = PersistenceBoard(connections[1], 1, 2, lambda agreed: None)
+    requests = []
+    for start in range(0, 24, 4):
+        before = tally.read().requests
+        early.report(window(start))
+        time.sleep(1.0)
+        late.report(window(start))
+        assert heard.get(timeout=DEADLINE_S) == Agreed(window(start))
+        requests.append(tally.read().requests - before)
+    early.stop()
+    late.stop()
+    assert min(requests[-2:]) <= 12 < requests[0]
 
 
 def test_a_failing_callback_does_not_end_the_board() -> None:
