@@ -150,8 +150,9 @@ class CountedStore(Store):
         self._tally.add(1, [key])
         return self._store.delete_key(key)
 
-    deleteKey = delete_key
-    """What a `PrefixStore` calls."""
+    def deleteKey(self, key: str) -> bool:  # noqa: N802 - a `PrefixStore` calls it by this name
+        """Remove a key."""
+        return self.delete_key(key)
 
     def list_keys(self) -> list[str]:
         """All keys."""

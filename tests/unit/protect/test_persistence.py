@@ -49,7 +49,10 @@ class Job:
     def wait_until_counted(self, window: WindowName, ranks: int) -> None:
         """Wait until as many ranks have reported a window that is not persisted yet."""
         key = f'complete/{window.start}/{window.plan}'
-        wait_for(lambda: self.store.add(key, 0) >= ranks or self.store.check(['persisted']))
+        wait_for(lambda: self.store.add(key, 0) >= ranks or self._is_persisted(window))
+
+    def _is_persisted(self, window: WindowName) -> bool:
+        return any(agreed.is_persisted(window.start) for agreed in self.agreed)
 
     def report(self, window: WindowName, *ranks: int) -> None:
         for rank in ranks:
