@@ -204,7 +204,8 @@ def check_tools(events: Path) -> None:
 def test_metrics_of_a_job_that_lost_a_worker(cluster: Callable[..., Cluster]) -> None:
     """Seen by a scraper: rank 0 answers, and rank 1 when rank 0 was killed and is back."""
     port = free_port()
-    job = cluster(*FLAGS, *WINDOW, '--sparse-ckpt-metrics', str(port), ranks=RANKS)
+    long = ['--train-iters', '60']  # metrics are looked at each second: some after the recovery
+    job = cluster(*FLAGS, *WINDOW, *long, '--sparse-ckpt-metrics', str(port), ranks=RANKS)
     seen: dict[tuple[str, ...], float] = {}
     assert job.survive(fail_at='0:8:forward', strike=lambda *_: seen.update(scraped(port))) == {
         0: 1
