@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a job is given up."""
 
-from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.errors import EXIT_USER_ERROR, SparseCheckpointError
 
 
 class LaunchError(SparseCheckpointError):
@@ -12,3 +12,9 @@ class LaunchError(SparseCheckpointError):
     """
 
     exit_code = 1
+
+
+class UserMistake(LaunchError):
+    """A worker has refused what it was started with."""
+
+    exit_code = EXIT_USER_ERROR

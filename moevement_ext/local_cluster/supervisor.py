@@ -39,6 +39,7 @@ from moevement_ext.local_cluster.events import (
 from moevement_ext.local_cluster.loop import Loop
 from moevement_ext.local_cluster.newcomers import Newcomers
 from moevement_ext.local_cluster.output import LogTail, Relay, say
+from moevement_ext.local_cluster.replacements import Replacements
 from moevement_ext.local_cluster.staged_faults import StagedFaults
 from moevement_ext.local_cluster.starter import LocalStarter, Starter
 from moevement_ext.local_cluster.statements import told_finished, told_memory, told_survivors
@@ -57,8 +58,6 @@ _WITHOUT_STORE_S = 600.0
 """So long a dead worker waits for the store; ours may be started anew elsewhere meanwhile."""
 _SETTLE_S = 1.0
 """A worker that fails because another one is lost may be seen to end before that one."""
-_MAX_ERRORS = 3
-_ERRORS_WITHIN_S = 600.0
 
 
 def print_event(event: Event) -> None:
@@ -102,7 +101,7 @@ class Supervisor:
         self._faults = StagedFaults(config)
         self._exit_code: int | None = None
         self._announced_code = 0
-        self._restarts = 0
+        self._replacements = Replacements(config)
         self._newcomers = Newcomers()
         self._bad_ends: list[BadEnd] = []
         self._failed_at_exit: list[str] = []
@@ -214,6 +213,7 @@ class Supervisor:
         bad = {end.worker.rank for end in self._bad_ends}
         others = [worker for worker in self.workers if worker.rank not in bad]
         done = [worker for worker in others if self._is_done(worker)]
+        self._replacements.refuse_mistakes(self._bad_ends)
         survivors = told_survivors(self.store)
         if survivors and len(done) == len(others) and self._were_lost_at_the_end(others):
             return
@@ -292,14 +292,14 @@ class Supervisor:
         while self._bad_ends:
             end = self._bad_ends[0]
             announce_failure(self.store, end.worker.rank, end.how)
-            self._refuse_in_vain(end, [end.worker])
+            self._replacements.add(end, [end.worker])
             self._bad_ends.pop(0)
             self._start_again(end.worker, end.worker.restarts + 1)
 
     def _start_all_again(self, cause: BadEnd) -> None:
         """The others wait for the dead worker, perhaps for ever, and nothing can wake them up."""
         self._evict()  # one that ended because of a hung one asked for this first
-        self._refuse_in_vain(cause, self.workers)
+        self._replacements.add(cause, self.workers)
         self._stop(self._living())
         self._report(AllStartAgain(cause.how))
         # torch would find the keys of the life before in the old one, and wait for the dead.
@@ -337,32 +337,6 @@ class Supervisor:
         worker.child, was_spare = self._new_child(worker.rank, restarts)
         worker.relay = self._relay(worker.rank, worker.child)
         self._started(worker, was_spare)
-
-    def _refuse_in_vain(self, end: BadEnd, blamed: list[Worker]) -> None:
-        """Count a replacement, if one may be and is worth being started.
-
-        Args:
-            end: that makes it necessary.
-            blamed: whose errors count with this one.
-
-        Raises:
-            LaunchError: it is not.
-        """
-        if end.is_error:
-            end.worker.errors.append(end.at)
-        errors = [at for worker in blamed for at in worker.errors]
-        recent = [at for at in errors if at > time.monotonic() - _ERRORS_WITHIN_S]
-        if end.is_error and len(recent) >= _MAX_ERRORS:
-            words = end.worker.last_words(self.config.log_of(end.worker.rank))
-            raise LaunchError(
-                f'{end.how}; it failed by itself {len(recent)} times within '
-                f'{_ERRORS_WITHIN_S / 60:.0f} minutes{words}'
-            )
-        if self._restarts >= self.config.max_restarts:
-            raise LaunchError(
-                f'{end.how} and --max-restarts {self.config.max_restarts} is used up.'
-            )
-        self._restarts += 1
 
     def _is_done(self, worker: Worker) -> bool:
         return worker.finished or self._told(worker) is not None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.events import Recovered
 from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
@@ -116,14 +117,15 @@ TWO_STAGES = (
 ).split()
 
 
-def test_plain_program_that_fails_at_its_start_ends_with_the_reason(
+def test_plain_program_with_a_wrong_flag_ends_at_once_with_the_reason(
     cluster: Callable[..., Cluster],
 ) -> None:
     job = cluster('--no-such-flag', sparse=False, ranks=2)
     code, output = launch(job)
-    assert code == 1
+    assert code == EXIT_USER_ERROR
+    assert 'start again' not in output
     _, _, reason = output.partition('[launcher] job failed: rank ')
-    assert 'it failed by itself 3 times within 10 minutes; its last lines:' in reason
+    assert 'it refuses what it was started with; its last lines:' in reason
     assert 'error: unrecognized arguments: --no-such-flag' in reason
 
 

@@ -138,7 +138,7 @@ def test_program_that_fails_at_its_start_ends_the_job_with_its_last_lines(
 ) -> None:
     """Whichever rank is seen to fail first in each life."""
     job.finish_when = lambda: False
-    failing = [f'{rank}.{life}=exit:2' for rank in range(2) for life in range(9)]
+    failing = [f'{rank}.{life}=exit:3' for rank in range(2) for life in range(9)]
     printing = [f'{rank}.{life}=print:no such flag' for rank in range(2) for life in range(9)]
     log_dir = tmp_path / 'logs' if logged else None
     assert job.run(*printing, *failing, survive=False, nodes=2, log_dir=log_dir) == 1
