@@ -223,6 +223,17 @@ class NodeLost:
 
 
 @dataclass(frozen=True)
+class NodeMissing:
+    """A host was asked for an agent, and none came."""
+
+    host: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f'host {self.host} is not reached: {self.reason}'
+
+
+@dataclass(frozen=True)
 class DevicesFailing:
     """Something is wrong with a device of a host."""
 
@@ -276,6 +287,7 @@ Event = (
     | NodeReady
     | NodeSeated
     | NodeLost
+    | NodeMissing
     | DevicesFailing
     | JobFailed
     | MemoryKept

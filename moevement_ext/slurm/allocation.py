@@ -1,44 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Slurm knows of the job: its nodes, and its way back to the queue."""
 
+import re
 import subprocess
 import time
 from collections.abc import Collection
 
+from moevement_ext.config import ConfigurationError
+
 _TO_NOTICE_S = 600.0
 """Slurm itself takes `SlurmdTimeout`, by default five minutes, to notice that a node is lost."""
 _POLL_S = 5.0
+_TRIES = 10
+_PAUSE_S = 1.0
+_NO_COMMAND = 127
 
 
 def hostnames(nodes: str) -> tuple[str, ...]:
-    """Names of hosts out of such as `n[1-3]`, in their order."""
-    listed = subprocess.run(
-        ['scontrol', 'show', 'hostnames', nodes], stdout=subprocess.PIPE, text=True, check=True
-    )
-    return tuple(listed.stdout.split())
+    """Names of hosts out of such as `n[1-3]`, in their order.
+
+    Raises:
+        ConfigurationError: Slurm's command is not there, or does not know them.
+    """
+    asked = _ask('scontrol', 'show', 'hostnames', nodes)
+    if asked.returncode != 0:
+        raise ConfigurationError(
+            f'scontrol show hostnames {nodes} failed ({asked.stderr.strip()}): the launcher needs '
+            'the commands of Slurm in PATH, and the SLURM_JOB_NODELIST that Slurm has set.'
+        )
+    return tuple(asked.stdout.split())
 
 
-def requeue(job: str, lost: Collection[str]) -> None:
-    """Put the job into the queue again, once Slurm has taken the lost nodes out of it.
+def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
+    """Give Slurm the time to take lost nodes out of the job, before it goes back to the queue.
 
-    Before that it might get them again; and what it had of them, GPUs say, is not given to it anew
-    on others (Slurm 22.05: the steps end with "Invalid generic resource"). A controller that does
-    not answer, perhaps lost with them, would not put it there at all.
+    Sooner it might get them again; and what it had of them, GPUs say, is not given to it anew on
+    others (Slurm 22.05: the steps end with "Invalid generic resource"). A controller that does not
+    answer, perhaps lost with them, would not put it there at all.
 
     Args:
         job: its number.
         lost: hosts; Slurm is waited for, but not for ever, as some may not be lost to it.
+
+    Returns:
+        Those that Slurm takes for sound.
     """
     deadline = time.monotonic() + _TO_NOTICE_S
-    while not _is_noticed(job, lost) and time.monotonic() < deadline:
+    while (sound := _still_has(job, lost)) != set() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
+    return sound or set()
+
+
+def requeue(job: str, excluded: Collection[str]) -> None:
+    """Put the job into the queue again.
+
+    Args:
+        job: its number.
+        excluded: hosts that it is not to get again, besides those that it was submitted without.
+    """
+    hosts = ','.join([*_excluded(job), *sorted(excluded)])
     subprocess.run(['scontrol', 'requeue', job], check=False)
+    if excluded:  # only of a job that waits this can be changed
+        _insist('scontrol', 'update', f'JobId={job}', f'ExcNodeList={hosts}')
 
 
-def _is_noticed(job: str, lost: Collection[str]) -> bool:
-    """The controller answers, and the job has none of these hosts any more."""
-    asked = subprocess.run(
-        ['squeue', '--noheader', f'--jobs={job}', '--format=%N'], stdout=subprocess.PIPE, text=True
-    )
+def _still_has(job: str, lost: Collection[str]) -> set[str] | None:
+    """Those of the hosts that the job has; None if the controller does not answer."""
+    asked = _ask('squeue', '--noheader', f'--jobs={job}', '--format=%N')
+    if asked.returncode != 0:
+        return None
     nodes = asked.stdout.strip()
-    return asked.returncode == 0 and set(lost).isdisjoint(hostnames(nodes) if nodes else ())
+    return set(lost).intersection(hostnames(nodes) if nodes else ())
+
+
+def _excluded(job: str) -> list[str]:
+    shown = _ask('scontrol', 'show', 'job', job).stdout
+    return re.findall(r'\bExcNodeList=([^\s(]+)', shown)
+
+
+def _insist(*command: str) -> None:
+    """Slurm ends what runs in a job that goes back to the queue, this command, too."""
+    for _ in range(_TRIES):
+        if subprocess.run(command, check=False).returncode == 0:
+            break
+        time.sleep(_PAUSE_S)
+
+
+def _ask(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:  # there is no such command
+        return subprocess.CompletedProcess(command, _NO_COMMAND, '', str(error))

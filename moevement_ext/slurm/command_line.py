@@ -13,10 +13,11 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.local_cluster.command_line import add_faults, given_faults, stop_at_signals
 from moevement_ext.local_cluster.config import LaunchConfig
-from moevement_ext.local_cluster.events import Event, NodeLost, NodeReady
+from moevement_ext.local_cluster.events import Event
 from moevement_ext.local_cluster.output import say
 from moevement_ext.process.name_lookups import ask_again_soon
-from moevement_ext.slurm.allocation import hostnames, requeue
+from moevement_ext.slurm.allocation import hostnames
+from moevement_ext.slurm.requeue import History, go_back
 from moevement_ext.slurm.steps import slurm_step
 
 _DESCRIPTION = """\
@@ -86,27 +87,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     allow_many_connections()
     starter = partial(SlurmStarter, job.hosts, slurm_step)
-    lost: set[str] = set()
+    history = History()
+
+    def note(event: Event) -> None:
+        say(sys.stderr, f'[launcher] {event}\n')
+        history.note(event)
+
     try:
-        supervisor = Supervisor(job.launch, partial(_note, lost), starter)
+        supervisor = Supervisor(job.launch, note, starter)
     except ConfigurationError as error:
         _parser().error(str(error))
     stop_at_signals(supervisor.stop)
     code = supervisor.run()
     if code == EXIT_WHOLE_JOB and job.requeue:
-        print('[launcher] the job goes back to the queue of Slurm', file=sys.stderr, flush=True)
-        requeue(os.environ['SLURM_JOB_ID'], lost)
+        go_back(history)
     return code
-
-
-def _note(lost: set[str], event: Event) -> None:
-    """Tell the person who waits; and keep in mind which hosts are lost."""
-    say(sys.stderr, f'[launcher] {event}\n')
-    match event:
-        case NodeLost(host):
-            lost.add(host)
-        case NodeReady(host):
-            lost.discard(host)
 
 
 def _hosts() -> tuple[str, ...]:

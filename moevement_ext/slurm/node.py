@@ -24,6 +24,7 @@ class Node:
         loop: calls when the agent says something.
         on_message: called with what the agent says.
         on_lost: called when the agent is lost, with what is known of the reason.
+        on_missed: called when none came, with what is known of the reason.
 
     Attributes:
         link: to its agent, if there is one.
@@ -42,6 +43,7 @@ class Node:
         loop: Loop,
         on_message: Callable[['Node', FromAgent], None],
         on_lost: Callable[['Node', str], None],
+        on_missed: Callable[['Node', str], None],
     ) -> None:
         self.host = host
         self.link: Link[FromAgent] | None = None
@@ -56,6 +58,7 @@ class Node:
         self._left: list[Step] = []
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_missed = on_missed
         self._pause_s = _FIRST_PAUSE_S
 
     @property
@@ -161,6 +164,7 @@ class Node:
 
     def _miss(self, why: str) -> None:
         self.why = why
+        self._on_missed(self, why)
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
     def _abandon_step(self) -> None:

@@ -26,6 +26,7 @@ from moevement_ext.local_cluster.events import (
     DevicesFailing,
     Event,
     NodeLost,
+    NodeMissing,
     NodeReady,
     NodeSeated,
     SpareReady,
@@ -76,7 +77,9 @@ class SlurmStarter:
         self._loop = loop
         self._report = report
         self._start_step = start_step
-        self._nodes = {host: Node(host, loop, self._act, self._lost) for host in hosts}
+        self._nodes = {
+            host: Node(host, loop, self._act, self._lost, self._missed) for host in hosts
+        }
         self._children: dict[int, RemoteChild] = {}
         self._keys = itertools.count()
         self._secret = new_secret()
@@ -228,6 +231,9 @@ class SlurmStarter:
             if child.node is node:
                 del self._children[key]
                 child.end(_LOST)
+
+    def _missed(self, node: Node, why: str) -> None:
+        self._report(NodeMissing(node.host, why))
 
     # Seats
 

@@ -5,11 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.config import ConfigurationError
 from moevement_ext.slurm import allocation
 
+# Changes are noted; every other one is refused, as to a command that Slurm ends with the job.
 SCONTROL = """\
 #!/usr/bin/env bash
-if [[ $1 == requeue ]]; then echo "$2" >"$0.requeued"; else tr , '\\n' <<<"$3"; fi
+case "$1 $2" in
+    'requeue '*) echo "$2" >"$0.requeued" ;;
+    'show job') echo '   ReqNodeList=(null) ExcNodeList=x[1-2]' ;;
+    'show hostnames') tr , '\\n' <<<"$3" ;;
+    update*) if mkdir "$0.tried"; then exit 1; fi; echo "$2 $3" >"$0.updated" ;;
+esac
 """
 # The nodes that the job has are in a file with a line for each question; the last line stays.
 SQUEUE = """\
@@ -28,33 +35,57 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv('PATH', f'{tmp_path}:/usr/bin:/bin')
     monkeypatch.setattr(allocation, '_POLL_S', 0.01)
+    monkeypatch.setattr(allocation, '_PAUSE_S', 0.01)
     return tmp_path
 
 
 def test_slurm_is_given_time_to_notice_what_is_lost(programs: Path) -> None:
     (programs / 'squeue.nodes').write_text('a,b,c\na,b\na\n')
-    allocation.requeue('42', {'b', 'd'})
+    assert allocation.wait_until_noticed('42', {'b', 'd'}) == set()
     assert (programs / 'squeue.nodes').read_text() == 'a\n'
-    assert (programs / 'scontrol.requeued').read_text() == '42\n'
 
 
 def test_but_not_for_ever(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocation, '_TO_NOTICE_S', 0.05)
     (programs / 'squeue.nodes').write_text('a,b\n')
-    allocation.requeue('42', {'b'})
-    assert (programs / 'scontrol.requeued').read_text() == '42\n'
+    assert allocation.wait_until_noticed('42', {'b', 'c'}) == {'b'}
 
 
 def test_a_job_that_has_no_node_any_more(programs: Path) -> None:
     (programs / 'squeue.nodes').write_text('\n')
-    allocation.requeue('42', {'b'})
-    assert (programs / 'scontrol.requeued').exists()
+    assert allocation.wait_until_noticed('42', {'b'}) == set()
 
 
 @pytest.mark.parametrize('lost', [{'b'}, set()])
 def test_a_controller_that_does_not_answer_is_waited_for(programs: Path, lost: set[str]) -> None:
     """It would not hear that the job is to go back."""
     (programs / 'squeue.nodes').write_text('silence\nsilence\na\n')
-    allocation.requeue('42', lost)
+    assert allocation.wait_until_noticed('42', lost) == set()
     assert (programs / 'squeue.nodes').read_text() == 'a\n'
+
+
+def test_a_job_goes_back_without_nodes_that_are_of_no_use(programs: Path) -> None:
+    """Nor does it get those that it was submitted without."""
+    allocation.requeue('42', {'c', 'b'})
     assert (programs / 'scontrol.requeued').read_text() == '42\n'
+    assert (programs / 'scontrol.updated').read_text() == 'JobId=42 ExcNodeList=x[1-2],b,c\n'
+
+
+def test_nothing_else_of_it_is_changed(programs: Path) -> None:
+    allocation.requeue('42', set())
+    assert (programs / 'scontrol.requeued').exists()
+    assert not (programs / 'scontrol.updated').exists()
+
+
+def test_a_command_of_slurm_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('PATH', str(tmp_path))
+    with pytest.raises(ConfigurationError, match="No such file.*: 'scontrol'.*in PATH"):
+        allocation.hostnames('n[1-2]')
+
+
+def test_what_slurm_says_of_nodes_that_it_does_not_know_is_passed_on(programs: Path) -> None:
+    (programs / 'scontrol').write_text('#!/bin/sh\necho Invalid hostlist >&2\nexit 1\n')
+    with pytest.raises(ConfigurationError, match=r'show hostnames n\[ failed \(Invalid hostlist'):
+        allocation.hostnames('n[')

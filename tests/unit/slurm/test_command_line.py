@@ -5,15 +5,23 @@ import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.local_cluster.config import Action, StagedFault
+from moevement_ext.slurm import allocation
 from moevement_ext.slurm.command_line import main, parse
 from tests.unit.slurm.conftest import SlurmJob
 
 pytestmark = pytest.mark.timeout(300)
 SCONTROL = """#!/usr/bin/env bash
 case "$1" in
-    show) printf '%s\\n' node-a node-b node-c ;;
+    show) [[ $2 == job ]] || printf '%s\\n' node-a node-b node-c ;;
     requeue) echo "$2" >> "$0.requeued" ;;
+    update) echo "$3" >> "$0.updated" ;;
 esac
+"""
+# On one of the nodes.
+ONE_AGENT = """#!/usr/bin/env bash
+[[ $* == *--nodelist=node-a* ]] || exit 1
+while [[ $1 == --* ]]; do shift; done
+SLURMD_NODENAME=node-a exec "$@"
 """
 
 
@@ -101,6 +109,31 @@ def test_only_a_lost_node_queues_the_job_again(
     assert noted.exists() is requeued
     if requeued:
         assert noted.read_text() == '42\n'
+
+
+def test_a_host_that_never_had_an_agent_is_missed(
+    job: SlurmJob,
+    scontrol: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Slurm, which knows nothing of it, is told not to give it to the job again; not for ever."""
+    monkeypatch.setattr(allocation, '_TO_NOTICE_S', 0.0)
+    for name, text in (('srun', ONE_AGENT), ('squeue', '#!/usr/bin/env bash\necho nodes\n')):
+        scontrol.with_name(name).write_text(text)
+    monkeypatch.setenv('SLURM_RESTART_COUNT', '9')
+    assert main(['--requeue', '--', str(job.program)]) == EXIT_WHOLE_JOB
+    assert scontrol.with_name('scontrol.requeued').read_text() == '42\n'
+    assert scontrol.with_name('scontrol.updated').read_text() == 'ExcNodeList=node-b,node-c\n'
+    assert 'host node-b is not reached: its step ended with status 1' in capsys.readouterr().err
+
+    scontrol.with_name('scontrol.requeued').unlink()
+    monkeypatch.setenv('SLURM_RESTART_COUNT', '10')
+    assert main(['--requeue', '--', str(job.program)]) == EXIT_WHOLE_JOB
+    assert not scontrol.with_name('scontrol.requeued').exists()
+    said = capsys.readouterr().err
+    assert 'Slurm has restarted the job 10 times, and again no worker' in said
+    assert 'submit it with --exclude=node-b,node-c' in said
 
 
 def test_a_job_without_a_host_fails(
