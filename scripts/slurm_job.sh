@@ -97,12 +97,16 @@ example() {
     )
 
     # Sparse checkpoints every iteration in host memory; dense ones on disk, rarely, for the day when
-    # more is lost than memory can bring back.
+    # more is lost than memory can bring back, and when the time of the job is up. The next job with
+    # the same CHECKPOINTS goes on from there; or, by the name of the run, from the memory of nodes
+    # that it gets again.
     protection=(
         --sparse-ckpt
+        --sparse-ckpt-run-id "$(basename "$checkpoints")"
         --save "$checkpoints"
         --load "$checkpoints"
         --save-interval 5000
+        --exit-signal-handler
         --ckpt-format torch_dist
     )
 

@@ -254,7 +254,10 @@ def test_slurm_example_uses_flags_that_exist(
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     args, unknown = parser.parse_known_args(job.launch.flags)
-    assert unknown == ['--sparse-ckpt']  # ours; all else is Megatron's
+    ours = ['--sparse-ckpt', '--sparse-ckpt-run-id', Path(args.save).name]
+    assert unknown == ours  # all else is Megatron's
+    assert args.exit_signal_handler and args.save == args.load
+    assert '\n#SBATCH --signal=B:TERM@' in (ROOT / 'scripts' / script).read_text('utf-8')
     assert args.num_layers % args.pipeline_model_parallel_size == 0
     assert args.num_experts % args.expert_model_parallel_size == 0
 
