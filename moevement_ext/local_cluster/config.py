@@ -2,6 +2,7 @@
 """What to launch, on how many emulated nodes, and which failures to stage."""
 
 import enum
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -94,6 +95,23 @@ class LaunchConfig:
     def log_of(self, rank: int) -> Path | None:
         """File that all lives of a rank append to."""
         return None if self.log_dir is None else self.log_dir / f'rank{rank}.log'
+
+    def make_log_dir(self) -> None:
+        """Make the directory of `--log-dir`, if it was given.
+
+        Raises:
+            ConfigurationError: that, or a file in it, is not possible.
+        """
+        if self.log_dir is None:
+            return
+        try:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.log_dir).close()
+        except OSError as error:
+            raise ConfigurationError(
+                f'--log-dir {self.log_dir}: no log can be written there ({error}); give a '
+                'directory that can be made or written to.'
+            ) from error
 
     def _check(self, fault: StagedFault) -> None:
         what, count = 'rank', self.world_size

@@ -49,7 +49,10 @@ def _run_in_memory(config: LaunchConfig, fault: StagedFault) -> tuple[Path, str]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument('--sparse-ckpt-dir', default=SparseCheckpointConfig.dir)
     parser.add_argument('--sparse-ckpt-run-id')
-    given, _ = parser.parse_known_args(config.flags)
+    try:
+        given, _ = parser.parse_known_args(config.flags)
+    except argparse.ArgumentError as error:
+        raise ConfigurationError(f'{config.program}: {error}.') from error
     if given.sparse_ckpt_run_id is None:
         raise ConfigurationError(
             f'{fault} deletes the memory of the node, of this run only: '

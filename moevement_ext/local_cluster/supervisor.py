@@ -81,8 +81,8 @@ class Supervisor:
         workers: by rank, while `run` runs and afterwards.
 
     Raises:
-        ConfigurationError: a staged failure or the GPUs of this machine do not fit the job, or
-            the outside store is not reached.
+        ConfigurationError: a staged failure or the GPUs of this machine do not fit the job, no log
+            can be written, or the outside store is not reached.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class Supervisor:
         starter: Callable[[LaunchConfig, Loop, Callable[[Event], None]], Starter] = LocalStarter,
     ) -> None:
         self.config = config
+        config.make_log_dir()
         self._loop = Loop()
         self._starter = starter(config, self._loop, on_event)
         self._answers: AnswerWatch | None = None
@@ -129,8 +130,6 @@ class Supervisor:
             0, or the exit status that the workers had announced; that of the `LaunchError` if the
             job was given up; what `stop` was given if that was called.
         """
-        if self.config.log_dir is not None:
-            self.config.log_dir.mkdir(parents=True, exist_ok=True)
         try:
             self._supervise()
         except LaunchError as failure:

@@ -2,6 +2,7 @@
 """A store that is reached at one address of this host."""
 
 import ctypes
+import ipaddress
 import os
 import resource
 import signal
@@ -39,6 +40,8 @@ def listen(host: str, port: int) -> socket.socket:
             raise OSError('there is no such port')
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
+        if ipaddress.ip_address(address[0]).is_unspecified:
+            raise OSError('that stands for all addresses, and is none to connect to')
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigurationError(

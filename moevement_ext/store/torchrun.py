@@ -11,6 +11,7 @@ one; and when the store is lost, the agents wait for another one at the same add
 Checked against torch 2.15.
 """
 
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
-from torch.distributed.run import parse_args, run
+from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.process import user_errors
@@ -120,11 +121,26 @@ def parse(argv: Sequence[str]) -> Namespace:
             '--rdzv-endpoint.'
         )
     host, port = SparseCheckpointConfig(store=address).store_address
+    _check_numbers(args)
     args.rdzv_backend, args.rdzv_endpoint = _BACKEND, f'{host}:{port}'
     rank = f'rank={args.node_rank}'
     args.rdzv_conf = f'{args.rdzv_conf},{rank}' if args.rdzv_conf else rank
     args.node_rank = 0  # torchrun warns that it ignores it
     return args
+
+
+def _check_numbers(args: Namespace) -> None:
+    """What torchrun itself does later, with a traceback."""
+    nodes, processes = args.nnodes, args.nproc_per_node
+    if not re.fullmatch(r'([1-9]\d*)(:\1)?', nodes):
+        raise ConfigurationError(f'--nnodes {nodes} must be the number of nodes, 1 or more.')
+    try:
+        determine_local_world_size(processes)
+    except ValueError as error:
+        raise ConfigurationError(
+            f'--nproc-per-node {processes} must be the number of processes on this node, or gpu, '
+            f'if it has some ({error}).'
+        ) from error
 
 
 @record

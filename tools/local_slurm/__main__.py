@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         match args.command:
             case 'start':
+                cluster.check()
                 _start(cluster)
             case 'lose':
                 killed = cluster.lose_node(args.node)

@@ -83,15 +83,19 @@ class LocalSlurm:
         return {**os.environ, 'SLURM_CONF': str(self.configuration)}
 
     def start(self) -> None:
-        """Start it, and wait until all nodes are idle.
+        """Start it, where `check` finds nothing amiss, and wait until all nodes are idle.
 
         Raises:
-            LabError: it cannot be started here, or does not come up.
+            LabError: it cannot be started, or does not come up.
         """
-        self._check()
-        for name in ('state', 'spool', 'log'):
-            (self.folder / name).mkdir(parents=True)
-        self._write_files()
+        try:
+            for name in ('state', 'spool', 'log'):
+                (self.folder / name).mkdir(parents=True)
+            self._write_files()
+        except OSError as error:
+            raise LabError(
+                f'{self.folder} cannot be made a folder of a cluster: {error}'
+            ) from error
         self._start_daemon(
             _MUNGE,
             *('--force', '--foreground', '--num-threads=2'),
@@ -155,7 +159,12 @@ class LocalSlurm:
         for child in self._children:
             child.wait()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """See whether one may be started.
+
+        Raises:
+            LabError: not here, or not in this folder.
+        """
         if os.geteuid() != 0:
             raise LabError('a Slurm cluster on this machine takes root: its daemons start jobs')
         if None in map(shutil.which, _PROGRAMS):

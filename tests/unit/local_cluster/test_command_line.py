@@ -62,6 +62,12 @@ def test_flags(job: Job) -> None:
         ),
         ('--nodes 2 --kill-node 2@8 -- PROGRAM', 'there is no node 2; --nodes 2'),
         ('--nodes 2 --kill-node 1@8 -- PROGRAM', 'give PROGRAM a --sparse-ckpt-run-id'),
+        (
+            '--nodes 2 --kill-node 1@8 -- PROGRAM --sparse-ckpt-run-id',
+            'PROGRAM: argument --sparse-ckpt-run-id: expected one argument',
+        ),
+        ('--nodes 1 --log-dir /proc/none -- PROGRAM', '--log-dir /proc/none: no log can be writ'),
+        ('--nodes 1 --log-dir /proc/fs -- PROGRAM', '--log-dir /proc/fs: no log can be written'),
     ],
 )
 def test_mistakes(flags: str, message: str, job: Job, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,15 +65,26 @@ def test_flags(job: SlurmJob, scontrol: Path) -> None:
         ('--grace -1 -- PROGRAM', '--grace -1.0 must be at least 0'),
         ('--kill 0@2 -- PROGRAM', '--kill 0@2 is staged by what the last rank logs: give a --log'),
         ('-- nowhere.py', 'nowhere.py: no such program'),
+        ('--log-dir /proc/none -- PROGRAM', '--log-dir /proc/none: no log can be written there'),
     ],
 )
 def test_mistakes_are_named(
     flags: str, message: str, job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        parse(flags.replace('PROGRAM', str(job.program)).split())
+        main(flags.replace('PROGRAM', str(job.program)).split())
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_allocation_that_slurm_does_not_know_is_refused(
+    job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scontrol.write_text('#!/usr/bin/env bash\necho Invalid hostlist >&2\nexit 1\n')
+    with pytest.raises(SystemExit) as stopped:
+        parse(['--', str(job.program)])
+    assert stopped.value.code == 2
+    assert 'node-[a-c] failed (Invalid hostlist)' in capsys.readouterr().err
 
 
 def test_outside_of_slurm(

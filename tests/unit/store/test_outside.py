@@ -80,6 +80,14 @@ def test_agents_meet_where_the_program_is_told_to(flags: list[str]) -> None:
         (NODE, [], '--sparse-ckpt-store HOST:PORT is missing'),
         (['--standalone'], ['--sparse-ckpt-store', 'h:7'], 'leave out --standalone'),
         (['--rdzv-backend', 'c10d'], ['--sparse-ckpt-store', 'h:7'], 'leave out --standalone'),
+        (['--nnodes', 'abc'], ['--sparse-ckpt-store', 'h:7'], '--nnodes abc must be the number'),
+        (['--nnodes', '0'], ['--sparse-ckpt-store', 'h:7'], '--nnodes 0 must be the number'),
+        (['--nnodes', '2:4'], ['--sparse-ckpt-store', 'h:7'], '--nnodes 2:4 must be the number'),
+        (
+            ['--nproc-per-node', 'abc'],
+            ['--sparse-ckpt-store', 'h:7'],
+            '--nproc-per-node abc must be the number of processes on this node',
+        ),
         (NODE, ['--sparse-ckpt-store', 'h'], "--sparse-ckpt-store 'h' must be HOST:PORT"),
     ],
 )

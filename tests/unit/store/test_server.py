@@ -64,9 +64,16 @@ def test_port_that_is_taken_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ('host', 'port'), [('192.0.2.7', 0), ('no.such.host.invalid', 0), ('127.0.0.1', 65536)]
+    ('host', 'port'),
+    [
+        ('192.0.2.7', 0),
+        ('no.such.host.invalid', 0),
+        ('127.0.0.1', 65536),
+        ('0.0.0.0', 0),
+        ('::', 0),
+    ],
 )
-def test_address_of_another_host_is_refused(host: str, port: int) -> None:
+def test_address_that_others_cannot_connect_to_is_refused(host: str, port: int) -> None:
     with pytest.raises(ConfigurationError, match=f'--host {host} --port {port}: cannot listen'):
         listen(host, port)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tool refuses; clusters that it starts are those of tests/cluster."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,29 @@ def test_start_says_what_is_missing(
         (tmp_path / 'slurm.conf').touch()
     assert main(['start', str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster.os, 'geteuid', lambda: 0)
+    monkeypatch.setattr(cluster.shutil, 'which', lambda name: name)
+    (tmp_path / 'file').touch()
+    assert main(['start', str(tmp_path / 'file')]) == 2
+    assert 'cannot be made a folder of a cluster: ' in capsys.readouterr().err
+
+
+def test_a_cluster_that_runs_is_not_ended_by_another_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.os, 'geteuid', lambda: 0)
+    monkeypatch.setattr(cluster.shutil, 'which', lambda name: name)
+    (tmp_path / 'slurm.conf').touch()
+    variables = {**os.environ, 'SLURM_CONF': str(tmp_path / 'slurm.conf'), 'SLURM_JOB_ID': '1'}
+    with subprocess.Popen(['sleep', '600'], env=variables) as job:
+        assert main(['start', str(tmp_path)]) == 2
+        assert job.poll() is None
+        job.kill()
 
 
 def test_stopping_what_does_not_run_is_no_error(tmp_path: Path) -> None:
