@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from moevement_ext.store.__main__ import parse_arguments
+
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / 'deploy' / 'k8s' / 'jobset.yaml'
 SCHEMA = json.loads(Path(__file__).with_name('jobset.schema.json').read_text())['openAPIV3Schema']
@@ -64,8 +66,9 @@ def pod(jobset: dict[str, Any]) -> dict[str, Any]:
     return job(jobset)['template']['spec']
 
 
-def job(jobset: dict[str, Any]) -> dict[str, Any]:
-    return jobset['spec']['replicatedJobs'][0]['template']['spec']
+def job(jobset: dict[str, Any], name: str = 'nodes') -> dict[str, Any]:
+    (found,) = (one for one in jobset['spec']['replicatedJobs'] if one['name'] == name)
+    return found['template']['spec']
 
 
 def test_it_fits_the_schema(jobset: dict[str, Any]) -> None:
@@ -87,15 +90,16 @@ def test_mistakes_do_not_fit(jobset: dict[str, Any]) -> None:
 
 
 def launched(jobset: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
-    """What torchrun makes of the command, and the flags of the program."""
-    from torch.distributed.run import get_args_parser
+    """What the agent makes of the command, and the flags of the program."""
+    from moevement_ext.store.torchrun import parse
 
     (container,) = pod(jobset)['containers']
     shell, option, script, name = container['command']
     assert (shell, option, name) == ('bash', '-c', 'torchrun')
     words = script.replace('"$NODE_RANK"', '3').split()
-    assert (words[:2], words[-2:]) == (['exec', 'torchrun'], ['pretrain_gpt.py', '"$@"'])
-    return get_args_parser().parse_args(words[2:-1]), container['args']
+    assert words[:4] == ['exec', 'python', '-m', 'moevement_ext.store.torchrun']
+    assert words[-2:] == ['pretrain_gpt.py', '"$@"']
+    return parse([*words[4:-1], *container['args']]), container['args']
 
 
 def test_numbers_and_names_agree(jobset: dict[str, Any]) -> None:
@@ -107,8 +111,31 @@ def test_numbers_and_names_agree(jobset: dict[str, Any]) -> None:
     assert container['resources']['limits']['nvidia.com/gpu'] == int(args.nproc_per_node)
     network = jobset['spec']['network']
     assert network['enableDNSHostnames'] is True
-    first = f'{jobset["metadata"]["name"]}-{one["name"]}-0-0.{network["subdomain"]}'
-    assert (args.master_addr, args.rdzv_backend, args.node_rank) == (first, 'static', 3)
+    assert args.rdzv_conf == 'rank=3'
+    (store,) = job(jobset, 'store')['template']['spec']['containers']
+    serves = parse_arguments(store['command'][3:])
+    assert serves.host == '$(POD_IP)'
+    first = f'{jobset["metadata"]["name"]}-store-0-0.{network["subdomain"]}'
+    assert args.rdzv_endpoint == f'{first}:{serves.port}'
+
+
+def test_the_store_is_on_a_node_that_does_not_train(jobset: dict[str, Any]) -> None:
+    """And ends with the job that it serves."""
+    store = job(jobset, 'store')['template']
+    assert store['metadata'] != job(jobset)['template']['metadata']
+    assert store['spec']['affinity'] == pod(jobset)['affinity']  # both keep off pods that train
+    assert jobset['spec']['successPolicy'] == {
+        'operator': 'All',
+        'targetReplicatedJobs': ['nodes'],
+    }
+
+
+def test_nothing_is_written_beside_data_that_can_only_be_read(jobset: dict[str, Any]) -> None:
+    (container,) = pod(jobset)['containers']
+    flags = dict(flag.partition('=')[::2] for flag in container['args'])
+    writable = [m['mountPath'] for m in container['volumeMounts'] if not m.get('readOnly')]
+    for name in ('--data-cache-path', '--save'):
+        assert any(Path(flags[name]).is_relative_to(place) for place in writable)
 
 
 def test_windows_are_in_memory_and_within_that_of_the_pod(jobset: dict[str, Any]) -> None:
