@@ -16,7 +16,7 @@ from functools import partial
 
 from torch.distributed import DistError, TCPStore
 
-from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.config import ConfigurationError
 from moevement_ext.local_cluster.child import Child
 from moevement_ext.local_cluster.config import Action, LaunchConfig, StagedFault
 from moevement_ext.local_cluster.errors import LaunchError
@@ -46,7 +46,7 @@ from moevement_ext.local_cluster.statements import told_finished, told_memory, t
 from moevement_ext.local_cluster.worker import BadEnd, Worker
 from moevement_ext.membership.eviction import evictions, take_eviction
 from moevement_ext.membership.rendezvous import announce_failure
-from moevement_ext.store import outside
+from moevement_ext.store import flag, outside
 from moevement_ext.store.answers import AnswerWatch
 
 _POLL_S = 0.1
@@ -110,10 +110,9 @@ class Supervisor:
 
     def _open_store(self, to_connect: timedelta = _STORE_TIMEOUT) -> None:
         self._evictions = 0  # as that store counts them
-        address = outside.given(self.config.flags)
+        address = flag.address(self.config.flags)
         if address is not None:
-            host, port = SparseCheckpointConfig(store=address).store_address
-            self.store = outside.connect(host, port, to_connect)
+            self.store = outside.connect(*address, to_connect)
             self.store.set_timeout(_STORE_TIMEOUT)
             self._answers = self._answers or AnswerWatch(self.store, _TO_ANSWER_S)
             return
@@ -395,7 +394,7 @@ class Supervisor:
 
     def _lose_store(self) -> None:
         if self._look_for_store_at is None:
-            self._report(StoreLost(outside.given(self.config.flags)))
+            self._report(StoreLost(flag.given(self.config.flags)))
             self._look_for_store_at = time.monotonic()
 
     def _look_for_store(self) -> bool:

@@ -9,9 +9,9 @@ break an epoch is the agreed verdict that a failure happened: everybody then joi
 a report of what it still has, and a rank that does not join is gone.
 
 Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/<e>/<rank>` (life,
-report), `here/<e>` (ranks that have joined, in one value), `joined/<e>` and `alive/<e>` (counts),
-`full/<e>` and `met/<e>` (gates: all have come; all have answered, behind which is what all have
-brought, packed, or the digest of that), `answered/<e>` (ranks that have, in one value),
+report), `here/<e>/...` (ranks that have joined: see `attendance`), `joined/<e>` and `alive/<e>`
+(counts), `full/<e>` and `met/<e>` (gates: all have come; all have answered, behind which is what
+all have brought, packed, or the digest of that), `answered/<e>/...` (ranks that have),
 `gathers/<e>` (who packs), `reports/<e>/<part>` (what is packed, if it is much), `beat/<e>/<rank>`
 (signs of life), `progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the ranks
 of an epoch tell each other; gates of barriers). Rank 0 deletes those of an epoch when all have met
@@ -33,13 +33,14 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.membership import brought
+from moevement_ext.membership import attendance, brought
 from moevement_ext.membership.gates import behind, has_moved, is_open, open_gate, shut_gate
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.patience import Patience
+from moevement_ext.store import nearest
 from moevement_ext.store.peek import peek
 
 logger = logging.getLogger(__name__)
@@ -80,9 +81,7 @@ def launcher_store(timeout: timedelta) -> Store | None:
     """A connection to the store of torchrun's agent, None under any other launcher."""
     if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True':
         return None
-    return TCPStore(
-        os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False, timeout=timeout
-    )
+    return nearest.connect(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), timeout)
 
 
 def present_epoch(store: Store) -> int:
@@ -205,7 +204,7 @@ def holding_up(store: Store, world_size: int) -> list[Absent]:
     epoch = present_epoch(store)
     if not store.check([_full(epoch)]) or store.check([_met(epoch)]):
         return []
-    silent = _not_in(store, _answered(epoch), world_size)
+    silent = attendance.missing(store, _answered(epoch), world_size)
     packs = peek(store, _gathers(epoch))
     found = silent or ([int(packs)] if packs is not None else [])
     return [Absent(epoch, rank) for rank in found]
@@ -325,7 +324,7 @@ class Rendezvous:
         if found == mine:
             if epoch not in self._joined:
                 self._joined.add(epoch)
-                self.store.append(_here(epoch), f'{self.rank},')  # type: ignore[attr-defined]
+                attendance.sign(self.store, _here(epoch), self.rank)
                 self._arrival = self.store.add(f'joined/{epoch}', 1)
                 if self._arrival == self.world_size:
                     open_gate(self.store, _full(epoch))
@@ -339,7 +338,7 @@ class Rendezvous:
         if not self._await(epoch, _full(epoch), patience):
             return None
         # A place may be that of a rank that died waiting.
-        self.store.append(_answered(epoch), f'{self.rank},')  # type: ignore[attr-defined]
+        attendance.sign(self.store, _answered(epoch), self.rank)
         if self.store.add(f'alive/{epoch}', 1) == self.world_size:
             self.store.set(_gathers(epoch), str(self.rank))
             places = [_place(epoch, rank) for rank in range(self.world_size)]
@@ -414,13 +413,7 @@ def _place(epoch: int, rank: int) -> str:
 
 
 def _absent_in(store: Store, epoch: int, world_size: int) -> list[int]:
-    return _not_in(store, _here(epoch), world_size)
-
-
-def _not_in(store: Store, key: str, world_size: int) -> list[int]:
-    """Ranks that are not in a value to which others have appended theirs."""
-    there = (peek(store, key) or b'').decode()
-    return sorted(set(range(world_size)) - {int(rank) for rank in there.split(',') if rank})
+    return attendance.missing(store, _here(epoch), world_size)
 
 
 def _forget(connect: Callable[[], Store], first_kept: int) -> None:

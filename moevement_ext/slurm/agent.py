@@ -32,6 +32,8 @@ from moevement_ext.slurm import messages
 from moevement_ext.slurm.address import ADDRESS_VARIABLE, Address
 from moevement_ext.slurm.devices import Devices
 from moevement_ext.slurm.link import Beats, Link
+from moevement_ext.store import flag
+from moevement_ext.store.node_leader import NodeLeader
 
 _CONNECT_S = 30.0
 _TURN_S = 1.0
@@ -64,6 +66,7 @@ class Agent:
         self._loop = Loop()
         self._spares = SparePool(self._config, self._environment, self._loop, self._note_spare)
         self._spares_kept = 0
+        self._leader: NodeLeader | None = None
         self._workers: dict[int, SpawnedChild] = {}
         self._relays: dict[int, Relay] = {}
 
@@ -85,6 +88,8 @@ class Agent:
             for worker in self._workers.values():
                 if worker.dies():
                     worker.reap()
+            if self._leader is not None:
+                self._leader.close()
             beats.close()
 
     def _obey(self) -> None:
@@ -121,8 +126,9 @@ class Agent:
 
     def _start(self, order: messages.Start) -> messages.Started:
         log = self._config.log_of(order.rank)
-        spare = self._spares.take(order.variables, log, refill=False)
-        worker = spare or self._new_process(order, log)
+        variables = {**order.variables, **self._leading(order)}
+        spare = self._spares.take(variables, log, refill=False)
+        worker = spare or self._new_process(variables, log)
         self._workers[order.key] = worker
         if log is None:
             assert worker.output is not None
@@ -132,11 +138,18 @@ class Agent:
         self._loop.watch(worker.death, partial(self._ended, order.key, log))
         return messages.Started(order.key, worker.pid, was_spare=spare is not None)
 
-    def _new_process(self, order: messages.Start, log: Path | None) -> SpawnedChild:
+    def _leading(self, order: messages.Start) -> dict[str, str]:
+        """What lets a worker find the leader of this node, which is there from the first on."""
+        if self._leader is None:
+            launchers = order.variables['MASTER_ADDR'], int(order.variables['MASTER_PORT'])
+            self._leader = NodeLeader(*(flag.address(self._config.flags) or launchers))
+        return self._leader.variables
+
+    def _new_process(self, variables: dict[str, str], log: Path | None) -> SpawnedChild:
         start = partial(
             SpawnedChild,
             [self._config.program, *self._config.flags],
-            {**self._environment, **order.variables},
+            {**self._environment, **variables},
             stderr=subprocess.STDOUT,
         )
         if log is None:

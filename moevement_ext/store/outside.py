@@ -2,7 +2,6 @@
 """The job's end of `--sparse-ckpt-store`."""
 
 import os
-from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
@@ -10,7 +9,6 @@ from torch.distributed import DistError, TCPStore
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.store.answers import in_time
 
-FLAG = '--sparse-ckpt-store'
 _TO_CONNECT = timedelta(seconds=60)
 _RUN = 'run'
 
@@ -43,17 +41,6 @@ def meet_there(config: SparseCheckpointConfig, run_id: str, timeout: timedelta) 
         'MASTER_PORT': str(port),
         'TORCHELASTIC_USE_AGENT_STORE': 'True',
     }
-
-
-def given(flags: Sequence[str]) -> str | None:
-    """The HOST:PORT in the flags of a program, as it reads them; None if there is none."""
-    found = None
-    for number, flag in enumerate(flags):
-        if flag == FLAG:
-            found = ''.join(flags[number + 1 : number + 2])
-        elif flag.startswith(f'{FLAG}='):
-            found = flag.partition('=')[2]
-    return found
 
 
 def connect(host: str, port: int, timeout: timedelta) -> TCPStore:

@@ -11,10 +11,12 @@ one; and when the store is lost, the agents wait for another one at the same add
 Checked against torch 2.15.
 """
 
+import os
 import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import timedelta
 
 from torch.distributed import PrefixStore
@@ -28,10 +30,12 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import determine_local_world_size, parse_args, run
 
-from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.config import ConfigurationError
 from moevement_ext.process import user_errors
 from moevement_ext.process.name_lookups import ask_again_soon
-from moevement_ext.store.outside import FLAG, connect, given
+from moevement_ext.store import flag
+from moevement_ext.store.node_leader import NodeLeader
+from moevement_ext.store.outside import connect
 
 _BACKEND = 'sparse-ckpt-store'
 _TO_MEET_S = 600
@@ -112,15 +116,17 @@ def parse(argv: Sequence[str]) -> Namespace:
         ConfigurationError: the program has no such flag, or torchrun is to meet elsewhere.
     """
     args: Namespace = parse_args(list(argv))
-    address = given(args.training_script_args)
+    address = flag.address(args.training_script_args)
     if address is None:
-        raise ConfigurationError(f'{FLAG} HOST:PORT is missing among the flags of the program.')
+        raise ConfigurationError(
+            f'{flag.FLAG} HOST:PORT is missing among the flags of the program.'
+        )
     if args.standalone or args.rdzv_endpoint or args.rdzv_backend != 'static':
         raise ConfigurationError(
-            f'{FLAG} is where agents meet: leave out --standalone, --rdzv-backend and '
+            f'{flag.FLAG} is where agents meet: leave out --standalone, --rdzv-backend and '
             '--rdzv-endpoint.'
         )
-    host, port = SparseCheckpointConfig(store=address).store_address
+    host, port = address
     _check_numbers(args)
     args.rdzv_backend, args.rdzv_endpoint = _BACKEND, f'{host}:{port}'
     rank = f'rank={args.node_rank}'
@@ -150,7 +156,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with user_errors.in_one_line():
         args = parse(sys.argv[1:] if argv is None else argv)
         rendezvous_handler_registry.register(_BACKEND, OutsideStore.create)
-        run(args)
+        host, _, port = args.rdzv_endpoint.rpartition(':')
+        with closing(NodeLeader(host, int(port))) as leader:
+            os.environ |= leader.variables
+            run(args)
 
 
 if __name__ == '__main__':

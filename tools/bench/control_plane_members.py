@@ -121,11 +121,6 @@ class CountedStore(Store):
         self._tally.add(1, [key])
         return self._store.add(key, value)
 
-    def append(self, key: str, value: Any) -> None:
-        """Append to a value."""
-        self._tally.add(1, [key], [_bytes(value)])
-        self._store.append(key, value)  # type: ignore[attr-defined]
-
     def check(self, keys: list[str]) -> bool:
         """True if all keys are there."""
         self._tally.add(1, keys)

@@ -15,6 +15,13 @@ from tests.unit.slurm.conftest import SlurmJob
 
 pytestmark = pytest.mark.timeout(300)
 
+VARIABLES = {
+    'RANK': '3',
+    'TORCHELASTIC_RESTART_COUNT': '0',
+    'MASTER_ADDR': '127.0.0.1',
+    'MASTER_PORT': '1',  # nobody is there
+}
+
 
 def test_workers_do_not_outlive_a_supervisor_that_falls_silent(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch
@@ -31,7 +38,7 @@ def test_workers_do_not_outlive_a_supervisor_that_falls_silent(
         Devices(None),
     )
     supervisor = Link(there, messages.FROM_AGENT)
-    supervisor.send(messages.Start(7, 3, {'RANK': '3', 'TORCHELASTIC_RESTART_COUNT': '0'}))
+    supervisor.send(messages.Start(7, 3, VARIABLES))
     agent.run()
     started = supervisor.receive()
     assert isinstance(started, messages.Started)
@@ -58,7 +65,7 @@ def test_a_busy_agent_gives_signs_of_life_and_outlives_its_being_busy(
     os.mkfifo(log)  # opened, it waits for a reader
     os.link(log, alias)
     supervisor = Link(there, messages.FROM_AGENT)
-    supervisor.send(messages.Start(7, 3, {'RANK': '3', 'TORCHELASTIC_RESTART_COUNT': '0'}))
+    supervisor.send(messages.Start(7, 3, VARIABLES))
     running = threading.Thread(target=agent.run, daemon=True)
     running.start()
     for _ in range(8):

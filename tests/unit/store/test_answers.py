@@ -1,52 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store that stands still, as a process of its own."""
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.store import outside
 from moevement_ext.store.answers import AnswerWatch, addresses_of, cut_connections, in_time
-
-WAIT_S = 120.0
-_SERVES = """
-import signal
-from torch.distributed import TCPStore
-store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-while store:
-    signal.pause()
-"""
-
-
-class Server:
-    def __init__(self) -> None:
-        command = [sys.executable, '-c', _SERVES]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self.port = int(self._process.stdout.readline())
-
-    def connect(self) -> TCPStore:
-        return TCPStore('127.0.0.1', self.port, is_master=False, timeout=timedelta(seconds=WAIT_S))
-
-    def stand_still(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        os.kill(self._process.pid, signal.SIGCONT)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+from tests.unit.store.processes import WAIT_S, Server
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.store import torchrun
-from moevement_ext.store.outside import connect, given, meet_there
+from moevement_ext.store.flag import given
+from moevement_ext.store.outside import connect, meet_there
 
 SOON = timedelta(seconds=1)
 TIMEOUT = timedelta(seconds=60)

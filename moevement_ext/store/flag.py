@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--sparse-ckpt-store`, as launchers find it among the flags of the program."""
+
+from collections.abc import Sequence
+
+from moevement_ext.config import SparseCheckpointConfig
+
+FLAG = '--sparse-ckpt-store'
+
+
+def given(flags: Sequence[str]) -> str | None:
+    """The HOST:PORT in the flags of a program, as it reads them; None if there is none."""
+    found = None
+    for number, flag in enumerate(flags):
+        if flag == FLAG:
+            found = ''.join(flags[number + 1 : number + 2])
+        elif flag.startswith(f'{FLAG}='):
+            found = flag.partition('=')[2]
+    return found
+
+
+def address(flags: Sequence[str]) -> tuple[str, int] | None:
+    """Where that store is; None if there is no such flag.
+
+    Raises:
+        ConfigurationError: that is no address.
+    """
+    found = given(flags)
+    return None if found is None else SparseCheckpointConfig(store=found).store_address

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node's leader is a store to the ranks of the node; all processes are real."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import DistError, DistStoreError, Store
+
+from moevement_ext.store import nearest
+from tests.unit.store.processes import WAIT_S, Leader, Server
+
+RANKS = 8
+KEYS = st.sampled_from(['a', 'b', 'c/d'])
+NUMBERS = ['n', 'm']
+VALUES = st.sampled_from(['', 'x', '7', 'y' * 5000])
+QUESTIONS = st.one_of(
+    st.tuples(st.just('set'), KEYS, VALUES),
+    st.tuples(st.just('append'), KEYS, VALUES),
+    st.tuples(st.just('compare_set'), KEYS, VALUES, VALUES),
+    st.tuples(st.just('add'), st.sampled_from(NUMBERS), st.integers(-3, 3)),
+    st.tuples(st.just('check'), st.lists(st.one_of(KEYS, st.sampled_from(NUMBERS)), min_size=1)),
+    st.tuples(st.just('delete_key'), KEYS),
+    st.tuples(st.just('multi_set'), st.just(['a', 'b']), st.lists(VALUES, min_size=2, max_size=2)),
+)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def leader(server: Server) -> Iterator[Leader]:
+    made = Leader(server.port)
+    yield made
+    made.close()
+
+
+class Relay:
+    """Between a leader and a store; counts what the leader sends."""
+
+    def __init__(self, port: int) -> None:
+        self.nbytes = 0
+        self._to = port
+        self._listening = socket.create_server(('127.0.0.1', 0))
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            here, _ = self._listening.accept()
+            there = socket.create_connection(('127.0.0.1', self._to))
+            for pair in ((here, there, True), (there, here, False)):
+                threading.Thread(target=self._pump, args=pair, daemon=True).start()
+
+    def _pump(self, come: socket.socket, go: socket.socket, counted: bool) -> None:
+        while found := come.recv(1 << 16):
+            self.nbytes += counted * len(found)
+            go.sendall(found)
+
+
+def answers(store: Store, questions: list[tuple]) -> list[object]:
+    """What a store says to all of them, and what is in it then."""
+    found: list[object] = []
+    for what, *arguments in questions:
+        if what == 'append':  # has to be there
+            store.compare_set(arguments[0], '', 'begun')
+        found.append(getattr(store, what)(*arguments))
+    store.set('one', 'at least')
+    keys = sorted(store.list_keys())
+    return [*found, keys, store.num_keys(), [store.get(key) for key in keys], store.multi_get(keys)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(QUESTIONS, max_size=12))
+def test_a_leader_answers_as_the_store_does(stores: tuple[Store, Store], asked: list) -> None:
+    direct, led = stores
+    assert answers(led, asked) == answers(direct, asked)
+    for store in stores:
+        for key in store.list_keys():
+            store.delete_key(key)
+
+
+@pytest.fixture(scope='module')
+def stores() -> Iterator[tuple[Store, Store]]:
+    """Two that are alike, one of them behind a leader."""
+    one, other = Server(), Server()
+    leader = Leader(other.port)
+    yield one.connect(), leader.connect()
+    for process in (leader, one, other):
+        process.close()
+
+
+def together(stores: list[Store], what: Callable[[Store], object]) -> list:
+    with ThreadPoolExecutor(len(stores)) as threads:
+        return list(threads.map(what, stores))
+
+
+def test_each_who_adds_is_told_a_number_of_its_own(leader: Leader, server: Server) -> None:
+    stores = [leader.connect() for _ in range(RANKS)]
+    told = together(stores, lambda store: [store.add('count', 1) for _ in range(200)])
+    numbers = [number for one in told for number in one]
+    assert sorted(numbers) == list(range(1, 200 * RANKS + 1))
+    assert all(one == sorted(one) for one in told)
+    assert server.connect().add('count', 0) == 200 * RANKS
+
+
+def test_one_of_those_who_try_to_be_first_is(leader: Leader) -> None:
+    stores = {str(rank): leader.connect() for rank in range(RANKS)}
+    for attempt in range(50):
+        with ThreadPoolExecutor(RANKS) as threads:
+            found = threads.map(
+                lambda one, attempt=attempt: one[1].compare_set(f'first{attempt}', '', one[0]),
+                stores.items(),
+            )
+        assert len(set(found)) == 1
+
+
+def test_what_all_ask_at_once_is_asked_once(server: Server) -> None:
+    relay = Relay(server.port)
+    leader = Leader(relay.port)
+    stores = [leader.connect() for _ in range(RANKS)]
+    relay_before = relay.nbytes
+    stores[0].add('count', 1)
+    bytes_of_one = relay.nbytes - relay_before
+    server.stand_still()
+    with ThreadPoolExecutor(RANKS) as threads:
+        told = [threads.submit(store.add, 'count', 1) for store in stores]
+        time.sleep(1.0)  # all have asked; else more than two requests follow, which is no error
+        server.go_on()
+        assert sorted(one.result() for one in told) == list(range(2, RANKS + 2))
+    assert relay.nbytes - relay_before <= 4 * bytes_of_one
+    leader.close()
+
+
+def test_all_who_wait_are_woken_up(leader: Leader, server: Server) -> None:
+    stores = [leader.connect() for _ in range(RANKS)]
+    with ThreadPoolExecutor(RANKS) as threads:
+        waits = [threads.submit(store.wait, ['gate']) for store in stores]
+        time.sleep(0.2)
+        assert not any(one.done() for one in waits)
+        assert leader.connections_to(server.port) <= 2, 'one asks, one waits'
+        server.connect().set('gate', 'open')
+        for one in waits:
+            one.result(WAIT_S)
+    assert [store.get('gate') for store in stores] == [b'open'] * RANKS
+
+
+def test_who_gives_up_waiting_can_ask_on_and_others_wait_on(leader: Leader) -> None:
+    patient, impatient, other = (leader.connect() for _ in range(3))
+    with ThreadPoolExecutor(1) as threads:
+        wait = threads.submit(patient.wait, ['gate'])
+        for _ in range(3):
+            with pytest.raises(DistStoreError):
+                impatient.wait(['gate'], timedelta(seconds=0.05))
+        assert impatient.add('count', 1) == 1
+        assert not wait.done()
+        other.set('gate', 'open')
+        wait.result(WAIT_S)
+    impatient.wait(['gate'])
+
+
+def test_who_is_gone_leaves_no_wait_behind(leader: Leader, server: Server) -> None:
+    staying = leader.connect()
+    sock = socket.create_connection(('127.0.0.1', leader.port))
+    sock.sendall(b'\x06' + (1).to_bytes(8, 'little') + (4).to_bytes(8, 'little') + b'/key')
+    _until(lambda: leader.connections_to(server.port) == 2)
+    sock.close()
+    _until(lambda: leader.connections_to(server.port) == 1)
+    assert staying.add('count', 1) == 1
+
+
+def test_strangers_are_cut_off(leader: Leader) -> None:
+    with socket.create_connection(('127.0.0.1', leader.port), WAIT_S) as sock:
+        sock.sendall(b'GET / HTTP/1.1\r\n\r\n' + b'\xff' * 64)
+        assert sock.recv(1) == b''
+    assert leader.connect().add('count', 1) == 1
+
+
+def test_a_store_that_dies_is_lost_to_all_and_another_one_is_found(
+    leader: Leader, server: Server
+) -> None:
+    asking, waiting, idle = (leader.connect() for _ in range(3))
+    asking.add('count', 1)
+    with ThreadPoolExecutor(1) as threads:
+        wait = threads.submit(waiting.wait, ['never'])
+        time.sleep(0.2)
+        server.close()
+        with pytest.raises(DistError):
+            wait.result(WAIT_S)
+    for store in (asking, idle):
+        with pytest.raises(DistError):
+            store.add('count', 1)
+    with pytest.raises(DistError):
+        leader.connect(0.5).num_keys()
+    another = Server(server.port)
+    try:
+        assert leader.connect().add('count', 1) == 1
+        with pytest.raises(DistError):
+            idle.add('count', 1)  # nobody takes it for the one that was
+    finally:
+        another.close()
+
+
+def test_ranks_use_the_leader_of_their_store(
+    leader: Leader, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def port(host: str) -> int:
+        return nearest.connect(host, server.port, timedelta(seconds=WAIT_S)).port
+
+    assert port('127.0.0.1') == server.port
+    _set(monkeypatch, leader)
+    assert port('127.0.0.1') == leader.port
+    assert port('localhost') == server.port, 'another store, for all that is known'
+
+
+def test_without_its_leader_a_rank_asks_the_store_itself(
+    leader: Leader,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _set(monkeypatch, leader)
+    leader.close()
+    store = nearest.connect('127.0.0.1', server.port, timedelta(seconds=WAIT_S))
+    assert store.port == server.port
+    assert 'no leader of this node' in caplog.text
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, leader: Leader) -> None:
+    for name, value in leader.variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients of a store say is read as it was said."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moevement_ext.store import wire
+from moevement_ext.store.wire import Kind, Request
+
+TEXTS = st.binary(max_size=20)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    kind = draw(st.sampled_from(Kind))
+    if kind in (Kind.CHECK, Kind.WAIT, Kind.MULTI_GET, Kind.MULTI_SET):
+        count = draw(st.integers(0, 4))
+    else:
+        without = (Kind.VALIDATE, Kind.PING, Kind.NUM_KEYS, Kind.CANCEL_WAIT, Kind.LIST_KEYS)
+        count = int(kind not in without)
+    values = {Kind.SET: 1, Kind.APPEND: 1, Kind.COMPARE_SET: 2, Kind.MULTI_SET: 1}.get(kind, 0)
+    several = st.lists(TEXTS, min_size=count * values, max_size=count * values)
+    number = 0
+    if kind in (Kind.VALIDATE, Kind.PING):
+        number = draw(st.integers(0, 2**32 - 1))
+    elif kind == Kind.ADD:
+        number = draw(st.integers(-(2**63), 2**63 - 1))
+    keys = draw(st.lists(TEXTS, min_size=count, max_size=count))
+    return Request(kind, tuple(keys), tuple(draw(several)), number)
+
+
+def read(sent: bytes) -> list[Request]:
+    """All requests that are in some bytes."""
+
+    async def all_of_it() -> list[Request]:
+        reader = asyncio.StreamReader()
+        reader.feed_data(sent)
+        reader.feed_eof()
+        found = []
+        while not reader.at_eof():
+            found.append(await wire.read_request(reader))
+        return found
+
+    return asyncio.run(all_of_it())
+
+
+@given(st.lists(requests(), min_size=1, max_size=3))
+def test_requests_are_read_as_they_were_written(asked: list[Request]) -> None:
+    assert read(b''.join(map(wire.encoded, asked))) == asked
+
+
+@given(st.binary(max_size=200))
+def test_strangers_are_refused(sent: bytes) -> None:
+    try:
+        read(sent)
+    except (ValueError, EOFError):
+        pass
+
+
+def test_a_length_beyond_all_measure_is_refused_before_it_is_waited_for() -> None:
+    with pytest.raises(ValueError, match='beyond'):
+        read(bytes([Kind.SET]) + wire.number(1 << 40))
+
+
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=6), st.integers(-9, 9))
+def test_who_adds_together_is_told_what_each_would_be_told_alone(
+    numbers: list[int], before: int
+) -> None:
+    alone, counter = [], before
+    for one in numbers:
+        counter += one
+        alone.append(counter)
+    assert wire.shares(numbers, counter) == alone
