@@ -171,7 +171,7 @@ class History:
     @cached_property
     def _turns(self) -> dict[int, list[tuple[float, Doing]]]:
         noticed = [event.time for event in kind_of(self.events, FailureDetected)]
-        return {rank: _turns(self.by_rank[rank], noticed) for rank in self.ranks}
+        return {rank: _turns(self.by_rank[rank], noticed, self.window_s) for rank in self.ranks}
 
     @cached_property
     def doing(self) -> dict[int, Doing]:
@@ -222,6 +222,12 @@ class History:
             sum(piece.training_s for piece in pieces) / iterations,
             sum(piece.exposed_s for piece in pieces) / iterations,
         )
+
+    @cached_property
+    def window_s(self) -> float:
+        """Seconds from one window to the next, undisturbed; 0 where that is not known."""
+        window = max(map(len, self.slots.values()), default=0)
+        return 0.0 if self.pace is None else window * self.pace.iteration_s
 
     @property
     def iteration(self) -> int:
@@ -349,8 +355,16 @@ def _spans(turns: Sequence[tuple[float, Doing]], end: float) -> list[Span]:
     return together([spans])
 
 
-def _turns(events: Sequence[Event], noticed: Sequence[float]) -> list[tuple[float, Doing]]:
-    """When a rank began to do what. `noticed`: when any rank noticed a failure."""
+def _turns(
+    events: Sequence[Event], noticed: Sequence[float], window_s: float
+) -> list[tuple[float, Doing]]:
+    """When a rank began to do what.
+
+    Args:
+        events: of the rank.
+        noticed: when any rank noticed a failure.
+        window_s: seconds from one window to the next.
+    """
     turns: list[tuple[float, Doing]] = []
     fresh = False  # set up, and nothing trained since
     before = 0.0
@@ -359,9 +373,10 @@ def _turns(events: Sequence[Event], noticed: Sequence[float]) -> list[tuple[floa
             case WorkerStarted():
                 created = event.time - event.start_up_s
                 gone = (time for time in noticed if before < time < event.time)
-                # A hot spare was created long before the rank was lost.
-                stopped = min(gone, default=max(created, before)) if before else created
-                turns.append((stopped, Doing.STARTING))
+                # Where all died nobody noticed; who lived on would have written of a window. A hot
+                # spare was created long before the rank was lost.
+                alone = max(min(created, before + window_s), before)
+                turns.append((min(gone, default=alone) if before else created, Doing.STARTING))
             case Protected() if turns and turns[-1][1] is Doing.STARTING:
                 turns.append((event.time, Doing.TRAINING))
                 fresh = True

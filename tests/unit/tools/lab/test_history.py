@@ -76,6 +76,24 @@ def test_a_job_that_was_restarted_as_a_whole() -> None:
     assert episode.differing == [(3, 'layer1.router')]
 
 
+def test_while_all_workers_are_dead_nobody_trains() -> None:
+    """It was launched again after two hours; the next window would have come after 2 s."""
+    gone_s = 7200.0
+    events = [
+        msgspec.structs.replace(one, time=one.time + gone_s * (one.time > 10.9))
+        for one in restarted_run()
+    ]
+    history = History(events)
+    assert history.spans[0] == [
+        (STARTING, 0.0, 2.0), (TRAINING, 2.0, 12.25), (STARTING, 12.25, 12.5 + gone_s),
+        (REPLAYING, 12.5 + gone_s, 15.0 + gone_s), (TRAINING, 15.0 + gone_s, 26.0 + gone_s),
+    ]  # fmt: skip
+    found = shares(history)
+    assert found is not None
+    assert found.recovering == pytest.approx(2.75 + gone_s)
+    assert found.other < 10
+
+
 def test_the_job_is_not_back_yet() -> None:
     events = [one for one in localized_run() if one.time < 14]
     [episode] = History(events).episodes
