@@ -42,12 +42,14 @@ def rules() -> list[Any]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Name of the panel or alert, and its PromQL."""
+    """Name of the panel or alert, or the question of the page, and its PromQL."""
     for panel in panels():
         for target in panel['targets']:
             yield panel['title'], target['expr']
     for rule in rules():
         yield rule['alert'], rule['expr']
+    page = (ROOT / 'docs' / 'operations.md').read_text('utf-8')
+    yield from re.findall(r'^\| ([^`|]+) \| `(\w+ by [^`]*)` \|$', page, re.MULTILINE)
 
 
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:
@@ -74,6 +76,15 @@ def test_expressions_fit_their_metrics(name: str, expression: str) -> None:
     for one in metrics:
         rated = re.search(rf'(rate|increase)\({prometheus_name(one)}\b', expression)
         assert not (rated and one.kind is Kind.GAUGE), f'{name}: {one.name} is a gauge'
+
+
+@pytest.mark.parametrize(('name', 'expression'), list(expressions()), ids=lambda value: value[:30])
+def test_a_rank_that_moved_is_not_still(name: str, expression: str) -> None:
+    """The host that it has left shows its counters on, at rest: the least rate would be 0."""
+    least = re.findall(r'min by \([^)]*\) \((.*)', expression)
+    assert all(
+        inner.startswith('sum by (run, rank) (') for inner in least if 'rate(' in inner
+    ), name
 
 
 def test_panels_do_not_overlap_and_have_one_number_each() -> None:
