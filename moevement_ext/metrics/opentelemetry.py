@@ -11,6 +11,8 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.metrics.instruments import INSTRUMENTS, Instrument, Kind
 
 _ENDPOINTS = ('OTEL_EXPORTER_OTLP_METRICS_ENDPOINT', 'OTEL_EXPORTER_OTLP_ENDPOINT')
+_PROTOCOLS = ('OTEL_EXPORTER_OTLP_METRICS_PROTOCOL', 'OTEL_EXPORTER_OTLP_PROTOCOL')
+_HTTP = 'http/protobuf'
 
 
 def wanted() -> bool:
@@ -30,10 +32,12 @@ class OpenTelemetryRecorder:
         rank: global rank.
 
     Raises:
-        ConfigurationError: the library is missing.
+        ConfigurationError: the library is missing, or the environment asks for another protocol
+            than HTTP.
     """
 
     def __init__(self, run_id: str, node: str, rank: int) -> None:
+        _check_protocol()
         try:
             from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
             from opentelemetry.sdk.metrics import MeterProvider
@@ -65,4 +69,15 @@ class OpenTelemetryRecorder:
     def _attributes(self, instrument: Instrument, label: str | None) -> dict[str, Any]:
         return (
             self._common if instrument.label is None else {**self._common, instrument.label: label}
+        )
+
+
+def _check_protocol() -> None:
+    """The exporter speaks HTTP and does not look at these variables."""
+    name = next((name for name in _PROTOCOLS if os.environ.get(name)), None)
+    if name is not None and os.environ[name] != _HTTP:
+        raise ConfigurationError(
+            f'{name}={os.environ[name]}: metrics go over {_HTTP} only. Set {_PROTOCOLS[0]}={_HTTP} '
+            f'and {_ENDPOINTS[0]} to where the collector takes HTTP, as '
+            'http://HOST:4318/v1/metrics.'
         )

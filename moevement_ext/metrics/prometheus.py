@@ -2,12 +2,13 @@
 """All ranks of a host behind one port of Prometheus.
 
 Each process keeps its values in small files of one directory, as the library does for programs of
-several processes. One of them answers on the port, whichever was first; when it is gone another one
-takes over. Counters of processes that are gone stay, so that those of a rank add up over its lives;
-their gauges go.
+several processes. One of them answers on the port: it holds an flock on the directory, and when it
+is gone another one takes over. Counters of processes that are gone stay, so that those of a rank
+add up over its lives; their gauges go.
 """
 
 import contextlib
+import fcntl
 import importlib
 import logging
 import os
@@ -31,6 +32,11 @@ _TRY_AGAIN_S = 2.0
 _FILE_KINDS = ('counter', 'gauge_livemostrecent')
 _FILE_BYTES = 256 * 1024
 """Room for some 800 values; the library's own files have holes, and grow when they are full."""
+_PORT_TAKEN = (
+    '--sparse-ckpt-metrics %d: nobody can read the metrics of this host, since another program, or '
+    'another run, has that port: %s. They are there as soon as it is free; else give this run '
+    'another port.'
+)
 
 
 class PrometheusRecorder:
@@ -89,16 +95,29 @@ class PrometheusRecorder:
 
     def _answer(self, client: ModuleType, port: int) -> None:
         """Body of the thread."""
-        while not self._stopping.is_set():
-            try:
-                server, thread = client.start_http_server(port, registry=_AllProcesses(self._path))
-            except OSError:  # another process of this host has it
+        turn = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+        warned = False
+        try:
+            while not self._stopping.is_set():
+                problem = self._serve(client, port) if _is_mine(turn) else None
+                if problem is not None and not warned:
+                    warned = True
+                    logger.warning(_PORT_TAKEN, port, problem)
                 self._stopping.wait(_TRY_AGAIN_S)
-                continue
-            self._stopping.wait()
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        finally:
+            os.close(turn)
+
+    def _serve(self, client: ModuleType, port: int) -> OSError | None:
+        """Answer until the end; why nobody can, if so."""
+        try:
+            server, thread = client.start_http_server(port, registry=_AllProcesses(self._path))
+        except OSError as error:
+            return error
+        self._stopping.wait()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+        return None
 
 
 class _AllProcesses:
@@ -132,6 +151,15 @@ def _library(path: Path) -> ModuleType:
             f'for one process alone. Set {_DIRECTORY} before that import, or leave the flag out.'
         )
     return importlib.import_module('prometheus_client')
+
+
+def _is_mine(turn: int) -> bool:
+    """Whether no other process of this run has the lock, which then is ours."""
+    try:
+        fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _metric(client: ModuleType, instrument: Instrument) -> Any:

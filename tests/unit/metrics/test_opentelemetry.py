@@ -13,7 +13,13 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
 )
 
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.events import EventLog
+from moevement_ext.membership.exchange import Exchange
+from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.metrics import opentelemetry
+from moevement_ext.metrics.start import observe
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -65,6 +71,44 @@ def test_values_arrive(endpoint: tuple[str, list[bytes]]) -> None:
     assert found == {'moevement_iteration': 7, 'moevement_recovery_seconds': 2.0}
 
 
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without what the caller's says of OpenTelemetry."""
+    for name in [name for name in os.environ if name.startswith('OTEL_')]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ('variables', 'said'),
+    [
+        ({'OTEL_EXPORTER_OTLP_PROTOCOL': 'grpc'}, 'OTEL_EXPORTER_OTLP_PROTOCOL=grpc: metrics go'),
+        ({'OTEL_EXPORTER_OTLP_METRICS_PROTOCOL': 'http/json'},
+         'OTEL_EXPORTER_OTLP_METRICS_PROTOCOL=http/json: metrics go'),
+        ({'OTEL_EXPORTER_OTLP_PROTOCOL': 'http/protobuf'}, None),
+        ({'OTEL_EXPORTER_OTLP_METRICS_PROTOCOL': 'http/protobuf',
+          'OTEL_EXPORTER_OTLP_PROTOCOL': 'grpc'}, None),
+    ],
+)  # fmt: skip
+def test_a_protocol_that_is_not_spoken_is_named(
+    variables: dict[str, str],
+    said: str | None,
+    endpoint: tuple[str, list[bytes]],
+    environment: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It costs the metrics, and not the training."""
+    for name, value in {'OTEL_EXPORTER_OTLP_ENDPOINT': endpoint[0], **variables}.items():
+        environment.setenv(name, value)
+    identity, config = RankIdentity('run', 'pp1', 0), SparseCheckpointConfig()
+    rank = Rank(identity, 1, 'run', 'gloo', config, EventLog(None, 0), Exchange(None, False))
+    observer = observe(rank)
+    if observer is not None:
+        observer.close()
+    assert (observer is None) == (said is not None)
+    assert said is None or said in caplog.text
+
+
 @pytest.mark.parametrize(
     ('variables', 'wanted'),
     [
@@ -77,10 +121,8 @@ def test_values_arrive(endpoint: tuple[str, list[bytes]]) -> None:
     ],
 )
 def test_wanted_where_the_environment_says_so(
-    variables: dict[str, str], wanted: bool, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], wanted: bool, environment: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in os.environ if name.startswith('OTEL_')]:
-        monkeypatch.delenv(name)
     for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+        environment.setenv(name, value)
     assert opentelemetry.wanted() == wanted

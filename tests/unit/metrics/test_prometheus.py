@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -47,10 +48,10 @@ recorder.close()
 class Process:
     """A process of a rank that records what it is told."""
 
-    def __init__(self, port: int, root: Path, rank: int, program: str = RANK) -> None:
-        command = [sys.executable, '-c', program, str(port), str(root), str(rank)]
+    def __init__(self, port: int, root: Path, rank: int, log: IO[str] | None = None) -> None:
+        command = [sys.executable, '-c', RANK, str(port), str(root), str(rank)]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
         )
         assert self._line() == 'made'
 
@@ -150,6 +151,35 @@ def test_when_the_one_that_answers_is_killed_another_does(
     found = scrape(port)
     assert found['moevement_iteration', '0'] == 8
     assert found['moevement_iterations_total', '0'] == 8
+
+
+def test_a_port_that_another_program_has_is_named(port: int, tmp_path: Path) -> None:
+    log = tmp_path / 'log'
+    with log.open('w') as file, socket.create_server(('', port)) as other:
+        process = Process(port, tmp_path / 'root', 0, file)
+        try:
+            process.record('ITERATION 7')
+            deadline = time.monotonic() + 120
+            while not log.read_text():
+                assert time.monotonic() < deadline, 'no warning'
+                time.sleep(0.05)
+            other.close()
+            assert scrape(port) == {('moevement_iteration', '0'): 7}
+            process.end()
+        finally:
+            process.process.kill()
+    [line] = log.read_text().splitlines()
+    assert line.startswith(f'--sparse-ckpt-metrics {port}: nobody can read') and 'in use' in line
+
+
+def test_a_port_that_another_rank_has_is_no_problem(port: int, tmp_path: Path) -> None:
+    log = tmp_path / 'log'
+    with log.open('w') as file:
+        ranks = [Process(port, tmp_path / 'root', rank, file) for rank in range(2)]
+        scrape(port)
+        for process in reversed(ranks):  # each has tried by its end
+            process.end()
+    assert log.read_text() == ''
 
 
 def test_nothing_is_left_when_all_have_ended(
