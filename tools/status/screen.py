@@ -16,6 +16,9 @@ from tools.lab.text import duration
 _RECOVERIES = 5
 _RECENT = 5  # windows of each rank that make up the present pace
 _LATE_WINDOWS = 3  # as the alert of the same meaning
+_DEAD_WINDOWS = 10
+_LATE_S, _DEAD_S = 60.0, 600.0  # at least: other hosts see what is written some seconds later
+_WELL = 'bold green'
 
 
 class Stage(NamedTuple):
@@ -94,17 +97,36 @@ def recent_pace(history: History) -> Pace | None:
 
 
 def _headline(history: History, now: float) -> Text:
-    quiet = f', last event {duration(max(now - history.end, 0.0))} ago'
     if history.finished:
-        return Text(f'finished at iteration {history.iteration}', 'bold green')
+        return Text(f'finished at iteration {history.iteration}', _WELL)
+    doing, style = _state(history, now)
+    silence = max(now - history.end, 0.0)
+    late, dead = _patience(history)
+    if silence > (late if style == _WELL else dead):
+        return Text(
+            f'NO SIGN OF LIFE for {duration(silence)}; before that: {doing}. Look whether its '
+            'processes run, and at the log of the launcher',
+            'bold red' if silence > dead else 'bold yellow',
+        )
+    return Text(f'{doing}, last event {duration(silence)} ago', style)
+
+
+def _state(history: History, now: float) -> tuple[str, str]:
+    """What the job did when it wrote the newest event, and how that is to look."""
     last = history.episodes[-1] if history.episodes else None
     if last is not None and last.end is None:
         reasons = '; '.join(last.reasons) or 'all workers start again'
         lasting = duration(max(now - last.start, 0.0))
-        return Text(f'RECOVERING for {lasting}: {reasons}{quiet}', 'bold yellow')
+        return f'RECOVERING for {lasting}: {reasons}', 'bold yellow'
     if history.trained_from >= history.end:
-        return Text(f'starting{quiet}', 'bold')
-    return Text(f'training, iteration {history.iteration}{quiet}', 'bold green')
+        return 'starting', 'bold'
+    return f'training, iteration {history.iteration}', _WELL
+
+
+def _patience(history: History) -> tuple[float, float]:
+    """Seconds without an event after which a job is late that trains, and any job looks dead."""
+    window_s = history.window_s
+    return max(_LATE_S, _LATE_WINDOWS * window_s), max(_DEAD_S, _DEAD_WINDOWS * window_s)
 
 
 def _figures(history: History) -> Table:

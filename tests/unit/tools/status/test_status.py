@@ -7,10 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
-from moevement_ext.events import Event, ProtectionReduced, WindowPersisted
+from moevement_ext.events import Event, ProtectionReduced, WindowCommitted, WindowPersisted
 from tests.unit.tools.runs import LOST, localized_run, of_rank, started_over, write
 from tests.unit.tools.samples import event
 from tools.lab.history import History
@@ -48,6 +49,35 @@ def test_recovering() -> None:
     lost = stages(history)[1]
     assert (lost.title, lost.ranks, lost.doing) == ('1', [2, 3], {Doing.REPLAYING: 2})
     assert stages(history)[0].doing == {Doing.WAITING: 2}
+
+
+@pytest.mark.parametrize(
+    ('last', 'quiet_s', 'colour', 'said'),
+    [
+        (22.0, 50.0, '32', 'training, iteration 14, last event'),
+        (22.0, 100.0, '33', 'NO SIGN OF LIFE for 1 min 41 s; before that: training, iteration 14'),
+        (22.0, 7200.0, '31', 'NO SIGN OF LIFE for 2 h 00 min; before that: training'),
+        (14.0, 500.0, '33', 'RECOVERING for 8 min 2'),
+        (14.0, 7200.0, '31', 'NO SIGN OF LIFE for 2 h 00 min; before that: RECOVERING for 2 h'),
+        (1.5, 7200.0, '31', 'NO SIGN OF LIFE for 2 h 00 min; before that: starting'),
+    ],
+)
+def test_a_job_that_writes_nothing(last: float, quiet_s: float, colour: str, said: str) -> None:
+    """Windows last 2 s; a recovery and a start may be silent for longer than training."""
+    console = Console(width=200, force_terminal=True, color_system='standard')
+    with console.capture() as capture:
+        console.print(show(History(until(last)), last + quiet_s))
+    assert capture.get().startswith(f'\x1b[1;{colour}m{said}')
+
+
+def test_of_long_iterations_an_event_comes_later() -> None:
+    slow = [
+        msgspec.structs.replace(one, training_s=100 * one.training_s)
+        if isinstance(one, WindowCommitted) else one
+        for one in until(22)
+    ]  # fmt: skip
+    assert shown(slow, 500.0).startswith('training, iteration 14')
+    assert shown(slow, 700.0).startswith('NO SIGN OF LIFE')
 
 
 def test_starting_and_finished() -> None:
@@ -116,7 +146,7 @@ class TestFollower:
 
 def test_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(write(tmp_path, until(22))), '--once']) == 0
-    assert 'training, iteration 14' in capsys.readouterr().out
+    assert 'before that: training, iteration 14' in capsys.readouterr().out
 
 
 def test_it_follows_a_job_to_its_end(tmp_path: Path) -> None:
