@@ -9,7 +9,7 @@ of the allocation: its agent, its workers and its windows. Without a spare node 
 killed. Checkpoints of the real run are neither loaded nor written, and its windows are left alone.
 
 The final states of both are compared, bit for bit; where there are newer captures each recovery is
-verified against them, too.
+verified against them, too. What was wrong with GPUs meanwhile is listed.
 
 Exit status: 0 the job came back from every failure with the bits of the undisturbed one, 1 that is
 not so, 2 the drill could not be held.
@@ -27,7 +27,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from tools.drill.flags import DIGEST, EVENTS, drill_flags
-from tools.drill.verdict import problems, recoveries, table
+from tools.drill.verdict import devices, problems, recoveries, table
 from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.digests import kinds_of_difference, read_digest
 from tools.lab.errors import LabError
@@ -94,9 +94,13 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
 def _report(folder: Path, job: _Job, failures: int, console: Console) -> int:
     """Print what happened; the exit status."""
     states = [read_digest(folder / name / DIGEST) for name in (_UNDISTURBED, _DISTURBED)]
-    events = read_events(folder / _DISTURBED / EVENTS)
+    undisturbed, events = (
+        read_events(folder / name / EVENTS) for name in (_UNDISTURBED, _DISTURBED)
+    )
     ranks = job.nodes * job.workers_per_node
     console.print(table(recoveries(events, ranks)))
+    for line in devices([*undisturbed, *events]):
+        console.print(line, style='yellow', markup=False, soft_wrap=True)
     found = problems(events, ranks, failures, kinds_of_difference(*states))
     for line in found:
         console.print(line, style='bold red', markup=False, soft_wrap=True)

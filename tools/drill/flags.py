@@ -18,6 +18,7 @@ _LEFT_OUT = {
     '--tensorboard-dir', '--wandb-project', '--wandb-exp-name', '--wandb-save-dir',
     '--sparse-ckpt', '--sparse-ckpt-run-id', '--sparse-ckpt-events', '--sparse-ckpt-metrics',
     '--sparse-ckpt-digest', '--log-interval', '--train-iters',
+    '--sparse-ckpt-store',  # it serves one run; each job of the drill has its launcher's
 }  # fmt: skip
 
 

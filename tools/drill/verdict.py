@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from moevement_ext.events import Event, NextTier, Recovered
+from moevement_ext.events import DeviceProblem, Event, NextTier, Recovered
 from tools.lab.evidence import kind_of
 
 
@@ -59,6 +59,15 @@ def problems(events: Sequence[Event], ranks: int, failures: int, kinds: Sequence
                          f'{recovery.differing[0]}')  # fmt: skip
     tiers = sorted({f'{event.tier}: {event.reason}' for event in kind_of(events, NextTier)})
     return found + [f'it went on from {tier}' for tier in tiers]
+
+
+def devices(events: Sequence[Event]) -> list[str]:
+    """What was found to be wrong with GPUs, each once; it is no reason not to pass."""
+    found = (
+        f'rank {event.rank}: GPU {event.device}: {event.what} ({event.harm})'
+        for event in kind_of(events, DeviceProblem)
+    )
+    return list(dict.fromkeys(found))
 
 
 def table(found: Sequence[Recovery]) -> Table:

@@ -25,6 +25,10 @@ def test_nothing_of_the_real_run_is_touched() -> None:
     assert made(*own.split()) == OWN
 
 
+def test_a_store_that_serves_one_run_is_not_asked_for_two() -> None:
+    assert made('--train-iters', '5000', '--sparse-ckpt-store', '10.0.0.5:29400') == OWN
+
+
 def test_all_else_stays() -> None:
     own = '--bf16 --data-path 0.3 a 0.7 b --split 98,2,0 --seed=7 --train-iters=5000'.split()
     own += ['--sparse-ckpt-window', '3', '--lr', '-1e-3']

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from moevement_ext.events import Event, NextTier, Recovered
+from moevement_ext.events import DeviceProblem, Event, NextTier, Recovered
 from tools.drill.__main__ import main
-from tools.drill.verdict import problems, recoveries
+from tools.drill.verdict import devices, problems, recoveries
 
 
 def recovered(rank: int, **changes: Any) -> Recovered:
@@ -56,6 +56,13 @@ def test_a_drill_that_is_passed() -> None:
 )  # fmt: skip
 def test_one_that_is_not(events: list[Event], kinds: list[str], expected: list[str]) -> None:
     assert problems(events, 2, 2, kinds) == expected
+
+
+def test_what_is_wrong_with_a_gpu_is_said_once_and_is_no_reason_not_to_pass() -> None:
+    worn = DeviceProblem(rank=1, device='GPU-7', harm='worn', what='an NVLink was trained again')
+    events = [*GOOD, worn, worn]
+    assert devices(events) == ['rank 1: GPU GPU-7: an NVLink was trained again (worn)']
+    assert problems(events, 2, 2, []) == []
 
 
 @pytest.mark.parametrize(
