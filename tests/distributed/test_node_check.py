@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.memory.file_system import is_in_memory
 from tests.distributed.harness.cluster import ROOT, free_port
 
 PLAN = """--num-layers 4 --hidden-size 64 --num-attention-heads 2 --seq-length 64
@@ -48,6 +49,25 @@ def test_two_sound_nodes(tmp_path: Path) -> None:
         assert report['versions']['torch'] == found[0]['versions']['torch']
         for rate in ('copy_gb_s', 'neighbour_gb_s', 'all_reduce_gb_s'):
             assert 0 < report[rate] < 1000
+
+
+def test_what_was_measured_is_shown_where_the_flags_cannot_be_planned(tmp_path: Path) -> None:
+    """The check of memory is left out and says so; the directory is that of the flags."""
+    file = tmp_path / 'check.json'
+    flags = ['--num-layers', '4', '--hidden-size', '64', '--sparse-ckpt-dir', str(tmp_path / 'w')]
+    codes, printed = check('--slowest', '0', '--json', str(file), '--', *flags)
+    on_disk = not is_in_memory(tmp_path)
+    assert codes == [int(on_disk)] * 2, printed
+    assert 'not checked: the memory that the flags need' in printed[0]
+    assert '--num-attention-heads is missing' in printed[0]
+    assert printed[0].count('--sparse-ckpt-dir is not in a tmpfs') == 2 * on_disk
+    assert len(json.loads(file.read_text())) == 2
+
+
+def test_an_output_that_cannot_be_written_is_named_before_anything_is_measured() -> None:
+    codes, [said] = check('--json', '/proc/none/check.json', come=1)
+    assert codes == [2]
+    assert said.startswith('node_check: --json /proc/none/check.json: ') and '\n' not in said[:-1]
 
 
 @pytest.mark.thorough

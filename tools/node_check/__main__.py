@@ -8,7 +8,7 @@ r"""Checks all nodes of an allocation before a long run: is one unlike the other
 One process for each GPU, or of any number without GPUs. Compared are bandwidths to host memory and
 between nodes, clocks, versions, the memory that is free for windows, and what the driver says of
 the GPUs. With flags of Megatron after `--`, the memory that their plan needs on a node is computed,
-as `python -m tools.plan` has it.
+as `python -m tools.plan` has it; where they do not tell enough, a line says what is missing.
 
 Exit status: 0 nothing is wrong, 1 something is, 2 it could not be checked.
 """
@@ -18,8 +18,10 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from os import environ
+from errno import EISDIR
+from os import environ, strerror
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import msgspec
 import torch
@@ -28,16 +30,20 @@ from rich.console import Console
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.simulate.planning import plan_job
+from tools.drill.flags import value_of
 from tools.lab.errors import LabError
+from tools.lab.figures import replacing
 from tools.node_check import node
 from tools.node_check.measuring import Meter
 from tools.node_check.place import Place, meet
 from tools.node_check.report import GIB, RankReport, Rules, problems, table
 from tools.plan.__main__ import job_from
 from tools.plan.__main__ import parse_arguments as parse_plan
+from tools.plan.flags import parse_megatron_flags
 
 _END = '--'
 _MIB = 1 << 20
+_DIRECTORY = '--sparse-ckpt-dir'
 _LAG = '--sparse-ckpt-log-lag'
 
 
@@ -45,21 +51,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool on one rank; returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     own = given[: given.index(_END)] if _END in given else given
-    args = _parser().parse_args(own)
+    args, flags = _parser().parse_args(own), given[len(own) + 1 :]
+    parse_megatron_flags(flags)  # exits where a value is wrong
     try:
         place = Place.of(environ)
-        reports = _check(place, args)
-        needed = _needed_bytes(args, given[len(own) + 1 :], reports)
+        if place.rank == 0 and args.json is not None:
+            _check_writable(args.json)
+        directory = args.dir or value_of(flags, _DIRECTORY) or SparseCheckpointConfig.dir
+        reports = _check(place, args, Path(directory))
     except (LabError, ValueError) as error:
-        print(f'node_check: {error}', file=sys.stderr)
-        return 2
+        return _could_not(error)
+    needed, unknown = _needed_bytes(args, flags, reports)
     found = problems(reports, Rules(needed, args.slowest))
     if place.rank == 0:
-        _print(reports, found, args.json)
+        _print(reports, found, unknown)
+        try:
+            _write(reports, args.json)
+        except OSError as error:
+            return _could_not(f'--json {args.json}: {error.strerror}')
     return 1 if found else 0
 
 
-def _check(place: Place, args: argparse.Namespace) -> list[RankReport]:
+def _could_not(why: object) -> int:
+    print(f'node_check: {why}', file=sys.stderr)
+    return 2
+
+
+def _check(place: Place, args: argparse.Namespace, directory: Path) -> list[RankReport]:
     """Measure with all others; what all found, by rank."""
     gpu = torch.cuda.is_available()
     device = torch.device('cuda', place.local_rank) if gpu else torch.device('cpu')
@@ -75,7 +93,7 @@ def _check(place: Place, args: argparse.Namespace) -> list[RankReport]:
     )
     try:
         meter = Meter(device, args.mib * _MIB, nodes)
-        free, in_memory = node.memory(args.dir)
+        free, in_memory = node.memory(directory)
         own = RankReport(
             rank=place.rank,
             node=nodes[place.rank],
@@ -99,16 +117,24 @@ def _check(place: Place, args: argparse.Namespace) -> list[RankReport]:
 
 def _needed_bytes(
     args: argparse.Namespace, flags: Sequence[str], reports: Sequence[RankReport]
-) -> int:
-    """Bytes of host memory that each node needs.
-
-    Raises ValueError for flags that cannot be planned.
-    """
+) -> tuple[int, str | None]:
+    """Bytes of host memory that each node needs, and why the plan's are not known, if so."""
+    given = int(args.need_gib * GIB)
     if not flags:
-        return int(args.need_gib * GIB)
+        return given, None
+    try:
+        return _planned_bytes(args.spare_nodes, flags, reports), None
+    except ValueError as error:
+        return given, str(error)
+
+
+def _planned_bytes(spare_nodes: int, flags: Sequence[str], reports: Sequence[RankReport]) -> int:
+    """Raises ValueError for flags that cannot be planned."""
     nodes = len({report.node for report in reports})
+    if spare_nodes >= nodes:
+        raise ValueError(f'--spare-nodes {spare_nodes} leaves no node to train on')
     on_each = len(reports) // nodes
-    ranks = (nodes - args.spare_nodes) * on_each
+    ranks = (nodes - spare_nodes) * on_each
     # Memory is reserved for the longest window, whatever the time of an iteration.
     lag = [] if any(_LAG in flag for flag in flags) else ['--log-lag', '1']
     own = ['--gpus', str(ranks), '--iteration-time', '60', *lag]
@@ -117,15 +143,42 @@ def _needed_bytes(
     return plan_job(dataclasses.replace(job, cluster=cluster)).host_memory().node_total
 
 
-def _print(reports: Sequence[RankReport], found: Sequence[str], json: Path | None) -> None:
+def _print(reports: Sequence[RankReport], found: Sequence[str], unknown: str | None) -> None:
     console = Console()
     console.print(table(reports))
     for line in found:
         console.print(line, style='bold red', markup=False, soft_wrap=True)
+    if unknown is not None:
+        line = (
+            f'not checked: the memory that the flags need, since they cannot be planned: {unknown}'
+        )
+        console.print(line, style='yellow', markup=False, soft_wrap=True)
     nodes = len({report.node for report in reports})
     console.print(f'{nodes} nodes, {len(reports)} ranks: {len(found)} problems')
-    if json is not None:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2))
+
+
+def _check_writable(path: Path) -> None:
+    """Known before anything is measured.
+
+    Raises:
+        LabError: a file cannot be written there.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, strerror(EISDIR))
+        if path.is_file() or not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise LabError(
+            f'--json {path}: {error.strerror}; give a file that can be written'
+        ) from error
+
+
+def _write(reports: Sequence[RankReport], path: Path | None) -> None:
+    if path is not None:
+        with replacing(path) as partial:
+            partial.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -139,8 +192,8 @@ def _parser() -> argparse.ArgumentParser:
     add('--need-gib', type=float, default=0.0, metavar='N', help='host memory that a node needs')
     add('--spare-nodes', type=int, default=0, metavar='N', help='of the allocation (default: 0)')
     add(
-        '--dir', type=Path, default=Path(SparseCheckpointConfig.dir), metavar='DIR',
-        help='--sparse-ckpt-dir of the run (default: its default)',
+        '--dir', metavar='DIR',
+        help='--sparse-ckpt-dir of the run (default: that of the flags, else its default)',
     )  # fmt: skip
     add(
         '--slowest', type=float, default=0.8, metavar='SHARE',
