@@ -91,6 +91,11 @@ class DiskWindows:
         """True if there is a window of that name."""
         return any(window.name == name for window in self.stored())
 
+    def used_bytes(self) -> int:
+        """Room that windows of this rank take, also unfinished and outdated ones."""
+        blocks = (path.stat().st_blocks for path in self.path.glob('*.window'))
+        return 512 * sum(blocks)  # the unit of st_blocks, whatever the file system's blocks are
+
     def read(
         self,
         name: WindowName,

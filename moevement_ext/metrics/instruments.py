@@ -46,6 +46,7 @@ REPLICATION_LAG = _gauge(
 SLOT_BYTES = _gauge('slot_bytes', 'Payload of the newest slot of this rank.')
 COPY_RATE = _gauge('copy_bytes_per_second', 'Measured rate of copies to host memory.')
 HOST_MEMORY = _gauge('host_memory_bytes', 'Reserved by this rank in host memory.', 'kind')
+DISK = _gauge('disk_bytes', 'That windows of this rank take on disk.')
 
 TRAINING = _counter('training_seconds', 'In iterations that were committed; not in replays.')
 EXPOSED = _counter('exposed_seconds', 'By which sparse checkpointing held up training.')

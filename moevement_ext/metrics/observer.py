@@ -116,6 +116,8 @@ class Observer:
         self._set(of.SLOT_BYTES, now.slot_bytes)
         for kind, size in now.host_memory.items():
             self._set(of.HOST_MEMORY, size, kind)
+        if now.disk_bytes is not None:
+            self._set(of.DISK, now.disk_bytes)
         if now.copy_bytes_per_s is not None:
             self._set(of.COPY_RATE, now.copy_bytes_per_s)
         if now.persisted is not None:

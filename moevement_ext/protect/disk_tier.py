@@ -27,6 +27,8 @@ from moevement_ext.protect.statistics import CaptureStatistics
 GIGA = 1e9
 _ROLL_BACK_SECONDS = 10.0
 _STOP_SECONDS = 10.0
+_IDLE_SECONDS = 1.0
+"""Without work for the disk, after which is measured what lies on it."""
 
 
 class DiskSettings(NamedTuple):
@@ -82,6 +84,7 @@ class DiskTier:
         self._stopping = False
         if settings.complete is not None:
             statistics.on_disk = settings.complete.start
+        statistics.disk_bytes = disk.used_bytes()
         self._board = board(self.agreed)
         self._board.look()  # a new process joins a job that has windows on disk
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-disk', daemon=True)
@@ -128,15 +131,20 @@ class DiskTier:
     # The disk's thread
 
     def _run(self) -> None:
+        measured = True
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_work)
+                work = self._changed.wait_for(self._has_work, None if measured else _IDLE_SECONDS)
                 if self._stopping:
                     return
             try:
-                self._step()
+                if work:
+                    self._step()
+                else:  # nobody waits for this thread
+                    self._statistics.disk_bytes = self._disk.used_bytes()
             except Exception as error:  # costs protection, never the training (invariant I6)
                 self._statistics.degraded(f'windows on disk: {error}')
+            measured = not work
 
     def _has_work(self) -> bool:
         news = bool(self._rollbacks) or self._agreed is not self._settled

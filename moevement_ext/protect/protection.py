@@ -257,6 +257,7 @@ class Protection:
             skipped_windows=of_rank.skipped_windows,
             copy_bytes_per_s=self.checkpointer.copy_bytes_per_s(),
             host_memory=self._reserved(),
+            disk_bytes=of_rank.disk_bytes,
         )
 
     @property

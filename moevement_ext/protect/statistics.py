@@ -30,6 +30,8 @@ class Figures:
     """Measured rate of copies to host memory."""
     host_memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes that this rank reserves, by kind."""
+    disk_bytes: int | None = None
+    """That its windows take on disk; None without one."""
 
 
 @dataclass
@@ -57,6 +59,8 @@ class CaptureStatistics:
     """Start of the newest window that every rank and its holders have."""
     on_disk: int | None = None
     """Start of the newest window that every rank has on disk."""
+    disk_bytes: int | None = None
+    """That windows of this rank take on disk; None without one."""
 
     _reported: tuple[float, int] = (0.0, 0)
 

@@ -4,6 +4,7 @@
 from moevement_ext.events import FailureDetected
 from moevement_ext.metrics.instruments import INSTRUMENTS, Instrument, Kind
 from moevement_ext.metrics.observer import Observer
+from moevement_ext.protect.statistics import Figures
 
 
 class Noted:
@@ -11,12 +12,13 @@ class Noted:
 
     def __init__(self) -> None:
         self.added: list[tuple[str, float]] = []
+        self.values: dict[str, float] = {}
 
     def add(self, instrument: Instrument, amount: float, label: str | None = None) -> None:
         self.added.append((instrument.name, amount))
 
     def set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
-        raise AssertionError('nothing has a value yet')
+        self.values[instrument.name] = value
 
     def close(self) -> None:
         pass
@@ -31,3 +33,14 @@ def test_counters_begin_at_zero_so_that_a_rate_sees_the_first_event() -> None:
     observer.event(FailureDetected(reason='rank 2'))
     assert recorder.added == [('moevement_failures_detected', 1)]
     observer.close()
+    assert recorder.values == {}
+
+
+def test_what_is_not_known_has_no_value() -> None:
+    for disk_bytes in (None, 7):
+        recorder = Noted()
+        observer = Observer([recorder])
+        observer.watch(lambda known=disk_bytes: Figures(iteration=3, disk_bytes=known))
+        observer.close()
+        assert recorder.values['moevement_iteration'] == 3
+        assert recorder.values.get('moevement_disk_bytes') == disk_bytes

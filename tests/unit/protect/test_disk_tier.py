@@ -150,6 +150,8 @@ def test_windows_that_all_have_go_to_disk_and_the_newest_two_stay(
     wait_for(lambda: all(rank.starts() == [9, 6] for rank in job.ranks))
     assert [rank.on_disk() for rank in job.ranks] == [[0, 3, 6, 9]] * 2
     assert all(rank.statistics.on_disk == 9 for rank in job.ranks)
+    for rank in job.ranks:
+        wait_for(lambda rank=rank: rank.statistics.disk_bytes == rank.disk.used_bytes() > 0)
 
 
 def test_nothing_is_pruned_before_all_have_the_newer_one(make: Callable[..., Job]) -> None:
