@@ -15,7 +15,7 @@ from megatron.moevement.job.session import Session
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
 from megatron.moevement.seams import fp8_masters, patches, torch_adam, upstream
 from megatron.moevement.seams.data_position import UpstreamData
-from megatron.moevement.state.digest import state_digest, write_digest
+from megatron.moevement.state.digest import refuse_unwritable, state_digest, write_digest
 from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.job.ending import announce
 from moevement_ext.process.leaving import leave
@@ -28,7 +28,12 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: UpstreamArgum
     Args:
         train: upstream's `pretrain`, ready to be called; takes `store`.
         args: upstream's parsed arguments.
+
+    Raises:
+        ConfigurationError: a flag breaks a rule; names it.
     """
+    if args.sparse_ckpt_digest is not None and args.rank == 0:  # who writes it
+        refuse_unwritable(args.sparse_ckpt_digest)
     torch_adam.mend()
     fp8_masters.install(args)
     if not args.sparse_ckpt:

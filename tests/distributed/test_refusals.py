@@ -241,6 +241,7 @@ def test_full_memory_directory_stops_a_strict_run(cluster: Make, small_tmpfs: Pa
         ('--sparse-ckpt-window 0', '--sparse-ckpt-window 0 must be at least 1'),
         ('--sparse-ckpt-replicas -1', '--sparse-ckpt-replicas -1 must be at least 0'),
         ('--sparse-ckpt-dir here', '--sparse-ckpt-dir'),
+        ('--sparse-ckpt-digest /dev/null/digest', '--sparse-ckpt-digest /dev/null/digest: digests'),
         ('--sparse-ckpt-disk /nowhere', '--sparse-ckpt-disk /nowhere is no directory: mount it'),
         ('--optimizer sgd', '--optimizer sgd: use --optimizer adam'),
         (

@@ -17,6 +17,7 @@ from megatron.moevement.state.optimizer_state import (
     counts_steps_per_parameter,
     parameter_states,
 )
+from moevement_ext.config import ConfigurationError
 
 
 def state_digest(
@@ -57,9 +58,34 @@ def write_digest(path: str, iteration: int, entries: dict[str, str]) -> None:
     report = {'digest': total, 'iteration': iteration, 'ranks': by_rank}
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(target.suffix + '.partial')
+    partial = _partial(target)
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     partial.rename(target)
+
+
+def refuse_unwritable(path: str) -> None:
+    """See before training that the file of `--sparse-ckpt-digest` can be written after it.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError('it is a directory')
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = _partial(target)
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise ConfigurationError(
+            f'--sparse-ckpt-digest {path}: digests cannot be written there: {error}. '
+            'Give a file that this user can write, or leave the flag out.'
+        ) from error
+
+
+def _partial(target: Path) -> Path:
+    return target.with_suffix(target.suffix + '.partial')
 
 
 def _tensors(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str]]:
