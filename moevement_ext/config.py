@@ -14,6 +14,8 @@ WHOLE_JOB = 'whole-job'
 OFF = 'off'
 REPORT = 'report'
 STOP = 'stop'
+LONGEST_WINDOW = 10_000
+"""Iterations; no window file has room for so many slots."""
 
 
 class ConfigurationError(UserError):
@@ -81,8 +83,8 @@ class SparseCheckpointConfig:
                     f'--sparse-ckpt-window {self.window!r} must be a whole number or "auto".'
                 )
         else:
-            _at_least('--sparse-ckpt-window', self.window, 1)
-        _at_least('--sparse-ckpt-max-window', self.max_window, 1)
+            _check_window('--sparse-ckpt-window', self.window)
+        _check_window('--sparse-ckpt-max-window', self.max_window)
         _at_least('--sparse-ckpt-replicas', self.replicas, 0)
         if not 0 <= self.log_lag < math.inf:
             raise ConfigurationError(
@@ -159,6 +161,12 @@ class SparseCheckpointConfig:
 def node_name() -> str:
     """Name of this node; `MOEVEMENT_NODE` overrides it where one machine emulates several."""
     return os.environ.get('MOEVEMENT_NODE') or socket.gethostname()
+
+
+def _check_window(flag: str, window: int) -> None:
+    _at_least(flag, window, 1)
+    if window > LONGEST_WINDOW:
+        raise ConfigurationError(f'{flag} {window} must be at most {LONGEST_WINDOW}.')
 
 
 def _at_least(flag: str, value: float, least: float) -> None:

@@ -225,10 +225,12 @@ def largest_slots(operators: Sequence[OperatorBytes], longest: int) -> list[int]
 
     In the given order no plan of that many slots is within a lower budget.
     """
-    return [
+    filled = max(1, min(longest, len(operators)))  # more slots than operators are empty
+    largest = [
         max(max(slot, default=0) for slot in balanced(operators, window).slot_bytes(operators))
-        for window in range(1, longest + 1)
+        for window in range(1, filled + 1)
     ]
+    return largest + largest[-1:] * (longest - filled)
 
 
 def plan_stages(

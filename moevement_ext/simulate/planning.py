@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from moevement_ext.config import LONGEST_WINDOW
 from moevement_ext.memory.budget import HostMemoryPlan
 from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
 from moevement_ext.plan.byte_planner import (
@@ -35,9 +36,6 @@ from moevement_ext.simulate.sizes import (
     stage_kind,
 )
 
-_LONGEST_WINDOW = 10_000
-"""Iterations; no window file has room for so many slots."""
-
 
 @dataclass(frozen=True)
 class ProtectionSettings:
@@ -62,8 +60,8 @@ class ProtectionSettings:
 
     def __post_init__(self) -> None:
         if self.window is not None:
-            fields.whole('window', self.window, most=_LONGEST_WINDOW)
-        fields.whole('max_window', self.max_window, most=_LONGEST_WINDOW)
+            fields.whole('window', self.window, most=LONGEST_WINDOW)
+        fields.whole('max_window', self.max_window, most=LONGEST_WINDOW)
         fields.whole('replicas', self.replicas, least=0)
         for name in ('hidden_fraction', 'network_share'):
             value = getattr(self, name)

@@ -21,7 +21,9 @@ NAN = float('nan')
     [
         ('window', 'long', 'a whole number or "auto"'),
         ('window', 0, 'at least 1'),
+        ('window', 20_000, 'at most 10000'),
         ('max_window', 0, 'at least 1'),
+        ('max_window', 10_001, 'at most 10000'),
         ('replicas', -1, 'at least 0'),
         ('max_wait', -0.5, 'at least 0'),
         ('max_wait', NAN, 'at least 0'),
@@ -55,6 +57,7 @@ def test_a_broken_rule_names_flag_value_and_rule(field: str, value: Any, rule: s
 
 
 def test_limits_themselves_are_allowed() -> None:
+    SparseCheckpointConfig(window=10_000, max_window=10_000)
     SparseCheckpointConfig(
         window=1,
         max_window=1,

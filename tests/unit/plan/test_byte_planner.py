@@ -167,6 +167,15 @@ def test_fewest_slots_follow_from_the_largest_slot_of_each_window(operators, bud
 
 
 @BOUNDED
+@given(operators_lists(), st.integers(1, 10))
+def test_largest_slots_are_those_of_each_window(operators, longest):
+    """Also of windows that have more slots than there are operators."""
+    plans = [balanced(operators, window) for window in range(1, longest + 1)]
+    expected = [max(map(max, plan.slot_bytes(operators))) for plan in plans]
+    assert largest_slots(operators, longest) == expected
+
+
+@BOUNDED
 @given(st.lists(operators_lists(ranks=2, most=5), min_size=1, max_size=3), st.integers(40, 150))
 def test_stages_share_the_fewest_window_that_fits_all(stages, budget):
     fewest = []
