@@ -18,9 +18,7 @@ Checked against megatron-core 0.19.2.
 """
 
 import logging
-import os
 import threading
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -39,6 +37,11 @@ from megatron.core.utils import get_model_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.moevement.facts import JobFacts
+from megatron.moevement.job.declared import (
+    facts_of_loop,
+    refuse_mixed_up_sends,
+    settings_of_loop,
+)
 from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.unsupported import refuse_unsupported
@@ -148,9 +151,9 @@ def attach(
         InstallationError: Megatron-Core is not the one this package was checked against.
     """
     own_device.take()
-    _refuse_mixed_up_sends(model)
-    facts = _facts(model, optimizer, plan)
-    settings = _settings(model, optimizer, ddp, plan, facts)
+    refuse_mixed_up_sends(model)
+    facts = facts_of_loop(model, optimizer, plan)
+    settings = settings_of_loop(model, optimizer, ddp, plan, facts)
     refuse_unsupported(settings)
     torch_adam.mend()
     fp8_masters.install(settings)
@@ -215,6 +218,7 @@ class Attachment:
         self,
         build: Callable[[], tuple[list[Any], Any, Any]],
         load_checkpoint: Callable[[list[Any], Any, Any], tuple[int, int]] | None = None,
+        checkpoint_iteration: int | None = None,
     ) -> tuple[list[Any], Any, Any]:
         """Build the model, and recover from host memory if there are windows of this run.
 
@@ -223,10 +227,13 @@ class Attachment:
                 optimizer and `OptimizerParamScheduler`. A replacement of a lost worker builds
                 alone: collectives within reach nobody, and their results are not used.
             load_checkpoint: loads a checkpoint of the loop's own into what was built; returns the
-                iterations and samples that it has behind it. Called if there are no windows.
+                iterations and samples that it has behind it. Called if no windows are used.
+            checkpoint_iteration: of that checkpoint, the same on all ranks: windows of an earlier
+                iteration are not used. Without it any window is.
 
         Raises:
-            ConfigurationError: something else was built; nothing is connected, or all is set up.
+            ConfigurationError: something else was built or loaded; nothing is connected, or all is
+                set up.
         """
         if not self._connected or self._built is not None:
             raise ConfigurationError(
@@ -234,10 +241,17 @@ class Attachment:
                 "torch.distributed's: by that a survivor could not reconnect."
             )
 
+        if checkpoint_iteration is not None and load_checkpoint is None:
+            raise ConfigurationError(
+                f'job.set_up was given checkpoint_iteration={checkpoint_iteration} without '
+                'load_checkpoint, which is to load that checkpoint; give both.'
+            )
+
         def load(*built: Any) -> None:
             if load_checkpoint is not None:
                 counters = self._counters
                 counters.iteration, counters.consumed_train_samples = load_checkpoint(*built)
+                _check_loaded(counters.iteration, checkpoint_iteration)
 
         def build_and_load(load_dense: bool) -> tuple[list[Any], Any, Any]:
             built = build()
@@ -248,7 +262,8 @@ class Attachment:
             return built
 
         _configure_micro_batches(self._facts)
-        self._built = self._session.set_up(build_and_load, load)
+        newest = -1 if checkpoint_iteration is None else checkpoint_iteration
+        self._built = self._session.set_up(build_and_load, load, newest)
         self._note_updates(self._built[1])
         return self._built
 
@@ -384,75 +399,6 @@ class Attachment:
         return result
 
 
-def _refuse_mixed_up_sends(model: TransformerConfig) -> None:
-    """Upstream's own rule, which its trainer has and its schedules have not.
-
-    Of two sends between the same ranks in a batch one is taken for the other: training would go on
-    from mixed up tensors, and a replay, which tells them apart, would come to another state.
-    """
-    interleaved = (model.virtual_pipeline_model_parallel_size or 1) > 1
-    if interleaved and model.pipeline_model_parallel_size == 2 and not model.overlap_p2p_comm:
-        raise ConfigurationError(
-            'TransformerConfig has interleaved stages on two pipeline ranks, which exchange wrong '
-            'tensors in batches; set overlap_p2p_comm=True and batch_p2p_comm=False, or use more '
-            'pipeline ranks.'
-        )
-
-
-def _facts(model: TransformerConfig, optimizer: OptimizerConfig, plan: TrainingPlan) -> JobFacts:
-    """What configurations and launcher say of the job."""
-    world_size = int(os.environ.get('WORLD_SIZE', 1))
-    shards = (
-        model.tensor_model_parallel_size
-        * model.pipeline_model_parallel_size
-        * model.context_parallel_size
-    )
-    data_parallel_size = world_size // shards
-    samples = plan.micro_batch_size * data_parallel_size
-    if world_size % shards or plan.global_batch_size % samples:
-        raise ConfigurationError(
-            f'TrainingPlan.global_batch_size {plan.global_batch_size} must be a multiple of '
-            f'micro_batch_size x data-parallel ranks, and WORLD_SIZE {world_size} one of the '
-            f'{shards} ranks of a model replica.'
-        )
-    return JobFacts(
-        rank=int(os.environ.get('RANK', 0)),
-        world_size=world_size,
-        data_parallel_size=data_parallel_size,
-        tensor_model_parallel_size=model.tensor_model_parallel_size,
-        pipeline_model_parallel_size=model.pipeline_model_parallel_size,
-        context_parallel_size=model.context_parallel_size,
-        sequence_parallel=model.sequence_parallel,
-        distributed_backend=plan.backend,
-        timeout=plan.timeout,
-        use_distributed_optimizer=optimizer.use_distributed_optimizer,
-        micro_batch_size=plan.micro_batch_size,
-        global_batch_size=plan.global_batch_size,
-        seq_length=plan.seq_length,
-        hidden_size=model.hidden_size,
-        params_dtype=model.pipeline_dtype or model.params_dtype,
-        fp32_residual_connection=model.fp32_residual_connection,
-        log_interval=plan.log_interval,
-    )
-
-
-class _Settings(Namespace):
-    """All settings of the configurations; None where only upstream's trainer has a flag."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def _settings(
-    model: TransformerConfig,
-    optimizer: OptimizerConfig,
-    ddp: DistributedDataParallelConfig,
-    plan: TrainingPlan,
-    facts: JobFacts,
-) -> _Settings:
-    return _Settings(**vars(ddp) | vars(optimizer) | vars(model) | vars(plan) | vars(facts))
-
-
 def _configure_micro_batches(facts: JobFacts) -> None:
     """What Megatron keeps in global variables, and its trainer sets."""
     num_microbatches_calculator.reconfigure_num_microbatches_calculator(
@@ -467,6 +413,15 @@ def _check_groups(backend: str) -> None:
         raise ConfigurationError(
             f'build() has created gloo groups beside those of {backend}: pass '
             'create_gloo_process_groups=False to initialize_model_parallel.'
+        )
+
+
+def _check_loaded(iteration: int, expected: int | None) -> None:
+    if expected not in (None, iteration):
+        raise ConfigurationError(
+            f'load_checkpoint has loaded iteration {iteration}, and job.set_up was told '
+            f'checkpoint_iteration={expected}, by which windows are judged; give that of the '
+            'checkpoint that is loaded.'
         )
 
 

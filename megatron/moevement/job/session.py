@@ -72,7 +72,10 @@ class Session:
             self._alone.enter_context(upstream.without_connections(args))
 
     def set_up(
-        self, build: Callable[[bool], Built], load_dense: Callable[[Any, Any, Any], None]
+        self,
+        build: Callable[[bool], Built],
+        load_dense: Callable[[Any, Any, Any], None],
+        dense_iteration: int,
     ) -> Built:
         """Build model chunks, optimizer and scheduler; recover from host memory where that is best.
 
@@ -80,6 +83,8 @@ class Session:
             build: builds them; told whether to load the newest dense checkpoint as well.
             load_dense: loads it into what was built; after a recovery from memory proved
                 impossible.
+            dense_iteration: of that checkpoint, -1 if there is none; of no account for a process
+                that joins a running job.
 
         Raises:
             SparseCheckpointError: an optimizer or a model that sparse checkpointing does not know,
@@ -101,8 +106,6 @@ class Session:
             load_dense(*self._built())
             self._training.renew()
 
-        joining = self.job.joining  # what is to be loaded was settled long ago
-        dense_iteration = -1 if joining else upstream.dense_checkpoint_iteration(self._facts)
         self.job.set_up(build_trainer, load, dense_iteration, self._counters.train_iters)
         self.around.post_step.pass_exits(self.job.committed_before)
         return self._built()

@@ -11,7 +11,7 @@ from typing import Any
 import megatron.training.training as training
 import torch
 
-from megatron.moevement.facts import UpstreamArguments
+from megatron.moevement.facts import UpstreamArguments, facts_of
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
@@ -69,7 +69,12 @@ class UpstreamTrainer:
                 context = kwargs.get('checkpointing_context')
                 upstream.load_dense_checkpoint(self._args, model, optimizer, scheduler, context)
 
-        return self._session.set_up(build, load_dense)
+        return self._session.set_up(build, load_dense, self._dense_iteration())
+
+    def _dense_iteration(self) -> int:
+        if self._session.job.joining:  # what is to be loaded was settled long ago
+            return -1
+        return upstream.dense_checkpoint_iteration(facts_of(self._args))
 
     def _train(
         self,

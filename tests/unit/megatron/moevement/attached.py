@@ -4,7 +4,7 @@
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -57,6 +57,7 @@ def attached(
     iterations: int = 6,
     connect: Callable[[Any], None] = lambda job: job.init_process_group(),
     change: Callable[..., Any] = lambda *built: built,
+    load_own: Mapping[str, Any] = {},
 ) -> Iterator[OwnLoop]:
     """A loop that is set up, of windows of two iterations. In a process of its own.
 
@@ -65,6 +66,7 @@ def attached(
         iterations: to train.
         connect: called with the job before it is set up.
         change: makes what the loop builds of what the example does.
+        load_own: keywords of `set_up` about a checkpoint of the loop's own.
     """
     from examples import own_loop
     from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach
@@ -83,7 +85,7 @@ def attached(
     )
     with attach(sparse, *configurations, plan) as job:
         connect(job)
-        built = job.set_up(lambda: change(*own_loop.build(*configurations)))
+        built = job.set_up(lambda: change(*own_loop.build(*configurations)), **load_own)
         yield OwnLoop(job, built, plan)
 
 

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 
 from examples import own_loop  # noqa: E402
 from megatron.moevement import attachment  # noqa: E402
+from megatron.moevement.job.declared import refuse_mixed_up_sends  # noqa: E402
 from megatron.moevement.training_plan import TrainingPlan  # noqa: E402
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig  # noqa: E402
 from tests.unit.megatron.moevement.attached import Raised, attached, batches, run  # noqa: E402
@@ -86,6 +87,44 @@ def test_a_loop_that_ends_early_keeps_its_windows_and_goes_on_from_them(director
     assert windows(directory) != [], 'nothing was trained'
     assert run(goes_on, directory)[0] > 2
     assert windows(directory) == []
+
+
+def saves_a_checkpoint(directory: Path) -> None:
+    """Of another run, which keeps no windows."""
+    with attached(directory, iterations=5) as own:
+        own.train()
+        torch.save(dict(own.built[0][0].named_parameters()), directory / 'checkpoint')
+
+
+def goes_on_beside_a_checkpoint(
+    directory: Path, checkpoint: Path, iteration: int | None
+) -> tuple[int, bool]:
+    """The iteration a job goes on after, and whether it has the weights of a checkpoint of 5."""
+    loaded = torch.load(checkpoint)
+
+    def load(chunks: list[Any], optimizer: Any, scheduler: Any) -> tuple[int, int]:
+        for name, parameter in chunks[0].named_parameters():
+            parameter.data.copy_(loaded[name])
+        optimizer.reload_model_params()
+        return 5, 20
+
+    load_own = {'load_checkpoint': load, 'checkpoint_iteration': iteration}
+    with attached(directory, load_own=load_own) as own:
+        began, weights = own.job.iteration, dict(own.built[0][0].named_parameters())
+        has_loaded = all(torch.equal(weights[name], loaded[name]) for name in loaded)
+        own.train()
+        return began, has_loaded
+
+
+def test_a_checkpoint_of_the_loops_own_is_preferred_where_it_is_newer(directory: Path) -> None:
+    other = directory / 'other'
+    run(saves_a_checkpoint, other)
+    for iteration, expected in ((5, (5, True)), (3, (2, False)), (None, (2, False))):
+        run(left_early, directory)
+        goes_on = partial(
+            goes_on_beside_a_checkpoint, checkpoint=other / 'checkpoint', iteration=iteration
+        )
+        assert run(goes_on, directory) == expected, iteration
 
 
 def time_is_up(directory: Path) -> None:
@@ -161,9 +200,22 @@ def builds_no_scheduler(directory: Path) -> None:
         pass
 
 
+def names_a_checkpoint_that_nothing_loads(directory: Path) -> None:
+    with attached(directory, load_own={'checkpoint_iteration': 5}):
+        pass
+
+
+def loads_another_checkpoint(directory: Path) -> None:
+    load_own = {'load_checkpoint': lambda *built: (4, 16), 'checkpoint_iteration': 5}
+    with attached(directory, load_own=load_own):
+        pass
+
+
 @pytest.mark.parametrize(
     ('scenario', 'message'),
     [
+        (names_a_checkpoint_that_nothing_loads, 'ConfigurationError: .*=5 without load_checkpoint'),
+        (loads_another_checkpoint, 'ConfigurationError: .*loaded iteration 4, .*_iteration=5'),
         (connects_by_torch, 'ConfigurationError: .*set_up .* after job.init_process_group'),
         (writes_a_digest_of_nothing, 'ConfigurationError: .*write_digest .* before job.set_up'),
         (sets_up_twice, 'ConfigurationError: .*set_up is called once'),
@@ -204,7 +256,7 @@ def test_interleaved_stages_that_would_exchange_wrong_tensors_are_refused(
     with pytest.raises(ConfigurationError, match='two pipeline ranks.* set overlap_p2p_comm=True'):
         attachment.attach(sparse, model, *others, plan).__enter__()
     model.overlap_p2p_comm, model.batch_p2p_comm = True, False
-    attachment._refuse_mixed_up_sends(model)
+    refuse_mixed_up_sends(model)
 
 
 def goes_on_after_a_step_that_failed(directory: Path) -> None:

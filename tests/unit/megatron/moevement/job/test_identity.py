@@ -24,9 +24,10 @@ cpu_device.install()
 
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
-from megatron.moevement import attachment  # noqa: E402
 from megatron.moevement.arguments import add_arguments  # noqa: E402
+from megatron.moevement.job.declared import facts_of_loop, settings_of_loop  # noqa: E402
 from megatron.moevement.job.unsupported import not_localized, refuse_unsupported  # noqa: E402
+from megatron.moevement.training_plan import TrainingPlan  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -174,9 +175,9 @@ def own_loop(lr: float = 1e-3) -> Namespace:
     """What `attach` makes of configurations: callables, enums and data types among them."""
     model = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2)
     optimizer = OptimizerConfig(lr=lr)
-    plan = attachment.TrainingPlan(10, seq_length=8, micro_batch_size=1, global_batch_size=4)
-    facts = attachment._facts(model, optimizer, plan)
-    settings = attachment._settings(model, optimizer, DistributedDataParallelConfig(), plan, facts)
+    plan = TrainingPlan(10, seq_length=8, micro_batch_size=1, global_batch_size=4)
+    facts = facts_of_loop(model, optimizer, plan)
+    settings = settings_of_loop(model, optimizer, DistributedDataParallelConfig(), plan, facts)
     settings.names, settings.build = {'some', 'names', 'in', 'a', 'set'}, _scaled(3.0)
     return settings
 

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a loop of one's own says of its job: its configurations and its plan, as the adapter reads.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import os
+from argparse import Namespace
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+
+from megatron.moevement.facts import JobFacts, UpstreamArguments
+from megatron.moevement.training_plan import TrainingPlan
+from moevement_ext.config import ConfigurationError
+
+
+def refuse_mixed_up_sends(model: TransformerConfig) -> None:
+    """Upstream's own rule, which its trainer has and its schedules have not.
+
+    Of two sends between the same ranks in a batch one is taken for the other: training would go on
+    from mixed up tensors, and a replay, which tells them apart, would come to another state.
+    """
+    interleaved = (model.virtual_pipeline_model_parallel_size or 1) > 1
+    if interleaved and model.pipeline_model_parallel_size == 2 and not model.overlap_p2p_comm:
+        raise ConfigurationError(
+            'TransformerConfig has interleaved stages on two pipeline ranks, which exchange wrong '
+            'tensors in batches; set overlap_p2p_comm=True and batch_p2p_comm=False, or use more '
+            'pipeline ranks.'
+        )
+
+
+def facts_of_loop(
+    model: TransformerConfig, optimizer: OptimizerConfig, plan: TrainingPlan
+) -> JobFacts:
+    """What configurations and launcher say of the job."""
+    world_size = int(os.environ.get('WORLD_SIZE', 1))
+    shards = (
+        model.tensor_model_parallel_size
+        * model.pipeline_model_parallel_size
+        * model.context_parallel_size
+    )
+    data_parallel_size = world_size // shards
+    samples = plan.micro_batch_size * data_parallel_size
+    if world_size % shards or plan.global_batch_size % samples:
+        raise ConfigurationError(
+            f'TrainingPlan.global_batch_size {plan.global_batch_size} must be a multiple of '
+            f'micro_batch_size x data-parallel ranks, and WORLD_SIZE {world_size} one of the '
+            f'{shards} ranks of a model replica.'
+        )
+    return JobFacts(
+        rank=int(os.environ.get('RANK', 0)),
+        world_size=world_size,
+        data_parallel_size=data_parallel_size,
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        pipeline_model_parallel_size=model.pipeline_model_parallel_size,
+        context_parallel_size=model.context_parallel_size,
+        sequence_parallel=model.sequence_parallel,
+        distributed_backend=plan.backend,
+        timeout=plan.timeout,
+        use_distributed_optimizer=optimizer.use_distributed_optimizer,
+        micro_batch_size=plan.micro_batch_size,
+        global_batch_size=plan.global_batch_size,
+        seq_length=plan.seq_length,
+        hidden_size=model.hidden_size,
+        params_dtype=model.pipeline_dtype or model.params_dtype,
+        fp32_residual_connection=model.fp32_residual_connection,
+        log_interval=plan.log_interval,
+    )
+
+
+class _Settings(Namespace):
+    """All settings of the configurations; None where only upstream's trainer has a flag."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def settings_of_loop(
+    model: TransformerConfig,
+    optimizer: OptimizerConfig,
+    ddp: DistributedDataParallelConfig,
+    plan: TrainingPlan,
+    facts: JobFacts,
+) -> UpstreamArguments:
+    """All settings, under the names that upstream's arguments have."""
+    return _Settings(**vars(ddp) | vars(optimizer) | vars(model) | vars(plan) | vars(facts))
