@@ -98,7 +98,7 @@ def test_phase_of_training_goes_on_with_its_own_samples(cluster: Make, tmp_path:
     by_samples(cluster(*flags, *save(dense), sparse=False, ranks=2)).finish()
     plain = by_samples(cluster(*flags, '--load', dense, sparse=False, ranks=2))
     plain.finish()
-    job = cluster(*flags, '--load', dense, '--sparse-ckpt-window', '2', ranks=2)
+    job = cluster(*flags, '--load', dense, *save(dense), '--sparse-ckpt-window', '2', ranks=2)
     assert -9 in by_samples(job).run(fail_at='0:10:forward')
     job.finish()
     (recovered,) = job.events_of(Recovered)

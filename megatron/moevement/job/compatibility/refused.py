@@ -29,6 +29,7 @@ def _saves_where_it_loads(settings: object) -> bool:
 
 
 _SAVE_IS_LOAD = Condition('with the same --save and --load', _saves_where_it_loads)
+_NOT_SAVED = Condition('without --save', lambda settings: not getattr(settings, 'save', None))
 _FIRST = 'write a first checkpoint without --sparse-ckpt, and --load that'
 _DELAYED = Condition(
     'with --delay-wgrad-compute', lambda settings: bool(getattr(settings, 'delay_wgrad_compute', 0))
@@ -164,6 +165,9 @@ REFUSED = (
          'it is loaded at each start, whatever the windows hold'),
     Rule('--override-ckpt-iteration', ANY, _FIRST,
          'windows and dense checkpoints would count differently'),
+    Rule('--phase-transition-iterations', GIVEN, 'add --save, and --load for the next phase',
+         'a phase ends with a dense checkpoint, from which the next one begins; from windows the '
+         'job would come to the same end again', _NOT_SAVED),
     Rule('--finetune', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
     Rule('--no-load-optim', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
     Rule('--no-load-rng', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),

@@ -75,10 +75,11 @@ def test_list_has_every_flag_of_megatron_and_no_other() -> None:
 
 def test_nothing_is_said_twice() -> None:
     assert not [name for name, count in listed().items() if count > 1]
-    ruled = Counter(rule.setting for rule in RULES)
-    assert not [name for name, count in ruled.items() if count > 1]
+    for rules in (REFUSED, WHOLE_JOB):
+        ruled = Counter(rule.setting for rule in rules)
+        assert not [name for name, count in ruled.items() if count > 1]
     recovered = {name for group in EXACT for name in group.settings}
-    assert not (listed().keys() & ruled.keys()) - recovered
+    assert not (listed().keys() & {rule.setting for rule in RULES}) - recovered
 
 
 def test_companions_stand_by_a_rule() -> None:

@@ -94,11 +94,11 @@ ARGUMENTS = {
 }
 
 
-def given(rule: Rule) -> Namespace:
+def given(rule: Rule, *more: str) -> Namespace:
     """What upstream's parser makes of the flag of a rule, on gloo where no backend is named."""
     rest = ARGUMENTS.get(rule.flag, '')
     values = rest.split()
-    flags = [*values] if 'gloo' in rule.flag else [rule.flag, *values]
+    flags = [*values, *more] if 'gloo' in rule.flag else [rule.flag, *values, *more]
     if '--distributed-backend' not in rest:
         flags += ['--distributed-backend', 'gloo']
     return parsed(*flags)
@@ -137,7 +137,7 @@ def test_flag_of_the_whole_job_is_named_with_the_remedy(
     rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_engine(monkeypatch)
-    args = given(rule)
+    args = given(rule, '--save', 'dense')
     refuse_unsupported(args)
     reason = not_localized(args)
     assert reason is not None and reason.startswith(rule.flag)
