@@ -46,6 +46,8 @@ class Phase(StrEnum):
     EVALUATED = 'evaluated'
     SAVE = 'save'
     SAVED = 'saved'
+    EXIT = 'exit'
+    """Training has ended as planned, before its last iteration."""
     # A recovery
     DETECT = 'detect'
     REGROUP = 'regroup'

@@ -53,7 +53,11 @@ class Localized(WholeJob):
             self.protection.planner,
             self._position(),
         )
-        result = self._recovery.train(run)
+        try:
+            result = self._recovery.train(run)
+        except SystemExit:  # an end that all ranks have come to together
+            self._trained = True
+            raise
         self._trained = True
         self.protection.drain()
         return result
@@ -98,7 +102,7 @@ class Localized(WholeJob):
     def failed(self, error: Exception) -> None:
         """The program has failed; if another rank died, and training is over, all start again."""
         if self._trained and self.recovery.caused_by_others(error):
-            self.recovery.give_up('a worker died after the last iteration')
+            self.recovery.give_up('a worker died after training had ended')
 
     @property
     def recovery(self) -> LocalizedRecovery:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.events import Recovered
+from moevement_ext.events import NextTier, Recovered
 from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.local_cluster import launch
@@ -63,6 +63,19 @@ def test_exit_is_not_lost_when_a_worker_dies_in_the_save_before_it(
     assert 'iteration        7/' not in job.output(0)
     assert (dense / 'latest_checkpointed_iteration.txt').read_text() == '6'
     assert not job.memory.exists()
+
+
+@pytest.mark.parametrize('saves', with_quick(['', '--save-interval 100'], ''))
+def test_death_in_a_planned_exit_starts_the_whole_job_again(
+    saves: str, cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
+) -> None:
+    """The others have left the loop, and wait for the lost worker in what they do last."""
+    dense = [f'--{what}={tmp_path}/dense' for what in ('save', 'load')] if saves else []
+    job = cluster(*FLAGS, *WINDOW, *dense, *saves.split(), '--exit-interval', '7')
+    assert set(job.survive(fail_at='1:7:exit')) == {0, 1, 2, 3}
+    for rank in (0, 2, 3):
+        assert job.events_of(NextTier, rank)[0].tier == 'the whole job'
+    assert differences(reference(*FLAGS), read_digest(job)) == []
 
 
 def test_an_evaluation_that_is_done_again_may_find_that_time_is_up(

@@ -20,7 +20,9 @@ from megatron.moevement.facts import JobFacts
 from megatron.moevement.job import log_line
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import upstream
+from moevement_ext import faults
 from moevement_ext.errors import UserError
+from moevement_ext.faults import Phase
 from moevement_ext.job.ending import announce
 from moevement_ext.job.exporting import reads_memory
 from moevement_ext.process.leaving import leave
@@ -45,6 +47,7 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
         ) from ending
     if code not in (0, *_RERUN) or not torch.distributed.is_initialized():
         raise ending
+    faults.point(Phase.EXIT)
     remove = _saved(facts, session.job.committed) and code == 0 and not reads_memory()
     announce(facts.rank, int(code))
     if session.job.kept_in is not None and facts.rank == facts.world_size - 1:
