@@ -15,7 +15,7 @@ class TrainingPlan:
 
     train_iters: int
     seq_length: int
-    """Tokens per sample."""
+    """Tokens per sample; of the longest, where lengths differ."""
     micro_batch_size: int
     """Samples per micro-batch and data-parallel rank."""
     global_batch_size: int

@@ -2,8 +2,8 @@
 """Sees that an iteration of a loop of one's own runs upstream's schedule as was declared.
 
 The data position, the room in the upstream log and what a replay receives go by the declared number
-and size of micro-batches. What passes between stages is logged, or replayed, by the communicator
-that the schedule is given.
+and size of micro-batches and length of samples. What passes between stages is logged, or replayed,
+by the communicator that the schedule is given.
 
 Wraps the schedules that `get_forward_backward_func` chooses from.
 Checked against megatron-core 0.19.2.
@@ -35,6 +35,7 @@ class MicroBatches:
 
     def __init__(self, facts: JobFacts) -> None:
         self._size = facts.micro_batch_size
+        self._tokens = facts.seq_length
         self._number = facts.global_batch_size // (self._size * facts.data_parallel_size)
         self._pipelined = facts.pipeline_model_parallel_size > 1
         self._given: Mapping[str, Any] | None = None
@@ -91,6 +92,12 @@ class MicroBatches:
                 f'train_step ran {asked[0]} micro-batches of {asked[1]} samples, and Megatron is '
                 f'set to {get_num_microbatches()}; by TrainingPlan an iteration has {self._number} '
                 f'of {self._size} on each data-parallel rank. Run that, or change the plan.'
+            )
+        if (kwargs.get('seq_length') or 0) > self._tokens:
+            raise ConfigurationError(
+                f'train_step ran a schedule with seq_length={kwargs["seq_length"]}, for which the '
+                f'log has no room: TrainingPlan.seq_length is {self._tokens}. Give the longest '
+                'there.'
             )
         if any(kwargs.get(name) is not value for name, value in self._given.items()):
             raise ConfigurationError(

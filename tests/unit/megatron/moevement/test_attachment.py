@@ -336,13 +336,13 @@ def with_other_schedule(directory: Path, change: dict[str, Any], runs: int = 1) 
 
         def train_step(data: object, **schedule: Any) -> None:
             chunks, optimizer, scheduler = own.built
-            settings = {'num_microbatches': 2, 'micro_batch_size': 2, **schedule, **change}
+            declared = {'num_microbatches': 2, 'micro_batch_size': 2, 'seq_length': 64}
+            settings = {**declared, **schedule, **change}
             for _ in range(runs):
                 get_forward_backward_func()(
                     forward_step_func=own_loop.forward_step,
                     data_iterator=data,
                     model=chunks,
-                    seq_length=64,
                     forward_only=False,
                     **settings,
                 )
@@ -363,6 +363,11 @@ def with_other_schedule(directory: Path, change: dict[str, Any], runs: int = 1) 
         ({'num_microbatches': 1}, 1, 'ran 1 micro-batches of 2 .* has 2 of 2 .* change the plan'),
         ({'num_microbatches': 1}, 2, 'ran 1 micro-batches of 2 .* has 2 of 2 .* change the plan'),
         ({'micro_batch_size': 1}, 1, 'ran 2 micro-batches of 1 .* has 2 of 2 .* change the plan'),
+        (
+            {'seq_length': 65},
+            1,
+            'seq_length=65, .* TrainingPlan.seq_length is 64. Give the longest',
+        ),
         ({'reconfigure': True}, 1, 'Megatron is set to 4; .* has 2 of 2 .* change the plan'),
         ({}, 2, 'ran a schedule twice'),
         ({'p2p_communicator': None}, 1, 'must pass on all keywords'),
