@@ -31,6 +31,9 @@ VARIABLE = 'MOEVEMENT_NODE_LEADER'
 _HERE = '127.0.0.1'
 _BACKLOG = 1024
 _TO_CONNECT_S = 10.0
+_ASKED_EVERY_S = 10.0
+_TO_ANSWER_S = 20.0
+"""All ranks of a job ask at the same time when they meet."""
 _TO_END_S = 10.0
 
 
@@ -51,6 +54,8 @@ class _Store:
         """What the client that asks is to be sent."""
         if request.kind == Kind.VALIDATE:
             return _nothing_if_known(request)
+        if request.kind == Kind.PING:
+            return wire.sign_of_life(request)
         if request.kind in wire.UNANSWERED:
             self._line.tell(request)
             return b''
@@ -144,9 +149,22 @@ class NodeLeader:
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._meet, sock=self._listening)
+        watching = asyncio.create_task(self._watch_store())
         await self._ended.wait()
+        watching.cancel()
         server.close()
         self._cut()
+
+    async def _watch_store(self) -> None:
+        """Lose one that does not answer: its process stands still, or its machine is gone."""
+        while True:
+            await asyncio.sleep(_ASKED_EVERY_S)
+            if self._store is not None:
+                try:
+                    async with asyncio.timeout(_TO_ANSWER_S):
+                        await self._store.answer(Request(Kind.NUM_KEYS))
+                except OSError:
+                    self._cut()
 
     async def _meet(self, reader: StreamReader, writer: StreamWriter) -> None:
         task, client = asyncio.current_task(), _Client(reader, writer)

@@ -119,6 +119,11 @@ async def read_answer(request: Request, reader: StreamReader, begun: bytes) -> b
     return head
 
 
+def sign_of_life(ping: Request) -> bytes:
+    """The answer to a ping."""
+    return struct.pack(_NUMBER[Kind.PING], ping.number)
+
+
 def number(value: int) -> bytes:
     """A counter, or how many there are."""
     return struct.pack('<q', value)

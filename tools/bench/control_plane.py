@@ -3,8 +3,9 @@
 
     python -m tools.bench.control_plane --ranks 64 256 1024 --json control-plane.json
 
-Members, store and protocol are real, training is not (`control_plane_members`). The store has a
-process of its own, the busiest of a job; ranks are threads of a few others. They meet, iterate for
+Members, leaders of nodes, store and protocol are real, training is not (`control_plane_members`).
+The store has a process of its own, the busiest of a job, and so has each leader; ranks are threads
+of a few others. What is counted arrives at the store. They meet, iterate for
 a while, and lose a rank, which is replaced at once, some times over. At larger numbers figures are
 extrapolated by a power of the number of ranks that is fitted to those measured. A window has four
 iterations. The seconds that all ranks take share the cores of this machine here; those that the
@@ -26,12 +27,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import psutil
 from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore
 
 from moevement_ext.membership.rendezvous import announce_failure, break_epoch, present_epoch
+from tools.bench.control_plane_leaders import Leaders
 from tools.bench.control_plane_members import (
     HANG_TIMEOUT_S,
     RANKS_PER_NODE,
@@ -40,6 +41,7 @@ from tools.bench.control_plane_members import (
     packed_bytes,
 )
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.cpu_clock import exact_cpu_seconds
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
@@ -64,6 +66,8 @@ class Bench(msgspec.Struct, frozen=True):
     failures: int
     rest_s: float
     iteration_s: float
+    leaders: bool
+    """The ranks of a node ask together."""
 
 
 class Size(msgspec.Struct, frozen=True):
@@ -124,11 +128,15 @@ def _serve(pipe: Connection) -> None:
 
 
 def _run_ranks(
-    port: int, memory: Path, world_size: int, numbers: Sequence[int], pipe: Connection
+    ports: Sequence[int],
+    memory: Path,
+    world_size: int,
+    numbers: Sequence[int],
+    pipe: Connection,
 ) -> None:
     """A process of ranks: does what it is told, and answers."""
     try:
-        ranks = Ranks(port, memory, world_size, numbers)
+        ranks = Ranks(ports, memory, world_size, numbers)
         while True:
             order, *arguments = pipe.recv()
             if order == 'end':
@@ -149,7 +157,7 @@ def _run_ranks(
 class _Job:
     """The processes of one number of ranks."""
 
-    def __init__(self, world_size: int, processes: int, memory: Path) -> None:
+    def __init__(self, bench: Bench, world_size: int, memory: Path) -> None:
         context = multiprocessing.get_context('forkserver')
         context.set_forkserver_preload(['tools.bench.control_plane_members'])
         self._pipes: list[Connection] = []
@@ -157,12 +165,17 @@ class _Job:
         server = context.Process(target=_serve, args=(theirs,), daemon=True)
         server.start()
         port = _received(ours)
-        self._server, self._server_pipe = psutil.Process(server.pid), ours
+        assert server.pid is not None
+        self._server, self._server_pipe = server.pid, ours
         self.store = TCPStore('localhost', port, is_master=False)
         self._world_size = world_size
-        for first in range(processes):
+        nodes = -(-world_size // RANKS_PER_NODE)
+        self._leaders = Leaders(port, nodes) if bench.leaders else None
+        ports = self._leaders.ports if self._leaders else [port] * nodes
+        for first in range(bench.processes):
             ours, theirs = context.Pipe()
-            arguments = (port, memory, world_size, range(first, world_size, processes), theirs)
+            numbers = range(first, world_size, bench.processes)
+            arguments = (ports, memory, world_size, numbers, theirs)
             context.Process(target=_run_ranks, args=arguments, daemon=True).start()
             self._pipes.append(ours)
 
@@ -173,13 +186,14 @@ class _Job:
         return [_received(pipe) for pipe in self._pipes]
 
     def traffic(self) -> Traffic:
-        """What all ranks have sent and received since their start."""
+        """What the store was asked, by leaders or ranks, since the start."""
+        if self._leaders is not None:
+            return self._leaders.traffic()
         return sum(self.all('traffic'), Traffic())
 
     def store_cpu_s(self) -> float:
         """Seconds that the store has computed since its start."""
-        times = self._server.cpu_times()
-        return times.user + times.system
+        return exact_cpu_seconds(self._server)
 
     def fail(self) -> tuple[float, float]:
         """Lose the last rank; seconds until all have a verdict, and from there until all go on."""
@@ -194,6 +208,8 @@ class _Job:
         self.all('end')
         break_epoch(self.store, present_epoch(self.store), 'the benchmark is over')
         self.all(None)
+        if self._leaders is not None:
+            self._leaders.close()
         self._server_pipe.send(None)
 
 
@@ -218,7 +234,7 @@ def measure(bench: Bench, world_size: int, memory: Path) -> Size:
     Raises:
         LabError: a process failed; its traceback.
     """
-    job = _Job(world_size, bench.processes, memory)
+    job = _Job(bench, world_size, memory)
     job.all('traffic')  # the processes are there
     began = time.monotonic()
     start_s = max(job.all('start')) - began
@@ -338,6 +354,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--failures', type=int, default=3, help='of each job (default: 3)')
     parser.add_argument('--rest', type=float, default=60.0, help='seconds at rest (default: 60)')
     parser.add_argument('--iteration', type=float, default=5.0, help='seconds of one (default: 5)')
+    parser.add_argument(
+        '--without-leaders',
+        dest='leaders',
+        action='store_false',
+        help='each rank asks the store itself, as under torchrun',
+    )
     parser.add_argument('--json', type=Path, metavar='FILE', help='write everything here')
     args = parser.parse_args(argv)
     if min(args.ranks) < 3 * RANKS_PER_NODE or sorted(set(args.ranks)) != args.ranks:
@@ -350,7 +372,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
-    bench = Bench(args.ranks, args.processes, args.failures, args.rest, args.iteration)
+    bench = Bench(
+        args.ranks, args.processes, args.failures, args.rest, args.iteration, args.leaders
+    )
     return run_benchmark(
         'bench_control_plane',
         lambda console: run(bench, console),

@@ -70,7 +70,7 @@ class Tally:
         self.connections: list[Store] = []
         """All there were: torch keeps only the part of a store that is not Python."""
 
-    def add(self, requests: int, keys: Sequence[str], values: Sequence[bytes] = ()) -> None:
+    def add(self, requests: int, keys: Sequence[str | bytes], values: Sequence[bytes] = ()) -> None:
         """Note what one call has sent and received."""
         nbytes = sum(map(len, keys)) + sum(map(len, values))
         more = Traffic(requests, nbytes, max(map(len, values), default=0))
@@ -276,15 +276,17 @@ class Ranks:
     """Those of one process.
 
     Args:
-        port: of the store.
+        ports: where the ranks of each node reach the store.
         memory: directory for the memory of all nodes.
         world_size: number of all ranks.
         ranks: these.
     """
 
-    def __init__(self, port: int, memory: Path, world_size: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, ports: Sequence[int], memory: Path, world_size: int, ranks: Sequence[int]
+    ) -> None:
         self.tally = Tally()
-        self._port = port
+        self._ports = ports
         self._memory = memory
         self._layout = Layout(world_size)
         self._ranks = ranks
@@ -342,7 +344,8 @@ class Ranks:
             member.watches_no_more()
 
     def _begin(self, rank: int) -> Member:
-        store = TCPStore('localhost', self._port, is_master=False, timeout=_TIMEOUT)
+        port = self._ports[rank // RANKS_PER_NODE]
+        store = TCPStore('localhost', port, is_master=False, timeout=_TIMEOUT)
         counted = CountedStore(store, self.tally)
         member = Member(counted, rank, self._layout.world_size, self._memory)
         member.settle()

@@ -22,7 +22,9 @@ while store:
 """
 _LEADS = """
 import json, signal, sys
+from moevement_ext.store import node_leader
 from moevement_ext.store.node_leader import NodeLeader
+node_leader._ASKED_EVERY_S, node_leader._TO_ANSWER_S = json.loads(sys.argv[2])
 leader = NodeLeader('127.0.0.1', int(sys.argv[1]))
 print(leader.port, flush=True)
 print(json.dumps(leader.variables), flush=True)
@@ -31,8 +33,8 @@ signal.pause()
 
 
 class _Process:
-    def __init__(self, program: str, argument: int) -> None:
-        command = [sys.executable, '-c', program, str(argument)]
+    def __init__(self, program: str, *arguments: object) -> None:
+        command = [sys.executable, '-c', program, *map(str, arguments)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.output = self._process.stdout
@@ -70,8 +72,8 @@ class Server(_Process):
 
 
 class Leader(_Process):
-    """Leads to the store at a port."""
+    """Leads to the store at a port, which it asks so often for an answer in so many seconds."""
 
-    def __init__(self, port: int) -> None:
-        super().__init__(_LEADS, port)
+    def __init__(self, port: int, every_s: float = WAIT_S, to_answer_s: float = WAIT_S) -> None:
+        super().__init__(_LEADS, port, [every_s, to_answer_s])
         self.variables: dict[str, str] = json.loads(self.output.readline())

@@ -211,6 +211,23 @@ def test_a_store_that_dies_is_lost_to_all_and_another_one_is_found(
         another.close()
 
 
+def test_a_store_that_stands_still_is_lost_to_all(server: Server) -> None:
+    leader = Leader(server.port, 0.1, 1.0)
+    idle, asking, waiting = (leader.connect() for _ in range(3))
+    with ThreadPoolExecutor(2) as threads:
+        wait = threads.submit(waiting.wait, ['never'])
+        server.stand_still()
+        asked = threads.submit(asking.add, 'count', 1)
+        for one in (wait, asked):
+            with pytest.raises(DistError):
+                one.result(WAIT_S)
+    server.go_on()
+    with pytest.raises(DistError):
+        idle.num_keys()
+    assert leader.connect().num_keys() in (0, 1)
+    leader.close()
+
+
 def test_ranks_use_the_leader_of_their_store(
     leader: Leader, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
