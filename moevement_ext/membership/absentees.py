@@ -24,7 +24,11 @@ from moevement_ext.membership.rendezvous import (
     mend,
 )
 from moevement_ext.membership.report import Report
-from moevement_ext.membership.watch import HEARTBEAT_SECONDS, MOST_BETWEEN_LOOKS_S
+from moevement_ext.membership.watch import (
+    HEARTBEAT_SECONDS,
+    MOST_BETWEEN_LOOKS_S,
+    heartbeat_period_s,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +36,9 @@ logger = logging.getLogger(__name__)
 class Absentees:
     """Looks for them from a thread of its own, until stopped, where it is this rank's to do so.
 
-    It also ends the epoch in which ranks meet if whoever began to has died half-way: nobody watches
-    that one yet. A new process looks as well: it may be the only one left that can.
+    It looks as often as signs of life come. More often it looks whether whoever began to end the
+    epoch in which ranks meet has died half-way, and ends it then: nobody watches that one yet. A
+    new process looks as well: it may be the only one left that can.
 
     Args:
         connect: opens a connection of its own to the launcher's store, once it is this rank's.
@@ -52,6 +57,7 @@ class Absentees:
         self._connect = connect
         self._world_size = world_size
         self._hang_timeout_s = hang_timeout_s
+        self._between_looks_s = heartbeat_period_s(hang_timeout_s)
         self._is_ours = is_ours
         self._heard: dict[Absent, int] = {}
         self._silent_s: dict[Absent, float] = {}
@@ -63,18 +69,22 @@ class Absentees:
         self._stopping.set()
 
     def _run(self) -> None:
-        looked = time.monotonic()
+        woke = time.monotonic()
+        since_look_s = 0.0
         store: Store | None = None
         lost = False
         while not self._stopping.wait(2 * HEARTBEAT_SECONDS):
             now = time.monotonic()
-            between_s, looked = min(now - looked, MOST_BETWEEN_LOOKS_S), now
+            since_look_s += min(now - woke, MOST_BETWEEN_LOOKS_S)
+            woke = now
             if not self._is_ours():
                 continue
             try:
                 store = store or self._connect()
                 mend(store)
-                self._look(store, between_s)
+                if since_look_s >= self._between_looks_s:
+                    self._look(store, since_look_s)
+                    since_look_s = 0.0
             except DistError as error:  # tried again, on another connection
                 store = None
                 if not (lost or self._stopping.is_set()):
