@@ -45,7 +45,7 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: UpstreamArgum
     data = UpstreamData(facts.dataloader_type == 'cyclic', args.full_validation)
     operations = OperationCount(partial(upstream.floating_point_operations, args))
     with protected_job(args, facts, args, config, data, operations) as session:
-        UpstreamTrainer(args, session, data).install()
+        UpstreamTrainer(args, facts, session, data).install()
         _digest_at_the_end(args)  # outermost: of a state that is whole, after the last recovery
         try:
             _train(train, args, session)

@@ -11,7 +11,7 @@ from typing import Any
 import megatron.training.training as training
 import torch
 
-from megatron.moevement.facts import UpstreamArguments, facts_of
+from megatron.moevement.facts import JobFacts, UpstreamArguments
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
@@ -25,12 +25,16 @@ class UpstreamTrainer:
 
     Args:
         args: upstream's parsed arguments.
+        facts: of the job.
         session: of this process.
         data: where the data of this rank go on.
     """
 
-    def __init__(self, args: UpstreamArguments, session: Session, data: UpstreamData) -> None:
+    def __init__(
+        self, args: UpstreamArguments, facts: JobFacts, session: Session, data: UpstreamData
+    ) -> None:
         self._args = args
+        self._facts = facts
         self._session = session
         self._data = data
         self._post_step = session.around.post_step
@@ -74,7 +78,7 @@ class UpstreamTrainer:
     def _dense_iteration(self) -> int:
         if self._session.job.joining:  # what is to be loaded was settled long ago
             return -1
-        return upstream.dense_checkpoint_iteration(facts_of(self._args))
+        return upstream.dense_checkpoint_iteration(self._facts)
 
     def _train(
         self,

@@ -31,12 +31,12 @@ class Rank:
         session: Any = SimpleNamespace(
             around=SimpleNamespace(post_step=PostStep(FACTS, counters)),
             job=SimpleNamespace(joining=joining, restarted=False),
-            set_up=lambda build, load_dense: None,
+            set_up=lambda build, load_dense, dense_iteration: None,
             train=lambda enter: [enter() for _ in tuple(self._logs)],
             report=lambda iteration: None,
         )
         data = UpstreamData(cyclic=False, full_validation=False)
-        self._trainer = UpstreamTrainer(counters, session, data)
+        self._trainer = UpstreamTrainer(counters, FACTS, session, data)
         self._trainer._set_up(lambda: None)
         self._trainer._train(self._loop, *[None] * 10)
 
