@@ -52,6 +52,11 @@ def packed_together(items: Sequence[bytes]) -> bytes:
     return zlib.compress(zlib.compress(msgspec.msgpack.encode(items)))
 
 
+def unpacked_together(whole: bytes) -> list[bytes]:
+    """The same again."""
+    return msgspec.msgpack.decode(zlib.decompress(zlib.decompress(whole)), type=list[bytes])
+
+
 def hand_out(store: Store, key: str, items: Sequence[bytes]) -> bytes:
     """Leave everything for all ranks; what is to be behind the gate is returned.
 
@@ -91,7 +96,7 @@ def handed_out(store: Store, key: str, found: bytes, node: NodeCopy | None) -> l
         whole = from_store()
     else:
         whole = node.read(rest, from_store)
-    return msgspec.msgpack.decode(zlib.decompress(zlib.decompress(whole)), type=list[bytes])
+    return unpacked_together(whole)
 
 
 def _part(key: str, index: int) -> str:

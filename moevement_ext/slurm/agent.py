@@ -139,10 +139,13 @@ class Agent:
         return messages.Started(order.key, worker.pid, was_spare=spare is not None)
 
     def _leading(self, order: messages.Start) -> dict[str, str]:
-        """What lets a worker find the leader of this node, which is there from the first on."""
-        if self._leader is None:
-            launchers = order.variables['MASTER_ADDR'], int(order.variables['MASTER_PORT'])
-            self._leader = NodeLeader(*(flag.address(self._config.flags) or launchers))
+        """What lets a worker find the leader of this node, which leads to where they meet."""
+        launchers = order.variables['MASTER_ADDR'], int(order.variables['MASTER_PORT'])
+        store = flag.address(self._config.flags) or launchers
+        if self._leader is None or self._leader.store != store:  # when all start again
+            if self._leader is not None:
+                self._leader.close()
+            self._leader = NodeLeader(*store)
         return self._leader.variables
 
     def _new_process(self, variables: dict[str, str], log: Path | None) -> SpawnedChild:

@@ -12,10 +12,13 @@ minutes; and the step on a lost host comes back then with status 0.
 """
 
 import itertools
+import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from torch.distributed import TCPStore
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.local_cluster.child import Child
@@ -42,10 +45,15 @@ from moevement_ext.slurm.listener import Listener
 from moevement_ext.slurm.node import Node
 from moevement_ext.slurm.remote import RemoteChild
 from moevement_ext.slurm.steps import StartStep
+from moevement_ext.store import flag
+from moevement_ext.store.branches import Branches, announce, needed
+
+logger = logging.getLogger(__name__)
 
 _GATHER_S = 60.0
 _CLOSING_S = 10.0
 _LOST = -9
+_HERE = '127.0.0.1'
 
 
 class NoNodeLeft(LaunchError):
@@ -84,6 +92,7 @@ class SlurmStarter:
         self._keys = itertools.count()
         self._secret = new_secret()
         self._listener: Listener | None = None
+        self._branches: Branches | None = None
         self._began = 0.0
         self._vacated = 0.0
         self._met = False
@@ -92,6 +101,8 @@ class SlurmStarter:
     def open(self, port: int) -> None:
         """Be ready for workers that meet at `port`; at first, ask all hosts for an agent."""
         self._variables = job_variables(self._config, socket.gethostname(), port)
+        if flag.address(self._config.flags) is None:  # else it is not on this host
+            self._branch(port)
         if self._listener is None:
             self._listener = Listener(self._secret)
             self._loop.watch(self._listener.fd, self._arrivals)
@@ -154,6 +165,8 @@ class SlurmStarter:
 
     def close(self) -> None:
         """End all agents."""
+        if self._branches is not None:
+            self._branches.close()
         if self._listener is not None:
             self._listener.close()
             self._beats.close()
@@ -162,6 +175,18 @@ class SlurmStarter:
             node.disconnect()
         for node in self._nodes.values():
             node.close(max(deadline - time.monotonic(), 0.0))
+
+    def _branch(self, port: int) -> None:
+        """Have processes of this host ask the store for the nodes, if there are many."""
+        if self._branches is not None:
+            self._branches.close()
+        try:
+            self._branches = Branches(_HERE, port, needed(self._config.nodes))
+        except OSError as error:  # all nodes ask it themselves
+            logger.warning('the store has no branches: %s', error)
+            return
+        if self._branches.ports:
+            announce(TCPStore(_HERE, port, is_master=False), self._branches.ports)
 
     # Agents
 

@@ -5,14 +5,18 @@
 
 The job gets `--sparse-ckpt-store 10.0.0.5:29400`. A second process serves; should that die, another
 one takes its place at once, empty, and the job starts again from host memory. SIGTERM ends it.
+`--nodes N` says how many there are: of many, some processes more ask the store for 64 nodes each.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 
+from moevement_ext.config import ConfigurationError
 from moevement_ext.process import user_errors
 from moevement_ext.process.name_lookups import ask_again_soon
+from moevement_ext.store.branches import NODES_OF_A_BRANCH, Branches, needed
 from moevement_ext.store.server import allow_many_connections, keep_serving, listen
 
 
@@ -23,8 +27,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     allow_many_connections()
     with user_errors.in_one_line():
         listening = listen(args.host, args.port)
-    keep_serving(listening, args.host)
+        branches = _branches(args, listening.getsockname()[1])
+    with closing(branches):
+        keep_serving(listening, args.host, branches.ports)
     return 0
+
+
+def _branches(args: argparse.Namespace, port: int) -> Branches:
+    count = needed(args.nodes)
+    try:
+        return Branches(args.host, port, count, args.host, args.port and args.port + 1)
+    except OSError as error:
+        raise ConfigurationError(
+            f'--nodes {args.nodes}: {count} processes cannot listen at the ports above {port} '
+            f'({error}); give a --port with as many free ones above it, or 0.'
+        ) from error
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -42,6 +59,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         '--port', type=int, default=29400, help='Default: %(default)s; 0: one that is free.'
+    )
+    parser.add_argument(
+        '--nodes',
+        type=int,
+        default=1,
+        help=f'Of the job. Of more than {NODES_OF_A_BRANCH}, some processes, at the ports '
+        f'above --port ask the store for {NODES_OF_A_BRANCH} nodes each. Default: %(default)s.',
     )
     return parser.parse_args(argv)
 

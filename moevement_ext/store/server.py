@@ -8,12 +8,14 @@ import resource
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
 from torch.distributed import TCPStore
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.store import branches
 
 _BACKLOG = 16384
 """All ranks come at the same time."""
@@ -50,7 +52,7 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def keep_serving(listening: socket.socket, host: str) -> None:
+def keep_serving(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> None:
     """Have a process serve, and another one when it dies; returns after SIGTERM or SIGINT.
 
     Who connects meanwhile waits. Called by a process without other threads.
@@ -58,11 +60,12 @@ def keep_serving(listening: socket.socket, host: str) -> None:
     Args:
         listening: where.
         host: its name, for the log.
+        branch_ports: of its branches.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDS, signal.SIGCHLD))
     while True:
         began = time.monotonic()
-        server = _start(listening, host)
+        server = _start(listening, host, branch_ports)
         if _is_to_end(server):
             os.kill(server, signal.SIGKILL)
             os.waitpid(server, 0)
@@ -81,18 +84,18 @@ def _is_to_end(server: int) -> bool:
     return True
 
 
-def _start(listening: socket.socket, host: str) -> int:
+def _start(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-        _serve(listening, host)
+        _serve(listening, host, branch_ports)
     return pid
 
 
-def _serve(listening: socket.socket, host: str) -> NoReturn:
+def _serve(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> NoReturn:
     address, port = listening.getsockname()[:2]
     store = TCPStore(
         address,
@@ -101,6 +104,7 @@ def _serve(listening: socket.socket, host: str) -> NoReturn:
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
+    branches.announce(store, branch_ports)
     _say(
         f'process {os.getpid()} serves at {host}:{port}; the program gets '
         f'--sparse-ckpt-store {host}:{port}'

@@ -35,12 +35,15 @@ class SlurmJob(Job):
         self.steps: dict[str, list[Step]] = {}
         self.dead: set[str] = set()
 
-    def on_hosts(self, hosts: Sequence[str], *flags: str, **settings: Any) -> Supervisor:
-        """A job on the first `nodes` of the hosts; the others are spare."""
+    def on_hosts(
+        self, hosts: Sequence[str], *flags: str, survive: bool = True, **settings: Any
+    ) -> Supervisor:
+        """A job on the first `nodes` of the hosts; the others are spare. `survive`: as of a job."""
         config = LaunchConfig(str(self.program), flags, **settings)
         starter = partial(SlurmStarter, hosts, self._start_step)
         self.running = Supervisor(config, self._note, starter)
-        tell_survivors(self.running.store)
+        if survive:
+            tell_survivors(self.running.store)
         return self.running
 
     def lose(self, host: str) -> None:

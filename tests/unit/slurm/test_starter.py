@@ -27,6 +27,8 @@ from moevement_ext.membership.eviction import evict
 from moevement_ext.slurm import remote
 from moevement_ext.slurm.address import Address
 from moevement_ext.slurm.steps import Step
+from moevement_ext.store import branches
+from moevement_ext.store.node_leader import VARIABLE
 from tests.unit.local_cluster.conftest import dies, undead
 from tests.unit.slurm.conftest import SlurmJob
 
@@ -80,6 +82,32 @@ def test_workers_run_on_their_hosts(
         assert {name: seen.get(name) for name in expected} == expected
         assert 'MOEVEMENT_SUPERVISOR' not in seen
     assert '[rank 3] hello\n' in capfd.readouterr().out
+
+
+def test_when_all_start_again_leaders_and_branches_lead_to_the_new_store(
+    job: SlurmJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(branches, 'NODES_OF_A_BRANCH', 1)
+    job.finish_when = lambda: len(job.started()) == 4
+    assert job.on_hosts('ab', '0.0=kill:life-1.0', nodes=2, survive=False).run() == 0
+    ports = {
+        int(job.life(rank, life)['env'][VARIABLE].split()[1])
+        for rank in range(2)
+        for life in range(2)
+    }
+    assert len(ports) == 2 and job.running.store.port in ports
+    assert job.life(1, 1)['env'][VARIABLE].split()[1] == job.life(1, 1)['env']['MASTER_PORT']
+    assert len(job.running.store.get('branches').split()) == 2
+
+
+def test_a_store_without_branches_serves_all_nodes(
+    job: SlurmJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(branches, 'NODES_OF_A_BRANCH', 1)
+    monkeypatch.setattr(branches, '_PROGRAM', 'no.such.program')
+    job.finish_when = lambda: len(job.started()) == 2
+    assert job.on_hosts('ab', nodes=2).run() == 0
+    assert 'the store has no branches' in caplog.text
 
 
 def test_a_dead_worker_is_replaced_on_its_host(job: SlurmJob) -> None:

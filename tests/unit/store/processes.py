@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import psutil
@@ -22,12 +24,12 @@ while store:
 """
 _LEADS = """
 import json, signal, sys
-from moevement_ext.store import node_leader
+from moevement_ext.store import leader
 from moevement_ext.store.node_leader import NodeLeader
-node_leader._ASKED_EVERY_S, node_leader._TO_ANSWER_S = json.loads(sys.argv[2])
-leader = NodeLeader('127.0.0.1', int(sys.argv[1]))
-print(leader.port, flush=True)
-print(json.dumps(leader.variables), flush=True)
+leader._ASKED_EVERY_S, leader._TO_ANSWER_S = json.loads(sys.argv[2])
+node = NodeLeader('127.0.0.1', int(sys.argv[1]))
+print(node.port, flush=True)
+print(json.dumps(node.variables), flush=True)
 signal.pause()
 """
 
@@ -77,3 +79,11 @@ class Leader(_Process):
     def __init__(self, port: int, every_s: float = WAIT_S, to_answer_s: float = WAIT_S) -> None:
         super().__init__(_LEADS, port, [every_s, to_answer_s])
         self.variables: dict[str, str] = json.loads(self.output.readline())
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for something to be so."""
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

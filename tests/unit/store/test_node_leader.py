@@ -2,7 +2,6 @@
 """A node's leader is a store to the ranks of the node; all processes are real."""
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed import DistError, DistStoreError, Store
 
 from moevement_ext.store import nearest
-from tests.unit.store.processes import WAIT_S, Leader, Server
+from tests.unit.store.processes import WAIT_S, Leader, Server, until
+from tests.unit.store.relay import Relay
 
 RANKS = 8
 KEYS = st.sampled_from(['a', 'b', 'c/d'])
@@ -43,29 +43,6 @@ def leader(server: Server) -> Iterator[Leader]:
     made = Leader(server.port)
     yield made
     made.close()
-
-
-class Relay:
-    """Between a leader and a store; counts what the leader sends."""
-
-    def __init__(self, port: int) -> None:
-        self.nbytes = 0
-        self._to = port
-        self._listening = socket.create_server(('127.0.0.1', 0))
-        self.port = self._listening.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            here, _ = self._listening.accept()
-            there = socket.create_connection(('127.0.0.1', self._to))
-            for pair in ((here, there, True), (there, here, False)):
-                threading.Thread(target=self._pump, args=pair, daemon=True).start()
-
-    def _pump(self, come: socket.socket, go: socket.socket, counted: bool) -> None:
-        while found := come.recv(1 << 16):
-            self.nbytes += counted * len(found)
-            go.sendall(found)
 
 
 def answers(store: Store, questions: list[tuple]) -> list[object]:
@@ -173,9 +150,9 @@ def test_who_is_gone_leaves_no_wait_behind(leader: Leader, server: Server) -> No
     staying = leader.connect()
     sock = socket.create_connection(('127.0.0.1', leader.port))
     sock.sendall(b'\x06' + (1).to_bytes(8, 'little') + (4).to_bytes(8, 'little') + b'/key')
-    _until(lambda: leader.connections_to(server.port) == 2)
+    until(lambda: leader.connections_to(server.port) == 2)
     sock.close()
-    _until(lambda: leader.connections_to(server.port) == 1)
+    until(lambda: leader.connections_to(server.port) == 1)
     assert staying.add('count', 1) == 1
 
 
@@ -256,10 +233,3 @@ def test_without_its_leader_a_rank_asks_the_store_itself(
 def _set(monkeypatch: pytest.MonkeyPatch, leader: Leader) -> None:
     for name, value in leader.variables.items():
         monkeypatch.setenv(name, value)
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

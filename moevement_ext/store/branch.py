@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of a branch; `branches` starts it, and it ends when its standard input does.
+
+    python -m moevement_ext.store.branch STORE_HOST STORE_PORT OWN_HOST OWN_PORT
+
+It prints the port at which it listens. An empty host of its own stands for all addresses.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+
+from moevement_ext.process.name_lookups import ask_again_soon
+from moevement_ext.store.leader import Leader
+
+_BACKLOG = 4096
+_STDIN = 0
+
+
+def main() -> None:
+    """Serve."""
+    ask_again_soon()
+    host, port, own_host, own_port = sys.argv[1:]
+    listening = _listen(own_host, int(own_port))
+    print(listening.getsockname()[1], flush=True)
+    asyncio.run(_serve(host, int(port), listening))
+
+
+async def _serve(host: str, port: int, listening: socket.socket) -> None:
+    ended = asyncio.Event()
+
+    def read() -> None:
+        if not os.read(_STDIN, 1):
+            ended.set()
+
+    asyncio.get_running_loop().add_reader(_STDIN, read)
+    await Leader(host, port, listening, is_branch=True).serve(ended)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if host:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(('', port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+
+
+if __name__ == '__main__':
+    main()

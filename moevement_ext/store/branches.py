@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Branches: leaders beside the store, each of which leads those of some nodes.
+
+With them a store of thousands of nodes is asked by a few processes, together. They run on the host
+of the store, so that the loss of a node that trains costs no other node its way to the store; each
+keeps one core busy when all ranks meet. A node whose branch is lost goes to the store itself.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from moevement_ext.store import wire
+from moevement_ext.store.line import Line
+from moevement_ext.store.wire import Kind, Request
+
+if TYPE_CHECKING:  # a branch starts without torch
+    from torch.distributed import Store
+
+NODES_OF_A_BRANCH = 64
+"""Jobs of more nodes have branches."""
+_PORTS, _TAKEN = 'branches', 'branches/taken'
+_NONE = b'\0'
+_PROGRAM = 'moevement_ext.store.branch'
+
+
+def needed(nodes: int) -> int:
+    """How many branches a job of so many nodes has."""
+    return -(-nodes // NODES_OF_A_BRANCH) if nodes > NODES_OF_A_BRANCH else 0
+
+
+async def next_of(line: Line) -> int | None:
+    """The port of the branch that one more leader is to use; None if the store has none.
+
+    Args:
+        line: to the store.
+
+    Raises:
+        ConnectionError: as `Line.ask`.
+    """
+    ports = (await line.ask(Request(Kind.COMPARE_SET, (_key(_PORTS),), (_NONE, _NONE))))[8:]
+    if ports == _NONE:
+        return None
+    taken = wire.number_in(await line.ask(Request(Kind.ADD, (_key(_TAKEN),), number=1)))
+    return int(ports.split()[taken % len(ports.split())])
+
+
+def announce(store: 'Store', ports: Sequence[int]) -> None:
+    """Let leaders find the branches of a store; before any of them comes."""
+    if ports:
+        store.set(_PORTS, ' '.join(map(str, ports)))
+
+
+class Branches:
+    """Processes of this host, until closed; they do not outlive this process.
+
+    Args:
+        host, port: of the store, which need not be there yet.
+        count: of branches.
+        at: where they listen; all addresses of this host if it is empty.
+        first_port: of the ports at which they listen; 0: any.
+
+    Attributes:
+        ports: at which they listen.
+
+    Raises:
+        OSError: a branch cannot be started, or not listen there.
+    """
+
+    def __init__(self, host: str, port: int, count: int, at: str = '', first_port: int = 0) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.ports: list[int] = []
+        try:
+            for number in range(count):
+                own_port = first_port and first_port + number
+                self._processes.append(_start(host, port, at, own_port))
+            self.ports = [_port_of(process) for process in self._processes]
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Their process ids."""
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def _start(host: str, port: int, at: str, own_port: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, '-m', _PROGRAM, host, str(port), at, str(own_port)]
+    # It ends when this process closes its end of the first pipe, or dies.
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+
+
+def _port_of(process: subprocess.Popen[bytes]) -> int:
+    assert process.stdout is not None
+    with suppress(ValueError):
+        return int(process.stdout.readline())
+    raise OSError('a branch of the store ended as soon as it was started')
+
+
+def _key(name: str) -> bytes:
+    return f'/{name}'.encode()

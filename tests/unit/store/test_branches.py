@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Branches ask a store for the leaders of many nodes; all processes are real."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from datetime import timedelta
+
+import psutil
+import pytest
+from torch.distributed import DistError, DistStoreError, TCPStore
+
+from moevement_ext.store.branches import NODES_OF_A_BRANCH, Branches, announce, needed
+from tests.unit.store.processes import WAIT_S, Leader, Server, until
+from tests.unit.store.relay import Relay
+
+NODES = 6
+BRANCHES = 2
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with closing(Server()) as made:
+        yield made
+
+
+@pytest.fixture
+def branches(server: Server) -> Iterator[Branches]:
+    with closing(Branches('127.0.0.1', server.port, BRANCHES)) as made:
+        announce(server.connect(), made.ports)
+        yield made
+
+
+@pytest.fixture
+def leaders(server: Server, branches: Branches) -> Iterator[list[Leader]]:
+    made = [Leader(server.port) for _ in range(NODES)]
+    yield made
+    for leader in made:
+        leader.close()
+
+
+def test_only_jobs_of_many_nodes_have_branches() -> None:
+    assert needed(NODES_OF_A_BRANCH) == 0
+    assert needed(NODES_OF_A_BRANCH + 1) == 2
+    assert needed(2048) == 32
+
+
+def test_nodes_are_spread_over_the_branches_and_none_stays_with_the_store(
+    leaders: list[Leader], server: Server, branches: Branches
+) -> None:
+    clients = [leader.connect() for leader in leaders]
+    assert sorted(client.add('count', 1) for client in clients) == [1, 2, 3, 4, 5, 6]
+    until(lambda: not any(leader.connections_to(server.port) for leader in leaders))
+    for port in branches.ports:
+        assert sum(bool(leader.connections_to(port)) for leader in leaders) == NODES // BRANCHES
+
+
+def test_each_who_adds_is_told_a_number_of_its_own(leaders: list[Leader], server: Server) -> None:
+    clients = [leader.connect() for leader in leaders for _ in range(2)]
+    with ThreadPoolExecutor(len(clients)) as threads:
+        told = threads.map(lambda client: [client.add('n', 1) for _ in range(100)], clients)
+        numbers = sorted(number for one in told for number in one)
+    assert numbers == list(range(1, 100 * len(clients) + 1))
+    assert server.connect().add('n', 0) == numbers[-1]
+
+
+def test_what_all_nodes_ask_at_once_a_branch_asks_once(server: Server) -> None:
+    relay = Relay(server.port)
+    with closing(Branches('127.0.0.1', relay.port, 1)) as branches:
+        announce(server.connect(), branches.ports)
+        leaders = [Leader(server.port) for _ in range(NODES)]
+        clients = [leader.connect() for leader in leaders]
+        before = relay.nbytes
+        clients[0].add('n', 1)
+        bytes_of_one = relay.nbytes - before
+        server.stand_still()
+        with ThreadPoolExecutor(NODES) as threads:
+            told = [threads.submit(client.add, 'n', 1) for client in clients]
+            threading.Event().wait(1.0)  # all have asked; else more follow, which is no error
+            server.go_on()
+            assert sorted(one.result(WAIT_S) for one in told) == list(range(2, NODES + 2))
+        assert relay.nbytes - before <= 4 * bytes_of_one
+        for leader in leaders:
+            leader.close()
+
+
+def test_all_who_wait_are_woken_up_and_who_gives_up_asks_on(
+    leaders: list[Leader], server: Server
+) -> None:
+    clients = [leader.connect() for leader in leaders]
+    with ThreadPoolExecutor(NODES) as threads:
+        waits = [threads.submit(client.wait, ['gate']) for client in clients[1:]]
+        with pytest.raises(DistStoreError):
+            clients[0].wait(['gate'], timedelta(seconds=0.1))
+        assert clients[0].add('n', 1) == 1
+        assert not any(one.done() for one in waits)
+        server.connect().set('gate', 'open')
+        for one in waits:
+            one.result(WAIT_S)
+
+
+def test_nodes_whose_branch_is_lost_go_to_the_store_themselves(
+    leaders: list[Leader], server: Server, branches: Branches
+) -> None:
+    clients = [leader.connect() for leader in leaders]
+    for client in clients:
+        client.add('n', 1)
+    branches.close()
+    for client in clients:
+        with pytest.raises(DistError):
+            client.add('n', 1)  # whether it was counted cannot be known
+    counts = [leader.connect().add('m', 1) for leader in leaders]
+    assert counts == list(range(1, NODES + 1))
+    assert all(leader.connections_to(server.port) for leader in leaders)
+
+
+def test_a_store_that_dies_is_lost_to_all_nodes(leaders: list[Leader], server: Server) -> None:
+    idle, waiting = leaders[0].connect(), leaders[1].connect()
+    with ThreadPoolExecutor(1) as threads:
+        wait = threads.submit(waiting.wait, ['never'])
+        idle.num_keys()
+        server.close()
+        with pytest.raises(DistError):
+            wait.result(WAIT_S)
+    with pytest.raises(DistError):
+        idle.num_keys()
+
+
+def test_branches_end_with_who_started_them(server: Server) -> None:
+    program = (
+        'import signal, sys\n'
+        'from moevement_ext.store.branches import Branches\n'
+        'Branches("127.0.0.1", int(sys.argv[1]), 2)\n'
+        'print("there", flush=True)\n'
+        'signal.pause()\n'
+    )
+    command = [sys.executable, '-c', program, str(server.port)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert owner.stdout is not None and owner.stdout.readline() == b'there\n'
+    started = psutil.Process(owner.pid).children()
+    assert len(started) == 2
+    owner.kill()
+    owner.wait()
+    gone, alive = psutil.wait_procs(started, timeout=WAIT_S)
+    assert len(gone) == 2 and not alive
+
+
+def test_a_branch_that_cannot_listen_is_said() -> None:
+    with closing(Server()) as server, pytest.raises(OSError, match='a branch'):
+        Branches('127.0.0.1', server.port, 1, '127.0.0.1', first_port=server.port)
+
+
+def test_the_program_of_a_store_has_branches_for_many_nodes() -> None:
+    command = [sys.executable, '-m', 'moevement_ext.store', '--host', '127.0.0.1', '--port', '0']
+    command += ['--nodes', '65']
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
+        assert store.stdout is not None
+        port = int(store.stdout.readline().split()[-1].rpartition(':')[2])
+        _is_reached_through_a_branch(port)
+        (server,) = [
+            one for one in psutil.Process(store.pid).children() if 'branch' not in one.cmdline()[2]
+        ]
+        server.kill()
+        store.stdout.readline()  # that another one is to serve
+        store.stdout.readline()  # that it does
+        _is_reached_through_a_branch(port)
+        store.terminate()
+
+
+def _is_reached_through_a_branch(port: int) -> None:
+    store = TCPStore('127.0.0.1', port, is_master=False)
+    ports = [int(one) for one in store.get('branches').split()]
+    with closing(Leader(port)) as leader:
+        leader.connect().set('key', 'value')
+        assert store.get('key') == b'value'
+        assert sum(leader.connections_to(one) for one in ports) == 1
