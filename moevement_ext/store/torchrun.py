@@ -20,6 +20,8 @@ from contextlib import closing
 from datetime import timedelta
 
 from torch.distributed import PrefixStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -28,9 +30,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.launcher import api
 from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.errors import EXIT_USER_ERROR, UserError
 from moevement_ext.process import user_errors
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.store import flag
@@ -109,6 +113,29 @@ class OutsideStore(RendezvousHandler):
         return True
 
 
+class Agent(LocalElasticAgent):
+    """Torch's agent, which starts nobody again with a mistake of the user."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """How the workers are; torch asks every `--monitor-interval` seconds.
+
+        A mistake is there from the start: what a worker refuses that was started again, too little
+        memory on another node, say, may be in order for the next.
+
+        Raises:
+            UserError: one ended because of a mistake before any was started again.
+        """
+        result: RunResult = super()._monitor_workers(worker_group)
+        if self._remaining_restarts == worker_group.spec.max_restarts:
+            for rank, failure in result.failures.items():
+                if failure.exitcode == EXIT_USER_ERROR:
+                    raise UserError(
+                        f'rank {rank} (pid {failure.pid}) ended with exit status '
+                        f'{EXIT_USER_ERROR}: it refuses what it was started with.'
+                    )
+        return result
+
+
 def parse(argv: Sequence[str]) -> Namespace:
     """The arguments of torchrun, with the store of the program's flags as the place to meet.
 
@@ -159,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         host, _, port = args.rdzv_endpoint.rpartition(':')
         with closing(NodeLeader(host, int(port))) as leader:
             os.environ |= leader.variables
+            api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
             run(args)
 
 

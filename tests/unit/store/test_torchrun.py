@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When an agent of `moevement_ext.store.torchrun` starts its workers again."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.store.processes import WAIT_S, Server
+
+ENDS = """
+import os, sys, time
+life, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['RANK']
+with open(sys.argv[1], 'a') as starts:
+    starts.write(f'{rank}:{life} ')
+if rank == '1':
+    while f'0:{life}' not in open(sys.argv[1]).read():
+        time.sleep(0.1)
+    sys.exit(int(sys.argv[2].split(',')[int(life)]))
+time.sleep(0 if life == '2' else 1000)
+"""
+"""Rank 1 ends with a status for each of its lives; the other waits until the third."""
+
+
+@pytest.fixture
+def store() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ('statuses', 'status', 'lives'),
+    [('2,1,0', 2, 1), ('1,2,0', 0, 3)],
+    ids=['from the start', 'a worker that was started again'],
+)
+def test_a_mistake_of_the_user_ends_the_agent_if_none_was_started_again(
+    statuses: str, status: int, lives: int, store: Server, tmp_path: Path
+) -> None:
+    program, starts = tmp_path / 'program.py', tmp_path / 'starts'
+    program.write_text(ENDS)
+    command = [sys.executable, '-m', 'moevement_ext.store.torchrun', '--nproc-per-node', '2']
+    command += ['--max-restarts', '2', str(program), str(starts), statuses]
+    command += ['--sparse-ckpt-store', f'127.0.0.1:{store.port}']
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert ended.returncode == status, ended.stderr
+    begun = starts.read_text().split()
+    assert sorted(begun) == [f'{rank}:{life}' for rank in range(2) for life in range(lives)]
+    assert ('ended with exit status 2: it refuses' in ended.stderr) == (status == 2)
+    assert 'Traceback' not in ended.stderr
