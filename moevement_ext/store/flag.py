@@ -26,4 +26,13 @@ def address(flags: Sequence[str]) -> tuple[str, int] | None:
         ConfigurationError: that is no address.
     """
     found = given(flags)
-    return None if found is None else SparseCheckpointConfig(store=found).store_address
+    return None if found is None else split(found)
+
+
+def split(store: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, such as `login1:29400` or `[fd00::5]:29400`.
+
+    Raises:
+        ConfigurationError: that is no address.
+    """
+    return SparseCheckpointConfig(store=store).store_address

@@ -68,11 +68,11 @@ class OutsideStore(RendezvousHandler):
     @classmethod
     def create(cls, params: RendezvousParameters) -> 'OutsideStore':
         """Made from what torch's registry of rendezvous backends is given."""
-        host, _, port = params.endpoint.rpartition(':')
+        host, port = flag.split(params.endpoint)
         rank, seconds = params.get_as_int('rank'), params.get_as_int('timeout', _TO_MEET_S)
         assert rank is not None and seconds is not None
         timeout = timedelta(seconds=seconds)
-        return cls(host, int(port), rank, params.max_nodes, params.run_id, timeout)
+        return cls(host, port, rank, params.max_nodes, params.run_id, timeout)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Before workers are started: a connection, anew, as the store may be another one by now.
@@ -143,8 +143,8 @@ def parse(argv: Sequence[str]) -> Namespace:
         ConfigurationError: the program has no such flag, or torchrun is to meet elsewhere.
     """
     args: Namespace = parse_args(list(argv))
-    address = flag.address(args.training_script_args)
-    if address is None:
+    store = flag.given(args.training_script_args)
+    if store is None:
         raise ConfigurationError(
             f'{flag.FLAG} HOST:PORT is missing among the flags of the program.'
         )
@@ -153,9 +153,9 @@ def parse(argv: Sequence[str]) -> Namespace:
             f'{flag.FLAG} is where agents meet: leave out --standalone, --rdzv-backend and '
             '--rdzv-endpoint.'
         )
-    host, port = address
+    flag.split(store)
     _check_numbers(args)
-    args.rdzv_backend, args.rdzv_endpoint = _BACKEND, f'{host}:{port}'
+    args.rdzv_backend, args.rdzv_endpoint = _BACKEND, store
     rank = f'rank={args.node_rank}'
     args.rdzv_conf = f'{args.rdzv_conf},{rank}' if args.rdzv_conf else rank
     args.node_rank = 0  # torchrun warns that it ignores it
@@ -183,8 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with user_errors.in_one_line():
         args = parse(sys.argv[1:] if argv is None else argv)
         rendezvous_handler_registry.register(_BACKEND, OutsideStore.create)
-        host, _, port = args.rdzv_endpoint.rpartition(':')
-        with closing(NodeLeader(host, int(port))) as leader:
+        with closing(NodeLeader(*flag.split(args.rdzv_endpoint))) as leader:
             os.environ |= leader.variables
             api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
             run(args)

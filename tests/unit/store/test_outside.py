@@ -102,6 +102,20 @@ def test_the_last_one_counts() -> None:
     assert given(['--x']) is None
 
 
+def test_agents_reach_a_store_over_ipv6() -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip('this machine has no IPv6')
+    store = TCPStore('::1', 0, is_master=True, wait_for_workers=False)
+    args = torchrun.parse([*NODE, 'train.py', '--sparse-ckpt-store', f'[::1]:{store.port}'])
+    params = RendezvousParameters(
+        args.rdzv_backend, args.rdzv_endpoint, 'id', 2, 2, rank='1', timeout='60'
+    )
+    met = torchrun.OutsideStore.create(params).next_rendezvous()
+    assert met.bootstrap_store_info.master_addr == '::1'
+    met.store.set('key', 'value')
+    assert store.get('agents/id/2/key') == b'value'
+
+
 def test_an_agent_connects_anew_each_time(store: TCPStore) -> None:
     """The store may be another one by then."""
     params = RendezvousParameters(
