@@ -70,5 +70,11 @@ def slurm_step(host: str, address: Address) -> Step:
     if len(environment) < len(os.environ) and 'SLURM_GPUS_ON_NODE' in os.environ:
         command += [f'--gpus-per-node={os.environ["SLURM_GPUS_ON_NODE"]}']
     if 'SLURM_CPUS_PER_TASK' in os.environ:  # srun has not read it since Slurm 22.05
-        command += [f'--cpus-per-task={os.environ["SLURM_CPUS_PER_TASK"]}']
+        command += [f'--cpus-per-task={int(os.environ["SLURM_CPUS_PER_TASK"]) * _tasks()}']
     return Step([*command, *AGENT], {**environment, ADDRESS_VARIABLE: str(address)})
+
+
+def _tasks() -> int:
+    """Those of a node, as sbatch was told; the fewest, where nodes differ (`8(x3),4`)."""
+    nodes = os.environ.get('SLURM_TASKS_PER_NODE', '1').split(',')
+    return min(int(node.partition('(')[0]) for node in nodes)

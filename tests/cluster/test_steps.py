@@ -15,14 +15,22 @@ pytestmark = pytest.mark.timeout(600)
 PROGRAM = """
 import os
 
-print('rank', os.environ['RANK'], 'has GPU', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)
+rank, cpus = os.environ['RANK'], os.environ.get('SLURM_CPUS_PER_TASK')
+print('rank', rank, 'has GPU', os.environ['CUDA_VISIBLE_DEVICES'], 'and CPUs', cpus, flush=True)
 """
 
 
 # The former as some sites have it by default.
-@pytest.mark.parametrize('asked', [['--gpus-per-node=1', '--export=NONE'], ['--gpus=2']])
+@pytest.mark.parametrize(
+    ('asked', 'cpus'),
+    [
+        (['--gpus-per-node=1', '--export=NONE'], None),
+        (['--gpus=2'], None),
+        (['--gpus-per-node=1', '--ntasks-per-node=2', '--cpus-per-task=1'], 2),
+    ],
+)
 def test_agents_come_whatever_slurm_was_asked_for(
-    asked: list[str], slurm: Slurm, tmp_path: Path
+    asked: list[str], cpus: int | None, slurm: Slurm, tmp_path: Path
 ) -> None:
     program, log = tmp_path / 'program.py', tmp_path / 'log'
     program.write_text(PROGRAM)
@@ -35,4 +43,4 @@ def test_agents_come_whatever_slurm_was_asked_for(
         time.sleep(0.2)
     assert state == 'COMPLETED', log.read_text()
     for rank in range(2):
-        assert f'[rank {rank}] rank {rank} has GPU 0\n' in log.read_text()
+        assert f'[rank {rank}] rank {rank} has GPU 0 and CPUs {cpus}\n' in log.read_text()

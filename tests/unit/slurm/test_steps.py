@@ -21,21 +21,38 @@ ASKED = {
 }
 
 
+def asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    srun = folder / 'srun'
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    monkeypatch.setenv('PATH', f'{folder}:/usr/bin:/bin')
+    slurm_step('n1', Address('here', 1, b'')).close(60.0)
+    return (folder / 'srun.asked').read_text().split()
+
+
 @pytest.mark.parametrize(('variable', 'flag', 'left'), ASKED.values(), ids=ASKED.keys())
 def test_an_agent_has_all_gpus_of_its_node(
     variable: str, flag: str, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One task of a step had one of them, or as many as all nodes: more than there are."""
-    srun = tmp_path / 'srun'
-    srun.write_text(SRUN)
-    srun.chmod(0o755)
-    monkeypatch.setenv('PATH', f'{tmp_path}:/usr/bin:/bin')
     monkeypatch.setenv(*variable.split('='))
     monkeypatch.setenv('SLURM_GPUS_ON_NODE', '8')
-    slurm_step('n1', Address('here', 1, b'')).close(60.0)
-    asked = (tmp_path / 'srun.asked').read_text().split()
+    asked = asked_for(tmp_path, monkeypatch)
     assert [word for word in asked if word.startswith('--gpus')] == flag.split()
     assert [word for word in asked if word.startswith('SLURM_')] == [
         'SLURM_GPUS_ON_NODE=8',
         *left.split(),
     ]
+
+
+@pytest.mark.parametrize(
+    ('tasks', 'cpus'), [(None, 12), ('1(x5)', 12), ('8(x5)', 96), ('8(x3),4', 48)]
+)
+def test_an_agent_has_the_cpus_of_all_tasks_of_its_node(
+    tasks: str | None, cpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('SLURM_CPUS_PER_TASK', '12')
+    if tasks is not None:
+        monkeypatch.setenv('SLURM_TASKS_PER_NODE', tasks)
+    asked = asked_for(tmp_path, monkeypatch)
+    assert [word for word in asked if word.startswith('--cpus')] == [f'--cpus-per-task={cpus}']
