@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 _STDIN, _STDOUT, _STDERR = range(3)
 _PR_SET_PDEATHSIG = 1
-_MAX_REQUEST_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
 
 
 def main() -> None:
@@ -65,7 +65,10 @@ class _Template:
     def serve(self) -> None:
         """Until the launcher is gone; in a worker until that has ended."""
         while True:
-            text, output, _, _ = socket.recv_fds(self._launcher, _MAX_REQUEST_BYTES, 1)
+            text, output, _, _ = socket.recv_fds(self._launcher, _PIECE_BYTES, 1)
+            while text and not text.endswith(b'\n'):
+                more = self._launcher.recv(_PIECE_BYTES)
+                text = text + more if more else b''
             if not text:
                 return
             ((request, value),) = json.loads(text).items()

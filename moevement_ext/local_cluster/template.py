@@ -31,7 +31,7 @@ class Template:
     """
 
     def __init__(self, program: str, environment: Mapping[str, str]) -> None:
-        self._socket, other = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._socket, other = socket.socketpair()
         with other:
             command = [str(_SPARE), program, str(other.fileno())]
             self._process = SpawnedChild(
@@ -64,8 +64,9 @@ class Template:
             TemplateLost: there is none.
         """
         try:
-            text = json.dumps({request: value}).encode()
-            socket.send_fds(self._socket, [text], list(descriptors))
+            text = json.dumps({request: value}).encode() + b'\n'
+            sent = socket.send_fds(self._socket, [text], list(descriptors))
+            self._socket.sendall(text[sent:])  # an environment may be larger than its buffer
             answer = self._socket.recv(_MAX_ANSWER_BYTES)
         except OSError as error:
             raise TemplateLost(f'the template of all workers is gone: {error}') from error

@@ -65,6 +65,15 @@ def test_a_worker_sees_the_same_environment_as_one_that_is_started(job: Job) -> 
     assert {name for name in forked if forked[name] != spawned[name]} <= of_this_job
 
 
+def test_a_large_environment_reaches_the_worker(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than Linux takes in one message."""
+    large = {f'LARGE_{number}': '.' * 100_000 for number in range(10)}
+    for name, value in large.items():
+        monkeypatch.setenv(name, value)
+    assert job.run(fork=True) == 0
+    assert job.life(0)['env'].items() >= large.items()
+
+
 def test_what_a_worker_starts_anew_imports_the_program_as_its_main_file(
     job: Job, tmp_path: Path
 ) -> None:
