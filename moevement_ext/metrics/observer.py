@@ -121,7 +121,8 @@ class Observer:
         if now.copy_bytes_per_s is not None:
             self._set(of.COPY_RATE, now.copy_bytes_per_s)
         if now.persisted is not None:
-            self._set(of.WINDOW_AGE, now.iteration - now.persisted)
+            # A rank that joins knows what is persisted before it has come so far.
+            self._set(of.WINDOW_AGE, max(now.iteration - now.persisted, 0))
             if self._committed is not None:
                 self._set(of.REPLICATION_LAG, max(self._committed - now.persisted, 0))
 

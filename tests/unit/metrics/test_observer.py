@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of events, without a program that shows it."""
 
+import pytest
+
 from moevement_ext.events import FailureDetected
 from moevement_ext.metrics.instruments import INSTRUMENTS, Instrument, Kind
 from moevement_ext.metrics.observer import Observer
@@ -44,3 +46,13 @@ def test_what_is_not_known_has_no_value() -> None:
         observer.close()
         assert recorder.values['moevement_iteration'] == 3
         assert recorder.values.get('moevement_disk_bytes') == disk_bytes
+
+
+@pytest.mark.parametrize(('iteration', 'age'), [(12, 4), (0, 0)])
+def test_no_window_is_younger_than_now(iteration: int, age: int) -> None:
+    """A rank that joins hears what is persisted before it has any iteration."""
+    recorder = Noted()
+    observer = Observer([recorder])
+    observer.watch(lambda: Figures(iteration=iteration, persisted=8))
+    observer.close()
+    assert recorder.values['moevement_window_age_iterations'] == age
