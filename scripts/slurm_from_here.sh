@@ -7,7 +7,8 @@
 #   scripts/slurm_from_here.sh --nodes=9 --time=24:00:00 -- <flags of pretrain_gpt.py>
 #
 # Flags before -- are those of salloc; without flags after it the example of scripts/slurm_job.sh is
-# trained. SPARE_NODES (1) of --nodes are spare. It ends with the job, which scancel ends.
+# trained. SPARE_NODES (1) of --nodes are spare. It ends with the job, which scancel ends. BEFORE_END
+# (120) seconds before the time is up the workers get SIGTERM, and save with --exit-signal-handler.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,6 +18,8 @@ while (($#)) && [[ $1 != -- ]]; do
     allocation+=("$1")
     shift
 done
+# Slurm signals batch scripts and steps, but not what salloc runs.
+export BEFORE_END=${BEFORE_END:-120}
 exec salloc --job-name=moevement --nodes=5 --ntasks-per-node=1 --gpus-per-node=8 \
     --cpus-per-task=96 --mem=0 --exclusive --no-kill "${allocation[@]}" \
     bash scripts/slurm_pretrain.sbatch "${@:2}"

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Slurm knows of the job: its nodes, and its way back to the queue."""
+"""What Slurm knows of the job: its nodes, its end, and its way back to the queue."""
 
+import math
 import re
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from moevement_ext.config import ConfigurationError
 
 _TO_NOTICE_S = 600.0
 """Slurm itself takes `SlurmdTimeout`, by default five minutes, to notice that a node is lost."""
 _POLL_S = 5.0
+_LOOK_S = 60.0
+"""The time of a job may be changed while it runs."""
 _TRIES = 10
 _PAUSE_S = 1.0
 _NO_COMMAND = 127
@@ -29,6 +32,20 @@ def hostnames(nodes: str) -> tuple[str, ...]:
             'the commands of Slurm in PATH, and the SLURM_JOB_NODELIST that Slurm has set.'
         )
     return tuple(asked.stdout.split())
+
+
+def call_before_end(job: str, before_s: float, call: Callable[[], object]) -> None:
+    """Wait until the time of the job is up in so many seconds, and call then; for ever, if need be.
+
+    On a thread of its own: it may wait for Slurm's controller, and goes by what that said last.
+    """
+    end = math.inf
+    while time.monotonic() < end - before_s:
+        left_s = _seconds_left(job)
+        if left_s is not None:
+            end = time.monotonic() + left_s
+        time.sleep(min(max(end - before_s - time.monotonic(), 0.0), _LOOK_S))
+    call()
 
 
 def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
@@ -71,6 +88,18 @@ def _still_has(job: str, lost: Collection[str]) -> set[str] | None:
         return None
     nodes = asked.stdout.strip()
     return set(lost).intersection(hostnames(nodes) if nodes else ())
+
+
+def _seconds_left(job: str) -> float | None:
+    """Until the time of a job is up, without end if it has no limit; None: Slurm does not say."""
+    shown = _ask('squeue', '--noheader', f'--jobs={job}', '--format=%L').stdout.strip()
+    if shown == 'UNLIMITED':
+        return math.inf
+    found = re.fullmatch(r'(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)', shown)  # such as 1-02:03:04, 2:03
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _excluded(job: str) -> list[str]:

@@ -3,7 +3,9 @@
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +18,7 @@ from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event
 from moevement_ext.local_cluster.output import say
 from moevement_ext.process.name_lookups import ask_again_soon
-from moevement_ext.slurm.allocation import hostnames
+from moevement_ext.slurm.allocation import call_before_end, hostnames
 from moevement_ext.slurm.requeue import History, go_back
 from moevement_ext.slurm.steps import slurm_step
 
@@ -28,6 +30,7 @@ scripts/slurm_pretrain.sbatch.
   exec python -m moevement_ext.slurm --spare-nodes 1 --workers-per-node 8 -- pretrain_gpt.py ...
 """
 _END = '--'
+_ENDED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class SlurmJob:
     launch: LaunchConfig
     hosts: tuple[str, ...]
     requeue: bool
+    before_end_s: float | None
 
 
 def parse(argv: Sequence[str]) -> SlurmJob:
@@ -68,13 +72,15 @@ def parse(argv: Sequence[str]) -> SlurmJob:
             faults=given_faults(args),
             grace_s=args.grace,
         )
+        if args.before_end is not None and not args.before_end >= 0:
+            raise ConfigurationError(f'--before-end {args.before_end} must be at least 0.')
         if launch.faults and launch.log_dir is None:
             raise ConfigurationError(
                 f'{launch.faults[0]} is staged by what the last rank logs: give a --log-dir.'
             )
     except ConfigurationError as error:
         parser.error(str(error))
-    return SlurmJob(launch, hosts, args.requeue)
+    return SlurmJob(launch, hosts, args.requeue, args.before_end)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,6 +104,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         _parser().error(str(error))
     stop_at_signals(supervisor.stop)
+    if job.before_end_s is not None:
+        threading.Thread(
+            target=call_before_end,
+            args=(os.environ['SLURM_JOB_ID'], job.before_end_s, partial(supervisor.stop, _ENDED)),
+            name='slurm-end',
+            daemon=True,
+        ).start()
     code = supervisor.run()
     if code == EXIT_WHOLE_JOB and job.requeue:
         go_back(history)
@@ -152,6 +165,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar='SECONDS',
         default=90.0,
         help='From SIGTERM, which is handed on to the workers, to SIGKILL. Default: %(default)s.',
+    )
+    add(
+        '--before-end',
+        type=float,
+        metavar='SECONDS',
+        help='So long before the time of the allocation is up, hand SIGTERM on to the workers as '
+        'if it had come; where Slurm sends none, as to what salloc runs. Default: never.',
     )
     add(
         '--log-dir',

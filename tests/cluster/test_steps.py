@@ -2,6 +2,8 @@
 """Real Slurm, asked for nodes in other ways than the batch scripts of the project do."""
 
 import shlex
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,17 @@ import os
 
 rank, cpus = os.environ['RANK'], os.environ.get('SLURM_CPUS_PER_TASK')
 print('rank', rank, 'has GPU', os.environ['CUDA_VISIBLE_DEVICES'], 'and CPUs', cpus, flush=True)
+"""
+
+SAVES = """
+import os, signal, sys
+
+def save(*_):
+    print('saved with', os.environ['RANK'], flush=True)
+    sys.exit()
+
+signal.signal(signal.SIGTERM, save)
+signal.pause()
 """
 
 
@@ -44,3 +57,20 @@ def test_agents_come_whatever_slurm_was_asked_for(
     assert state == 'COMPLETED', log.read_text()
     for rank in range(2):
         assert f'[rank {rank}] rank {rank} has GPU 0 and CPUs {cpus}\n' in log.read_text()
+
+
+def test_workers_are_told_before_the_time_of_salloc_is_up(slurm: Slurm, tmp_path: Path) -> None:
+    program = tmp_path / 'program.py'
+    program.write_text(SAVES)
+    launch = [sys.executable, '-m', 'moevement_ext.slurm', '--before-end', '30', '--', str(program)]
+    ended = subprocess.run(
+        ['salloc', '--nodes=2', '--no-kill', '--time=1', *launch],
+        cwd=ROOT,
+        env={**slurm.environment, 'PYTHONPATH': str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    for rank in range(2):
+        assert f'[rank {rank}] saved with {rank}\n' in ended.stdout

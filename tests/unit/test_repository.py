@@ -206,12 +206,14 @@ def test_shell_script_is_sound(script: Path) -> None:
     assert os.access(script, os.X_OK) or script.suffix == '.sbatch', f'{script} is not executable'
 
 
-def slurm_command(script: str, tmp_path: Path, *flags: str) -> list[str]:
+def slurm_command(
+    script: str, tmp_path: Path, *flags: str, salloc: str = "printf '%s\\n' \"$@\""
+) -> list[str]:
     """What a batch script would start on 5 nodes, by running it where Python only prints."""
     programs = {
         'python': "printf '%s\\n' \"$@\"",
         'srun': "printf '%s\\n' \"$@\"",
-        'salloc': "printf '%s\\n' \"$@\"",
+        'salloc': salloc,
         'scontrol': "printf '%s\\n' node-{a,b,c,d,e}",
     }
     for name, body in programs.items():
@@ -249,7 +251,7 @@ def test_slurm_example_uses_flags_that_exist(
     monkeypatch.chdir(ROOT)
     job = parse(command[2:])
     assert (job.launch.nodes, job.launch.workers_per_node) == (5 - spare, 8)
-    assert job.requeue is (spare == 0)
+    assert job.requeue is (spare == 0) and job.before_end_s is None
     assert job.launch.program == 'pretrain_gpt.py'
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -293,6 +295,21 @@ def test_slurm_from_here_runs_the_batch_script_in_an_allocation(tmp_path: Path) 
     assert salloc[program:] == ['bash', 'scripts/slurm_pretrain.sbatch', '--num-layers', '4']
     assert '--no-kill' in salloc[:program]
     assert [flag for flag in salloc if flag.startswith('--nodes=')][-1] == '--nodes=9'
+
+
+def test_slurm_from_here_has_the_launcher_look_for_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm signals a batch script, but not what salloc runs."""
+    from moevement_ext.slurm.command_line import parse
+
+    runs_it = 'while [[ $1 == --* ]]; do shift; done; exec "$@"'
+    command = slurm_command('slurm_from_here.sh', tmp_path, '--nodes=5', salloc=runs_it)
+    monkeypatch.setenv('SLURM_JOB_NODELIST', 'node-[a-e]')
+    monkeypatch.setenv('PATH', f'{tmp_path / ".venv" / "bin"}:{os.environ["PATH"]}')
+    monkeypatch.chdir(ROOT)
+    assert command[:2] == ['-m', 'moevement_ext.slurm']
+    assert parse(command[2:]).before_end_s == 120.0
 
 
 def test_workers_of_a_node_are_as_many_as_gpus_were_asked_for() -> None:

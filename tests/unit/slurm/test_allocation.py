@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Back to the queue, with programs in the place of those of Slurm."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,42 @@ def test_nothing_else_of_it_is_changed(programs: Path) -> None:
     allocation.requeue('42', set())
     assert (programs / 'scontrol.requeued').exists()
     assert not (programs / 'scontrol.updated').exists()
+
+
+@pytest.mark.parametrize(
+    ('shown', 'seconds'),
+    [
+        ('0:05', 5.0),
+        ('2:03', 123.0),
+        ('1:02:03', 3723.0),
+        ('2-01:02:03', 176523.0),
+        ('UNLIMITED', math.inf),
+        ('INVALID', None),
+        ('silence', None),
+    ],
+)
+def test_how_long_a_job_has_left(programs: Path, shown: str, seconds: float | None) -> None:
+    (programs / 'squeue.nodes').write_text(f'{shown}\n')
+    assert allocation._seconds_left('42') == seconds
+
+
+def test_the_end_of_a_job_is_seen_coming(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is prolonged meanwhile, and the controller is away when the end comes."""
+    waits: list[float] = []
+    now = 1000.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        waits.append(seconds)
+        now += seconds
+
+    monkeypatch.setattr(allocation.time, 'monotonic', lambda: now)
+    monkeypatch.setattr(allocation.time, 'sleep', sleep)
+    (programs / 'squeue.nodes').write_text('silence\n3:10\n4:00\nsilence\n')
+    called: list[float] = []
+    allocation.call_before_end('42', 120.0, lambda: called.append(now))
+    assert waits == [60.0, 60.0, 60.0, 60.0]
+    assert called == [1000.0 + 60.0 + 60.0 + 240.0 - 120.0]
 
 
 def test_a_command_of_slurm_that_is_not_there_is_named(

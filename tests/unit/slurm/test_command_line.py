@@ -43,11 +43,11 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_flags(job: SlurmJob, scontrol: Path) -> None:
     own = (
         '--spare-nodes 1 --workers-per-node 8 --max-restarts 4 --requeue --grace 20 --log-dir logs '
-        '--kill 3@8'
+        '--kill 3@8 --before-end 120'
     )
     found = parse([*own.split(), '--', str(job.program), '--grace', '3'])
     assert found.hosts == ('node-a', 'node-b', 'node-c')
-    assert found.requeue
+    assert found.requeue and found.before_end_s == 120.0
     launch = found.launch
     assert (launch.nodes, launch.workers_per_node, launch.world_size) == (2, 8, 16)
     assert (launch.max_restarts, launch.grace_s, launch.log_dir) == (4, 20.0, Path('logs'))
@@ -63,6 +63,7 @@ def test_flags(job: SlurmJob, scontrol: Path) -> None:
         ('--spare-nodes -1 -- PROGRAM', '--spare-nodes -1 must be at least 0'),
         ('--workers-per-node 0 -- PROGRAM', '--workers-per-node 0 must be at least 1'),
         ('--grace -1 -- PROGRAM', '--grace -1.0 must be at least 0'),
+        ('--before-end -1 -- PROGRAM', '--before-end -1.0 must be at least 0'),
         ('--kill 0@2 -- PROGRAM', '--kill 0@2 is staged by what the last rank logs: give a --log'),
         ('-- nowhere.py', 'nowhere.py: no such program'),
         ('--log-dir /proc/none -- PROGRAM', '--log-dir /proc/none: no log can be written there'),
