@@ -7,6 +7,8 @@ fault, so each process judges itself: what of its stack is not Python's standard
 says whether it waits inside a process group, or in the engine, or is stuck by itself.
 """
 
+import ctypes
+import functools
 import sys
 import sysconfig
 import threading
@@ -20,6 +22,7 @@ import torch
 
 from moevement_ext import faults
 
+_DRIVER = 'libcuda.so.1'
 _SHOWN_FRAMES = 12
 _MOST_BETWEEN_LOOKS_S = 2.0
 _COMPUTES = 0.05
@@ -127,6 +130,9 @@ def _of_standard_library(file: str) -> bool:
 def _device_is_busy(stream: torch.cuda.Stream | None) -> bool:
     """The thread may wait for the GPU, and that for collectives.
 
+    torch would hold the GIL while it asks, and the driver may not answer as long as the thread
+    waits in it: nobody could end that wait then.
+
     Args:
         stream: of the thread that is looked at; the one that looks is on GPU 0 until it is told.
     """
@@ -134,6 +140,13 @@ def _device_is_busy(stream: torch.cuda.Stream | None) -> bool:
         return False
     try:
         torch.cuda.set_device(stream.device)
-        return not stream.query()
     except RuntimeError:
         return True  # the GPU is lost, which is for others to judge
+    status: int = _driver().cuStreamQuery(ctypes.c_void_p(stream.cuda_stream))
+    return status != 0  # it is busy, or lost
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """CUDA's, whose functions are called without the GIL."""
+    return ctypes.CDLL(_DRIVER)

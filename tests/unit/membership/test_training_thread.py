@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread that stands still is told from one that moves and from one that waits for others."""
 
+import ctypes
 import hashlib
 import os
 import threading
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore, Work
 
 from moevement_ext import faults
+from moevement_ext.membership import training_thread
 from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.regroup import waits
@@ -164,12 +166,18 @@ def test_time_for_which_the_whole_process_was_stopped_does_not_count() -> None:
 
 
 class Queue:
-    """Work of the second GPU; a machine without one can tell who asks how."""
+    """Work of the second GPU; a machine without one can tell who asks the driver how.
+
+    Args:
+        status: what the driver says of it.
+        cuda_stream: its handle; that of the default stream is 0.
+    """
 
     device = torch.device('cuda', 1)
 
-    def __init__(self, idle: bool | RuntimeError) -> None:
-        self.idle = idle
+    def __init__(self, status: int, cuda_stream: int) -> None:
+        self.status = status
+        self.cuda_stream = cuda_stream
         self.asked_on: list[torch.device] = []
         """The current device of the thread that asked, each time."""
         self._bound: dict[int, torch.device] = {}
@@ -177,33 +185,49 @@ class Queue:
     def bind(self, device: torch.device) -> None:
         self._bound[threading.get_ident()] = device
 
-    def query(self) -> bool:
+    def cuStreamQuery(self, stream: ctypes.c_void_p) -> int:  # noqa: N802 - CUDA's name
+        assert stream.value == (self.cuda_stream or None)
         self.asked_on.append(self._bound.get(threading.get_ident(), torch.device('cuda', 0)))
-        if isinstance(self.idle, RuntimeError):
-            raise self.idle
-        return self.idle
+        return self.status
 
 
 @pytest.mark.parametrize(
-    ('idle', 'waits'), [(True, False), (False, True), (RuntimeError('a dead context'), True)]
+    ('status', 'waits'), [(0, False), (600, True), (719, True)], ids=['idle', 'busy', 'lost']
 )
+@pytest.mark.parametrize('handle', [0, 2**40])
 def test_the_gpu_of_the_training_thread_is_looked_at(
-    idle: bool | RuntimeError, waits: bool, monkeypatch: pytest.MonkeyPatch
+    handle: int, status: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue, main = Queue(idle), threading.get_ident()
-    queues = {main: Queue(idle=True)}
+    queue, main = Queue(status, handle), threading.get_ident()
+    queues = {main: Queue(0, 1)}
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
     monkeypatch.setattr(
         torch.cuda, 'current_stream', lambda: queues.get(threading.get_ident(), queue)
     )
     monkeypatch.setattr(torch.cuda, 'default_stream', torch.cuda.current_stream)
     monkeypatch.setattr(torch.cuda, 'set_device', queue.bind)
+    monkeypatch.setattr(training_thread, '_driver', lambda: queue)
     release = threading.Event()
     with running(release.wait) as thread:
         found = looks(thread, 3)
     release.set()
     assert [look.waits_for_others for look in found[1:]] == [waits, waits]
     assert set(queue.asked_on) == {Queue.device}
+
+
+def test_the_driver_may_not_answer_for_long_and_nobody_else_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The C library instead, which can be made to wait."""
+    monkeypatch.setattr(training_thread, '_DRIVER', 'libc.so.6')
+    sleep = training_thread._driver.__wrapped__().usleep
+    asking = threading.Thread(target=sleep, args=(1_000_000,))
+    asking.start()
+    rounds = 0
+    while asking.is_alive():
+        time.sleep(0.01)
+        rounds += 1
+    assert rounds > 3, 'nothing else ran while the driver was asked'
 
 
 def test_a_thread_in_a_call_of_cuda_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

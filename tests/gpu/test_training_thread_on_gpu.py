@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training thread that waits for its GPU is seen to wait for others, by another thread."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from moevement_ext.membership.training_thread import TrainingThread
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device'),
+]
+
+BUSY_CYCLES = 10**9
+"""Keeps a stream busy for about half a second: longer than anything the host does meanwhile."""
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def watching() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize('of_its_own', [False, True])
+def test_who_has_work_queued_waits_for_others(
+    of_its_own: bool, watching: ThreadPoolExecutor
+) -> None:
+    torch.zeros(1, device='cuda')
+    stream = torch.cuda.Stream() if of_its_own else torch.cuda.default_stream()
+    with torch.cuda.stream(stream):
+        thread = TrainingThread()
+
+        def waits() -> bool:
+            return watching.submit(thread.look).result(DEADLINE_S).waits_for_others
+
+        stream.synchronize()
+        assert not waits()
+        torch.cuda._sleep(BUSY_CYCLES)
+        assert waits()
+        stream.synchronize()
+        assert not waits()
