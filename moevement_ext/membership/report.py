@@ -13,7 +13,7 @@ NOWHERE = -1
 """In place of an iteration: none."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class Report(msgspec.Struct, frozen=True, gc=False):
     """What a rank tells the others when they meet."""
 
     survivor: bool

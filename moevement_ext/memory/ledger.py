@@ -34,7 +34,7 @@ _PREAMBLE = struct.Struct('<8sIIQ')  # magic, version, record bytes, capacity in
 _PREFIX = struct.Struct('<QQQ')  # checksum of the rest, sequence number, entry bytes
 
 
-class LedgerEntry(msgspec.Struct, frozen=True, array_like=True):
+class LedgerEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Global scalars that the replay of one iteration needs; floats keep their exact bits."""
 
     iteration: int

@@ -5,7 +5,7 @@
 
 The job gets `--sparse-ckpt-store 10.0.0.5:29400`. A second process serves; should that die, another
 one takes its place at once, empty, and the job starts again from host memory. SIGTERM ends it.
-`--nodes N` says how many there are: of many, some processes more ask the store for 64 nodes each.
+`--nodes N` says how many there are: of many, some processes more ask the store for 32 nodes each.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from moevement_ext.store.wire import Kind, Request
 if TYPE_CHECKING:  # a branch starts without torch
     from torch.distributed import Store
 
-NODES_OF_A_BRANCH = 64
+NODES_OF_A_BRANCH = 32
 """Jobs of more nodes have branches."""
 _PORTS, _TAKEN = 'branches', 'branches/taken'
 _NONE = b'\0'

@@ -26,6 +26,7 @@ class Line:
         self._writer = writer
         self._on_lost = on_lost
         self._asked: deque[tuple[Request, Future[bytes]]] = deque()
+        self._unsent: list[bytes] = []
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -45,8 +46,14 @@ class Line:
         return line
 
     def tell(self, request: Request) -> None:
-        """Send what is not answered."""
-        self._writer.write(wire.encoded(request))
+        """Send what is not answered; what is to be sent in one turn of the loop goes together."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._unsent.append(wire.encoded(request))
+
+    def _send(self) -> None:
+        self._writer.write(b''.join(self._unsent))
+        self._unsent.clear()
 
     async def ask(self, request: Request) -> bytes:
         """What the store answers.

@@ -35,7 +35,7 @@ class WindowName(NamedTuple):
         return f'{self.start}-{self.plan}'
 
 
-class Window(msgspec.Struct, frozen=True, order=True):
+class Window(msgspec.Struct, frozen=True, order=True, gc=False):
     """A window, of whichever rank: name and length are the same on all of them."""
 
     name: WindowName
@@ -53,7 +53,7 @@ class Window(msgspec.Struct, frozen=True, order=True):
         return self.start + self.length - 1
 
 
-class HeldWindow(msgspec.Struct, frozen=True, order=True):
+class HeldWindow(msgspec.Struct, frozen=True, order=True, gc=False):
     """One owner's part of a window, committed on some node."""
 
     window: Window

@@ -45,7 +45,7 @@ def leaders(server: Server, branches: Branches) -> Iterator[list[Leader]]:
 def test_only_jobs_of_many_nodes_have_branches() -> None:
     assert needed(NODES_OF_A_BRANCH) == 0
     assert needed(NODES_OF_A_BRANCH + 1) == 2
-    assert needed(2048) == 32
+    assert needed(2048) == 64
 
 
 def test_nodes_are_spread_over_the_branches_and_none_stays_with_the_store(
@@ -155,7 +155,7 @@ def test_a_branch_that_cannot_listen_is_said() -> None:
 
 def test_the_program_of_a_store_has_branches_for_many_nodes() -> None:
     command = [sys.executable, '-m', 'moevement_ext.store', '--host', '127.0.0.1', '--port', '0']
-    command += ['--nodes', '65']
+    command += ['--nodes', str(NODES_OF_A_BRANCH + 1)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
         assert store.stdout is not None
         port = int(store.stdout.readline().split()[-1].rpartition(':')[2])
