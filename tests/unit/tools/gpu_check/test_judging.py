@@ -80,6 +80,11 @@ def test_only_growth_within_a_process_is_drift() -> None:
     ]
     drift = nccl.worst_drift(lives)
     assert drift == {'descriptors': 2.0, 'threads': 0.0, 'memory_mib': 0.0, 'gpu_used_mib': 0.0}
+    assert nccl.judge(drift) == [], 'some sockets of NCCL come and go'
+    assert nccl.judge({**drift, 'descriptors': 5.0, 'threads': 1.0}) == [
+        'descriptors grew by 5',
+        'threads grew by 1',
+    ]
 
 
 def trained(digest: str = 'a', **fields: Any) -> Trained:
