@@ -9,9 +9,9 @@ break an epoch is the agreed verdict that a failure happened: everybody then joi
 a report of what it still has, and a rank that does not join is gone.
 
 Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/<e>/<rank>` (life,
-report), `here/<e>/...` (ranks that have joined: see `attendance`), `joined/<e>` and `alive/<e>`
-(counts), `full/<e>` and `met/<e>` (gates: all have come; all have answered, behind which is what
-all have brought, packed, or the digest of that), `answered/<e>/...` (ranks that have),
+report), `here/<e>/...` and `answered/<e>/...` (ranks that have joined, and answered: see
+`attendance`), `begun/<e>` (how many counters of the former), `full/<e>` and `met/<e>` (gates: all
+have come; all have answered, behind which is what all have brought, packed, or the digest of that),
 `gathers/<e>` (who packs), `reports/<e>/<part>` (what is packed, if it is much), `beat/<e>/<rank>`
 (signs of life), `progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the ranks
 of an epoch tell each other; gates of barriers). Rank 0 deletes those of an epoch when all have met
@@ -37,6 +37,7 @@ from torch.distributed import DistError, PrefixStore, Store
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership import attendance, brought
+from moevement_ext.membership.attendance import Arrival
 from moevement_ext.membership.gates import behind, has_moved, is_open, open_gate, shut_gate
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.patience import Patience
@@ -53,7 +54,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.064
 _FINISH_SECONDS = 5.0
 _SEPARATOR = b'/'
 _OF_AN_EPOCH = re.compile(
-    r'(?:broken|join|here|joined|alive|full|met|answered|gathers|reports|beat|progress|epoch)'
+    r'(?:broken|join|here|begun|full|met|answered|gathers|reports|beat|progress|epoch)'
     r'/(\d+)(?:/.*)?'
 )
 _OF_A_LIFE = re.compile(r'job/[0-9a-f]+/(\d+)/.*')
@@ -241,7 +242,8 @@ class Rendezvous:
         self.world_size = world_size
         self.life = secrets.token_hex(8)
         self._joined: set[int] = set()
-        self._arrival = 0
+        self.looks_for_others = False
+        """This rank is one of the few that look who does not come. Any thread."""
         self._forgetting: threading.Thread | None = None
 
     def predecessor_took_part(self) -> bool:
@@ -286,16 +288,6 @@ class Rendezvous:
         """The newest epoch in which this process has taken its place; None: there is none."""
         return max(self._joined, default=None)
 
-    @property
-    def looks_for_others(self) -> bool:
-        """This rank is one of the few that look who does not come; its place in the order says so.
-
-        Any thread. Those that came first are, and some that are spread over the others: ranks of a
-        node come, and are lost, together.
-        """
-        every = max(self.world_size // _OTHER_LOOKERS, 1)
-        return 0 < self._arrival <= _FIRST_LOOKERS or self._arrival % every == 1 % every
-
     def barrier(self, meeting: Meeting, name: str, timeout: timedelta | None) -> None:
         """Wait until all ranks of the epoch have come here, to one of `BARRIERS`.
 
@@ -324,22 +316,32 @@ class Rendezvous:
         if found == mine:
             if epoch not in self._joined:
                 self._joined.add(epoch)
-                attendance.sign(self.store, _here(epoch), self.rank)
-                self._arrival = self.store.add(f'joined/{epoch}', 1)
-                if self._arrival == self.world_size:
+                arrival = attendance.sign(self.store, _here(epoch), self.rank, self.world_size)
+                self.looks_for_others = self._is_to_look(epoch, arrival)
+                if arrival.is_last:
                     open_gate(self.store, _full(epoch))
             return True
         if survivor and not self._is_mine(found):
             raise FencedOut(f'rank {self.rank} was replaced by another process; this one ends')
         return False
 
+    def _is_to_look(self, epoch: int, arrival: Arrival) -> bool:
+        """Those that came first are, and some that are spread over the others.
+
+        Ranks of a node come, and are lost, together.
+        """
+        every = max(self.world_size // _OTHER_LOOKERS, 1)
+        is_early = arrival.order <= _FIRST_LOOKERS or arrival.order % every == 1 % every
+        is_first = arrival.order == 1 and self.store.add(f'begun/{epoch}', 1) <= _FIRST_LOOKERS
+        return is_first or (arrival.is_spread and is_early)
+
     def _wait_for_all(self, epoch: int, patience: Patience[Absent]) -> list[bytes] | None:
         """What all have brought; None if the epoch was broken before all were there and alive."""
         if not self._await(epoch, _full(epoch), patience):
             return None
         # A place may be that of a rank that died waiting.
-        attendance.sign(self.store, _answered(epoch), self.rank)
-        if self.store.add(f'alive/{epoch}', 1) == self.world_size:
+        answer = attendance.sign(self.store, _answered(epoch), self.rank, self.world_size)
+        if answer.is_last:
             self.store.set(_gathers(epoch), str(self.rank))
             places = [_place(epoch, rank) for rank in range(self.world_size)]
             prefix_bytes = len(self.life.encode() + _SEPARATOR)

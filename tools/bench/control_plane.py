@@ -68,6 +68,8 @@ class Bench(msgspec.Struct, frozen=True):
     iteration_s: float
     leaders: bool
     """The ranks of a node ask together."""
+    branches: int = 0
+    """Beside the store, through which the leaders of nodes ask together."""
 
 
 class Size(msgspec.Struct, frozen=True):
@@ -170,7 +172,7 @@ class _Job:
         self.store = TCPStore('localhost', port, is_master=False)
         self._world_size = world_size
         nodes = -(-world_size // RANKS_PER_NODE)
-        self._leaders = Leaders(port, nodes) if bench.leaders else None
+        self._leaders = Leaders(port, nodes, bench.branches) if bench.leaders else None
         ports = self._leaders.ports if self._leaders else [port] * nodes
         for first in range(bench.processes):
             ours, theirs = context.Pipe()
@@ -360,12 +362,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action='store_false',
         help='each rank asks the store itself, as under torchrun',
     )
+    parser.add_argument(
+        '--branches', type=int, default=0, help='through which leaders ask the store (default: 0)'
+    )
     parser.add_argument('--json', type=Path, metavar='FILE', help='write everything here')
     args = parser.parse_args(argv)
     if min(args.ranks) < 3 * RANKS_PER_NODE or sorted(set(args.ranks)) != args.ranks:
         parser.error(f'--ranks: must ascend, and be at least {3 * RANKS_PER_NODE}, three nodes')
     if min(args.processes, args.failures) < 1 or min(args.rest, args.iteration) <= 0:
         parser.error('--processes, --failures, --rest, --iteration: must be above 0')
+    if args.branches < 0 or (args.branches and not args.leaders):
+        parser.error('--branches: must be 0 or more, and needs leaders')
     return args
 
 
@@ -373,7 +380,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     bench = Bench(
-        args.ranks, args.processes, args.failures, args.rest, args.iteration, args.leaders
+        args.ranks,
+        args.processes,
+        args.failures,
+        args.rest,
+        args.iteration,
+        args.leaders,
+        args.branches,
     )
     return run_benchmark(
         'bench_control_plane',

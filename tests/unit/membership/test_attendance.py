@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who has come, as a real store keeps it."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
@@ -15,6 +16,37 @@ def test_who_has_not_come_is_missing(world_size: int, data: st.DataObject) -> No
     came = data.draw(st.sets(st.sampled_from(ranks)))
     store = HashStore()
     for rank in came:
-        attendance.sign(store, 'here', rank)
+        attendance.sign(store, 'here', rank, world_size)
     assert attendance.missing(store, 'here', world_size) == sorted(set(ranks) - came)
     assert attendance.missing(store, 'elsewhere', world_size) == list(ranks)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 130).flatmap(lambda world: st.permutations(range(world))))
+def test_one_is_the_last_and_all_but_few_ask_once(order: list[int]) -> None:
+    asked, store = [], HashStore()
+
+    class Counted:
+        def add(self, key: str, value: int) -> int:
+            asked.append(key)
+            return store.add(key, value)
+
+    found = [attendance.sign(Counted(), 'here', rank, len(order)) for rank in order]
+    assert [one.is_last for one in found] == [False] * (len(order) - 1) + [True]
+    counters = -(-len(order) // 32)
+    assert len(asked) == len(order) + counters
+    assert sum(one.order == 1 for one in found) == counters
+
+
+@pytest.mark.parametrize('world_size', [1, 31, 32, 33, 256, 511, 512, 16384, 16500])
+def test_some_counters_spread_over_all_ranks_are_chosen(world_size: int) -> None:
+    store = HashStore()
+    chosen = {
+        rank // 32
+        for rank in range(world_size)
+        if attendance.sign(store, 'here', rank, world_size).is_spread
+    }
+    counters = -(-world_size // 32)
+    assert min(counters, 8) <= len(chosen) <= 15
+    gaps = sorted([*chosen, counters])
+    assert max(b - a for a, b in zip(gaps, gaps[1:], strict=False)) <= max(counters // 8, 1)

@@ -135,7 +135,7 @@ def test_second_life_of_one_rank_opens_a_new_epoch_and_everybody_follows(
     victim = subprocess.Popen(
         [sys.executable, '-c', _FIRST_LIFE, str(launcher.port)], cwd=REPOSITORY
     )
-    launcher.wait(['joined/0'], TIMEOUT)
+    launcher.wait(['here/0/0'], TIMEOUT)
     victim.kill()
     assert victim.wait() == -9
     one, *others = [lives_of(connections)[rank] for rank in (1, 0, 2, 3)]

@@ -63,7 +63,7 @@ def come_to_rest(job: Job) -> None:
 
 def test_who_waits_for_others_asks_nothing_meanwhile(job: Job, threads: ThreadPoolExecutor) -> None:
     early = [threads.submit(rank.meet, lambda: b'', TIMEOUT) for rank in job.ranks[1:]]
-    while job.store.add('joined/0', 0) < WORLD - 1:
+    while job.store.add('here/0/0', 0).bit_count() < WORLD - 1:
         time.sleep(0.01)
     come_to_rest(job)
     meetings = [job.ranks[0].meet(lambda: b'', TIMEOUT), *(future.result() for future in early)]
