@@ -21,7 +21,7 @@ class Arrival(NamedTuple):
     order: int
     """1 for the first of the ranks of its counter, 2 for the next."""
     is_last: bool
-    """Of all ranks."""
+    """It is the last of all ranks."""
     is_spread: bool
     """It signs one of at most fifteen counters, which are spread over all."""
 

@@ -112,7 +112,8 @@ def _window(
     It must be complete on *all* ranks, also on those that do not replay: their logs and those that
     the replay makes anew then reach back equally far, and the next failure finds what it needs.
     """
-    held = {part for report in reports for part in report.windows}
+    of_nodes = {id(report.windows): report.windows for report in reports}  # one object: decode_all
+    held = {part for windows in of_nodes.values() for part in windows}
     refused = {candidate for report in reports for candidate in report.refused}
     complete = [c for c in candidates(held, len(reports)) if c not in refused]
     reachable = [c for c in complete if c.dense_at <= target]

@@ -117,6 +117,7 @@ def test_numbers_and_names_agree(jobset: dict[str, Any]) -> None:
     assert serves.host == '$(POD_IP)'
     first = f'{jobset["metadata"]["name"]}-store-0-0.{network["subdomain"]}'
     assert args.rdzv_endpoint == f'{first}:{serves.port}'
+    assert serves.nodes == int(args.nnodes)
 
 
 def test_the_store_is_on_a_node_that_does_not_train(jobset: dict[str, Any]) -> None:
