@@ -187,7 +187,7 @@ class Leader:
 
     async def _find_store(self) -> _Store:
         line = await self._connect(self._its_port)
-        branch = None if self._is_branch else await branches.next_of(line)
+        branch = None if self._is_branch else await self._branch_of(line)
         if branch is not None:
             try:
                 through_it = await self._connect(branch)
@@ -197,6 +197,14 @@ class Leader:
                 line.close()
                 return _Store(through_it, partial(self._connect, branch))
         return _Store(line, partial(self._connect, self._its_port))
+
+    async def _branch_of(self, line: Line) -> int | None:
+        try:
+            async with asyncio.timeout(_TO_CONNECT_S):
+                return await branches.next_of(line)
+        except OSError:  # it does not answer any more
+            line.close()
+            raise
 
     async def _connect(self, port: int) -> Line:
         async with asyncio.timeout(_TO_CONNECT_S):

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Branches ask a store for the leaders of many nodes; all processes are real."""
 
+import queue
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
 
 import psutil
@@ -127,6 +129,32 @@ def test_a_store_that_dies_is_lost_to_all_nodes(leaders: list[Leader], server: S
             wait.result(WAIT_S)
     with pytest.raises(DistError):
         idle.num_keys()
+
+
+def test_a_store_that_falls_silent_before_its_branches_are_known_is_asked_again() -> None:
+    greeting, ping = 5, 5
+    arrivals: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+
+    def greet_and_fall_silent() -> None:
+        while True:
+            sock, _ = listening.accept()
+            while len(sock.recv(greeting + ping, socket.MSG_PEEK)) < greeting + ping:
+                pass
+            sock.sendall(sock.recv(greeting + ping)[-4:])
+            arrivals.put(sock)
+
+    with socket.create_server(('127.0.0.1', 0)) as listening:
+        threading.Thread(target=greet_and_fall_silent, daemon=True).start()
+        port = listening.getsockname()[1]
+        with closing(Leader(port)) as leader:
+
+            def ask() -> None:
+                with suppress(DistError):  # in the end
+                    leader.connect()
+
+            threading.Thread(target=ask, daemon=True).start()
+            kept = [arrivals.get(timeout=WAIT_S) for _ in range(2)]
+            assert kept[0].recv(64), 'it was asked for its branches'
 
 
 def test_branches_end_with_who_started_them(server: Server) -> None:
