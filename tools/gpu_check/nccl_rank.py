@@ -100,7 +100,6 @@ class Rank:
         """All cycles from the first of this process on."""
         cycle = self._trial.cycle
         if cycle:
-            self._store.set(f'joins/{cycle - 1}', '')
             self._renew(cycle - 1)
             self._store.set(f'renewed/{cycle - 1}/{self._trial.rank}', '')
         else:
@@ -108,21 +107,22 @@ class Rank:
         while (victim := self._next_victim(cycle)) >= 0:
             if victim == self._trial.rank:
                 time.sleep(_TIMEOUT.total_seconds())  # to be killed
-            self._survive(cycle)
+            self._survive(cycle, victim)
             cycle += 1
 
     def _next_victim(self, cycle: int) -> int:
         self._store.set(f'ready/{cycle}/{self._trial.rank}', '')
         return int(self._store.get(f'victim/{cycle}'))
 
-    def _survive(self, cycle: int) -> None:
+    def _survive(self, cycle: int, victim: int) -> None:
         self._store.wait([f'killed/{cycle}'], _WAIT)
         ended_by, unblock_s = self._wait_for_the_dead()
         next_send = self._outcome(self._ring)
         left_open = len(_world.pg_coalesce_state)
         if not self._trial.mend:
             _world.pg_coalesce_state.clear()
-        self._store.wait([f'joins/{cycle}'], _WAIT)  # the time of its start is no part of ours
+        # The time that its successor takes to start is no part of ours.
+        self._store.wait([f'renewing/{cycle}/{victim}'], _WAIT)
         measured = Measured(
             cycle=cycle,
             rank=self._trial.rank,
@@ -171,6 +171,7 @@ class Rank:
 
     def _renew(self, cycle: int) -> float:
         """Seconds to connect all groups anew; they must work then."""
+        self._store.set(f'renewing/{cycle}/{self._trial.rank}', '')
         began = time.monotonic()
         self._process_groups.renew(PrefixStore(f'epoch{cycle}', self._store), None, _WAIT)
         self._synchronize()

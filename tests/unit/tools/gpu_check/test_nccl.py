@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trial that must fail shows something only where it fails at what it is there for.
+
+Over gloo, where nothing stays open: real ranks are killed, and what goes wrong is brought about.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tools.gpu_check import nccl
+from tools.gpu_check.settings import Settings
+from tools.lab.launch import ROOT
+
+PATCH = """
+from moevement_ext.regroup import process_groups
+
+def instead(*arguments):
+    {body}
+
+process_groups.{name} = instead
+"""
+
+
+def control(tmp_path: Path) -> tuple[str, list[str]]:
+    return nccl.control(Settings(tmp_path, tmp_path, gpu=False))
+
+
+def put_in_place(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, body: str = 'pass'
+) -> None:
+    """Have all ranks run something else than a part of the product, from their start."""
+    (folder / 'sitecustomize.py').write_text(PATCH.format(name=name, body=body))
+    monkeypatch.setenv('PYTHONPATH', os.pathsep.join([str(folder), str(ROOT)]))
+
+
+def test_groups_that_are_not_connected_anew_are_what_must_go_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_place(monkeypatch, tmp_path, 'ProcessGroups.renew')
+    wrong, problems = control(tmp_path)
+    assert (wrong.startswith('rank '), problems) == (True, [])
+
+
+def test_connecting_anew_that_hangs_has_a_time_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_place(monkeypatch, tmp_path, 'ProcessGroups.renew', 'import time; time.sleep(50)')
+    monkeypatch.setattr(nccl, '_OPEN_LIMIT_S', 0.5)
+    assert control(tmp_path) == ('not all were renewed/0 within 0.5 s', [])
+
+
+def test_a_slow_start_shows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, '_LIMIT_S', 0.1)
+    shown, (problem,) = control(tmp_path)
+    assert (shown, 'not all were ready/0 within 0.1 s' in problem) == ('shown nothing', True)
+
+
+def test_a_successor_that_does_not_start_shows_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_place(monkeypatch, tmp_path, 'stand_in_for', 'raise SystemExit(7)')
+    shown, (problem,) = control(tmp_path)
+    assert (shown, 'rank 1 ended with exit status 7' in problem) == ('shown nothing', True)
+
+
+def test_groups_that_all_come_back_show_nothing(tmp_path: Path) -> None:
+    shown, (problem,) = control(tmp_path)
+    assert (shown, 'but all came back' in problem) == ('shown nothing', True)
