@@ -4,12 +4,16 @@
 Megatron-Core asks for CUDA devices by name. `install()` redirects those requests to the CPU and
 mends the few places that assume more. It changes nothing on a machine that has a GPU.
 
+Transformer Engine, where it is installed, computes on a GPU only. Upstream takes parts of it for any
+job as soon as it can be imported (the router's product, the gradient norm, Adam), so it is hidden.
+
 Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
 """
 
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +43,8 @@ def needed() -> bool:
 def install() -> None:
     """Redirect CUDA requests to the CPU. To be called before the first megatron import."""
     os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
+    # An import of it fails from now on, unless this process has imported it before.
+    sys.modules.setdefault('transformer_engine', None)  # type: ignore[arg-type]
     _redirect_devices()
     _redirect_cuda_module()
     _redirect_streams()
