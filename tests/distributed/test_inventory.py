@@ -89,7 +89,7 @@ def check_operators_partition_the_model(rank: Inventory) -> None:
     assert rank['same'], 'operators hold the tensors of the model, not copies'
 
 
-def check_kinds(rank: Inventory, moe_layers: set[int], local: int) -> None:
+def check_kinds(rank: Inventory, moe_layers: set[int], local: int, grouped: bool = False) -> None:
     """Experts are named by their global index, on the rank that upstream places them on."""
     here = sorted(moe_layers & set(rank['layers']))
     first = rank['place']['expert'] * local
@@ -104,7 +104,10 @@ def check_kinds(rank: Inventory, moe_layers: set[int], local: int) -> None:
     for name in experts:
         expert = int(name.split('expert')[1]) - first
         for parameter in rank['operators'][name][1]:
-            assert f'.local_experts.{expert}.' in parameter
+            if grouped:
+                assert parameter.endswith(f'.weight{expert}')
+            else:
+                assert f'.local_experts.{expert}.' in parameter
 
 
 def check_buffers(rank: Inventory, router_bias: bool) -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer Engine itself has the rules that its stand-ins on the CPU have."""
+"""Transformer Engine itself has the rules that its stand-ins on the CPU have: its kernels.
+
+What shows without them is in `tests/transformer_engine`.
+"""
 
 import importlib.util
 from collections.abc import Iterator
@@ -12,7 +15,6 @@ from torch.distributed import HashStore
 from megatron.moevement.state import stored
 from tests.stand_ins import rules
 from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam
-from tests.stand_ins.grouped_linear import GroupedLinear
 from tests.stand_ins.random_states import GeneratorsTracker
 
 pytestmark = [
@@ -26,7 +28,6 @@ pytestmark = [
 
 CLOSE = {'rtol': 1e-5, 'atol': 1e-6}
 """Kernels add up in another order."""
-CLOSE_IN_BF16 = {'rtol': 2e-2, 'atol': 2e-2}
 CLOSE_IN_FP8 = {'rtol': 1e-1, 'atol': 1e-2}
 
 
@@ -35,21 +36,6 @@ def real() -> Any:
     import transformer_engine.pytorch as te
 
     return te
-
-
-def _check_arguments(stand_in: Any, real: Any) -> None:
-    """The real one takes all that the stand-in takes, with the same defaults."""
-    taken = rules.arguments(real)
-    assert {name: taken.get(name, 'not taken') for name in rules.arguments(stand_in)} == (
-        rules.arguments(stand_in)
-    )
-
-
-def test_adam_takes_the_same_arguments(real: Any) -> None:
-    _check_arguments(FusedAdam, real.optimizers.FusedAdam)
-    _check_arguments(FusedAdam.initialize_state, real.optimizers.FusedAdam.initialize_state)
-    assert real.optimizers.FusedAdam.__name__ == FusedAdam.__name__
-    assert not issubclass(real.optimizers.FusedAdam, torch.optim.Adam)
 
 
 @pytest.mark.parametrize('adam_w_mode', [True, False])
@@ -61,11 +47,6 @@ def test_adam_has_the_same_state_and_rules(real: Any, adam_w_mode: bool) -> None
     assert all(type(step) in (int, type(None)) for step in found.steps)
     assert found._replace(values={}, steps=[]) == expected[0]._replace(values={}, steps=[])
     torch.testing.assert_close(found.values, expected[0].values, **CLOSE)
-
-
-def test_adam_keeps_masters_in_the_same_form(real: Any) -> None:
-    found = rules.masters_of_adam(real.optimizers.FusedAdam, 'cuda')
-    assert found == rules.masters_of_adam(FusedAdam, 'cpu')
 
 
 @pytest.mark.parametrize('name', rules.FORMATS)
@@ -175,13 +156,12 @@ def test_delayed_scaling_has_the_same_state_and_rules(real: Any) -> None:
 
     from tests.stand_ins import fp8_compute, scaling_rules
 
-    asked = {'margin': 1, 'amax_history_len': 4, 'amax_compute_algo': 'max'}
-    recipe = DelayedScaling(fp8_format=Format.HYBRID, **asked)
+    recipe = DelayedScaling(fp8_format=Format.HYBRID, **scaling_rules.ASKED)
     layer = real.Linear(32, 32, bias=False, params_dtype=torch.bfloat16)
     found = scaling_rules.facts_of_scaling(
         layer, lambda: real.fp8_autocast(enabled=True, fp8_recipe=recipe), 'cuda'
     )
-    stand_in = fp8_compute.Recipe(True, fp8_compute.E5M2, **asked)
+    stand_in = fp8_compute.Recipe(True, fp8_compute.E5M2, **scaling_rules.ASKED)
     expected = scaling_rules.facts_of_scaling(
         fp8_compute.Linear(), lambda: fp8_compute.autocast(stand_in, None), 'cpu'
     )
@@ -191,45 +171,6 @@ def test_delayed_scaling_has_the_same_state_and_rules(real: Any) -> None:
         torch.testing.assert_close(
             found.values[name][..., :used], value[..., :used], **CLOSE_IN_FP8
         )
-
-
-@pytest.mark.parametrize(
-    'wanted',
-    [(True, True, True), (True, False, True), (False, True, True), (False, False, False)],
-)
-def test_grouped_layer_asks_the_same_weight(real: Any, wanted: tuple[bool, ...]) -> None:
-    make = {'init_method': torch.nn.init.zeros_, 'params_dtype': torch.bfloat16}
-    stand_in = GroupedLinear(3, 16, 32, **make)
-    layer = real.GroupedLinear(3, 16, 32, bias=False, **make)
-    names = [name for name, _ in stand_in.named_parameters()]
-    assert [name for name, _ in layer.named_parameters()] == names
-    found = rules.gradients_of_grouped(layer, wanted)
-    expected = rules.gradients_of_grouped(stand_in, wanted)
-    assert [one is None for one in found] == [one is None for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        if one is not None:
-            torch.testing.assert_close(one, other, **CLOSE_IN_BF16)
-
-
-@pytest.mark.parametrize('wants', [True, False])
-def test_grouped_layer_delays_gradients_in_the_same_way(real: Any, wants: bool) -> None:
-    make = {'init_method': torch.nn.init.zeros_, 'params_dtype': torch.bfloat16}
-    layer = real.GroupedLinear(3, 16, 32, bias=False, delay_wgrad_compute=True, **make)
-    stand_in = GroupedLinear(3, 16, 32, delay_wgrad_compute=True, **make)
-    found = rules.delayed_gradients_of_grouped(layer, [wants] * 3)
-    expected = rules.delayed_gradients_of_grouped(stand_in, [wants] * 3)
-    assert found['hooks'] == expected['hooks'] and found['marked'] == expected['marked']
-    if wants:
-        for one, other in zip(found['gradients'], expected['gradients'], strict=True):
-            torch.testing.assert_close(one, other, **CLOSE_IN_BF16)
-    else:  # newer versions of a grouped layer do not mind an empty queue
-        assert found['gradients'] == [None] * 3
-
-
-def test_linear_layer_minds_an_empty_queue(real: Any) -> None:
-    layer = real.Linear(16, 32, bias=False, params_dtype=torch.bfloat16, delay_wgrad_compute=True)
-    with pytest.raises(RuntimeError, match='empty'):
-        layer.backward_dw()
 
 
 def test_random_numbers_are_tracked_by_the_same_rules() -> None:

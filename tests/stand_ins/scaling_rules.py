@@ -8,6 +8,9 @@ import torch
 
 from megatron.moevement.state import scaling
 
+ASKED: dict[str, Any] = {'margin': 1, 'amax_history_len': 4, 'amax_compute_algo': 'max'}
+"""Of a recipe."""
+
 
 class ScalingFacts(NamedTuple):
     """What a linear layer with delayed scaling keeps over three passes and an evaluation."""

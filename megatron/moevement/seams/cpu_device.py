@@ -4,8 +4,8 @@
 Megatron-Core asks for CUDA devices by name. `install()` redirects those requests to the CPU and
 mends the few places that assume more. It changes nothing on a machine that has a GPU.
 
-Transformer Engine, where it is installed, computes on a GPU only. Upstream takes parts of it for any
-job as soon as it can be imported (the router's product, the gradient norm, Adam), so it is hidden.
+Transformer Engine, where it is installed, computes on a GPU only. Upstream takes parts of it for
+any job as soon as it can be imported (the router's product, Adam), so it is hidden.
 
 Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
 """
