@@ -31,21 +31,27 @@ def run(settings: Settings) -> Findings:
     for connections in _CONNECTIONS if settings.gpu else _CONNECTIONS[:1]:
         results = folder / f'connections-{connections}.xml'
         environment = {**os.environ, 'CUDA_DEVICE_MAX_CONNECTIONS': connections}
-        arguments = command(ROOT / 'tests' / 'gpu', results, left_out)
+        arguments = command(_tests(left_out), results, left_out)
         code = subprocess.run(arguments, cwd=ROOT, env=environment).returncode
         found = counts(results.read_text('utf-8')) if results.exists() else {}
         figures |= {f'{name}_{connections}': count for name, count in found.items()}
         not_run = not found.get('tests') or (settings.gpu and found['skipped'])
         if code or not_run:
             problems.append(
-                f'CUDA_DEVICE_MAX_CONNECTIONS={connections}: pytest tests/gpu ended with exit '
-                f'status {code}: {found or "no results"}'
+                f'CUDA_DEVICE_MAX_CONNECTIONS={connections}: pytest ended with exit status {code}: '
+                f'{found or "no results"}'
             )
     return Findings(figures, problems)
 
 
+def _tests(left_out: Sequence[str]) -> list[Path]:
+    """Those that need a GPU, and those of Transformer Engine's rules that run its kernels there."""
+    rules = ROOT / 'tests' / 'transformer_engine' / 'test_rules.py'
+    return [ROOT / 'tests' / 'gpu', *([] if 'transformer_engine' in left_out else [rules])]
+
+
 def command(
-    tests: Path, results: Path, left_out: Sequence[str], longest_s: int = _LONGEST_S
+    tests: Sequence[Path], results: Path, left_out: Sequence[str], longest_s: int = _LONGEST_S
 ) -> list[str]:
     """What runs the tests.
 
@@ -53,13 +59,18 @@ def command(
     reaches it, and the stage would end without a word.
 
     Args:
-        tests: folder or file.
+        tests: folders and files.
         results: JUnit file.
         left_out: markers of tests that are not run.
         longest_s: seconds that a test may take.
     """
-    arguments = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', str(tests)]
-    arguments += [f'--timeout={longest_s}', '--timeout-method=thread', f'--junit-xml={results}']
+    arguments = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider']
+    arguments += [
+        *map(str, tests),
+        f'--timeout={longest_s}',
+        '--timeout-method=thread',
+        f'--junit-xml={results}',
+    ]
     if left_out:
         arguments += ['-m', ' and '.join(f'not {marker}' for marker in left_out)]
     return arguments

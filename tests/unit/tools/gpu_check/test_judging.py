@@ -187,7 +187,7 @@ def test_that_waits_where_no_signal_reaches_it():
 def test_a_test_that_hangs_is_named_long_before_the_stage_must_end(tmp_path: Path) -> None:
     hanging = tmp_path / 'test_hanging.py'
     hanging.write_text(HANGS)
-    command = own_tests.command(hanging, tmp_path / 'results.xml', [], longest_s=2)
+    command = own_tests.command([hanging], tmp_path / 'results.xml', [], longest_s=2)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     assert 'in test_that_waits_where_no_signal_reaches_it' in done.stdout + done.stderr
