@@ -30,19 +30,27 @@ _GPU_BYTES, _CPU_BYTES = 6 << 30, 64 << 20
 
 
 def run(settings: Settings) -> Findings:
-    """Measure with each number of connections, then the product."""
+    """Measure with each number of connections, then the product; what fails costs its figures."""
     folder = settings.folder('copies')
     figures: dict[str, Any] = {}
     problems: list[str] = []
     for connections in _CONNECTIONS:
-        probed = _probe(settings, connections, folder / f'probe-{connections}.json')
+        try:
+            probed = _probe(settings, connections, folder / f'probe-{connections}.json')
+        except LabError as error:
+            problems.append(f'the figures with connections={connections} are missing: {error}')
+            continue
         figures |= {f'{name}_{connections}': probed[name] for name in _SHOWN}
         figures[f'small_p99_ms_{connections}'] = probed['paced']['small_copy']['p99_ms']
         figures[f'connections_{connections}'] = probed
         if settings.gpu:
             problems += [f'connections={connections}: {text}' for text in judge(probed)]
     if settings.gpu:
-        capture, code = _capture(settings, folder / 'capture.json')
+        try:
+            capture, code = _capture(settings, folder / 'capture.json')
+        except LabError as error:
+            problems.append(f'busy_over_limit is missing: {error}')
+            return Findings(figures, problems)
         figures |= {'busy_over_limit': capture['busy_over_limit'], 'capture': capture}
         problems += ['what was captured is not the state at its iteration'] if code else []
         problems += judge_capture(capture)
@@ -76,20 +84,30 @@ def judge_capture(capture: dict[str, Any]) -> list[str]:
 def _probe(settings: Settings, connections: str, target: Path) -> dict[str, Any]:
     device, size = ('gpu', _GPU_BYTES) if settings.gpu else ('cpu', _CPU_BYTES)
     command = ['tools.gpu_check.copy_probe', str(settings.memory), device, str(size), str(target)]
-    code = _run(command, CUDA_DEVICE_MAX_CONNECTIONS=connections)
+    code, why = _run(command, target, CUDA_DEVICE_MAX_CONNECTIONS=connections)
     if code or not target.exists():
-        raise LabError(f'the copy probe ended with exit status {code}; its last lines say why')
+        raise LabError(f'the copy probe ended with exit status {code}: {why}')
     return msgspec.json.decode(target.read_bytes())
 
 
 def _capture(settings: Settings, target: Path) -> tuple[dict[str, Any], int]:
     command = ['tools.bench.gpu_copy', '--dir', str(settings.memory), '--state-gib', '10']
-    code = _run([*command, '--repeats', '3', '--json', str(target)])
+    code, why = _run([*command, '--repeats', '3', '--json', str(target)], target)
     if not target.exists():
-        raise LabError(f'tools.bench.gpu_copy ended with exit status {code}')
+        raise LabError(f'tools.bench.gpu_copy ended with exit status {code}: {why}')
     return msgspec.json.decode(target.read_bytes()), code
 
 
-def _run(module: list[str], **environment: str) -> int:
+def _run(module: list[str], target: Path, **environment: str) -> tuple[int, str]:
+    """Exit status, and the last line of its errors, which are shown and stay beside `target`."""
     command = [sys.executable, '-m', *module]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}).returncode
+    log = target.with_suffix('.log')
+    with log.open('wb') as errors:
+        try:
+            environment = {**os.environ, **environment}
+            code = subprocess.run(command, cwd=ROOT, env=environment, stderr=errors).returncode
+        finally:
+            said = log.read_text('utf-8', errors='replace')
+            print(said, end='', file=sys.stderr, flush=True)
+    lines = said.strip().splitlines()
+    return code, lines[-1] if lines else 'it did not say why'
