@@ -28,6 +28,12 @@ _WIDTH = 100
 CHECKED = (
     ('torch 2.15.0, gloo', '0.19.2', 'none', 'all tests but `tests/gpu`, on the CPU'),
     ('torch 2.14.1, gloo', '0.19.2', 'none', 'all tests but `tests/gpu`, on the CPU'),
+    (
+        'torch 2.14.1, without a GPU',
+        '0.19.2',
+        '2.20.2',
+        'tests/transformer_engine: what shows without its kernels',
+    ),
     ('torch of the Dockerfile, NCCL', '0.19.2', 'of the Dockerfile', 'nothing yet'),
 )
 """PyTorch and backend, megatron-core, Transformer Engine; what checks them together."""

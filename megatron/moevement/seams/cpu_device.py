@@ -15,6 +15,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -43,8 +44,8 @@ def needed() -> bool:
 def install() -> None:
     """Redirect CUDA requests to the CPU. To be called before the first megatron import."""
     os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
-    # An import of it fails from now on, unless this process has imported it before.
-    sys.modules.setdefault('transformer_engine', None)  # type: ignore[arg-type]
+    if 'transformer_engine' not in sys.modules and find_spec('transformer_engine') is not None:
+        sys.modules['transformer_engine'] = None  # type: ignore[assignment]  # imports of it fail
     _redirect_devices()
     _redirect_cuda_module()
     _redirect_streams()
