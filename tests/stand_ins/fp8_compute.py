@@ -4,7 +4,8 @@
 What goes into a product, and the gradient of what comes out, is rounded to fp8 by a scale. With
 delayed scaling that is worked out from the largest values of earlier passes, which each module
 keeps in `fp8_meta`; with tensorwise scaling from the tensor itself. The products are those of torch
-with what the bytes stand for. `tests/gpu/test_stand_ins.py` compares the two.
+with what the bytes stand for. `tests/transformer_engine` and `tests/gpu/test_stand_ins.py` compare
+the two.
 """
 
 from collections.abc import Iterator

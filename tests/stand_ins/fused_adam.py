@@ -2,7 +2,8 @@
 """Adam with the state and the rules of Transformer Engine's FusedAdam, by operations of torch.
 
 Its kernels need a GPU, and round otherwise: what is alike is where the state lies and in which
-form, what a step counts, and what is left alone. `tests/gpu/test_stand_ins.py` compares the two.
+form, what a step counts, and what is left alone. `tests/transformer_engine` and
+`tests/gpu/test_stand_ins.py` compare the two.
 """
 
 from collections.abc import Iterable, Iterator

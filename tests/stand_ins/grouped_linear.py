@@ -3,7 +3,7 @@
 
 Its weights are computed with in one call, which asks the first alone whether gradients of weights
 are wanted. They can be computed later: then a backward pass puts aside what they are made of, and
-`backward_dw` computes the oldest. `tests/gpu/test_stand_ins.py` compares the two.
+`backward_dw` computes the oldest. `tests/transformer_engine` compares the two.
 """
 
 from collections import deque

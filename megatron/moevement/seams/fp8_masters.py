@@ -5,7 +5,7 @@ Upstream's `--main-params-dtype` has no name for them, so a flag of this package
 update is computed in fp32, as with any other master, and what is too small to change a number of 8
 bits is lost.
 
-Checked against megatron-core 0.19.2 and, by reading, Transformer Engine 2.1 to 2.18.
+Checked against megatron-core 0.19.2 and, by reading, Transformer Engine 2.1 to 2.18, 2.20.
 """
 
 import argparse

@@ -7,7 +7,7 @@ every module changes them, of frozen operators too, and so does an evaluation, w
 repeats: they are captured in every slot. The other recipes scale by what they are about to round,
 and keep nothing.
 
-Checked against megatron-core 0.19.2 and Transformer Engine 2.1 to 2.18.
+Checked against megatron-core 0.19.2 and Transformer Engine 2.1 to 2.18, 2.20.
 """
 
 from collections.abc import Iterator, Sequence

@@ -6,7 +6,7 @@ once more: an fp8 state that went through them may be another. Weights in fp8 ar
 masters with scales that all ranks agree on; the transposed copies of them, with which gradients are
 computed, upstream makes anew when it gathers them.
 
-Checked against megatron-core 0.19.2 and Transformer Engine 2.1 to 2.18.
+Checked against megatron-core 0.19.2 and Transformer Engine 2.1 to 2.18, 2.20.
 """
 
 from typing import Any

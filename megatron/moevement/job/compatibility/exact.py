@@ -204,8 +204,9 @@ EXACT = (
           'moe_latent_size moe_apply_probs_on_input moe_router_padding_for_quantization '
           'moe_router_padding_for_fp8 moe_enable_routing_replay'),
     group('grouped experts',
-          'test_experts_of_a_grouped_layer_thaw_together; else by reasoning, as they need '
-          'Transformer Engine.', 'moe_grouped_gemm'),
+          'test_experts_of_a_grouped_layer_thaw_together, and of the real layers '
+          'test_experts_of_a_group_thaw_together; else by reasoning, as their kernels need a GPU.',
+          'moe_grouped_gemm'),
     # Recomputation
     group('full recomputation', f'{_FLAGS}[block-recompute]',
           'recompute_granularity recompute_method recompute_num_layers'),
