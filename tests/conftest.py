@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests marked `thorough` run with `--thorough`, or when they are named on the command line."""
+"""Tests marked `thorough` run with `--thorough`, or when they are named on the command line.
+
+On a machine without a GPU those of Transformer Engine run by themselves: beside them, others would
+have it, too, whose jobs do not.
+"""
+
+from pathlib import Path
 
 import pytest
 
+from megatron.moevement.seams import cpu_device
 from moevement_ext.process.name_lookups import ask_again_soon
 
 ask_again_soon()  # this process has stores, too, whose time to connect is short
@@ -12,6 +19,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         '--thorough', action='store_true', help='also tests of cases that others nearly cover'
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test is imported."""
+    folders = [Path(arg.partition('::')[0]).absolute().parts for arg in config.args]
+    alone = all('transformer_engine' in folder for folder in folders)
+    if cpu_device.needed() and not alone:
+        cpu_device.hide_transformer_engine()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

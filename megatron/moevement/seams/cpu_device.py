@@ -44,11 +44,16 @@ def needed() -> bool:
 def install() -> None:
     """Redirect CUDA requests to the CPU. To be called before the first megatron import."""
     os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
-    if 'transformer_engine' not in sys.modules and find_spec('transformer_engine') is not None:
-        sys.modules['transformer_engine'] = None  # type: ignore[assignment]  # imports of it fail
+    hide_transformer_engine()
     _redirect_devices()
     _redirect_cuda_module()
     _redirect_streams()
+
+
+def hide_transformer_engine() -> None:
+    """Have an import of it fail from now on, unless this process has imported it before."""
+    if 'transformer_engine' not in sys.modules and find_spec('transformer_engine') is not None:
+        sys.modules['transformer_engine'] = None  # type: ignore[assignment]
 
 
 @functools.cache

@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[5]
 RESTART = """
 from types import SimpleNamespace
 import torch
+from megatron.moevement.seams import cpu_device
+cpu_device.hide_transformer_engine()
 asked, torch.cuda.is_available = torch.cuda.is_available, lambda: {gpu}
 import pretrain_gpt
 torch.cuda.is_available = asked  # the optimizer below is on the CPU
