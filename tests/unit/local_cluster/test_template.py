@@ -84,7 +84,7 @@ def test_what_a_worker_starts_anew_imports_the_program_as_its_main_file(
 
 def test_all_start_again_with_the_new_store(job: Job) -> None:
     job.finish_when = lambda: len(job.started()) == 4
-    assert job.run('1.0=kill', nodes=2, fork=True, survive=False) == 0
+    assert job.run('1.0=kill:life-0.0', nodes=2, fork=True, survive=False) == 0
     first, second = job.life(0), job.life(0, 1)
     assert first['env']['MASTER_PORT'] != second['env']['MASTER_PORT']
 
