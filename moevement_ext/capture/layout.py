@@ -5,13 +5,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from moevement_ext.memory.batches import in_batches
 from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.slot import Record, align_up
-from moevement_ext.plan.byte_planner import OperatorBytes, WindowPlan
+from moevement_ext.plan.byte_planner import OperatorTable, WindowPlan
 
 PIECE_BYTES = 32 * 2**20
 """Copies queued at once; what else is to be copied from the device waits behind two pieces."""
@@ -181,20 +182,18 @@ def _record(item: TensorSlice, offset: int) -> Record:
     )
 
 
-def operator_bytes(
+def operator_table(
     names: Sequence[str], ranks: Sequence[Mapping[str, tuple[int, int]]]
-) -> list[OperatorBytes]:
+) -> OperatorTable:
     """Sizes of all operators, as the planner takes them.
 
     Args:
         names: operators, in the order of the result.
-        ranks: for each rank of the stage, full and light bytes by operator.
+        ranks: for each rank of the stage, full and light bytes by operator that it holds.
     """
-    return [
-        OperatorBytes(
-            name,
-            tuple(rank.get(name, (0, 0))[0] for rank in ranks),
-            tuple(rank.get(name, (0, 0))[1] for rank in ranks),
-        )
-        for name in names
-    ]
+    places = {name: place for place, name in enumerate(names)}
+    sizes = np.zeros((2, len(names), len(ranks)), dtype=np.int64)
+    for number, held in enumerate(ranks):
+        rows = [places[name] for name in held]
+        sizes[:, rows, number] = np.array(list(held.values()), dtype=np.int64).reshape(-1, 2).T
+    return OperatorTable(list(names), *sizes)

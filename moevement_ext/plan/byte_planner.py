@@ -16,11 +16,15 @@ Called from the training thread, at start and at window boundaries.
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
 import numpy as np
 import xxhash
+
+type Operators = Sequence[OperatorBytes] | OperatorTable
+"""Of a stage group, in the order in which a window captures them."""
 
 Budget = int | Sequence[int]
 """Bytes one slot may hold: the same on every rank, or one entry for each rank."""
@@ -90,6 +94,34 @@ class OperatorBytes(msgspec.Struct, frozen=True):
                 )
 
 
+@dataclass(frozen=True, eq=False)
+class OperatorTable:
+    """Sizes of many operators on many ranks, for what would take too long one by one."""
+
+    names: list[str]
+    full: np.ndarray
+    """Bytes of master weights and optimizer moments, int64, shape [operators, ranks]."""
+    light: np.ndarray
+    """Bytes of compute weights, of the same shape; never more."""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @classmethod
+    def of(cls, operators: Operators) -> 'OperatorTable':
+        """Put operators together; a table is one already.
+
+        Raises:
+            InvalidOperators: one is there twice, or they are on different numbers of ranks.
+        """
+        if isinstance(operators, OperatorTable):
+            return operators
+        shape = (len(operators), _rank_count(operators))
+        full = np.array([operator.full for operator in operators], dtype=np.int64).reshape(shape)
+        light = np.array([operator.light for operator in operators], dtype=np.int64).reshape(shape)
+        return cls([operator.name for operator in operators], full, light)
+
+
 class WindowPlan(msgspec.Struct, frozen=True):
     """Names of the operators captured in full in each slot of a window.
 
@@ -116,20 +148,20 @@ class WindowPlan(msgspec.Struct, frozen=True):
         """The slot each operator is captured in full in."""
         return {name: index for index, slot in enumerate(self.slots) for name in slot}
 
-    def slot_bytes(self, operators: Sequence[OperatorBytes]) -> tuple[tuple[int, ...], ...]:
+    def slot_bytes(self, operators: Operators) -> tuple[tuple[int, ...], ...]:
         """Bytes captured in each slot on each rank, shape (window, ranks).
 
         Raises:
             InvalidOperators: `operators` are not the ones this plan was made for.
         """
-        by_name = {operator.name: operator for operator in operators}
-        if by_name.keys() != self.slot_of().keys() or len(by_name) != len(operators):
+        table = OperatorTable.of(operators)
+        places = {name: place for place, name in enumerate(table.names)}
+        if places.keys() != self.slot_of().keys():
             raise InvalidOperators('slot_bytes needs exactly the operators the plan was made for')
-        totals = _Totals([by_name[name] for slot in self.slots for name in slot])
+        order = [places[name] for slot in self.slots for name in slot]
+        totals = _Totals(table.full[order], table.light[order])
         ends = np.cumsum([0, *map(len, self.slots)])
-        return tuple(
-            tuple(int(size) for size in totals.slot(start, end)) for start, end in pairwise(ends)
-        )
+        return tuple(tuple(totals.slot(start, end).tolist()) for start, end in pairwise(ends))
 
     def digest(self) -> str:
         """16 hex digits that are equal on two ranks just when their plans are."""
@@ -139,13 +171,10 @@ class WindowPlan(msgspec.Struct, frozen=True):
 class _Totals:
     """Running sums over the ordered operators, from which any slot is priced in O(ranks)."""
 
-    def __init__(self, operators: Sequence[OperatorBytes]) -> None:
-        ranks = _rank_count(operators)
-        shape = (len(operators), ranks)
-        full = np.array([operator.full for operator in operators], dtype=np.int64).reshape(shape)
-        light = np.array([operator.light for operator in operators], dtype=np.int64).reshape(shape)
-        before = np.zeros((1, ranks), dtype=np.int64)
-        self.count, self.ranks = shape
+    def __init__(self, full: np.ndarray, light: np.ndarray) -> None:
+        """Both as in a table."""
+        self.count, self.ranks = full.shape
+        before = np.zeros((1, self.ranks), dtype=np.int64)
         self._full = np.concatenate([before, full.cumsum(axis=0)])
         self._end = self._full + light.sum(axis=0) - np.concatenate([before, light.cumsum(axis=0)])
 
@@ -160,7 +189,45 @@ class _Totals:
         return size
 
 
-def fewest_slots(operators: Sequence[OperatorBytes], budget: Budget) -> WindowPlan:
+class _Loads:
+    """Loads of a slot: bytes of a rank relative to its budget, scaled to the largest budget."""
+
+    def __init__(self, totals: _Totals, budgets: Sequence[int]) -> None:
+        self._totals = totals
+        self._budgets = budgets
+        self._reference = max(budgets, default=1)
+        self.least = self._of(totals.alone().max(axis=0, initial=0))
+        """Of the largest operator, alone in its slot."""
+        self.most = self._of(totals.slot(0, totals.count))
+        """Of everything in one slot."""
+
+    def filled(self, load: int, slots: int) -> list[int]:
+        """End of each slot when all are filled up to `load`, which is at least the least.
+
+        Ends after one slot more than `slots`.
+        """
+        shares = (min(load * own // self._reference, _UNLIMITED) for own in self._budgets)
+        return _fill(self._totals, np.fromiter(shares, np.int64, len(self._budgets)), slots)
+
+    def smallest(self, window: int, most: int) -> int:
+        """The smallest load that `window` slots suffice for, if `most` is one."""
+        smallest = self.least
+        while smallest < most:  # `bisect` knows no numbers beyond 64 bits
+            middle = (smallest + most) // 2
+            fits = len(self.filled(middle, window)) <= window
+            smallest, most = (smallest, middle) if fits else (middle + 1, most)
+        return smallest
+
+    def _of(self, sizes: np.ndarray) -> int:
+        """Rounded up to a byte, on the rank where it is largest."""
+        loads = (
+            -(-size * self._reference // own)
+            for size, own in zip(sizes.tolist(), self._budgets, strict=True)
+        )
+        return max(loads, default=0)
+
+
+def fewest_slots(operators: Operators, budget: Budget) -> WindowPlan:
     """The shortest window, in the given order, with no slot over budget on any rank.
 
     Among the plans of that length, one whose largest slot is smallest (see `balanced`).
@@ -168,20 +235,19 @@ def fewest_slots(operators: Sequence[OperatorBytes], budget: Budget) -> WindowPl
     Raises:
         InfeasiblePlan: one operator alone exceeds the budget.
     """
-    totals = _Totals(operators)
+    table = OperatorTable.of(operators)
+    totals = _Totals(table.full, table.light)
     budgets = _budget_per_rank(budget, totals.ranks)
     caps = np.array(budgets, dtype=np.int64)
     over = np.argwhere(totals.alone() > caps)
     if len(over):
         index, rank = (int(position) for position in over[0])
         needed = int(totals.alone()[index, rank])
-        raise InfeasiblePlan(operators[index].name, rank, needed, budgets[rank])
-    return balanced(operators, max(1, len(_fill(totals, caps))), budget)
+        raise InfeasiblePlan(table.names[index], rank, needed, budgets[rank])
+    return balanced(table, max(1, len(_fill(totals, caps, len(table)))), budget)
 
 
-def balanced(
-    operators: Sequence[OperatorBytes], window: int, budget: Budget | None = None
-) -> WindowPlan:
+def balanced(operators: Operators, window: int, budget: Budget | None = None) -> WindowPlan:
     """A plan of exactly `window` slots, in the given order, with the smallest largest slot.
 
     The largest slot is taken over slots and ranks. With a budget per rank, a rank's bytes count
@@ -191,50 +257,30 @@ def balanced(
     """
     if window < 1:
         raise ValueError(f'window is {window}; a window has at least one slot')
-    totals = _Totals(operators)
-    budgets = _budget_per_rank(1 if budget is None else budget, totals.ranks)
-    reference = max(budgets, default=1)
-
-    def caps(load: int) -> np.ndarray:
-        shares = [min(load * own // reference, _UNLIMITED) for own in budgets]
-        return np.array(shares, dtype=np.int64)
-
-    alone = totals.alone()
-
-    def fits(load: int) -> bool:
-        limit = caps(load)
-        return bool((alone <= limit).all()) and len(_fill(totals, limit)) <= window
-
-    everything = totals.slot(0, totals.count)
-    loads = (
-        -(-int(size) * reference // own) for size, own in zip(everything, budgets, strict=True)
-    )
-    most = max(loads, default=0)
-    smallest = 0
-    while smallest < most:  # `bisect` knows no numbers beyond 64 bits
-        middle = (smallest + most) // 2
-        smallest, most = (smallest, middle) if fits(middle) else (middle + 1, most)
-    ends = _fill(totals, caps(smallest))
-    names = [operator.name for operator in operators]
-    filled = [tuple(names[start:end]) for start, end in pairwise([0, *ends])]
+    table = OperatorTable.of(operators)
+    totals = _Totals(table.full, table.light)
+    loads = _Loads(totals, _budget_per_rank(1 if budget is None else budget, totals.ranks))
+    ends = loads.filled(loads.smallest(window, loads.most), window)
+    filled = [tuple(table.names[start:end]) for start, end in pairwise([0, *ends])]
     return WindowPlan(tuple(filled + [()] * (window - len(filled))))
 
 
-def largest_slots(operators: Sequence[OperatorBytes], longest: int) -> list[int]:
+def largest_slots(operators: Operators, longest: int) -> list[int]:
     """Bytes of the largest slot, over slots and ranks, with windows of 1, 2, ... `longest` slots.
 
     In the given order no plan of that many slots is within a lower budget.
     """
-    filled = max(1, min(longest, len(operators)))  # more slots than operators are empty
-    largest = [
-        max(max(slot, default=0) for slot in balanced(operators, window).slot_bytes(operators))
-        for window in range(1, filled + 1)
-    ]
-    return largest + largest[-1:] * (longest - filled)
+    table = OperatorTable.of(operators)
+    totals = _Totals(table.full, table.light)
+    loads = _Loads(totals, [1] * totals.ranks)
+    largest = [loads.most]
+    for window in range(2, longest + 1):
+        largest.append(loads.smallest(window, largest[-1]))
+    return largest
 
 
 def plan_stages(
-    stages: Sequence[Sequence[OperatorBytes]],
+    stages: Sequence[Operators],
     *,
     window: int | None,
     budget: int | Sequence[Budget],
@@ -257,7 +303,7 @@ def plan_stages(
     ]
 
 
-def bytes_over_budget(plan: WindowPlan, operators: Sequence[OperatorBytes], budget: Budget) -> int:
+def bytes_over_budget(plan: WindowPlan, operators: Operators, budget: Budget) -> int:
     """Most bytes by which a slot exceeds the budget of a rank; 0 if the plan is within budget.
 
     Divided by the bytes per second behind the budget this is the stall of the worst iteration.
@@ -301,7 +347,7 @@ def hideable_budget(
     return int(min(rate * iteration_s * hidden_fraction, _UNLIMITED))
 
 
-def window_bytes_bound(operators: Sequence[OperatorBytes], window: int) -> tuple[int, ...]:
+def window_bytes_bound(operators: Operators, window: int) -> tuple[int, ...]:
     """Bytes on each rank that no window of `window` slots exceeds, whatever the order.
 
     An operator is captured in full once and light at most `window` - 1 times. Host memory reserved
@@ -309,20 +355,18 @@ def window_bytes_bound(operators: Sequence[OperatorBytes], window: int) -> tuple
     """
     if window < 1:
         raise ValueError(f'window is {window}; a window has at least one slot')
-    return tuple(
-        sum(operator.full[rank] + (window - 1) * operator.light[rank] for operator in operators)
-        for rank in range(_rank_count(operators))
-    )
+    table = OperatorTable.of(operators)
+    return tuple((table.full.sum(axis=0) + (window - 1) * table.light.sum(axis=0)).tolist())
 
 
-def _fill(totals: _Totals, caps: np.ndarray) -> list[int]:
+def _fill(totals: _Totals, caps: np.ndarray, slots: int) -> list[int]:
     """End of each slot when every slot takes as many operators as fit under `caps` (ranks,).
 
-    Every operator must fit alone.
+    Every operator must fit alone. Ends after one slot more than `slots`.
     """
     ends: list[int] = []
     start = 0
-    while start < totals.count:
+    while start < totals.count and len(ends) <= slots:
 
         def over(end: int, start: int = start) -> bool:
             return bool((totals.slot(start, end) > caps).any())
@@ -332,7 +376,7 @@ def _fill(totals: _Totals, caps: np.ndarray) -> list[int]:
     return ends
 
 
-def _fewest_of_stage(index: int, operators: Sequence[OperatorBytes], budget: Budget) -> int:
+def _fewest_of_stage(index: int, operators: Operators, budget: Budget) -> int:
     try:
         return fewest_slots(operators, budget).window
     except InfeasiblePlan as error:

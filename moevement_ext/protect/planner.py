@@ -11,7 +11,7 @@ from itertools import chain, zip_longest
 import msgspec
 import xxhash
 
-from moevement_ext.capture.layout import TensorSlice, operator_bytes
+from moevement_ext.capture.layout import TensorSlice, operator_table
 from moevement_ext.capture.operators import Operators
 from moevement_ext.membership.place import Place
 from moevement_ext.membership.rank import Rank
@@ -24,7 +24,7 @@ from moevement_ext.memory.window.slot import (
     frame_bytes_bound,
 )
 from moevement_ext.plan.byte_planner import (
-    OperatorBytes,
+    OperatorTable,
     balanced,
     largest_slots,
     window_bytes_bound,
@@ -157,7 +157,7 @@ class Planner:
 
     def capacity(self, window: int, context_bytes: int) -> int:
         """Bytes of a window file of this rank that suffice for any plan of up to W slots."""
-        operators = operator_bytes(list(self._own.sizes), [self._own.sizes])
+        operators = operator_table(list(self._own.sizes), [self._own.sizes])
         payload = window_bytes_bound(operators, window)[0] + window * self._own.always
         frame = frame_bytes_bound(self._largest_header(window, context_bytes))
         needed = window_capacity([(payload, 0), *((0, frame) for _ in range(window))])
@@ -170,10 +170,10 @@ class Planner:
         light = sum(item.nbytes for operator in held for item in operator.light if _is_state(item))
         return full + (window - 1) * light
 
-    def _operators(self, shares: Mapping[str, float]) -> list[OperatorBytes]:
+    def _operators(self, shares: Mapping[str, float]) -> OperatorTable:
         """Operators of this stage in capture order, with their bytes on each of its ranks."""
         names = self._ordered(self._members, shares)
-        return operator_bytes(names, [member.sizes for member in self._members])
+        return operator_table(names, [member.sizes for member in self._members])
 
     @staticmethod
     def _ordered(members: Sequence[RankOperators], popularity: Mapping[str, float]) -> list[str]:

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_ext.capture.copier import Copier
-from moevement_ext.capture.layout import OperatorSlices, SlotLayout, operator_bytes
+from moevement_ext.capture.layout import OperatorSlices, SlotLayout, operator_table
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.pinning import pin
 from moevement_ext.memory.window.expected import Expected
@@ -259,7 +259,7 @@ def measure(device: torch.device, settings: Settings, directory: Path) -> CopyRe
 def _plan(state: State, bytes_per_s: float, iteration_s: float) -> WindowPlan:
     """The shortest window that hides, as `--sparse-ckpt-window auto` chooses it."""
     sizes = {name: (item.full_bytes, item.light_bytes) for name, item in state.operators.items()}
-    operators = operator_bytes(list(sizes), [sizes])
+    operators = operator_table(list(sizes), [sizes])
     budget = hideable_budget(bytes_per_s, iteration_s)
     return plan_stages([operators], window=None, budget=budget)[0]
 

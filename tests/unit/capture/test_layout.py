@@ -11,7 +11,7 @@ from moevement_ext.capture.layout import (
     SlotLayout,
     TensorSlice,
     in_pieces,
-    operator_bytes,
+    operator_table,
 )
 from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.window.slot import ALIGNMENT
@@ -168,14 +168,14 @@ def test_slots_are_exactly_as_large_as_planned(window: int) -> None:
         {name: (slices.full_bytes, slices.light_bytes) for name, slices in rank.items()}
         for rank in ranks
     ]
-    planned = operator_bytes([*OPERATORS], sizes)
+    planned = operator_table([*OPERATORS], sizes)
     plan = balanced(planned, window)
     for slot, expected in enumerate(plan.slot_bytes(planned)):
         assert expected == tuple(SlotLayout(plan, slot, rank).payload_bytes for rank in ranks)
 
 
 def test_sizes_are_in_the_order_of_the_names() -> None:
-    assert [item.name for item in operator_bytes(['b', 'a'], [{'a': (4, 2)}])] == ['b', 'a']
-    first, second = operator_bytes(['b', 'a'], [{'a': (4, 2)}, {'b': (6, 3)}])
-    assert (first.full, first.light) == ((0, 6), (0, 3))
-    assert (second.full, second.light) == ((4, 0), (2, 0))
+    table = operator_table(['b', 'a'], [{'a': (4, 2)}, {'b': (6, 3)}, {}])
+    assert table.names == ['b', 'a']
+    assert table.full.tolist() == [[0, 6, 0], [4, 0, 0]]
+    assert table.light.tolist() == [[0, 3, 0], [2, 0, 0]]
