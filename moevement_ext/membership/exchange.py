@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.distributed import Store, all_gather_object
+from torch.distributed import Store, all_gather_object, broadcast_object_list
 
 _COUNT_BYTES = 4
 _CHUNK_BYTES = (1 << 20) - _COUNT_BYTES
@@ -51,10 +51,26 @@ class Exchange:
             assert self._archive is not None  # else nobody could join
             return _left_by(self._archive, name, ranks)
         if self._archive is not None:
-            _leave(self._archive, name, torch.distributed.get_rank(), own)
+            leave(self._archive, name, torch.distributed.get_rank(), own)
         everyone: list[bytes] = [b''] * len(ranks)
         all_gather_object(everyone, own, group)
         return everyone
+
+    @staticmethod
+    def from_first(
+        own: bytes, ranks: Sequence[int], group: torch.distributed.ProcessGroup | None
+    ) -> bytes:
+        """What the first of some ranks gives; all of them call this, at the start of a job.
+
+        Args:
+            own: counts on the first.
+            ranks: as of `among`.
+            group: as of `among`.
+        """
+        given = [own]
+        if len(ranks) > 1:
+            broadcast_object_list(given, src=ranks[0], group=group)
+        return given[0]
 
     def all_agree(self, name: str, own: bool) -> bool:
         """True if it is true on every rank."""
@@ -62,8 +78,11 @@ class Exchange:
         return own and all(answer == b'1' for answer in answers)
 
 
-def _leave(store: Store, name: str, rank: int, own: bytes) -> None:
-    """Compressed, as names of operators repeat; the first chunk says how many there are."""
+def leave(store: Store, name: str, rank: int, own: bytes) -> None:
+    """Have what a rank gave in the store, for who joins.
+
+    Compressed, as names of operators repeat; the first chunk says how many there are.
+    """
     packed = zlib.compress(own)
     chunks = [packed[at : at + _CHUNK_BYTES] for at in range(0, len(packed), _CHUNK_BYTES)]
     for index in reversed(range(len(chunks))):  # whoever sees the first can have the others

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans the windows of this rank's stage from the bytes of every operator on each of its ranks.
+"""Plans the windows of a stage from the bytes of every operator on each of its ranks.
 
-Of other stages it needs little: every rank plans its own, and what all plans are computed from goes
-into the digest of the window.
+The first rank of a stage plans it, and so does one that joins a running job: the first may be the
+one that was lost. Of other stages little is needed; what all plans are computed from goes into the
+digest of the window.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from itertools import chain, zip_longest
 
 import msgspec
 import xxhash
+from torch.distributed import Store
 
 from moevement_ext.capture.layout import TensorSlice, operator_table
 from moevement_ext.capture.operators import Operators
@@ -30,7 +32,8 @@ from moevement_ext.plan.byte_planner import (
     window_bytes_bound,
 )
 from moevement_ext.plan.ordering import order_by_popularity
-from moevement_ext.protect.checkpointer import ScheduledPlan
+from moevement_ext.plan.replanning import PlanParameters
+from moevement_ext.protect.stage_plan import StagePlan, hand_out, handed_out, published
 
 
 class RankOperators(msgspec.Struct, frozen=True):
@@ -53,6 +56,8 @@ class RankSummary(msgspec.Struct, frozen=True):
     """It holds weights that other stages have, too."""
     family: int
     """Lowest of the ranks that hold the same state."""
+    names: int
+    """Bytes of the names of all operators of its stage, from the first rank of it."""
 
 
 class Planner:
@@ -76,20 +81,23 @@ class Planner:
             always=sum(item.always_bytes for item in operators.slices.values()),
         )
         encoded = msgspec.msgpack.encode(own)
+        self.place = place
+        self._own = own
+        self._operators_held = operators
+        self._exchange = rank.exchange
+        self.is_first = rank.number == place.members[0]
+        gathered = rank.exchange.among('operators', encoded, place.members, place.group)
+        self._members: list[RankOperators] = []
+        """Of the stage; empty where others plan it."""
+        if self.is_first or rank.exchange.joining:
+            self._members = [msgspec.msgpack.decode(item, type=RankOperators) for item in gathered]
         summary = RankSummary(
             stage=place.stage,
             operators=xxhash.xxh3_64_hexdigest(encoded),
             tied=bool(own.tied),
             family=min([rank.number, *place.replicas]),
+            names=sum(len(name) + 5 for name in self._all_names()),
         )
-        self.place = place
-        self._own = own
-        self._operators_held = operators
-        self._exchange = rank.exchange
-        self._members = [
-            msgspec.msgpack.decode(item, type=RankOperators)
-            for item in rank.exchange.among('operators', encoded, place.members, place.group)
-        ]
         self._ranks = [
             msgspec.msgpack.decode(item, type=RankSummary)
             for item in rank.exchange('ranks', msgspec.msgpack.encode(summary))
@@ -117,30 +125,70 @@ class Planner:
         """Stages that share weights; the embedding's, first and last one."""
         return frozenset(rank.stage for rank in self._ranks if rank.tied)
 
-    def schedule(self, origin: int, window: int, shares: Mapping[str, float]) -> ScheduledPlan:
-        """The plan of this rank's stage from iteration `origin` on.
-
-        Its digest is of all that the plans of all stages are computed from, so that windows of
-        ranks that plan differently never count as one.
+    def first_plan(self, window: int) -> StagePlan:
+        """What a job begins with, from iteration 0 on. Collective, but for who joins.
 
         Args:
-            origin: iteration whose state its first window begins with.
             window: W, of all stages.
-            shares: share of tokens by expert operator; unknown ones keep their order.
         """
+        parameters = PlanParameters(0, 0, window, {})
+        if self._exchange.joining:
+            return self.plan(parameters)
+        own = self.plan(parameters).packed() if self.is_first else b''
+        place = self.place
+        return StagePlan.unpacked(self._exchange.from_first(own, place.members, place.group))
+
+    def plan(self, parameters: PlanParameters) -> StagePlan:
+        """The plan of this stage. On its first rank, or one that joins.
+
+        Its digest is of all that the plans of all stages are computed from, so that windows of
+        ranks that plan differently never count as one. Experts without a share keep their order.
+        """
+        shares, window = parameters.shares, parameters.window
+        table = self._table(shares)
         everything = [[rank.operators for rank in self._ranks], window, sorted(shares.items())]
-        digest = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(everything))
-        return ScheduledPlan(origin, balanced(self._operators(shares), window), digest)
+        return StagePlan(
+            parameters.version,
+            parameters.origin,
+            balanced(table, window),
+            xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(everything)),
+            {name: shares[name] for name in table.names if name in shares},
+        )
+
+    def announced_plan(self, version: int, store: Store) -> StagePlan:
+        """Make the plan of a version that is or was in force; its stage's first rank hands it out.
+
+        Args:
+            version: of it.
+            store: of the replanners.
+        """
+        plan = self.plan(published(store, version))
+        if self.is_first:
+            hand_out(store, self.place.stage, plan)
+        return plan
+
+    def next_plan(self, version: int, store: Store) -> StagePlan | None:
+        """One that was announced; None: the first rank of the stage has handed none out as yet.
+
+        On the replanner's thread.
+
+        Args:
+            version: of it.
+            store: of the replanners.
+        """
+        if self.is_first:
+            return self.announced_plan(version, store)
+        return handed_out(store, self.place.stage, version)
 
     def compare_windows(self, longest: int) -> None:
         """Prepare `shortest_window`. Collective."""
-        always = max(member.always for member in self._members)
-        own = [size + always for size in largest_slots(self._operators({}), longest)]
+        own: list[int] = []
+        if self.is_first and not self._exchange.joining:
+            always = max(member.always for member in self._members)
+            own = [size + always for size in largest_slots(self._table({}), longest)]
         encoded = self._exchange('largest-slots', msgspec.msgpack.encode(own))
-        of_stage = dict(zip(self.stage_of, encoded, strict=True))
-        self._largest_slots = [
-            msgspec.msgpack.decode(item, type=list[int]) for item in of_stage.values()
-        ]
+        decoded = (msgspec.msgpack.decode(item, type=list[int]) for item in encoded)
+        self._largest_slots = [largest for largest in decoded if largest]
 
     def shortest_window(self, budget: int) -> int | None:
         """The fewest slots that are within `budget` bytes on every rank of every stage.
@@ -170,7 +218,7 @@ class Planner:
         light = sum(item.nbytes for operator in held for item in operator.light if _is_state(item))
         return full + (window - 1) * light
 
-    def _operators(self, shares: Mapping[str, float]) -> OperatorTable:
+    def _table(self, shares: Mapping[str, float]) -> OperatorTable:
         """Operators of this stage in capture order, with their bytes on each of its ranks."""
         names = self._ordered(self._members, shares)
         return operator_table(names, [member.sizes for member in self._members])
@@ -203,7 +251,7 @@ class Planner:
             for item in self._operators_held.slices.values()
             for part in (*item.full, *item.light, *item.always)
         ]
-        names = sum(len(name) + 5 for name in self._all_names())
+        names = max(rank.names for rank in self._ranks if rank.stage == self.place.stage)
         return SlotHeader(
             version=FORMAT_VERSION,
             run='0' * 16,

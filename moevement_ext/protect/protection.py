@@ -29,7 +29,8 @@ from moevement_ext.protect.disk_tier import GIGA, DiskSettings, DiskTier
 from moevement_ext.protect.lifecycle import WindowLife
 from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.planner import Planner
-from moevement_ext.protect.replanner import Replanner, published_plan
+from moevement_ext.protect.replanner import Replanner
+from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.replicate.host_memory import HostMemory, Share
 
@@ -77,41 +78,41 @@ class Protection:
         self._former_places = False
         self._statistics = CaptureStatistics(rank.events)
         longest = rank.config.longest_window
+        window = longest
         if rank.config.window == AUTO:
             planner.compare_windows(longest)
+            window = min(longest, _FIRST_WINDOW)
+        self._first_plan = planner.first_plan(window)
         capacity = planner.capacity(longest, context_bytes)
         self._disk: DiskTier | None = None
         self.memory = self._reserve(Share(rank.number, capacity, logged, disk=disk))
         self.memory.connect(partial(rank.exchange, 'addresses'))
 
     @property
-    def present(self) -> PlanParameters:
+    def present(self) -> ScheduledPlan:
         """The plan in force."""
-        schedule = self.checkpointer.schedule
-        return msgspec.structs.replace(self._parameters[schedule.version], origin=schedule.origin)
+        return self.checkpointer.schedule
 
-    def first_plan(self, iteration: int) -> PlanParameters:
+    def first_plan(self, iteration: int) -> StagePlan:
         """What a job begins with at `iteration`."""
-        window = self._rank.config.longest_window
-        if self._rank.config.window == AUTO:
-            window = min(window, _FIRST_WINDOW)
-        return PlanParameters(0, iteration, window, {})
+        return msgspec.structs.replace(self._first_plan, origin=iteration)
 
-    def agreed_plan(
-        self, version: int, origin: int, store: torch.distributed.Store
-    ) -> PlanParameters:
-        """The plan that a running job has in force.
+    def agreed_plan(self, version: int, origin: int, store: torch.distributed.Store) -> StagePlan:
+        """The plan that a running job has in force. By a process that joins it.
 
         Args:
             version: of the plan.
             origin: where its windows begin.
             store: the one that the others gave to `start`.
         """
-        return msgspec.structs.replace(published_plan(store, version), origin=origin)
+        if version == self._first_plan.version:
+            return self.first_plan(origin)
+        plan = self.planner.announced_plan(version, store)
+        return msgspec.structs.replace(plan, origin=origin)
 
     def start(
         self,
-        present: PlanParameters,
+        present: StagePlan,
         store: torch.distributed.Store,
         on_disk: WindowName | None = None,
         forget_former_places: bool = False,
@@ -127,7 +128,6 @@ class Protection:
                 joins: only who begins a life knows all ranks of the node.
         """
         self._former_places = forget_former_places
-        self._parameters: dict[int, PlanParameters] = {}
         rank, memory = self._rank, self.memory
         self._disk = self._disk_tier(store, on_disk)
         self._reached = memory.peer_addresses()
@@ -145,10 +145,16 @@ class Protection:
             self._operators.slices,
             self._operators.device,
             self.windows,
-            self._schedule(present),
+            present.schedule(),
         )
         self._replanner = Replanner(
-            store.clone(), rank.number, rank.world_size, present, self._decide, self._adopt
+            store.clone(),
+            rank.number,
+            rank.world_size,
+            present,
+            self._decide,
+            self.planner.next_plan,
+            self._adopt,
         )
         self._started = True
         rank.events.emit(self._description())
@@ -371,11 +377,6 @@ class Protection:
         """Bytes of host memory of this rank, by kind."""
         return msgspec.structs.asdict(self.memory.plan.ranks[self._rank.number])
 
-    def _schedule(self, parameters: PlanParameters) -> ScheduledPlan:
-        schedule = self.planner.schedule(parameters.origin, parameters.window, parameters.shares)
-        self._parameters[parameters.version] = parameters
-        return schedule._replace(version=parameters.version)
-
     def _decide(
         self, present: PlanParameters, loads: Sequence[WindowLoad]
     ) -> PlanParameters | None:
@@ -400,15 +401,15 @@ class Protection:
             )
         return window
 
-    def _adopt(self, parameters: PlanParameters) -> None:
+    def _adopt(self, plan: StagePlan) -> None:
         """On the replanner's thread."""
-        self.checkpointer.schedule_next(self._schedule(parameters))
+        self.checkpointer.schedule_next(plan.schedule())
         own = self._operators.slices
         self._rank.events.emit(
             Replanned(
-                origin=parameters.origin,
-                window=parameters.window,
-                version=parameters.version,
-                shares={name: share for name, share in parameters.shares.items() if name in own},
+                origin=plan.origin,
+                window=plan.plan.window,
+                version=plan.version,
+                shares={name: share for name, share in plan.shares.items() if name in own},
             )
         )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows the load of windows, and carries a new plan to all ranks.
 
-Every rank publishes what it saw in a window to the launcher's store; rank 0 decides; everybody
-takes the new plan over at the same, later window boundary. No training communicator is used, and
-ranks that learn of a plan too late only lose that window, because windows carry the plan's digest.
+Every rank publishes what it saw in a window to the launcher's store; rank 0 decides; the first rank
+of each stage plans it; everybody takes the new plan over at the same, later window boundary. No
+training communicator is used, and ranks that learn of a plan too late only lose that window,
+because windows carry the plan's digest.
 """
 
 import logging
@@ -16,6 +17,7 @@ import msgspec
 from torch.distributed import DistError, Store
 
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.protect.stage_plan import StagePlan, publish, published
 from moevement_ext.protect.store_connection import StoreConnection
 from moevement_ext.store.peek import peek
 
@@ -24,15 +26,6 @@ logger = logging.getLogger(__name__)
 _FIRST_POLL_SECONDS = 0.02
 _LAST_POLL_SECONDS = 0.32
 _COUNTS_KEPT = 4
-_VERSIONS_KEPT = 4  # in the store; the one in force is the newest or the one before
-
-
-def published_plan(store: Store, version: int) -> PlanParameters:
-    """The plan of a version that is or was in force in the job, from the store of its replanners.
-
-    Waits for it as long as the store does.
-    """
-    return msgspec.json.decode(store.get(_plan_key(version)), type=PlanParameters)
 
 
 class Replanner:
@@ -43,7 +36,8 @@ class Replanner:
         rank: of this process; rank 0 decides.
         world_size: number of ranks that publish.
         present: the plan to begin with.
-        decide: `decide_plan` with the settings of the run.
+        decide: `decide_plan` with the settings of the run; on rank 0.
+        next_plan: of this rank's stage, by its version and the store; None: not there as yet.
         adopt: called on the replanner's thread with each new plan.
     """
 
@@ -52,15 +46,19 @@ class Replanner:
         store: Store,
         rank: int,
         world_size: int,
-        present: PlanParameters,
+        present: StagePlan,
         decide: Callable[[PlanParameters, Sequence[WindowLoad]], PlanParameters | None],
-        adopt: Callable[[PlanParameters], None],
+        next_plan: Callable[[int, Store], StagePlan | None],
+        adopt: Callable[[StagePlan], None],
     ) -> None:
         self._connection = StoreConnection(store, 'so windows are not planned anew')
         self._rank = rank
         self._world_size = world_size
-        self._present = present
+        self._version = present.version
+        self._present = PlanParameters(present.version, present.origin, present.plan.window, {})
+        """On rank 0: what the next plan is compared with; without shares until they are read."""
         self._decide = decide
+        self._next_plan = next_plan
         self._adopt = adopt
         self._changed = threading.Condition()
         self._observed: WindowLoad | None = None
@@ -102,12 +100,9 @@ class Replanner:
             logger.warning('cannot re-plan', exc_info=True)
 
     def _begin(self) -> None:
-        if self._present.version == 0:  # the first plan has no shares, so all ranks may leave it
-            self._leave(self._present)
+        if self._rank == 0 and self._version > 0:  # the first plan has no shares
+            self._present = published(self._store, self._version)
         self._follow()  # a rank that joins a running job learns of the next plan
-
-    def _leave(self, plan: PlanParameters) -> None:
-        self._store.set(_plan_key(plan.version), msgspec.json.encode(plan).decode())
 
     @property
     def _store(self) -> Store:
@@ -144,9 +139,8 @@ class Replanner:
 
     def _announce(self, chosen: PlanParameters | None) -> None:
         if chosen is not None:
-            self._leave(chosen)
+            publish(self._store, chosen)
             self._store.set(_NEWEST, str(chosen.version))
-            self._store.delete_key(_plan_key(chosen.version - _VERSIONS_KEPT))
 
     def _loads(self) -> list[WindowLoad]:
         values = self._store.multi_get([f'load/{rank}' for rank in range(self._world_size)])
@@ -154,16 +148,18 @@ class Replanner:
 
     def _follow(self) -> None:
         newest = int(peek(self._store, _NEWEST) or 0)
-        if newest > self._present.version:
-            self._present = published_plan(self._store, newest)
-            self._adopt(self._present)
+        if newest <= self._version:
+            return
+        plan = self._next_plan(newest, self._store)
+        if plan is None:  # asked for again after the next window
+            return
+        if self._rank == 0:
+            self._present = published(self._store, newest)
+        self._version = newest
+        self._adopt(plan)
 
 
 _NEWEST = 'plan/newest'
-
-
-def _plan_key(version: int) -> str:
-    return f'plan/{version}'
 
 
 def _count_key(start: int) -> str:

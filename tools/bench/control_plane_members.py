@@ -25,9 +25,11 @@ from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.report import Report, encode
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.plan.byte_planner import WindowPlan
+from moevement_ext.plan.replanning import WindowLoad
 from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.replanner import Replanner
+from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.recover.verdict import Localized, decide_recovery
 from tools.lab.errors import LabError
 
@@ -186,9 +188,15 @@ class Member(Membership):
         super().__init__(rendezvous, _TIMEOUT, HANG_TIMEOUT_S, lambda: newcomer(rank))
         self._groups = cast(Any, _NoGroups())
         self._board = PersistenceBoard(self.archive, rank, world_size, lambda agreed: None)
-        present = PlanParameters(0, self.origin, WINDOW, {})
+        present = StagePlan(0, self.origin, WindowPlan(((),) * WINDOW), 'plan', {})
         self._replanner = Replanner(
-            self.archive, rank, world_size, present, lambda plan, loads: None, lambda plan: None
+            self.archive,
+            rank,
+            world_size,
+            present,
+            lambda plan, loads: None,
+            lambda version, store: None,
+            lambda plan: None,
         )
 
     def train(self) -> None:

@@ -14,7 +14,7 @@ from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
-from moevement_ext.membership.exchange import Exchange, _leave  # noqa: E402
+from moevement_ext.membership.exchange import Exchange, leave  # noqa: E402
 from moevement_ext.protect.planner import RankOperators  # noqa: E402
 
 RANKS = 300
@@ -53,7 +53,7 @@ def test_operators_of_hundreds_of_ranks_reach_a_process_that_joins(store: Prefix
     left = {rank: _operators(rank) for rank in range(RANKS)}
     assert sum(map(len, left.values())) > 8 << 20, 'more than one value of the store holds'
     for rank, own in left.items():
-        _leave(store, 'operators', rank, own)
+        leave(store, 'operators', rank, own)
     stage = range(128, 256)
     joining = Exchange(store, joining=True)
     assert joining.among('operators', b'', stage, None) == [left[rank] for rank in stage]

@@ -2,17 +2,22 @@
 """Each stage plans its own windows, and all ranks know of each other what a recovery needs."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.membership.place import Place
+from moevement_ext.plan.replanning import PlanParameters
+from moevement_ext.protect import stage_plan
 from moevement_ext.protect.planner import Planner
+from moevement_ext.protect.stage_plan import StagePlan, publish, published
 
 HELD = [
     {'embedding': 'rest', 'expert0': 'expert', 'expert1': 'expert'},
@@ -37,9 +42,10 @@ class Gathered:
 class GatheringThread:
     """An exchange of one of them."""
 
-    def __init__(self, rank: int, gathered: Gathered) -> None:
+    def __init__(self, rank: int, gathered: Gathered, joining: bool = False) -> None:
         self._rank = rank
         self._gathered = gathered
+        self.joining = joining
 
     def __call__(self, name: str, own: bytes) -> list[bytes]:
         return self.among(name, own, range(WORLD), None)
@@ -47,10 +53,14 @@ class GatheringThread:
     def among(self, name: str, own: bytes, ranks: Sequence[int], group: Any) -> list[bytes]:
         gathered, keys = self._gathered, [(name, rank) for rank in ranks]
         with gathered.changed:
-            gathered.given[name, self._rank] = own
+            if not self.joining:
+                gathered.given[name, self._rank] = own
             gathered.changed.notify_all()
             assert gathered.changed.wait_for(lambda: gathered.given.keys() >= set(keys), 20.0)
             return [gathered.given[key] for key in keys]
+
+    def from_first(self, own: bytes, ranks: Sequence[int], group: Any) -> bytes:
+        return self.among(f'from-first-{ranks[0]}', own, ranks, group)[0]
 
 
 def operators(rank: int) -> SimpleNamespace:
@@ -67,27 +77,51 @@ def operators(rank: int) -> SimpleNamespace:
     )
 
 
+class Stages(NamedTuple):
+    """Planners by rank, what they begin with, and how one joins them."""
+
+    planners: list[Planner]
+    first: list[StagePlan]
+    join: Callable[[int], Planner]
+
+
 @pytest.fixture(scope='module')
-def planners() -> list[Planner]:
+def stages() -> Stages:
     gathered = Gathered()
 
-    def planner(rank: int) -> Planner:
+    def planner(rank: int, joining: bool = False) -> Planner:
         stage = rank // 2
         members = [2 * stage, 2 * stage + 1]
         replicas = [other for other in members if stage and other != rank]
         place = Place(stage, members, None, replicas, interleaved=False)
-        own = SimpleNamespace(number=rank, exchange=GatheringThread(rank, gathered))
-        made = Planner(own, operators(rank), place)
+        exchange = GatheringThread(rank, gathered, joining)
+        made = Planner(SimpleNamespace(number=rank, exchange=exchange), operators(rank), place)
         made.compare_windows(4)
         return made
 
     with ThreadPoolExecutor(WORLD) as threads:
-        return list(threads.map(planner, range(WORLD)))
+        planners = list(threads.map(planner, range(WORLD)))
+        first = list(threads.map(lambda made: made.first_plan(2), planners))
+    return Stages(planners, first, lambda rank: planner(rank, joining=True))
+
+
+@pytest.fixture
+def planners(stages: Stages) -> list[Planner]:
+    return stages.planners
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=20))
+
+
+def plan(planner: Planner, window: int, shares: dict[str, float]) -> StagePlan:
+    return planner.plan(PlanParameters(1, 0, window, shares))
 
 
 def order(planner: Planner, shares: dict[str, float]) -> list[str]:
     """Operators as a window of many slots captures them."""
-    return [name for slot in planner.schedule(0, 5, shares).plan.slots for name in slot]
+    return [name for slot in plan(planner, 5, shares).plan.slots for name in slot]
 
 
 def test_all_know_stages_replicas_and_what_is_tied(planners: list[Planner]) -> None:
@@ -98,25 +132,73 @@ def test_all_know_stages_replicas_and_what_is_tied(planners: list[Planner]) -> N
 
 
 def test_experts_of_the_ranks_take_turns_after_what_is_tied(planners: list[Planner]) -> None:
-    for planner in planners[:2]:
-        assert order(planner, {}) == ['embedding', 'expert0', 'expert2', 'expert1', 'expert3']
+    assert order(planners[0], {}) == ['embedding', 'expert0', 'expert2', 'expert1', 'expert3']
 
 
 def test_what_is_tied_stays_first_whatever_is_popular(planners: list[Planner]) -> None:
     shares = {'expert0': 0.4, 'expert1': 0.3, 'expert2': 0.2, 'expert3': 0.1}
-    for planner in planners[:2]:
-        found = order(planner, shares)
-        assert found[0] == 'embedding'
-        assert [name for name in found if name in shares] == list(reversed(shares))
+    found = order(planners[0], shares)
+    assert found[0] == 'embedding'
+    assert [name for name in found if name in shares] == list(reversed(shares))
 
 
 def test_plans_of_all_stages_count_together_and_others_do_not(planners: list[Planner]) -> None:
     def digests(window: int, shares: dict[str, float]) -> set[str]:
-        return {planner.schedule(0, window, shares).digest for planner in planners}
+        return {plan(planner, window, shares).digest for planner in (planners[0], planners[2])}
 
     found = [digests(2, {}), digests(3, {}), digests(2, {'expert0': 0.5})]
     assert [len(one) for one in found] == [1, 1, 1]
     assert len(set.union(*found)) == 3
+
+
+def test_a_job_begins_with_the_plan_of_the_first_rank_of_each_stage(stages: Stages) -> None:
+    of_first, of_second = stages.first[::2]
+    assert stages.first == [of_first, of_first, of_second, of_second]
+    assert of_first == stages.planners[0].plan(PlanParameters(0, 0, 2, {}))
+    assert [len(one.plan.slots) for one in (of_first, of_second)] == [2, 2]
+
+
+def test_the_first_rank_of_a_stage_hands_its_plan_out(stages: Stages, store: TCPStore) -> None:
+    """Others need neither what all hold nor the shares of other stages."""
+    announced = PlanParameters(1, 8, 3, {'expert0': 0.4, 'expert1': 0.6})
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(stages.planners[1].next_plan, 1, store.clone())
+        publish(store, announced)
+        made = stages.planners[0].next_plan(1, store)
+        assert waiting.result() == made == stages.planners[0].plan(announced)
+    assert made is not None and made.shares == announced.shares
+    of_second = stages.planners[2].next_plan(1, store)
+    assert of_second is not None and (of_second.shares, of_second.digest) == ({}, made.digest)
+    assert stages.planners[3].next_plan(1, store.clone()) == of_second
+
+
+def test_a_plan_that_is_not_handed_out_is_asked_for_again(
+    stages: Stages, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank of the stage died before; who replaces it hands the plan in force out."""
+    monkeypatch.setattr(stage_plan, '_LONGEST_WAIT', timedelta(seconds=0.2))
+    publish(store, PlanParameters(1, 8, 3, {}))
+    assert stages.planners[1].next_plan(1, store) is None
+    made = stages.join(0).announced_plan(1, store)
+    assert stages.planners[1].next_plan(1, store) == made
+
+
+def test_who_joins_needs_nobody_to_plan_for_it(stages: Stages, store: TCPStore) -> None:
+    publish(store, PlanParameters(1, 8, 3, {'expert1': 0.5}))
+    for rank in range(WORLD):
+        joined = stages.join(rank)
+        assert joined.first_plan(2) == stages.first[rank]
+        assert joined.shortest_window(3 * BYTES) == 1
+    joined = stages.join(1)
+    assert joined.announced_plan(1, store) == stages.planners[0].plan(published(store, 1))
+    assert not store.check(['plan/1/0']), 'that is for the first rank of the stage to do'
+
+
+def test_plans_that_nobody_asks_for_any_more_are_deleted(stages: Stages, store: TCPStore) -> None:
+    for version in range(1, 20):
+        publish(store, PlanParameters(version, 8 * version, 2, {}))
+        stages.planners[0].next_plan(version, store)
+    assert len(store.list_keys()) == 2 * stage_plan.VERSIONS_KEPT
 
 
 def test_the_window_is_as_long_as_the_largest_stage_needs(planners: list[Planner]) -> None:

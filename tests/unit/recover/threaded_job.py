@@ -90,7 +90,7 @@ class StoreExchange(Exchange):
 
     def among(self, name: str, own: bytes, ranks: Sequence[int], group: Any) -> list[bytes]:
         if not self.joining:
-            exchange._leave(self._store, name, self._rank, own)
+            exchange.leave(self._store, name, self._rank, own)
         return exchange._left_by(self._store, name, ranks)
 
 
