@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 type Operators = Sequence[OperatorBytes] | OperatorTable
-"""Of a stage group, in the order in which a window captures them."""
+"""Operators of a stage group, in the order in which a window captures them."""
 
 Budget = int | Sequence[int]
 """Bytes one slot may hold: the same on every rank, or one entry for each rank."""
@@ -197,9 +197,9 @@ class _Loads:
         self._budgets = budgets
         self._reference = max(budgets, default=1)
         self.least = self._of(totals.alone().max(axis=0, initial=0))
-        """Of the largest operator, alone in its slot."""
+        """The largest operator, alone in its slot."""
         self.most = self._of(totals.slot(0, totals.count))
-        """Of everything in one slot."""
+        """Everything in one slot."""
 
     def filled(self, load: int, slots: int) -> list[int]:
         """End of each slot when all are filled up to `load`, which is at least the least.

@@ -88,7 +88,7 @@ class Planner:
         self.is_first = rank.number == place.members[0]
         gathered = rank.exchange.among('operators', encoded, place.members, place.group)
         self._members: list[RankOperators] = []
-        """Of the stage; empty where others plan it."""
+        """Those of the stage; empty where others plan it."""
         if self.is_first or rank.exchange.joining:
             self._members = [msgspec.msgpack.decode(item, type=RankOperators) for item in gathered]
         summary = RankSummary(

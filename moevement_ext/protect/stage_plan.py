@@ -28,12 +28,12 @@ class StagePlan(msgspec.Struct, frozen=True):
     origin: int
     plan: WindowPlan
     digest: str
-    """Of all that the plans of all stages are computed from."""
+    """Stands for all that the plans of all stages are computed from."""
     shares: dict[str, float]
     """Share of the tokens of its layer, by expert operator of the stage."""
 
     def schedule(self) -> ScheduledPlan:
-        """As windows are captured by it."""
+        """What windows are captured by."""
         return ScheduledPlan(self.origin, self.plan, self.digest, self.version)
 
     def packed(self) -> bytes:
@@ -54,7 +54,7 @@ def publish(store: Store, parameters: PlanParameters) -> None:
 
 
 def published(store: Store, version: int) -> PlanParameters:
-    """Of a version that is or was in force in the job. Waits for it as long as the store does."""
+    """The same, by the version; waits for it as long as the store does."""
     packed = zlib.decompress(store.get(_parameters_key(version)))
     return msgspec.msgpack.decode(packed, type=PlanParameters)
 

@@ -47,9 +47,9 @@ class Stage(msgspec.Struct, frozen=True):
     expert_parallel: int
     layers: int
     experts: int
-    """Of a layer."""
+    """In each layer."""
     stages: int
-    """As many more have shares that are published, too."""
+    """How many the job has; the shares of all are published."""
     window: int
 
     def operators(self, rank: int) -> RankOperators:
@@ -70,7 +70,7 @@ class Stage(msgspec.Struct, frozen=True):
         )
 
     def shares(self) -> dict[str, float]:
-        """Of all experts of the model."""
+        """Popularity of all experts of the model."""
         names = [
             f'layers.{layer}.experts.{expert}'
             for layer in range(self.layers * self.stages)
@@ -125,7 +125,7 @@ def measure(stage: Stage) -> PlanningReport:
 
 
 class _Joining(Exchange):
-    """Of a process that joins a job of one stage."""
+    """Exchange of a process that joins a job of one stage."""
 
     def __init__(self, store: Store, ranks: int) -> None:
         super().__init__(store, joining=True)
