@@ -40,6 +40,7 @@ from megatron.moevement.facts import JobFacts
 from megatron.moevement.job.declared import (
     facts_of_loop,
     refuse_mixed_up_sends,
+    refuse_recorded_passes,
     settings_of_loop,
 )
 from megatron.moevement.job.protected import protected_job
@@ -152,6 +153,7 @@ def attach(
     """
     own_device.take()
     refuse_mixed_up_sends(model)
+    refuse_recorded_passes(model)
     facts = facts_of_loop(model, optimizer, plan)
     settings = settings_of_loop(model, optimizer, ddp, plan, facts)
     refuse_unsupported(settings)

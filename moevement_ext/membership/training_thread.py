@@ -8,7 +8,6 @@ says whether it waits inside a process group, or in the engine, or is stuck by i
 """
 
 import ctypes
-import functools
 import sys
 import sysconfig
 import threading
@@ -21,8 +20,8 @@ from typing import NamedTuple
 import torch
 
 from moevement_ext import faults
+from moevement_ext.memory.driver import driver
 
-_DRIVER = 'libcuda.so.1'
 _SHOWN_FRAMES = 12
 _MOST_BETWEEN_LOOKS_S = 2.0
 _COMPUTES = 0.05
@@ -142,11 +141,5 @@ def _device_is_busy(stream: torch.cuda.Stream | None) -> bool:
         torch.cuda.set_device(stream.device)
     except RuntimeError:
         return True  # the GPU is lost, which is for others to judge
-    status: int = _driver().cuStreamQuery(ctypes.c_void_p(stream.cuda_stream))
+    status: int = driver().cuStreamQuery(ctypes.c_void_p(stream.cuda_stream))
     return status != 0  # it is busy, or lost
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    """CUDA's, whose functions are called without the GIL."""
-    return ctypes.CDLL(_DRIVER)

@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads and streams of ours beside those of training, on the device of this rank."""
 
+import ctypes
+
 import torch
+
+from moevement_ext.memory.driver import driver
+
+_RELAXED = 2
+"""CUDA's CU_STREAM_CAPTURE_MODE_RELAXED."""
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -18,13 +25,15 @@ def bind_thread(device: torch.device) -> None:
     """Make `device` the current one of this thread, on which it does all its work.
 
     A new thread is on GPU 0. torch goes back to that one after each use of another, which costs
-    half a GB there for a context of this process.
+    half a GB there for a context of this process. And where the training thread records a CUDA
+    graph, a look at an event from another thread ends that, unless it is said to be meant.
 
     Args:
         device: `with_index`; nothing happens for the CPU.
     """
     if device.type == 'cuda':
         torch.cuda.set_device(device)
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:

@@ -58,7 +58,7 @@ class PlanParameters(msgspec.Struct, frozen=True):
 
 
 def shares_of(loads: Sequence[WindowLoad]) -> dict[str, float]:
-    """Each expert's share of the tokens of its layer, summed over ranks."""
+    """Each expert's share of the tokens of its layer, summed over ranks, if any were counted."""
     tokens: dict[str, int] = {}
     for load in loads:
         for name, count in load.tokens.items():
@@ -66,7 +66,8 @@ def shares_of(loads: Sequence[WindowLoad]) -> dict[str, float]:
     layers: dict[str, int] = {}
     for name, count in tokens.items():
         layers[_layer(name)] = layers.get(_layer(name), 0) + count
-    return {name: count / max(layers[_layer(name)], 1) for name, count in sorted(tokens.items())}
+    counted = {name: count for name, count in sorted(tokens.items()) if layers[_layer(name)]}
+    return {name: count / layers[_layer(name)] for name, count in counted.items()}
 
 
 def decide_plan(

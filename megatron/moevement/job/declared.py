@@ -31,6 +31,18 @@ def refuse_mixed_up_sends(model: TransformerConfig) -> None:
         )
 
 
+def refuse_recorded_passes(model: TransformerConfig) -> None:
+    """Upstream's trainer records them after a recovery has replayed; a loop of one's own might not.
+
+    With frozen operators in them, weights would be left alone ever after.
+    """
+    if model.cuda_graph_impl != 'none':
+        raise ConfigurationError(
+            f'TransformerConfig.cuda_graph_impl {model.cuda_graph_impl!r}: a loop of your own may '
+            "record passes before a recovery replays; set cuda_graph_impl='none'."
+        )
+
+
 def facts_of_loop(
     model: TransformerConfig, optimizer: OptimizerConfig, plan: TrainingPlan
 ) -> JobFacts:

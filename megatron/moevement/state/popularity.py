@@ -16,7 +16,8 @@ from megatron.moevement.state.operators import num_experts, router_modules
 class TokenCounter:
     """Adds up routing maps while `counting`; the counts stay on the device until asked for.
 
-    Used by the training thread. The buffer is allocated once.
+    Used by the training thread. The buffer is allocated once. A router in a CUDA graph counts no
+    more once that is recorded, so the order of its experts stays.
     """
 
     def __init__(self, model: Sequence[Any], device: torch.device) -> None:
@@ -41,7 +42,10 @@ class TokenCounter:
 
     def _hook(self, index: int) -> Any:
         def count(module: Any, inputs: Any, output: Any) -> None:
-            if self.counting and torch.is_grad_enabled():
+            if self.counting and torch.is_grad_enabled() and not self._is_recorded():
                 self._counts[index] += output[1].detach().sum(dim=0)
 
         return count
+
+    def _is_recorded(self) -> bool:
+        return self._counts.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -4,6 +4,7 @@
 import threading
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,15 @@ SECOND = torch.device('cuda', 1)
 CPU = torch.device('cpu')
 
 
+class Driver:
+    """In the place of CUDA's, which is not here."""
+
+    @staticmethod
+    def cuThreadExchangeStreamCaptureMode(mode: Any) -> int:  # noqa: N802
+        assert mode._obj.value == 2
+        return 0
+
+
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.device]]:
     """Devices that threads have made their current ones, by the thread's name."""
@@ -26,6 +36,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.device]]:
         'set_device',
         lambda device: bound[threading.current_thread().name].append(device),
     )
+    monkeypatch.setattr(device, 'driver', lambda: Driver)
     for name in ('Stream', 'Event'):
         monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: None)
     return bound

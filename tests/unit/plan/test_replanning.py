@@ -31,6 +31,13 @@ def test_shares_are_of_the_layer_and_summed_over_ranks() -> None:
     }
 
 
+def test_layers_that_nothing_was_counted_of_keep_their_order() -> None:
+    """Their routers are in CUDA graphs, say."""
+    seen = load(6, {'layer1.expert0': 0, 'layer1.expert1': 0, 'layer2.expert0': 5})
+    assert shares_of([seen]) == {'layer2.expert0': 1.0}
+    assert fixed(PlanParameters(1, 0, 3, shares_of([load(0, BALANCED)])), [load(6, {})]) is None
+
+
 @pytest.mark.parametrize(
     ('tokens', 'replanned'),
     [

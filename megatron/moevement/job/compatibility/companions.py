@@ -21,7 +21,7 @@ _COMPANIONS = {
         'megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer '
         'fsdp_db_use_persist_buf_on_alloc_fail',
     'use_torch_fsdp2': 'torch_fsdp2_reshard_after_forward',
-    'cuda_graph_impl': 'cuda_graph_warmup_steps cuda_graph_modules',
+    'cuda_graph_impl': 'cuda_graph_modules',
     'defer_embedding_wgrad_compute': 'wgrad_deferral_limit',
     'hybrid_context_parallel': 'max_seqlen_per_dp_cp_rank',
     'moe_expert_rank_capacity_factor':

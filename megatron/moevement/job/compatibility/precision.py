@@ -54,7 +54,9 @@ def _delayed(settings: object) -> bool:
 def _delayed_in_parts(settings: object) -> bool:
     """A rank computes in several parts, the modules of each in a context of their own."""
     chunks = getattr(settings, 'virtual_pipeline_model_parallel_size', None) or 1
-    return _delayed(settings) and (chunks > 1 or bool(getattr(settings, 'mtp_num_layers', None)))
+    recorded = getattr(settings, 'cuda_graph_impl', None) not in (None, 'none')
+    several = chunks > 1 or bool(getattr(settings, 'mtp_num_layers', None)) or recorded
+    return _delayed(settings) and several
 
 
 def _delayed_evaluations(settings: object) -> bool:
@@ -115,7 +117,8 @@ MASTERS_AGAINST_RECIPE = Condition(
 )  # fmt: skip
 WITHOUT_ENGINE = Condition('without Transformer Engine', _lacks_engine)
 DELAYED_IN_PARTS = Condition(
-    'with --fp8-format and interleaved stages or --mtp-num-layers', _delayed_in_parts
+    'with --fp8-format and interleaved stages, --mtp-num-layers or --cuda-graph-impl',
+    _delayed_in_parts,
 )
 DELAYED_EVALUATIONS = Condition('with --fp8-recipe delayed', _delayed_evaluations)
 WITHOUT_ADAM = Condition('without Transformer Engine', _lacks_adam)

@@ -34,6 +34,10 @@ _FIRST = 'write a first checkpoint without --sparse-ckpt, and --load that'
 _DELAYED = Condition(
     'with --delay-wgrad-compute', lambda settings: bool(getattr(settings, 'delay_wgrad_compute', 0))
 )
+_RECORDS = Condition(
+    'with --cuda-graph-impl transformer_engine',
+    lambda settings: getattr(settings, 'cuda_graph_impl', None) == 'transformer_engine',
+)
 _NEITHER_ADAM_NOR_MUON = Values(
     'other than adam, and than muon with --muon-scalar-optimizer adam and without '
     '--use-distributed-optimizer', lambda value: value != 'adam',
@@ -120,8 +124,11 @@ REFUSED = (
          'process groups must be there when the model is built'),
     Rule('--fake-process-group', GIVEN, 'leave it out', 'ranks that do not talk train nothing'),
     # Schedule
-    Rule('--cuda-graph-impl', other_than('none'), 'use --cuda-graph-impl none',
-         'a recorded pass computes the gradients of frozen operators, too'),
+    Rule('--cuda-graph-impl', other_than('none', 'transformer_engine'),
+         'use --cuda-graph-impl transformer_engine',
+         'passes are recorded while a recovery replays, so with frozen operators'),
+    Rule('--cuda-graph-warmup-steps', equal_to(0), 'give 1 or more',
+         'passes would be recorded before a recovery replays, and compute all gradients', _RECORDS),
     Rule('--use-grouped-gemm-for-shared-expert', GIVEN, 'leave out one of the two',
          'its delayed weight gradients cannot be left out for frozen operators', _DELAYED),
     Rule('--defer-embedding-wgrad-compute', GIVEN, 'leave it out',

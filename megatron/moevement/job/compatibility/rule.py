@@ -24,14 +24,14 @@ ANY = Values('', lambda value: True)
 """Also zero and an empty text."""
 
 
-def other_than(name: str) -> Values:
-    """All values but one."""
-    return Values(f'other than {name}', lambda value: value != name)
+def other_than(*names: str) -> Values:
+    """All values but some."""
+    return Values(f'other than {" and ".join(names)}', lambda value: value not in names)
 
 
-def equal_to(name: str) -> Values:
+def equal_to(wanted: str | int) -> Values:
     """One value."""
-    return Values(name, lambda value: value == name)
+    return Values(str(wanted), lambda value: value == wanted)
 
 
 def above(limit: int) -> Values:

@@ -10,6 +10,7 @@ from megatron.moevement.job.compatibility.rule import (
     Values,
     above,
     equal_to,
+    other_than,
 )
 
 
@@ -70,6 +71,8 @@ WHOLE_JOB = (
     Rule('--check-for-large-grads', GIVEN, 'add --rerun-mode disabled', _TWICE, _VALIDATED),
     Rule('--rerun-mode', equal_to('report_stats'), 'add --rerun-mode disabled',
          'every iteration runs twice, and what stages send is logged twice then'),
+    Rule('--cuda-graph-impl', other_than('none'), 'use --cuda-graph-impl none',
+         'recorded passes keep the communicators that they were recorded with'),
     # Communicators
     Rule('--moe-token-dispatcher-type', equal_to('flex'),
          'use --moe-token-dispatcher-type alltoall', _HANDLES),

@@ -259,6 +259,16 @@ def test_interleaved_stages_that_would_exchange_wrong_tensors_are_refused(
     refuse_mixed_up_sends(model)
 
 
+def test_passes_that_a_loop_of_ones_own_records_are_refused(directory: Path) -> None:
+    """Upstream's trainer records its passes after a recovery has replayed."""
+    model, *others = own_loop.configurations(1)
+    model.cuda_graph_impl = 'transformer_engine'
+    plan = TrainingPlan(6, seq_length=64, micro_batch_size=2, global_batch_size=4, backend='gloo')
+    sparse = SparseCheckpointConfig(dir=str(directory))
+    with pytest.raises(ConfigurationError, match="set cuda_graph_impl='none'"):
+        attachment.attach(sparse, model, *others, plan).__enter__()
+
+
 def goes_on_after_a_step_that_failed(directory: Path) -> None:
     with attached(directory) as own:
         failed = []

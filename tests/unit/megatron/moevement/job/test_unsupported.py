@@ -48,6 +48,7 @@ ARGUMENTS = {
     '--tensor-parallel-num-weight-shards': '4 --tensor-model-parallel-size 2',
     '--expert-tensor-parallel-num-weight-shards': '2',
     '--cuda-graph-impl': 'local',
+    '--cuda-graph-warmup-steps': '0 --cuda-graph-impl transformer_engine',
     '--use-grouped-gemm-for-shared-expert': '--delay-wgrad-compute',
     '--moe-expert-rank-capacity-factor': '1.5',
     '--moe-router-force-biased': '0.5',
@@ -92,6 +93,8 @@ ARGUMENTS = {
     '--gpu-sniff-test-interval': '5',
     '--moe-routing-trace-path': 'trace',
 }
+# The same, of flags of which some values are refused and others recovered as a whole job.
+RECOVERED = {'--cuda-graph-impl': 'transformer_engine'}
 
 
 def given(rule: Rule, *more: str) -> Namespace:
@@ -137,7 +140,8 @@ def test_flag_of_the_whole_job_is_named_with_the_remedy(
     rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_engine(monkeypatch)
-    args = given(rule, '--save', 'dense')
+    value = RECOVERED.get(rule.flag)
+    args = given(rule, '--save', 'dense', *([rule.flag, value] if value else []))
     refuse_unsupported(args)
     reason = not_localized(args)
     assert reason is not None and reason.startswith(rule.flag)
@@ -239,6 +243,16 @@ def test_weights_in_fp8_go_with_masters_that_adam_scales(
     args.main_params_dtype = {'fp16': torch.float16, 'fp8': torch.uint8}[dtype]  # as validated
     refuse_unsupported(args)
     assert not_localized(args) is None
+
+
+def test_delayed_scaling_is_refused_where_passes_are_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_engine(monkeypatch)
+    recorded = '--fp8-format hybrid --cuda-graph-impl transformer_engine --fp8-recipe'.split()
+    with pytest.raises(ConfigurationError, match='--fp8-recipe delayed with .* or --cuda-gr'):
+        refuse_unsupported(parsed(*recorded, 'delayed'))
+    refuse_unsupported(parsed(*recorded, 'blockwise'))
 
 
 def test_delayed_scaling_is_refused_where_a_rank_has_several_chunks(
