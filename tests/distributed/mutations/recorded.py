@@ -37,7 +37,7 @@ class Recorder:
 
 
 def passes_are_recorded() -> None:
-    """Upstream's loop takes it that passes of the model are to be recorded, which was built as it is."""
+    """Upstream's loop is to record passes; the model was built without."""
     training.TECudaGraphHelper = Recorder
 
     def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
