@@ -57,7 +57,9 @@ logger = logging.getLogger(__name__)
 _UPDATE_GRACE_SECONDS = 1.0
 _CLOSING = timedelta(seconds=20)
 _CONNECT_TIMEOUT = timedelta(seconds=60)
-"""For all ranks to connect when all have said that they are about to."""
+"""For up to `_RANKS_CONNECTED` ranks to connect when all have said that they are about to."""
+_RANKS_CONNECTED = 1024
+"""More have as much more time: NCCL brings all of a group together."""
 _PUBLICATIONS_IN_A_TIMEOUT = 10
 _UNBLOCK_SECONDS = 30.0
 """After which the end of all waits is not waited for: a GPU may never let go of its."""
@@ -303,7 +305,8 @@ class Membership:
         assert self._groups is not None
         self._raise_if_broken()
         name = 'all' if members is None else 'some'
-        timeout = min(self._timeout, _CONNECT_TIMEOUT)
+        largest = max(1.0, self._rendezvous.world_size / _RANKS_CONNECTED)
+        timeout = min(self._timeout, _CONNECT_TIMEOUT * largest)
         store: Store = PrefixStore(f'groups/{name}', self.store)
         store = InterruptibleStore(store, self._watch.broken, timeout)
         self._in_use = [*self._in_use[-1:], store]  # the groups clean up in the one before
