@@ -473,12 +473,19 @@ class Membership:
     def _without_store(self) -> None:
         """On the thread that looked for it: wake this rank up should others have left already.
 
-        Nobody can announce any more that they have.
+        Nobody can announce any more that they have. What this rank waited before the store was
+        lost does not count, nor before the newest iteration: they had not left then.
         """
+        got_on_to: int | None = None
         while not (self.broken or self._closed.wait(HEARTBEAT_SECONDS)):
             thread = self._training_thread
-            look = None if thread is None else thread.look()
-            if look and look.waits_for_others and look.same_place_s > self._hang_timeout_s:
+            if thread is None:
+                continue
+            if self.committed != got_on_to:
+                got_on_to = self.committed
+                thread.moved()
+            look = thread.look()
+            if look.waits_for_others and look.same_place_s > self._hang_timeout_s:
                 self._watch.conclude('the store is lost, and others do not come')
 
     def _replace(self, store: Store, what: str, thread: TrainingThread) -> NoReturn:
