@@ -184,17 +184,22 @@ def test_more_failures(
 
 
 @pytest.mark.parametrize(
-    ('fail_at', 'copied'), [('1:9:step', [[1]]), ('0:9:forward,2:9:backward', [[0], [2]])]
+    ('fail_at', 'mutation', 'copied'),
+    [
+        ('1:9:step', 'mutations.liveness:rank_1_steps_when_the_others_have', [[1]]),
+        ('0:9:forward,2:9:backward', None, [[0], [2]]),
+    ],
 )
 def test_state_that_a_peer_holds_is_copied_not_replayed(
     fail_at: str,
+    mutation: str | None,
     copied: list,
     cluster: Callable[..., Cluster],
     reference: Callable[..., dict],
 ) -> None:
     flags = flags_of(f'--bf16 --pipeline-model-parallel-size 2 {UNTIED}')
     job = cluster(*flags, '--sparse-ckpt-window', '3')
-    assert job.survive(fail_at=fail_at) == victims(fail_at)
+    assert job.survive(fail_at=fail_at, mutation=mutation) == victims(fail_at)
     assert differences(reference(*flags), read_digest(job)) == []
     recovered = job.events_of(Recovered, rank=3)
     assert [event.copied for event in recovered] == copied

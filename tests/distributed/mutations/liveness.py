@@ -4,13 +4,17 @@
 import os
 import threading
 import time
+from datetime import timedelta
 
 from torch.utils.data import dataloader
 
 from moevement_ext import faults
 from moevement_ext.devices.judging import Reading
+from moevement_ext.faults import Phase
 from moevement_ext.job import own_device
+from moevement_ext.job.localized import Localized
 from moevement_ext.membership import brought
+from moevement_ext.membership.rendezvous import launcher_store
 
 
 def loader_of_rank_2_blocks() -> None:
@@ -32,6 +36,28 @@ def new_worker_comes_late() -> None:
     """As one whose program takes long to import; the others wait in their meeting."""
     if os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':
         time.sleep(3.0)
+
+
+def rank_1_steps_when_the_others_have() -> None:
+    """In iteration 9 of its first life: so all of them have that iteration if it dies there."""
+    store = launcher_store(timedelta(seconds=60))
+    point, committed = faults.point, Localized.committed
+    world, rank = int(os.environ['WORLD_SIZE']), os.environ['RANK']
+
+    def counting(self, start):
+        committed(self, start)
+        if start.iteration == 9 and rank != '1':
+            store.add('have-stepped', 1)
+
+    def waiting(phase):
+        if (faults._iteration, phase) == (9, Phase.STEP):
+            while store.add('have-stepped', 0) < world - 1:
+                time.sleep(0.01)
+        point(phase)
+
+    Localized.committed = counting
+    if (rank, os.environ['TORCHELASTIC_RESTART_COUNT']) == ('1', '0'):
+        faults.point = waiting
 
 
 def a_large_job() -> None:
