@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real processes behind a real port, of which some are killed."""
 
+import random
 import re
 import signal
 import socket
@@ -10,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -77,9 +79,12 @@ class Process:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        return int(probe.getsockname()[1])
+    """A free one, and none of those that the kernel gives away while nobody listens there."""
+    while True:
+        chosen = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(('', chosen))
+            return chosen
 
 
 @pytest.fixture
@@ -102,7 +107,7 @@ def scrape(port: int) -> dict[tuple[str, ...], float]:
         try:
             with urllib.request.urlopen(f'http://127.0.0.1:{port}/metrics', timeout=10) as answer:
                 text = answer.read().decode()
-        except (urllib.error.URLError, ConnectionError):
+        except OSError:  # nobody is there yet, or is too slow
             assert time.monotonic() < deadline, 'nobody answers'
             time.sleep(0.05)
             continue
