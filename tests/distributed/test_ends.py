@@ -194,3 +194,18 @@ def test_exit_of_the_rerun_machine_keeps_the_windows(
     assert job.events_of(Recovered)[0].iteration == 5
     assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
     assert not job.memory.exists()
+
+
+def test_what_the_rerun_machine_found_out_is_gone_on_from(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """It is in the dense checkpoint alone: windows of the same iteration would be taken first."""
+    dense = tmp_path / 'dense'
+    saves = f'--save {dense} --load {dense} --save-interval 100'.split()
+    job = cluster(*TWO_STAGES, *WINDOW, *saves, ranks=2)
+    code, output = launch(job, mutation='ending.result_refused_in_iteration_6_again')
+    assert code == 16, output[-5000:]
+    assert f'exit at iteration: 5 | windows: removed | go on: --load {dense} |' in output
+    code, output = launch(job)
+    assert 'Getting RerunStateMachine state from checkpoint. Will rerun step.' in output
+    assert code == 16, 'it is on the same machine again'

@@ -48,13 +48,22 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     if code not in (0, *_RERUN) or not torch.distributed.is_initialized():
         raise ending
     faults.point(Phase.EXIT)
-    remove = _saved(facts, session.job.committed) and code == 0 and not reads_memory()
+    remove = _saved(facts, session.job.committed) and _is_loaded(facts, code) and not reads_memory()
     announce(facts.rank, int(code))
     if session.job.kept_in is not None and facts.rank == facts.world_size - 1:
         directory = facts.save if remove else session.job.kept_in.parent
         print(log_line.exit_line(session.job.committed, remove, directory), flush=True)
     session.job.close(remove)
     leave(int(code))
+
+
+def _is_loaded(facts: JobFacts, code: int) -> bool:
+    """True if the next launch is to go on from the dense checkpoint that was saved.
+
+    That alone has what the rerun machine has found out, and windows of the same iteration would be
+    taken before it. But where another one is loaded than was saved, windows are all there is.
+    """
+    return code == 0 or (code == EXIT_CODE_RESUME_TO_DISAMBIGUATE and facts.load == facts.save)
 
 
 def _saved(facts: JobFacts, iteration: int) -> bool:

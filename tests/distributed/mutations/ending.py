@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
+from megatron.core.rerun_state_machine import RerunDiagnostic, RerunState, RerunStateMachine
 from megatron.training import get_args, training
 
 from megatron.moevement.seams import patches
@@ -64,11 +64,21 @@ def large_gradients_in_iteration_8() -> None:
 
 def result_refused_in_iteration_6() -> None:
     """The loss of a micro-batch on rank 1 fails validation, and has another value when repeated."""
+    _refuse_in_iteration_6(RerunDiagnostic.TRANSIENT_ERROR)
+
+
+def result_refused_in_iteration_6_again() -> None:
+    """The same, but it has the same value when repeated; another device shall say who is right."""
+    _refuse_in_iteration_6(RerunDiagnostic.PERSISTENT_ERROR)
+
+
+def _refuse_in_iteration_6(diagnostic: RerunDiagnostic) -> None:
     validate = RerunStateMachine.validate_result
 
     def validated(self: RerunStateMachine, *args: Any, **kwargs: Any) -> None:
         injector = self.error_injector
         injector.error_injection_rate = 1
+        injector.error_injection_type = diagnostic
         injector.should_inject_errors = self.current_iteration == 6 and os.environ['RANK'] == '1'
         validate(self, *args, **kwargs)
 
