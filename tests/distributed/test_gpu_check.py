@@ -8,7 +8,7 @@ from msgspec.json import decode
 
 from tools.gpu_check import one_rank
 from tools.gpu_check.__main__ import main
-from tools.gpu_check.report import NAME, Report, StageResult, save
+from tools.gpu_check.report import NAME, Report, StageResult, save, together
 from tools.gpu_check.settings import Settings
 from tools.lab.hardware import Hardware
 
@@ -36,6 +36,6 @@ def test_dry_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize('name', ['c1', 'c2', 'c3', 'c4', 'c5'])
 def test_stage_of_a_configuration_on_stand_ins(name: str, tmp_path: Path) -> None:
-    found = one_rank.run_precision(name, Settings(tmp_path, Path('/dev/shm'), gpu=False))
+    found = together(one_rank.run_precision(name, Settings(tmp_path, Path('/dev/shm'), gpu=False)))
     assert found.problems == []
     assert (found.figures['came_back'], found.figures['replayed'] > 0) == ('whole_job', True)

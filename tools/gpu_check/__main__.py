@@ -6,8 +6,9 @@
     scripts/gpu_check.sh --cpu              # a dry run without a GPU
 
 Each stage takes less than ten minutes. After each, what was found is in OUTPUT/gpu-check.json with
-the hardware it was found on; the next call goes on from there. At the end there is a line for each
-stage: PASS or FAIL with its figures.
+the hardware it was found on; the next call goes on from there. A stage that is ended on the way has
+failed, but what it had found by then is there, too. At the end there is a line for each stage: PASS
+or FAIL with its figures.
 
 Exit status: 0 all that was to run has passed, 1 a stage failed, 2 there is no GPU, or the output
 folder is of another machine.
@@ -16,7 +17,6 @@ folder is of another machine.
 import argparse
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ import msgspec
 import psutil
 import torch
 
-from tools.gpu_check.report import Findings, Report, StageResult, load, save
+from tools.gpu_check.report import NOTHING, Notes, Report, StageResult, load, save
 from tools.gpu_check.settings import Settings
 from tools.gpu_check.stages import STAGES, possible
 from tools.lab.benchmark import exit_on_sigterm
@@ -65,28 +65,32 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_apart(name: str, settings: Settings) -> StageResult:
-    """Run a stage in a process of its own; nothing of it is left afterwards."""
+    """Run a stage in a process of its own; nothing of it is left afterwards.
+
+    What it finds lies beside the report meanwhile, and stays there should this process end, too.
+    """
     print(f'\n== {name}: {STAGES[name].proves}', flush=True)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / 'findings.json'
-        device = 'gpu' if settings.gpu else 'cpu'
-        command = [sys.executable, '-m', 'tools.gpu_check.stages', name]
-        command += [str(settings.output), str(settings.memory), device, str(target)]
-        process = subprocess.Popen(command, cwd=ROOT)
-        try:
-            ended = _ended(process)
-        finally:
-            _end(process)
-        findings = Findings({}, [ended])
-        if target.exists():
-            findings = Findings(**msgspec.json.decode(target.read_bytes()))
-    seconds = time.monotonic() - began
-    return StageResult(not findings.problems, seconds, findings.figures, findings.problems)
+    target = settings.output / f'{name}-so-far.json'
+    target.unlink(missing_ok=True)
+    device = 'gpu' if settings.gpu else 'cpu'
+    command = [sys.executable, '-m', 'tools.gpu_check.stages', name]
+    command += [str(settings.output), str(settings.memory), device, str(target)]
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        ended = _ended(process)
+    finally:
+        _end(process)
+    notes = Notes.of(NOTHING, done=False)
+    if target.exists():
+        notes = msgspec.json.decode(target.read_bytes(), type=Notes)
+        target.unlink()
+    problems = notes.problems if notes.done else [*notes.problems, ended]
+    return StageResult(not problems, time.monotonic() - began, notes.figures, problems)
 
 
 def _ended(process: subprocess.Popen[bytes]) -> str:
-    """Wait for a stage; what to say if it left no findings."""
+    """Wait for a stage; what to say if it is not done with its findings."""
     try:
         return f'it ended with exit status {process.wait(_LIMIT_S)}; its last lines say why'
     except subprocess.TimeoutExpired:

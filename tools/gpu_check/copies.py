@@ -8,6 +8,7 @@ with torch's own number; the capture path of the product as `tools.bench.gpu_cop
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,32 +30,33 @@ _SHOWN = ('pinned_gb_s', 'registered_gb_s', 'register_gib_s')
 _GPU_BYTES, _CPU_BYTES = 6 << 30, 64 << 20
 
 
-def run(settings: Settings) -> Findings:
+def run(settings: Settings) -> Iterator[Findings]:
     """Measure with each number of connections, then the product; what fails costs its figures."""
     folder = settings.folder('copies')
-    figures: dict[str, Any] = {}
-    problems: list[str] = []
     for connections in _CONNECTIONS:
         try:
             probed = _probe(settings, connections, folder / f'probe-{connections}.json')
         except LabError as error:
-            problems.append(f'the figures with connections={connections} are missing: {error}')
+            missing = f'the figures with connections={connections} are missing: {error}'
+            yield Findings({}, [missing])
             continue
-        figures |= {f'{name}_{connections}': probed[name] for name in _SHOWN}
+        figures = {f'{name}_{connections}': probed[name] for name in _SHOWN}
         figures[f'small_p99_ms_{connections}'] = probed['paced']['small_copy']['p99_ms']
         figures[f'connections_{connections}'] = probed
-        if settings.gpu:
-            problems += [f'connections={connections}: {text}' for text in judge(probed)]
+        problems = judge(probed) if settings.gpu else []
+        yield Findings(figures, [f'connections={connections}: {text}' for text in problems])
     if settings.gpu:
-        try:
-            capture, code = _capture(settings, folder / 'capture.json')
-        except LabError as error:
-            problems.append(f'busy_over_limit is missing: {error}')
-            return Findings(figures, problems)
-        figures |= {'busy_over_limit': capture['busy_over_limit'], 'capture': capture}
-        problems += ['what was captured is not the state at its iteration'] if code else []
-        problems += judge_capture(capture)
-    return Findings(figures, problems)
+        yield _captured(settings, folder / 'capture.json')
+
+
+def _captured(settings: Settings, target: Path) -> Findings:
+    try:
+        capture, code = _capture(settings, target)
+    except LabError as error:
+        return Findings({}, [f'busy_over_limit is missing: {error}'])
+    figures = {'busy_over_limit': capture['busy_over_limit'], 'capture': capture}
+    problems = ['what was captured is not the state at its iteration'] if code else []
+    return Findings(figures, problems + judge_capture(capture))
 
 
 def judge(probed: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -261,8 +261,8 @@ def longest_gap_ms() -> float:
     return 1000 * max(gaps, default=0.0)
 
 
-def measure(folder: Path, gpu: bool, nbytes: int) -> dict[str, Any]:
-    """Everything.
+def measure(folder: Path, gpu: bool, nbytes: int) -> Iterator[dict[str, Any]]:
+    """Everything, figure by figure.
 
     Args:
         folder: in a tmpfs.
@@ -274,32 +274,34 @@ def measure(folder: Path, gpu: bool, nbytes: int) -> dict[str, Any]:
         sys.exit(f'CUDA refuses to register {nbytes >> 20} MiB in {folder}: error {pages.status}')
     probe = Probe(pages, gpu)
     refused = pages.register()
-    figures = {
+    yield {
         'reserve_gib_s': nbytes / _GIB / pages.reserve_s,
         'register_gib_s': nbytes / _GIB / pages.register_s,
         'second_registration': refused,
         'kernel_after_failed_registration': probe.kernel_works(),  # reports what CUDA had refused
         'second_kernel_after_it': probe.kernel_works(),
-        **probe.bandwidth(),
-        'issue_us': probe.issue_us(),
-        'spinning_wait_cpu': probe.wait_cpu(blocking=False),
-        'blocking_wait_cpu': probe.wait_cpu(blocking=True),
-        'alone': probe.alone(),
-        'queued': probe.beside(paced=False),
-        'paced': probe.beside(paced=True),
-        'hashing_gap_ms': longest_gap_ms(),
     }
+    yield probe.bandwidth()
+    yield {'issue_us': probe.issue_us()}
+    yield {'spinning_wait_cpu': probe.wait_cpu(blocking=False)}
+    yield {'blocking_wait_cpu': probe.wait_cpu(blocking=True)}
+    yield {'alone': probe.alone()}
+    yield {'queued': probe.beside(paced=False)}
+    yield {'paced': probe.beside(paced=True)}
+    yield {'hashing_gap_ms': longest_gap_ms()}
     torch.cuda.synchronize()
     pages.unregister()
-    return figures
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure and write."""
+    """Measure, and write what there is after each figure."""
     folder, device, nbytes, target = argv
     if device == 'cpu':
         cpu_device.install()
-    write_json(Path(target), measure(Path(folder), device == 'gpu', int(nbytes)))
+    figures: dict[str, Any] = {}
+    for more in measure(Path(folder), device == 'gpu', int(nbytes)):
+        figures |= more
+        write_json(Path(target), figures)
 
 
 if __name__ == '__main__':

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage: two pipeline stages of two expert-parallel ranks; does a lost one come back alone?"""
 
+from collections.abc import Iterator
+
 from moevement_ext.events import Recovered
 from tools.demo.model import STAGE_RANKS, WORLD_SIZE, training_flags
 from tools.gpu_check.report import Findings
@@ -15,7 +17,7 @@ KILL = Kill(rank=2, after=9)
 _LOST_STAGE = 1
 
 
-def run(settings: Settings) -> Findings:
+def run(settings: Settings) -> Iterator[Findings]:
     """Train the model of the demo plain, with windows, and with a rank killed on the way."""
     folder = settings.folder('four-rank')
     data = models.prepare_text(settings.output / 'data', megabytes=1)
@@ -23,17 +25,16 @@ def run(settings: Settings) -> Findings:
     flags = training_flags(data, ITERATIONS, folder / 'unused')
     trials = Trials(settings, folder, flags, nodes=WORLD_SIZE, window=WINDOW)
     plain, windows = trials.plain('plain'), trials.protected('windows')
-    killed = trials.protected('killed', KILL)
     problems = compare(plain, windows, 'with windows') + reduced(windows)
-    problems += compare(plain, killed, 'killed') + not_localized(killed)
+    yield Findings(costs(plain, windows), problems)
+    killed = trials.protected('killed', KILL)
     found = killed.recovery
     figures = {
-        **costs(plain, windows),
         'came_back': str(found.tier) if found else 'no',
         'replayed': found.replayed if found else 0,
         'phases_s': _slowest(killed),
     }
-    return Findings(figures, problems)
+    yield Findings(figures, compare(plain, killed, 'killed') + not_localized(killed))
 
 
 def not_localized(killed: Trained) -> list[str]:

@@ -59,27 +59,24 @@ _CASES = {
 }
 
 
-def run(settings: Settings) -> Findings:
+def run(settings: Settings) -> Iterator[Findings]:
     """All trials; on a GPU also the one that must fail."""
-    figures: dict[str, Any] = {}
-    problems = []
     for name, case in _CASES.items():
         try:
             measured = run_case(case, settings)
         except LabError as error:
-            problems.append(f'{name}: {error}')
+            yield Findings({}, [f'{name}: {error}'])
             continue
         drift = worst_drift(measured)
-        figures |= _shown(case.ranks, measured)
-        figures[name] = {'drift': drift, 'cycles': msgspec.to_builtins(measured)}
-        problems += [f'{name}: {problem}' for problem in judge(drift)]
+        cycles = {'drift': drift, 'cycles': msgspec.to_builtins(measured)}
+        problems = [f'{name}: {problem}' for problem in judge(drift)]
+        yield Findings({**_shown(case.ranks, measured), name: cycles}, problems)
     if settings.gpu:  # gloo has no groups that could stay open
-        figures['without_mend'], nothing_shown = control(settings)
-        problems += nothing_shown
-    return Findings(figures, problems)
+        without_mend, nothing_shown = control(settings)
+        yield Findings({'without_mend': without_mend}, nothing_shown)
 
 
-def _shown(ranks: int, measured: list[Measured]) -> dict[str, float]:
+def _shown(ranks: int, measured: list[Measured]) -> dict[str, Any]:
     return {
         f'unblock_s_{ranks}': max(cycle.unblock_s for cycle in measured),
         f'renew_s_{ranks}': max(cycle.renew_s for cycle in measured),

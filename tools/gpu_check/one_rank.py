@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages: one rank, a model that fills some of the GPU: what windows cost, if bits return."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from tools.gpu_check.report import Findings
@@ -31,10 +31,10 @@ _TRAINING = (
 _TRANSFORMER_ENGINE = ['--transformer-impl', 'transformer_engine', '--moe-grouped-gemm']
 
 
-def run(settings: Settings) -> Findings:
+def run(settings: Settings) -> Iterator[Findings]:
     """Train plain, plain again, with windows, killed on the way, and with window `auto`."""
     trials = _trials(settings, 'one-rank', [])
-    plain, findings = _same_bits(trials)
+    plain = yield from _same_bits(trials)
     auto = trials._replace(window='auto').protected('auto')
     problems = compare(plain, auto, 'with window auto') + reduced(auto)
     if settings.gpu:
@@ -42,15 +42,15 @@ def run(settings: Settings) -> Findings:
     figures = {f'auto_{name}': figure for name, figure in costs(plain, auto).items()}
     del figures['auto_plain_ms']
     figures['auto_window'] = auto.log.captured[-1].window
-    return Findings({**findings.figures, **figures}, [*findings.problems, *problems])
+    yield Findings(figures, problems)
 
 
-def run_transformer_engine(settings: Settings) -> Findings:
+def run_transformer_engine(settings: Settings) -> Iterator[Findings]:
     """The same with the layers and the optimizer of Transformer Engine, experts in one module."""
-    return _same_bits(_trials(settings, 'transformer-engine', _TRANSFORMER_ENGINE))[1]
+    yield from _same_bits(_trials(settings, 'transformer-engine', _TRANSFORMER_ENGINE))
 
 
-def run_precision(name: str, settings: Settings) -> Findings:
+def run_precision(name: str, settings: Settings) -> Iterator[Findings]:
     """One of `precisions.FLAGS`: plain, and killed on the way. On a CPU on stand-ins."""
     own = [flag for flag in _flags(settings) if flag != '--bf16']  # the configuration says it
     engine = _TRANSFORMER_ENGINE if settings.gpu else []
@@ -58,9 +58,9 @@ def run_precision(name: str, settings: Settings) -> Findings:
     folder = settings.folder(f'precision-{name}')
     program = precisions.program(stand_ins=not settings.gpu)
     trials = Trials(settings, folder, flags, nodes=1, window=WINDOW, program_file=program)
-    plain, killed = trials.plain('plain'), trials.protected('killed', KILL)
-    problems = compare(plain, killed, 'killed') + reduced(killed) + _not_back(killed)
-    return Findings({'loss': plain.log.iterations[-1].loss, **_return(plain, killed)}, problems)
+    plain = trials.plain('plain')
+    yield Findings({'loss': plain.log.iterations[-1].loss}, [])
+    yield _killed(trials, plain)
 
 
 def judge_costs(figures: dict[str, Any]) -> list[str]:
@@ -76,18 +76,27 @@ def _trials(settings: Settings, name: str, more: Sequence[str]) -> Trials:
     return Trials(settings, settings.folder(name), flags, nodes=1, window=WINDOW)
 
 
-def _same_bits(trials: Trials) -> tuple[Trained, Findings]:
-    """Compare final states with that of plain Megatron, which comes first."""
-    plain, again = trials.plain('plain'), trials.plain('plain-again')
-    problems = compare(plain, again, 'again')
+def _same_bits(trials: Trials) -> Generator[Findings, None, Trained]:
+    """Compare final states with that of plain Megatron, which comes first and is returned."""
+    plain = trials.plain('plain')
+    yield Findings({'plain_ms': plain.iteration_ms}, [])
+    problems = compare(plain, trials.plain('plain-again'), 'again')
     if problems:
         problems.append('so this model is not deterministic here, and no bits can be compared')
+    yield Findings({}, problems)
     windows = trials.protected('windows')
+    yield Findings(
+        costs(plain, windows), compare(plain, windows, 'with windows') + reduced(windows)
+    )
+    yield _killed(trials, plain)
+    return plain
+
+
+def _killed(trials: Trials, plain: Trained) -> Findings:
+    """Of a job that loses its rank on the way."""
     killed = trials.protected('killed', KILL)
-    problems += compare(plain, windows, 'with windows') + reduced(windows)
-    problems += compare(plain, killed, 'killed') + reduced(killed)
-    problems += _not_back(killed)
-    return plain, Findings({**costs(plain, windows), **_return(plain, killed)}, problems)
+    problems = compare(plain, killed, 'killed') + reduced(killed) + _not_back(killed)
+    return Findings(_return(plain, killed), problems)
 
 
 def _not_back(killed: Trained) -> list[str]:

@@ -6,9 +6,8 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,26 +21,24 @@ _LONGEST_S = 100
 """For a test, which takes a few seconds."""
 
 
-def run(settings: Settings) -> Findings:
+def run(settings: Settings) -> Iterator[Findings]:
     """Run them once for each number of connections; without a GPU they are all skipped."""
     folder = settings.folder('tests')
     left_out = deselected(torch.cuda.device_count(), _installed)
-    figures: dict[str, Any] = {'left_out': ' '.join(left_out) or 'none'}
-    problems = []
+    yield Findings({'left_out': ' '.join(left_out) or 'none'}, [])
     for connections in _CONNECTIONS if settings.gpu else _CONNECTIONS[:1]:
         results = folder / f'connections-{connections}.xml'
         environment = {**os.environ, 'CUDA_DEVICE_MAX_CONNECTIONS': connections}
         arguments = command(_tests(left_out), results, left_out)
         code = subprocess.run(arguments, cwd=ROOT, env=environment).returncode
         found = counts(results.read_text('utf-8')) if results.exists() else {}
-        figures |= {f'{name}_{connections}': count for name, count in found.items()}
         not_run = not found.get('tests') or (settings.gpu and found['skipped'])
-        if code or not_run:
-            problems.append(
-                f'CUDA_DEVICE_MAX_CONNECTIONS={connections}: pytest ended with exit status {code}: '
-                f'{found or "no results"}'
-            )
-    return Findings(figures, problems)
+        problem = (
+            f'CUDA_DEVICE_MAX_CONNECTIONS={connections}: pytest ended with exit status {code}: '
+            f'{found or "no results"}'
+        )
+        figures = {f'{name}_{connections}': count for name, count in found.items()}
+        yield Findings(figures, [problem] if code or not_run else [])
 
 
 def _tests(left_out: Sequence[str]) -> list[Path]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the stages have found so far: one file, kept from one call to the next."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +15,41 @@ NAME = 'gpu-check.json'
 
 
 class Findings(NamedTuple):
-    """What one stage measured, and what is wrong."""
+    """What one stage, or a part of it, measured, and what is wrong."""
 
     figures: dict[str, Any]
     """Numbers, texts and tables of them; the summary shows those that are no tables."""
     problems: list[str]
     """One line each; none: the stage has passed."""
+
+    def and_then(self, more: 'Findings') -> 'Findings':
+        """These, and what was found after them."""
+        return Findings({**self.figures, **more.figures}, self.problems + more.problems)
+
+
+NOTHING = Findings({}, [])
+
+
+def together(parts: Iterable[Findings]) -> Findings:
+    """All that a stage has found, when it is done."""
+    found = NOTHING
+    for part in parts:
+        found = found.and_then(part)
+    return found
+
+
+class Notes(msgspec.Struct, frozen=True):
+    """The file of a stage under way, which its process may not live to finish."""
+
+    figures: dict[str, Any]
+    problems: list[str]
+    done: bool
+    """False: there would be more."""
+
+    @classmethod
+    def of(cls, found: Findings, done: bool) -> 'Notes':
+        """What was found so far."""
+        return cls(found.figures, found.problems, done)
 
 
 class StageResult(msgspec.Struct, frozen=True):

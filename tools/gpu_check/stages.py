@@ -4,20 +4,20 @@
     python -m tools.gpu_check.stages NAME <output> <memory> gpu|cpu <file for the findings>
 
 Each stage has a process of its own: what it does to its CUDA context, the next one does not see.
+What it finds is written as it comes, and stays if the process is ended on the way.
 """
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from rich.console import Console
 
 from tools.gpu_check import copies, environment, four_rank, nccl, one_rank, own_tests
-from tools.gpu_check.report import Findings
+from tools.gpu_check.report import NOTHING, Findings, Notes
 from tools.gpu_check.settings import Settings
 from tools.lab import precisions
 from tools.lab.benchmark import exit_on_sigterm, print_failure
@@ -28,7 +28,8 @@ from tools.lab.figures import write_json
 class Stage(NamedTuple):
     """One part of the check; it takes less than ten minutes."""
 
-    run: Callable[[Settings], Findings]
+    run: Callable[[Settings], Iterator[Findings]]
+    """What it finds, part by part."""
     proves: str
     """In a few words."""
     needs: str = ''
@@ -72,20 +73,23 @@ def possible(gpu: bool) -> list[str]:
     ]
 
 
-def run_stage(name: str, settings: Settings) -> Findings:
+def run_stage(name: str, settings: Settings) -> Iterator[Findings]:
     """Run one in this process; what keeps it from ending is a problem, too."""
     try:
-        return STAGES[name].run(settings)
+        yield from STAGES[name].run(settings)
     except LabError as error:
         print_failure(Console(), name, error)
-        return Findings({}, [str(error)])
+        yield Findings({}, [str(error)])
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run one and write what it found."""
+    """Run one and write what it finds, as it comes."""
     name, output, memory, device, target = argv
-    findings = run_stage(name, Settings(Path(output), Path(memory), device == 'gpu'))
-    write_json(Path(target), msgspec.to_builtins(findings._asdict()))
+    found = NOTHING
+    for part in run_stage(name, Settings(Path(output), Path(memory), device == 'gpu')):
+        found = found.and_then(part)
+        write_json(Path(target), Notes.of(found, done=False))
+    write_json(Path(target), Notes.of(found, done=True))
 
 
 if __name__ == '__main__':

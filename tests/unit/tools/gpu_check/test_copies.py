@@ -27,7 +27,8 @@ def test_figures_of_the_probe_outlive_what_fails_after_it(
 
     monkeypatch.setattr(copies, '_probe', on_the_cpu)
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
-    found = run_stage('copies', Settings(tmp_path / 'output', tmp_path, gpu=True))
+    parts = run_stage('copies', Settings(tmp_path / 'output', tmp_path, gpu=True))
+    found = report.together(parts)
     assert found.figures['registered_gb_s_1'] > 0
     assert found.figures['connections_1']['paced']['small_copy']['p99_ms'] > 0
     assert 'busy_over_limit' not in found.figures

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages are run, kept and skipped; their results are those of one machine."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 import psutil
 import pytest
@@ -79,3 +82,20 @@ def test_a_stage_that_takes_too_long_is_ended(tmp_path, monkeypatch) -> None:
     result = run_apart('tests', Settings(tmp_path, tmp_path, gpu=False))
     assert result.problems == ['it was not done within 0.5 s']
     assert set(psutil.Process().children()) <= before
+
+
+def test_a_stage_that_is_ended_on_the_way_keeps_what_it_found(tmp_path) -> None:
+    so_far = tmp_path / 'tests-so-far.json'
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(run_apart, 'tests', Settings(tmp_path, tmp_path, gpu=False))
+        while not (so_far.exists() or running.done()):
+            time.sleep(0.01)
+        (stage,) = (
+            child for child in psutil.Process().children() if str(so_far) in child.cmdline()
+        )
+        stage.terminate()
+        result = running.result()
+    assert not result.passed
+    assert result.figures.keys() == {'left_out'}
+    assert result.problems == ['it ended with exit status 143; its last lines say why']
+    assert list(tmp_path.iterdir()) == [tmp_path / 'tests']
