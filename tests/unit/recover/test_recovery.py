@@ -5,6 +5,7 @@ Recovery, membership, host memory and its servers are real; processes are thread
 `threaded_job`), and train a fake. Every iteration is compared with a fault-free run, bit for bit.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,9 @@ VICTIMS = [
     pytest.param(2, marks=pytest.mark.thorough),
 ]
 
+THREADS_END_S = 60.0
+"""Those of a process, after it."""
+
 # A thread of a dead one may look at it once more, as none of a dead process does.
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
 
@@ -55,6 +59,9 @@ def threads_are_processes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         install(monkeypatch)
         yield
+    for thread in [one for one in threading.enumerate() if getattr(one, 'process', None)]:
+        thread.join(THREADS_END_S)
+        assert not thread.is_alive(), f'{thread.name} has outlived its process'
 
 
 @pytest.fixture(scope='module')

@@ -149,6 +149,7 @@ class Process:
         """What ends with a process. Called once its thread has ended."""
         if self.membership is not None:
             self.membership._watch.stop()
+            self.membership._loss.close()
         protected, self.protected = self.protected, None
         if protected is not None and protected.protection is not None:
             protected.protection.close(remove=False)
