@@ -93,7 +93,7 @@ def _same_bits(trials: Trials) -> Generator[Findings, None, Trained]:
 
 
 def _killed(trials: Trials, plain: Trained) -> Findings:
-    """Of a job that loses its rank on the way."""
+    """What a job shows that loses its rank on the way."""
     killed = trials.protected('killed', KILL)
     problems = compare(plain, killed, 'killed') + reduced(killed) + _not_back(killed)
     return Findings(_return(plain, killed), problems)

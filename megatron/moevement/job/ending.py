@@ -57,7 +57,7 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     leave(int(code))
 
 
-def _is_loaded(facts: JobFacts, code: int) -> bool:
+def _is_loaded(facts: JobFacts, code: str | int) -> bool:
     """True if the next launch is to go on from the dense checkpoint that was saved.
 
     That alone has what the rerun machine has found out, and windows of the same iteration would be
