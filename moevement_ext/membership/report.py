@@ -47,20 +47,27 @@ def encode(report: Report) -> bytes:
     return msgspec.msgpack.encode(report)
 
 
+_REPEATED = ('windows', 'ledger')
+"""Large, and the same of many ranks: in a large job a million windows, in all."""
+_FIELDS = {field.name: field.type for field in msgspec.structs.fields(Report)}
+_AsItCame = msgspec.defstruct(
+    '_AsItCame',
+    [(name, msgspec.Raw if name in _REPEATED else kind) for name, kind in _FIELDS.items()],
+    gc=False,
+)
+_PLACES = {list(_FIELDS).index(name): msgspec.msgpack.Decoder(_FIELDS[name]) for name in _REPEATED}
+
+
 def decode_all(items: Sequence[bytes]) -> list[Report]:
-    """What all ranks report; values that many report alike are decoded once, and one object.
-
-    The ranks of a node report the same windows: in a large job a million of them, in all.
-    """
-    kinds = {field.name: field.type for field in msgspec.structs.fields(Report)}
-    known: dict[tuple[str, bytes], Any] = {}
-
-    def value(name: str, encoded: bytes) -> Any:
-        if (name, encoded) not in known:
-            known[name, encoded] = msgspec.msgpack.decode(encoded, type=kinds[name])
-        return known[name, encoded]
-
-    return [
-        Report(**{name: value(name, bytes(raw)) for name, raw in fields.items()})
-        for fields in (msgspec.msgpack.decode(item, type=dict[str, msgspec.Raw]) for item in items)
-    ]
+    """What all ranks report; what many of them repeat is decoded once, and one object."""
+    known: dict[tuple[int, bytes], Any] = {}
+    reports = []
+    for found in map(msgspec.msgpack.Decoder(_AsItCame).decode, items):
+        values = list(msgspec.structs.astuple(found))
+        for place, decoder in _PLACES.items():
+            key = place, bytes(values[place])
+            if key not in known:
+                known[key] = decoder.decode(key[1])
+            values[place] = known[key]
+        reports.append(Report(*values))
+    return reports

@@ -320,18 +320,18 @@ def _spent(before: Sequence[float], after: Sequence[float]) -> list[float]:
 
 
 def _of_one_rank(world_size: int) -> tuple[float, float, int]:
-    """Seconds in which one packs what all bring, in which each has a verdict; bytes in between."""
+    """Seconds that one computes to pack what all bring, and each to a verdict; bytes in between."""
     layout = Layout(world_size)
     reports = [layout.report(rank, 0, _COMMITTED) for rank in range(world_size - 1)]
     items = [encode(report) for report in [*reports, newcomer(world_size - 1)]]
     left = [brought.packed(item) for item in items]
-    began = time.perf_counter()
+    began = time.thread_time()
     whole = brought.packed_together([brought.unpacked(item) for item in left])
-    packed = time.perf_counter()
+    packed = time.thread_time()
     verdict = decide_recovery(
         decode_all(brought.unpacked_together(whole)), layout.stage_of, (), _LAST_ITERATION
     )
-    read = time.perf_counter()
+    read = time.thread_time()
     if not isinstance(verdict, Localized):
         raise LabError(f'{verdict}')
     return packed - began, read - packed, len(whole)

@@ -44,8 +44,8 @@ class Expected(NamedTuple):
         Raises:
             RefusedWindow: typed by what differs.
         """
-        start, plan = (None, None) if self.name is None else self.name
-        wanted = (self.run, self.topology, self.owner, start, plan)
+        window = (None, None) if self.name is None else (self.name.start, self.name.plan)
+        wanted = (self.run, self.topology, self.owner, *window)
         for (field, refusal), expected in zip(IDENTITY.items(), wanted, strict=True):
             found = getattr(header, field)
             if expected is not None and found != expected:

@@ -23,7 +23,7 @@ class RankIdentity:
     """Global rank: the owner of what it captures."""
 
 
-class WindowName(NamedTuple):
+class WindowName(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """Start and plan of a window, which tell two windows of one owner apart."""
 
     start: Count

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all ranks report is decoded as each has said it, and what they have in common once."""
 
+import gc
+
 import msgspec
 
 from moevement_ext.membership.report import Report, decode_all, encode
@@ -18,3 +20,10 @@ def test_what_ranks_of_a_node_report_alike_is_one_object() -> None:
     of_first_node = found[:RANKS_PER_NODE]
     assert all(report.windows is found[0].windows for report in of_first_node)
     assert found[0].windows != found[RANKS_PER_NODE].windows
+    assert all(report.ledger is found[0].ledger for report in found[:-1])
+
+
+def test_a_million_windows_are_no_work_for_the_garbage_collector() -> None:
+    [found] = decode_all([encode(Layout(WORLD).report(0, 0, 41))])
+    held = found.windows[0]
+    assert not any(map(gc.is_tracked, [found, held, held.window, held.window.name]))

@@ -92,7 +92,8 @@ def content(header: SlotHeader) -> np.ndarray:
 
 def write_slot(file: WindowFile, slot: int, owner: int = 0, window: int = WINDOW) -> SlotHeader:
     """Reserve, fill and seal one slot of the window `file` was begun for."""
-    header = make_header(slot, *file.required_name(), owner=owner, window=window)
+    name = file.required_name()
+    header = make_header(slot, name.start, name.plan, owner, window)
     file.reserve_slot(slot, header.payload_bytes)[:] = content(header)
     return file.seal_slot(header)
 

@@ -34,7 +34,7 @@ def begin_window(training: Training) -> None:
 
 def windows(training: Training) -> list[tuple[int, str]]:
     """Start and plan of those that were complete after the recovery."""
-    return [tuple(name) for name in training.heard if name.start >= TARGET]
+    return [(name.start, name.plan) for name in training.heard if name.start >= TARGET]
 
 
 IN_STEP = [(start, 'later') for start in range(TARGET, TARGET + 8, 2)]
