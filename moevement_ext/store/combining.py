@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a node ask the launcher's store together. On the thread of the node's leader only.
+"""The ranks of a node ask the launcher's store together. On the thread of a leader only.
 
 Who asks what another one has asked waits until that is answered, and all who wait then ask at once:
 so a node asks seldom when the store is slow, and nobody is told what was true before he asked.
@@ -8,7 +8,8 @@ so a node asks seldom when the store is slow, and nobody is told what was true b
 import asyncio
 from asyncio import Future, Task
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from moevement_ext.store import wire
 from moevement_ext.store.line import Line
@@ -29,48 +30,52 @@ class Questions:
 
     def __init__(self, line: Line) -> None:
         self._line = line
+        self._loop = asyncio.get_running_loop()
         self._next: dict[_Group, list[_Asked]] = {}
-        self._tasks: set[Task[None]] = set()
+        """Also of each group that is asked now, what is asked next."""
 
-    async def ask(self, request: Request) -> bytes:
+    def ask(self, request: Request) -> Future[bytes]:
         """What the store answers.
 
         Raises:
             ConnectionError: as `Line.ask`.
         """
         if request.kind not in _TOGETHER:
-            return await self._line.ask(request)
+            return self._line.ask(request)
         group = request.kind, request.keys, request.values
-        answer: Future[bytes] = asyncio.get_running_loop().create_future()
-        if group in self._next:
-            self._next[group].append((request, answer))
-        else:
-            self._next[group] = [(request, answer)]
-            _start(self._tasks, self._ask_in_turn(group))
-        return await answer
-
-    async def _ask_in_turn(self, group: _Group) -> None:
-        while asked := self._next[group]:
+        answer: Future[bytes] = self._loop.create_future()
+        if group not in self._next:
             self._next[group] = []
-            try:
-                answers = await self._ask_together([request for request, _ in asked])
-            except ConnectionError as error:
-                for _, answer in asked:
-                    if not answer.done():  # else who asked has left
-                        answer.set_exception(error)
-                continue
-            for (_, answer), found in zip(asked, answers, strict=True):
-                if not answer.done():
-                    answer.set_result(found)
-        del self._next[group]
+            self._loop.call_soon(self._ask_next, group)  # with all that asks in this turn
+        self._next[group].append((request, answer))
+        return answer
 
-    async def _ask_together(self, requests: Sequence[Request]) -> list[bytes]:
-        first = requests[0]
-        if first.kind != Kind.ADD:
-            return [await self._line.ask(first)] * len(requests)
-        numbers = [request.number for request in requests]
-        answer = await self._line.ask(Request(Kind.ADD, first.keys, number=sum(numbers)))
-        return [wire.number(one) for one in wire.shares(numbers, wire.number_in(answer))]
+    def _ask_next(self, group: _Group) -> None:
+        asked, self._next[group] = self._next[group], []
+        if asked:
+            together = _together([request for request, _ in asked])
+            self._line.ask(together).add_done_callback(partial(self._answer, group, asked))
+        else:
+            del self._next[group]
+
+    def _answer(self, group: _Group, asked: Sequence[_Asked], found: Future[bytes]) -> None:
+        error = found.exception()
+        answers = [] if error else _apart([request for request, _ in asked], found.result())
+        for number, (_, answer) in enumerate(asked):
+            if answer.done():  # who asked has left
+                continue
+            if error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(answers[number])
+        self._ask_next(group)
+
+
+class _Wait(NamedTuple):
+    """For some keys."""
+
+    task: Task[None]
+    waiters: set[Future[bytes]]
 
 
 class Waits:
@@ -83,51 +88,78 @@ class Waits:
     def __init__(self, connect: Callable[[], Coroutine[Any, Any, Line]]) -> None:
         self._connect = connect
         self._idle: list[Line] = []
-        self._waiting: dict[tuple[bytes, ...], Task[None]] = {}
-        self._waiters: dict[tuple[bytes, ...], int] = {}
+        self._waiting: dict[tuple[bytes, ...], _Wait] = {}
 
-    async def wait(self, keys: tuple[bytes, ...]) -> None:
-        """Return when the keys are there; can be cancelled.
+    def wait(self, keys: tuple[bytes, ...]) -> Future[bytes]:
+        """What the store says when the keys are there; cancelled by who does not wait any more.
 
         Raises:
-            OSError: the connection is lost.
+            OSError: where it is awaited: the connection is lost.
         """
         if keys not in self._waiting:
-            self._waiting[keys] = asyncio.create_task(self._wait(keys))
-            self._waiters[keys] = 0
-        task = self._waiting[keys]
-        self._waiters[keys] += 1
-        try:
-            await asyncio.shield(task)
-        finally:
-            if self._waiting.get(keys) is task:
-                self._waiters[keys] -= 1
-                if not self._waiters[keys]:
-                    self._forget(keys)
-                    task.cancel()
+            waiters: set[Future[bytes]] = set()
+            task = asyncio.create_task(self._wait(keys, waiters))
+            self._waiting[keys] = _Wait(task, waiters)
+        waiter: Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[keys].waiters.add(waiter)
+        waiter.add_done_callback(partial(self._leave, keys))
+        return waiter
 
     def close(self) -> None:
         """Cut all lines."""
         for line in self._idle:
             line.close()
-        for task in self._waiting.values():
-            task.cancel()
+        for wait in self._waiting.values():
+            wait.task.cancel()
 
-    async def _wait(self, keys: tuple[bytes, ...]) -> None:
-        line = self._idle.pop() if self._idle else await self._connect()
+    async def _wait(self, keys: tuple[bytes, ...], waiters: set[Future[bytes]]) -> None:
+        line: Line | None = None
         try:
+            line = self._idle.pop() if self._idle else await self._connect()
             await line.ask(Request(Kind.WAIT, keys))
-        except BaseException:  # nobody waits any more: cheaper than to make the store forget it
-            line.close()
-            raise
-        self._idle.append(line)
-        self._forget(keys)  # who comes from now on asks anew
+        except (OSError, asyncio.CancelledError) as error:
+            if line is not None:  # if nobody waits: cheaper than to make the store forget it
+                line.close()
+            self._end(keys, waiters, ConnectionError(f'nobody waits there any more: {error!r}'))
+        else:
+            self._idle.append(line)
+            self._end(keys, waiters, None)
 
-    def _forget(self, keys: tuple[bytes, ...]) -> None:
-        del self._waiting[keys], self._waiters[keys]
+    def _end(
+        self, keys: tuple[bytes, ...], waiters: set[Future[bytes]], error: Exception | None
+    ) -> None:
+        """Tell all who wait; who comes from now on asks anew."""
+        found = self._waiting.get(keys)
+        if found is not None and found.waiters is waiters:
+            del self._waiting[keys]
+        for waiter in waiters:
+            if waiter.done():
+                continue
+            if error is None:
+                waiter.set_result(wire.ARRIVED)
+            else:
+                waiter.set_exception(error)
+
+    def _leave(self, keys: tuple[bytes, ...], waiter: Future[bytes]) -> None:
+        found = self._waiting.get(keys)
+        if found is not None and waiter in found.waiters:
+            found.waiters.discard(waiter)
+            if not found.waiters:
+                del self._waiting[keys]
+                found.task.cancel()
 
 
-def _start(tasks: set[Task[None]], work: Coroutine[Any, Any, None]) -> None:
-    task = asyncio.create_task(work)  # asyncio itself keeps none alive
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
+def _together(requests: Sequence[Request]) -> Request:
+    """One request in the place of some of a group."""
+    first = requests[0]
+    if first.kind != Kind.ADD:
+        return first
+    return Request(Kind.ADD, first.keys, number=sum(request.number for request in requests))
+
+
+def _apart(requests: Sequence[Request], answer: bytes) -> list[bytes]:
+    """The answer to each, of that to all of them."""
+    if requests[0].kind != Kind.ADD:
+        return [answer] * len(requests)
+    numbers = [request.number for request in requests]
+    return [wire.number(one) for one in wire.shares(numbers, wire.number_in(answer))]

@@ -13,7 +13,8 @@ the nodes (`branches`).
 import asyncio
 import logging
 import socket
-from asyncio import Event, StreamReader, StreamWriter, Task
+from asyncio import BaseTransport, Event, Future, Transport
+from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 from moevement_ext.store import branches, wire
 from moevement_ext.store.combining import Questions, Waits
 from moevement_ext.store.line import Line
-from moevement_ext.store.wire import Kind, Request
+from moevement_ext.store.wire import Kind, Received, Request
 
 logger = logging.getLogger(__name__)
 
@@ -42,66 +43,135 @@ class _Store:
     def __init__(self, line: Line, connect: Callable[[], Coroutine[Any, Any, Line]]) -> None:
         self._line = line
         self._questions = Questions(line)
-        self.waits = Waits(connect)
+        self._waits = Waits(connect)
 
-    async def answer(self, request: Request) -> bytes:
-        """What the client that asks is to be sent."""
-        if request.kind == Kind.VALIDATE:
-            return _nothing_if_known(request)
-        if request.kind == Kind.PING:
-            return wire.sign_of_life(request)
-        if request.kind in wire.UNANSWERED:
-            self._line.tell(request)
-            return b''
-        return await self._questions.ask(request)
+    def answer(self, request: Request) -> Future[bytes] | None:
+        """What the client that asks is to be sent; None: nothing."""
+        match request.kind:
+            case Kind.PING:
+                return _known(wire.sign_of_life(request))
+            case Kind.CANCEL_WAIT:
+                return _known(wire.CANCELLED)
+            case Kind.WAIT:
+                return self._waits.wait(request.keys)
+            case kind if kind in wire.UNANSWERED:
+                self._line.tell(request)
+                return None
+        return self._questions.ask(request)
+
+    async def give_a_sign(self) -> None:
+        """Return when the store has answered."""
+        await self._questions.ask(Request(Kind.NUM_KEYS))
 
     def close(self) -> None:
         """Cut all."""
         self._line.close()
-        self.waits.close()
+        self._waits.close()
 
 
-class _Client:
-    """A connection with a rank.
+class _Client(asyncio.Protocol):
+    """A connection with a rank, or with a leader, which is answered in the order of its questions.
+
+    A rank waits for each answer. A leader does not: the ranks that it asks for do.
 
     Args:
-        reader, writer: of it.
-
-    Attributes:
-        next: its next request, which is read while the one before is answered.
+        reach_store: finds the store.
+        clients: all that are there; this one, too, as long as it is.
     """
 
-    def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self.next = asyncio.create_task(wire.read_request(reader))
+    _transport: Transport
 
-    async def request(self) -> Request:
-        """Its next.
+    def __init__(
+        self, reach_store: Callable[[], Coroutine[Any, Any, _Store]], clients: set['_Client']
+    ) -> None:
+        self._reach_store = reach_store
+        self._clients = clients
+        self._received = Received()
+        self._store: _Store | None = None
+        self._owed: deque[Future[bytes]] = deque()
+        """Answers to come, in their order."""
 
-        Raises:
-            EOFError: it is gone.
-            ValueError: it does not speak as torch's clients do.
-        """
-        request = await self.next
-        self.next = asyncio.create_task(wire.read_request(self._reader))
-        return request
+    def connection_made(self, transport: BaseTransport) -> None:
+        """By the loop."""
+        assert isinstance(transport, Transport)
+        self._transport = transport
+        self._clients.add(self)
+        self._beginning = asyncio.create_task(self._begin())
 
-    async def tell(self, answer: bytes) -> None:
-        """Send an answer."""
-        self._writer.write(answer)
-        await self._writer.drain()
+    def data_received(self, data: bytes) -> None:
+        """By the loop."""
+        self._received.add(data)
+        if self._store is not None:
+            self._attend(self._store)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """By the loop."""
+        self._clients.discard(self)
+        self._beginning.cancel()
+        for answer in self._owed:
+            answer.cancel()
+        self._owed.clear()
 
     def close(self) -> None:
         """Cut it."""
-        self.next.cancel()
-        self._writer.close()
+        self._transport.close()
+
+    async def _begin(self) -> None:
+        try:
+            self._store = await self._reach_store()
+        except OSError:  # it is not there
+            self.close()
+        else:
+            self._attend(self._store)
+
+    def _attend(self, store: _Store) -> None:
+        try:
+            while self._received and not self._transport.is_closing():
+                request = self._received.whole(wire.read_request)
+                if request is None:
+                    return
+                self._take(store, request)
+        except ValueError as error:  # it does not speak as torch's clients do
+            logger.warning('sparse checkpointing: a client of a leader is cut: %s', error)
+            self.close()
+
+    def _take(self, store: _Store, request: Request) -> None:
+        if request.kind == Kind.VALIDATE:
+            _check_greeting(request)
+            return
+        if request.kind == Kind.CANCEL_WAIT and self._owed:
+            self._owed[-1].cancel()  # unless that has come
+        answer = store.answer(request)
+        if answer is not None:
+            self._owed.append(answer)
+            answer.add_done_callback(self._tell)
+
+    def _tell(self, answer: Future[bytes]) -> None:
+        """Send what can be sent by now."""
+        if not answer.cancelled() and answer.exception() is not None:  # the store is lost
+            self.close()
+            return
+        found = []
+        while self._owed and self._owed[0].done():
+            first = self._owed.popleft()
+            if first.cancelled():  # a wait that was given up
+                continue
+            if first.exception() is not None:
+                break  # it closes the connection
+            found.append(first.result())
+        if found and not self._transport.is_closing():
+            self._transport.write(b''.join(found))
 
 
-def _nothing_if_known(greeting: Request) -> bytes:
+def _known(answer: bytes) -> Future[bytes]:
+    found: Future[bytes] = asyncio.get_running_loop().create_future()
+    found.set_result(answer)
+    return found
+
+
+def _check_greeting(greeting: Request) -> None:
     if greeting.number != wire.MAGIC:
         raise ValueError(f'it begins with {greeting.number:#x}, as no client of a store does')
-    return b''
 
 
 class Leader:
@@ -120,12 +190,15 @@ class Leader:
         self._listening = listening
         self._is_branch = is_branch
         self._store: _Store | None = None
-        self._clients: set[Task[None]] = set()
+        self._clients: set[_Client] = set()
         self._connecting = asyncio.Lock()
 
     async def serve(self, ended: Event) -> None:
         """Until that is set; all connections are cut then."""
-        server = await asyncio.start_server(self._meet, sock=self._listening)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: _Client(self._reach_store, self._clients), sock=self._listening
+        )
         watching = asyncio.create_task(self._watch_store())
         await ended.wait()
         watching.cancel()
@@ -139,45 +212,9 @@ class Leader:
             if self._store is not None:
                 try:
                     async with asyncio.timeout(_TO_ANSWER_S):
-                        await self._store.answer(Request(Kind.NUM_KEYS))
+                        await self._store.give_a_sign()
                 except OSError:
                     self._cut()
-
-    async def _meet(self, reader: StreamReader, writer: StreamWriter) -> None:
-        task, client = asyncio.current_task(), _Client(reader, writer)
-        assert task is not None
-        self._clients.add(task)
-        try:
-            await self._attend(client)
-        except (OSError, EOFError, asyncio.CancelledError):
-            pass  # it is gone, or the store is
-        except ValueError as error:
-            logger.warning('sparse checkpointing: a client of a leader is cut: %s', error)
-        finally:
-            self._clients.discard(task)
-            client.close()
-
-    async def _attend(self, client: _Client) -> None:
-        store = await self._reach_store()
-        while True:
-            request = await client.request()
-            if request.kind == Kind.WAIT:
-                await self._wait(store, client, request)
-            elif request.kind == Kind.CANCEL_WAIT:
-                await client.tell(wire.CANCELLED)
-            else:
-                await client.tell(await store.answer(request))
-
-    async def _wait(self, store: _Store, client: _Client, request: Request) -> None:
-        """Until the keys are there, or the client gives up or is gone."""
-        arrival = asyncio.create_task(store.waits.wait(request.keys))
-        try:
-            await asyncio.wait({arrival, client.next}, return_when=asyncio.FIRST_COMPLETED)
-            if arrival.done():
-                arrival.result()
-                await client.tell(wire.ARRIVED)
-        finally:
-            arrival.cancel()
 
     async def _reach_store(self) -> _Store:
         async with self._connecting:
@@ -215,5 +252,5 @@ class Leader:
         store, self._store = self._store, None
         if store is not None:
             store.close()
-        for task in self._clients:
-            task.cancel()
+        for client in list(self._clients):
+            client.close()

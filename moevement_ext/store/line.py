@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection with the launcher's store, of a node's leader. On its thread only."""
+"""A connection with the launcher's store, of a leader. On its thread only."""
 
 import asyncio
 import secrets
-from asyncio import Future, StreamReader, StreamWriter
+from asyncio import BaseTransport, Future, Transport
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from moevement_ext.store import wire
-from moevement_ext.store.wire import Kind, Request
+from moevement_ext.store.wire import Kind, Received, Request
 
 
-class Line:
+class Line(asyncio.Protocol):
     """The store answers in the order in which it is asked; many questions can be under way.
 
     Args:
-        reader, writer: of the connection.
         on_lost: called once it is lost, unless it was closed.
     """
 
-    def __init__(
-        self, reader: StreamReader, writer: StreamWriter, on_lost: Callable[[], None]
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
+    _transport: Transport
+
+    def __init__(self, on_lost: Callable[[], None]) -> None:
         self._on_lost = on_lost
+        self._received = Received()
         self._asked: deque[tuple[Request, Future[bytes]]] = deque()
         self._unsent: list[bytes] = []
-        self._reading = asyncio.create_task(self._read())
+        self._is_over = False
+        self._loop = asyncio.get_running_loop()
 
     @classmethod
     async def open(cls, host: str, port: int, on_lost: Callable[[], None]) -> 'Line':
@@ -36,7 +36,8 @@ class Line:
         Raises:
             OSError: that is not possible.
         """
-        line = cls(*await asyncio.open_connection(host, port), on_lost)
+        loop = asyncio.get_running_loop()
+        _, line = await loop.create_connection(lambda: cls(on_lost), host, port)
         try:
             line.tell(Request(Kind.VALIDATE, number=wire.MAGIC))
             await line.ask(Request(Kind.PING, number=secrets.randbits(32)))
@@ -48,43 +49,68 @@ class Line:
     def tell(self, request: Request) -> None:
         """Send what is not answered; what is to be sent in one turn of the loop goes together."""
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._send)
+            self._loop.call_soon(self._send)
         self._unsent.append(wire.encoded(request))
 
-    def _send(self) -> None:
-        self._writer.write(b''.join(self._unsent))
-        self._unsent.clear()
-
-    async def ask(self, request: Request) -> bytes:
+    def ask(self, request: Request) -> Future[bytes]:
         """What the store answers.
 
         Raises:
-            ConnectionError: the connection is lost; the store may have done what it was asked.
+            ConnectionError: where it is awaited: the connection is lost; the store may have done
+                what it was asked.
         """
-        if self._reading.done():
-            raise ConnectionError('the connection with the store is lost')
-        answer: Future[bytes] = asyncio.get_running_loop().create_future()
+        answer: Future[bytes] = self._loop.create_future()
         self._asked.append((request, answer))
-        self.tell(request)
-        return await answer
+        if self._is_over:
+            self._fail_all()
+        else:
+            self.tell(request)
+        return answer
 
     def close(self) -> None:
         """Whoever still waits for an answer has an error."""
-        self._reading.cancel()
+        self._is_over = True
+        self._transport.close()
+        self._fail_all()
 
-    async def _read(self) -> None:
+    def connection_made(self, transport: BaseTransport) -> None:
+        """By the loop."""
+        assert isinstance(transport, Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """By the loop."""
+        self._received.add(data)
         try:
-            while True:
-                begun = await self._reader.readexactly(1)
-                request, answer = self._asked[0]
-                found = await wire.read_answer(request, self._reader, begun)
-                self._asked.popleft()
-                if not answer.done():
-                    answer.set_result(found)
-        except (OSError, EOFError, ValueError, IndexError):  # or it does not speak as expected
+            while self._received:
+                self._answer_first()
+        except (ValueError, IndexError):  # the store does not speak as expected
+            self._transport.abort()
+        except EOFError:  # more is to come
+            pass
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """By the loop."""
+        if not self._is_over:
+            self._is_over = True
             self._on_lost()
-        finally:
-            self._writer.close()
-            for _, answer in self._asked:
-                if not answer.done():
-                    answer.set_exception(ConnectionError('the connection with the store is lost'))
+        self._fail_all()
+
+    def _answer_first(self) -> None:
+        request, answer = self._asked[0]
+        found = self._received.whole(partial(wire.read_answer, request))
+        if found is None:
+            raise EOFError
+        self._asked.popleft()
+        if not answer.done():
+            answer.set_result(found)
+
+    def _send(self) -> None:
+        self._transport.write(b''.join(self._unsent))
+        self._unsent.clear()
+
+    def _fail_all(self) -> None:
+        while self._asked:
+            _, answer = self._asked.popleft()
+            if not answer.done():
+                answer.set_exception(ConnectionError('the connection with the store is lost'))

@@ -7,8 +7,7 @@ the one that is installed.
 """
 
 import struct
-from asyncio import StreamReader
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import msgspec
@@ -46,12 +45,12 @@ _NUMBER = {Kind.VALIDATE: '<I', Kind.PING: '<I', Kind.ADD: '<q'}
 _KEYS = {Kind.CHECK, Kind.WAIT, Kind.MULTI_GET, Kind.MULTI_SET}
 """Kinds that say how many keys they have."""
 _VALUES_OF_A_KEY = {Kind.SET: 1, Kind.APPEND: 1, Kind.COMPARE_SET: 2, Kind.MULTI_SET: 1}
-_WITHOUT_KEY = {Kind.VALIDATE, Kind.PING, Kind.NUM_KEYS, Kind.CANCEL_WAIT, Kind.LIST_KEYS}
+_ONE_KEY = {Kind.SET, Kind.COMPARE_SET, Kind.GET, Kind.ADD, Kind.DELETE_KEY, Kind.APPEND}
 _HEAD_BYTES = {Kind.CHECK: 1, Kind.WAIT: 1, Kind.PING: 4}
 """With which an answer begins; of others, eight."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True, gc=False):
     """One question of a client."""
 
     kind: Kind
@@ -62,20 +61,61 @@ class Request(msgspec.Struct, frozen=True):
     """What is added, or proves that somebody answers."""
 
 
-async def read_request(reader: StreamReader) -> Request:
+class Received:
+    """What has come on a connection and is not read yet."""
+
+    def __init__(self) -> None:
+        self._content = bytearray()
+        self._at = 0
+
+    def add(self, data: bytes) -> None:
+        """More has come."""
+        del self._content[: self._at]
+        self._at = 0
+        self._content += data
+
+    def __len__(self) -> int:
+        return len(self._content) - self._at
+
+    def take(self, count: int) -> bytes:
+        """So many bytes.
+
+        Raises:
+            EOFError: there are less.
+        """
+        end = self._at + count
+        if end > len(self._content):
+            raise EOFError
+        found = bytes(self._content[self._at : end])
+        self._at = end
+        return found
+
+    def whole[T](self, read: Callable[['Received'], T]) -> T | None:
+        """What `read` takes; None, and nothing is taken, if more of it is to come."""
+        began = self._at
+        try:
+            return read(self)
+        except EOFError:
+            self._at = began
+            return None
+
+
+def read_request(received: Received) -> Request:
     """The next question.
 
     Raises:
-        EOFError: the client is gone.
+        EOFError: there is not all of it.
         ValueError: it is none of a store, or one of a torch that is not known here.
     """
-    kind = Kind((await reader.readexactly(1))[0])
-    count = await _count(reader, _MOST_KEYS) if kind in _KEYS else int(kind not in _WITHOUT_KEY)
+    kind = Kind(received.take(1)[0])
+    count = _length(received.take(8), _MOST_KEYS) if kind in _KEYS else int(kind in _ONE_KEY)
+    values_of_a_key = _VALUES_OF_A_KEY.get(kind, 0)
     keys, values = [], []
     for _ in range(count):
-        keys.append(await _text(reader))
-        values += [await _text(reader) for _ in range(_VALUES_OF_A_KEY.get(kind, 0))]
-    number = await _number(reader, _NUMBER[kind]) if kind in _NUMBER else 0
+        keys.append(_text(received))
+        for _ in range(values_of_a_key):
+            values.append(_text(received))
+    number = _number(received, _NUMBER[kind]) if kind in _NUMBER else 0
     return Request(kind, tuple(keys), tuple(values), number)
 
 
@@ -94,28 +134,26 @@ def encoded(request: Request) -> bytes:
     return b''.join(parts)
 
 
-async def read_answer(request: Request, reader: StreamReader, begun: bytes) -> bytes:
+def read_answer(request: Request, received: Received) -> bytes:
     """What a store has answered, as it stands.
 
     Args:
         request: what it was asked.
-        reader: reads from the store.
-        begun: its first byte.
+        received: from the store.
 
     Raises:
-        EOFError: the store is gone.
+        EOFError: there is not all of it.
         ValueError: it does not speak as known here.
     """
-    left = _HEAD_BYTES.get(request.kind, 8) - len(begun)
-    head = begun + await reader.readexactly(left) if left else begun
+    head = received.take(_HEAD_BYTES.get(request.kind, 8))
     match request.kind:
         case Kind.GET | Kind.COMPARE_SET:
-            return head + await reader.readexactly(_length(head, _MOST_BYTES))
+            return head + received.take(_length(head, _MOST_BYTES))
         case Kind.MULTI_GET:
-            first = head + await reader.readexactly(_length(head, _MOST_BYTES))
-            return first + await _texts(reader, len(request.keys) - 1)
+            first = head + received.take(_length(head, _MOST_BYTES))
+            return first + _texts(received, len(request.keys) - 1)
         case Kind.LIST_KEYS:
-            return head + await _texts(reader, _length(head, _MOST_KEYS))
+            return head + _texts(received, _length(head, _MOST_KEYS))
     return head
 
 
@@ -154,21 +192,17 @@ def shares(numbers: Sequence[int], result: int) -> list[int]:
     return found[::-1]
 
 
-async def _number(reader: StreamReader, form: str) -> int:
-    (found,) = struct.unpack(form, await reader.readexactly(struct.calcsize(form)))
+def _number(received: Received, form: str) -> int:
+    (found,) = struct.unpack(form, received.take(struct.calcsize(form)))
     return int(found)
 
 
-async def _count(reader: StreamReader, limit: int) -> int:
-    return _length(await reader.readexactly(8), limit)
+def _text(received: Received) -> bytes:
+    return received.take(_length(received.take(8), _MOST_BYTES))
 
 
-async def _text(reader: StreamReader) -> bytes:
-    return await reader.readexactly(await _count(reader, _MOST_BYTES))
-
-
-async def _texts(reader: StreamReader, count: int) -> bytes:
-    return b''.join([text(await _text(reader)) for _ in range(count)])
+def _texts(received: Received, count: int) -> bytes:
+    return b''.join([text(_text(received)) for _ in range(count)])
 
 
 def _length(head: bytes, limit: int) -> int:

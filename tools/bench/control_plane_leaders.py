@@ -8,7 +8,6 @@ import asyncio
 import multiprocessing
 import socket
 import threading
-from asyncio import StreamReader
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -19,7 +18,7 @@ from moevement_ext.store.branches import announce
 from moevement_ext.store.leader import Leader
 from moevement_ext.store.line import Line
 from moevement_ext.store.node_leader import NodeLeader
-from moevement_ext.store.wire import Kind, Request
+from moevement_ext.store.wire import Kind, Received, Request
 from tools.bench.control_plane_members import Tally, Traffic
 
 _GREETING = {Kind.VALIDATE, Kind.PING}
@@ -98,8 +97,8 @@ def _count(tally: Tally) -> None:
             tally.add(1, request.keys, request.values)
         tell(line, request)
 
-    async def counted_answer(request: Request, reader: StreamReader, begun: bytes) -> bytes:
-        answer = await read_answer(request, reader, begun)
+    def counted_answer(request: Request, received: Received) -> bytes:
+        answer = read_answer(request, received)
         if request.kind not in _GREETING:
             is_value = request.kind in (Kind.GET, Kind.COMPARE_SET)
             tally.add(0, *([[], [answer]] if is_value else [[answer]]))

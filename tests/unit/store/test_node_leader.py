@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import DistError, DistStoreError, Store
 
-from moevement_ext.store import nearest
+from moevement_ext.store import nearest, wire
+from moevement_ext.store.wire import Kind, Request
 from tests.unit.store.processes import WAIT_S, Leader, Server, until
 from tests.unit.store.relay import Relay
 
@@ -154,6 +155,33 @@ def test_who_is_gone_leaves_no_wait_behind(leader: Leader, server: Server) -> No
     sock.close()
     until(lambda: leader.connections_to(server.port) == 1)
     assert staying.add('count', 1) == 1
+
+
+def test_who_asks_on_before_it_is_answered_is_answered_in_its_order(
+    leader: Leader, server: Server
+) -> None:
+    """As leaders do who ask a branch; here in pieces of a few bytes."""
+    questions = [Request(Kind.VALIDATE, number=wire.MAGIC)]
+    for turn in range(50):
+        questions += [
+            Request(Kind.ADD, (b'/n',), number=1),  # the second waits for the first
+            Request(Kind.SET, (b'/v%d' % turn,), (b'%d' % turn,)),
+            Request(Kind.COMPARE_SET, (b'/v%d' % turn,), (b'', b'')),
+            Request(Kind.PING, number=turn),
+        ]
+    expected = b''.join(
+        wire.number(turn + 1) + wire.text(b'%d' % turn) + turn.to_bytes(4, 'little')
+        for turn in range(50)
+    )
+    sent = b''.join(map(wire.encoded, questions))
+    with socket.create_connection(('127.0.0.1', leader.port), timeout=WAIT_S) as rank:
+        rank.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(0, len(sent), 700):
+            rank.sendall(sent[at : at + 700])
+        found = b''
+        while len(found) < len(expected):
+            found += rank.recv(len(expected))
+    assert found == expected
 
 
 def test_strangers_are_cut_off(leader: Leader) -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients of a store say is read as it was said."""
 
-import asyncio
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,21 +33,31 @@ def requests(draw: st.DrawFn) -> Request:
 def read(sent: bytes) -> list[Request]:
     """All requests that are in some bytes."""
 
-    async def all_of_it() -> list[Request]:
-        reader = asyncio.StreamReader()
-        reader.feed_data(sent)
-        reader.feed_eof()
-        found = []
-        while not reader.at_eof():
-            found.append(await wire.read_request(reader))
-        return found
-
-    return asyncio.run(all_of_it())
+    received = wire.Received()
+    received.add(sent)
+    found = []
+    while received:
+        found.append(wire.read_request(received))
+    return found
 
 
 @given(st.lists(requests(), min_size=1, max_size=3))
 def test_requests_are_read_as_they_were_written(asked: list[Request]) -> None:
     assert read(b''.join(map(wire.encoded, asked))) == asked
+
+
+@given(st.lists(requests(), min_size=1, max_size=3), st.lists(st.integers(0, 200)))
+def test_requests_that_come_in_pieces_are_read_when_they_are_whole(
+    asked: list[Request], cuts: list[int]
+) -> None:
+    sent = b''.join(map(wire.encoded, asked))
+    received, found = wire.Received(), []
+    ends = sorted(cut for cut in cuts if cut < len(sent))
+    for begin, end in zip([0, *ends], [*ends, len(sent)], strict=True):
+        received.add(sent[begin:end])
+        while received and (request := received.whole(wire.read_request)) is not None:
+            found.append(request)
+    assert found == asked
 
 
 @given(st.binary(max_size=200))
