@@ -19,11 +19,11 @@ from moevement_ext.membership.rendezvous import (
     Absent,
     absent,
     brought_to,
-    heartbeat_key,
     holding_up,
     mend,
 )
 from moevement_ext.membership.report import Report
+from moevement_ext.membership.signs import hear
 from moevement_ext.membership.watch import (
     HEARTBEAT_SECONDS,
     MOST_BETWEEN_LOOKS_S,
@@ -103,9 +103,9 @@ class Absentees:
                 self._silent_s[one] = 0.0
 
     def _gives_a_sign(self, store: Store, one: Absent) -> bool:
-        heartbeats = store.add(heartbeat_key(one.epoch, one.rank), 0)
-        before, self._heard[one] = self._heard.get(one, -1), heartbeats
-        return heartbeats != before
+        heard = hear(store, one.epoch, one.rank)
+        before, self._heard[one] = self._heard.get(one, -1), heard
+        return heard != before
 
     def _evict(self, store: Store, one: Absent) -> None:
         """The process that was seen in that epoch, if its launcher still has it."""

@@ -12,11 +12,12 @@ Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/
 report), `here/<e>/...` and `answered/<e>/...` (ranks that have joined, and answered: see
 `attendance`), `begun/<e>` (how many counters of the former), `full/<e>` and `met/<e>` (gates: all
 have come; all have answered, behind which is what all have brought, packed, or the digest of that),
-`gathers/<e>` (who packs), `reports/<e>/<part>` (what is packed, if it is much), `beat/<e>/<rank>`
-(signs of life), `progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the ranks
-of an epoch tell each other; gates of barriers). Rank 0 deletes those of an epoch when all have met
-for the second time since, beside training; and what ranks that started together in epoch e have
-left for those that join them (`job/<life of the store>/<e>/...`), once the job has started again.
+`gathers/<e>` (who packs), `reports/<e>/<part>` (what is packed, if it is much), `beat/<e>/...`
+(`signs` of life), `progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the
+ranks of an epoch tell each other; gates of barriers). Rank 0 deletes those of an epoch when all
+have met for the second time since, beside training; and what ranks that started together in epoch
+e have left for those that join them (`job/<life of the store>/<e>/...`), once the job has started
+again.
 
 To end an epoch is to say why, to shut its gates, and to raise the number, in this order: who comes
 upon a number that was raised has nothing to do, and who waits at a gate need not ask.
@@ -41,6 +42,7 @@ from moevement_ext.membership.attendance import Arrival
 from moevement_ext.membership.gates import behind, has_moved, is_open, open_gate, shut_gate
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.patience import Patience
+from moevement_ext.membership.signs import hear
 from moevement_ext.store import nearest
 from moevement_ext.store.peek import peek
 
@@ -217,11 +219,6 @@ def brought_to(store: Store, epoch: int, rank: int) -> bytes | None:
     return None if found is None else brought.unpacked(found.partition(_SEPARATOR)[2])
 
 
-def heartbeat_key(epoch: int, rank: int) -> str:
-    """Counts the signs of life of a rank."""
-    return f'beat/{epoch}/{rank}'
-
-
 class Rendezvous:
     """One process of the job, in the store where it meets the others.
 
@@ -395,7 +392,7 @@ class Rendezvous:
     def _signs(self) -> dict[Absent, int]:
         """Heartbeats of those that are awaited, in the epochs that they come from."""
         return {
-            one: self.store.add(heartbeat_key(one.epoch, one.rank), 0)
+            one: hear(self.store, one.epoch, one.rank)
             for one in absent(self.store, self.world_size)
         }
 

@@ -19,11 +19,11 @@ from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import (
     Ending,
     break_epoch,
-    heartbeat_key,
     how_broken,
     is_over,
     see_to_the_end,
 )
+from moevement_ext.membership.signs import Signs, turn_of
 from moevement_ext.store.connections import Connections
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ HEARTBEAT_SECONDS = 0.5
 """Between two looks at the training thread; between two heartbeats at least."""
 SLOWEST_HEARTBEAT_SECONDS = 5.0
 _HEARTBEATS_BEFORE_HUNG = 12
-_HEARTBEATS_PER_LOOK_AT_THE_EPOCH = 2
+_TURNS_PER_LOOK_AT_THE_EPOCH = 2
 _LONG = timedelta(days=365)
 MOST_BETWEEN_LOOKS_S = 2.0
 """That count as silence of another, beyond the time in which nobody looks: who looks, or all of the
@@ -163,22 +163,23 @@ class EpochWatch:
 
     def _send_heartbeats(self, store: Store) -> None:
         """Notices the end of the epoch, too, should the other connection be silently lost."""
-        due = 0.0
-        while not self._stopping.wait(HEARTBEAT_SECONDS):
+        given, given_in, pause_s = Signs(store, self.epoch, self._rank), None, HEARTBEAT_SECONDS
+        while not self._stopping.wait(pause_s):
             self._each_look(store)
-            if time.monotonic() < due:
+            turn, left_s = turn_of(self._rank, self._period_s)
+            pause_s = min(left_s, HEARTBEAT_SECONDS)
+            if turn == given_in:
                 continue
-            due = time.monotonic() + self._period_s - HEARTBEAT_SECONDS / 2
-            heartbeats = store.add(heartbeat_key(self.epoch, self._rank), 1)
+            given_in = turn
+            given.give()
             if self.broken.is_set():
                 continue
-            if heartbeats % _HEARTBEATS_PER_LOOK_AT_THE_EPOCH == 0 and is_over(store, self.epoch):
+            if turn % _TURNS_PER_LOOK_AT_THE_EPOCH == 0 and is_over(store, self.epoch):
                 self._conclude_by(store)
             else:
-                self._listen(store)
+                self._listen(store, given.heard_of(self._watched))
 
-    def _listen(self, store: Store) -> None:
-        heard = store.add(heartbeat_key(self.epoch, self._watched), 0)
+    def _listen(self, store: Store, heard: int) -> None:
         now = time.monotonic()
         most_s = self._period_s + MOST_BETWEEN_LOOKS_S - HEARTBEAT_SECONDS
         self._silent_s += min(now - self._listened_at, most_s)

@@ -23,6 +23,7 @@ from moevement_ext.membership.rendezvous import (
     present_epoch,
 )
 from moevement_ext.membership.report import Report, encode
+from moevement_ext.membership.signs import Signs
 from tests.unit.membership.way import Way
 
 HANG_S = 1.0
@@ -51,10 +52,10 @@ def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
     monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
     assert Rendezvous(store, 0, 4)._join(1, b'', False)
     found = Absentees(store.clone, 4, HANG_S, lambda: True)
-    began = time.monotonic()
+    began, signs = time.monotonic(), Signs(store, 0, 1)
     while not store.check(['evict/2', 'evict/3']):
         assert time.monotonic() - began < TIMEOUT.total_seconds()
-        store.add('beat/0/1', 1)  # as rank 1 does
+        signs.give()
         time.sleep(0.01)
     assert time.monotonic() - began > HANG_S
     assert (store.get('evict/2'), store.get('evict/3')) == (b'102', b'103')
@@ -121,7 +122,7 @@ def test_who_stood_still_does_not_count_that_time(
     class Slow(TCPStore):
         def add(self, key: str, amount: int) -> int:
             found = super().add(key, amount)
-            if key == 'beat/0/1' and next(reads, None) == 3:
+            if key == 'beat/0/0' and next(reads, None) == 3:
                 time.sleep(5.0)
                 stood_still.set()
             return found
@@ -131,8 +132,9 @@ def test_who_stood_still_does_not_count_that_time(
     found = Absentees(lambda: slow, 2, 4.0, lambda: True)
     assert stood_still.wait(TIMEOUT.total_seconds())
     time.sleep(0.5)  # it is looked for again before rank 1 has had its turn
+    signs = Signs(store, 0, 1)
     for _ in range(10):
-        store.add('beat/0/1', 1)
+        signs.give()
         time.sleep(0.1)
     assert not store.check(['evict/1'])
     found.stop()

@@ -23,12 +23,12 @@ from moevement_ext.membership.rendezvous import (
     Rendezvous,
     announce_failure,
     break_epoch,
-    heartbeat_key,
     how_broken,
     launcher_store,
     present_epoch,
     why_broken,
 )
+from moevement_ext.membership.signs import Signs
 
 REPOSITORY = Path(__file__).parents[3]
 WORLD = 4
@@ -205,8 +205,9 @@ def test_who_is_late_and_heard_of_is_waited_for(
         threads.submit(life.meet, report_of(life.rank), timedelta(seconds=3), epoch)
         for life in lives[:3]
     ]
+    signs = Signs(launcher, epoch, 3)
     while not all(looked.is_set() for looked in looks):
-        launcher.add(heartbeat_key(epoch, 3), 1)
+        signs.give()
         assert not any(future.done() for future in waiting)
         time.sleep(0.02)
     meetings = [lives[3].meet(report_of(3), TIMEOUT, epoch), *(one.result() for one in waiting)]
@@ -227,7 +228,7 @@ def test_who_is_late_and_not_heard_of_any_more_is_not(
     monkeypatch.setattr(patience, '_BETWEEN_SIGNS_S', 0.5)
     lives = lives_of(connections)
     epoch = assert_one_new_epoch(meet_all(lives))
-    launcher.add(heartbeat_key(epoch, 3), 1)
+    Signs(launcher, epoch, 3).give()
     with pytest.raises(SparseCheckpointError, match=r'Ranks \[1, 2, 3\] did not come in time'):
         lives[0].meet(report_of(0), SHORT, epoch)
 
@@ -258,7 +259,7 @@ def test_fifty_epochs_leave_hardly_more_keys_than_three(
                 )
             )
         for rank in range(WORLD):
-            launcher.add(heartbeat_key(epoch, rank), 1)
+            Signs(launcher, epoch, rank).give()
             meetings[rank].store.set(f'address/{rank}', 'somewhere')
         forgetting = lives[0]._forgetting
         assert forgetting is not None

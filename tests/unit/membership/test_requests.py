@@ -18,6 +18,7 @@ from moevement_ext.membership.absentees import Absentees
 from moevement_ext.membership.brought import hand_out, handed_out
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rendezvous import Rendezvous, break_epoch, present_epoch
+from moevement_ext.membership.signs import hear
 from moevement_ext.membership.watch import EpochWatch
 from moevement_ext.store.connections import Connections
 from tools.bench.control_plane_members import RANKS_PER_NODE, CountedStore, Layout, Tally
@@ -113,10 +114,11 @@ def test_signs_of_life_become_rarer_the_longer_a_rank_may_be_silent(
     watching = EpochWatch(Connections(job.connect), 0, 0, [1, 1], 600.0, lambda reason: woken.set())
     watching.judge()
     time.sleep(4.2)
-    heartbeats = job.store.add('beat/0/0', 0)
+    heartbeats = hear(job.store, 0, 0)
     assert 2 <= heartbeats <= 11
-    # The one that waits for the end; a beat and a listening each; a look at the epoch now and then.
-    assert job.tally.read().requests <= 1 + 2.5 * heartbeats + 2
+    # The one that waits for the end, and a first look; a beat each, which hears of the next rank,
+    # too; a look at the epoch at every second.
+    assert job.tally.read().requests <= 2 + 1.5 * heartbeats + 1
     watching.stop()
     break_epoch(job.store, 0, 'the test is over')
     watching.join()

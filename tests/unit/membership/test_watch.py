@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.membership import watch as detect
 from moevement_ext.membership.rendezvous import break_epoch, present_epoch, why_broken
+from moevement_ext.membership.signs import Signs, hear
 from moevement_ext.membership.watch import EpochWatch
 from moevement_ext.store.connections import Connections
 
@@ -77,8 +78,7 @@ class Job:
         return self.woken.get(timeout=DEADLINE_S)
 
     def heartbeats(self, rank: int) -> int:
-        key = f'beat/{present_epoch(self.store)}/{rank}'
-        return int(self.store.get(key)) if self.store.check([key]) else 0
+        return hear(self.store, present_epoch(self.store), rank)
 
     def end(self) -> None:
         """Stop all watches and break the epoch, which ends their threads."""
@@ -86,6 +86,14 @@ class Job:
             watch.stop()
         break_epoch(self.store, present_epoch(self.store), 'the test is over')
         wait_for_end_of_threads()
+
+
+def wait_for_a_sign(store: TCPStore, rank: int) -> None:
+    """Of life, in the first epoch."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not hear(store, 0, rank):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -192,7 +200,7 @@ def test_a_stopped_process_is_evicted_and_learns_of_it_when_it_goes_on(job: Job)
         text=True,
     )
     with neighbour:
-        job.store.wait(['beat/0/1'], TIMEOUT)
+        wait_for_a_sign(job.store, 1)
         watch = job.watch(0, [0, neighbour.pid], hang_timeout_s=1.5)
         neighbour.send_signal(signal.SIGSTOP)
         assert watch.broken.wait(DEADLINE_S)
@@ -207,10 +215,10 @@ def test_a_rank_with_a_heartbeat_is_left_alone_however_slowly(
 ) -> None:
     """For longer than the time after which a silent rank counts as hung."""
     began, hang_timeout_s, heartbeats = time.monotonic(), 2.0, 0
-    watch = job.watch(0, [100, 101], hang_timeout_s)
+    watch, signs = job.watch(0, [100, 101], hang_timeout_s), Signs(job.store, 0, 1)
     while time.monotonic() - began < 1.5 * hang_timeout_s:
         heartbeats += 1
-        job.store.set('beat/0/1', str(heartbeats))  # as rank 1 does
+        signs.give()
         while job.heartbeats(0) < 4 * heartbeats:
             assert not watch.broken.wait(0.01)
 
@@ -222,7 +230,7 @@ def test_who_stood_still_does_not_count_that_time(job: Job, fast_heartbeats: Non
     class Slow(TCPStore):
         def add(self, key: str, amount: int) -> int:
             found = super().add(key, amount)
-            if amount == 0 and key.startswith('beat/') and not stood_still.is_set():
+            if amount == 1 and key.startswith('beat/') and not stood_still.is_set():
                 time.sleep(5.0)
                 stood_still.set()
             return found
@@ -234,8 +242,9 @@ def test_who_stood_still_does_not_count_that_time(job: Job, fast_heartbeats: Non
     job.watches.append(watch)
     watch.judge()
     assert stood_still.wait(DEADLINE_S)
+    signs = Signs(job.store, 0, 1)
     for _ in range(20):
-        job.store.add('beat/0/1', 1)
+        signs.give()
         time.sleep(0.1)
     assert job.woken.empty()
 
@@ -250,14 +259,14 @@ def test_stop_ends_the_heartbeat_and_nothing_is_noticed_any_more(
     job: Job, fast_heartbeats: None
 ) -> None:
     watch = job.watch(0, [100])
-    job.store.wait(['beat/0/0'], TIMEOUT)
+    wait_for_a_sign(job.store, 0)
     assert len(threads()) == 2
     watch.stop()
     break_epoch(job.store, 0, 'after the stop')
     wait_for_end_of_threads()
-    heartbeats = job.store.add('beat/0/0', 0)
+    heartbeats = hear(job.store, 0, 0)
     time.sleep(0.2)
-    assert job.store.add('beat/0/0', 0) == heartbeats
+    assert hear(job.store, 0, 0) == heartbeats
     assert job.woken.empty() and not watch.broken.is_set() and watch.reason is None
 
 
@@ -321,7 +330,7 @@ def test_a_store_that_is_gone_is_reported_and_no_failure_of_a_rank(
             NEVER_HUNG_S,
             woken.append,
         )
-        connect(port).wait(['beat/0/0'], TIMEOUT)
+        wait_for_a_sign(connect(port), 0)
         server.kill()
     deadline = time.monotonic() + DEADLINE_S
     while LOST not in caplog.text:
@@ -393,7 +402,7 @@ def test_signs_of_life_go_on_until_the_rank_has_left(job: Job, fast_heartbeats: 
     watch = job.watch(0, [100])
     break_epoch(job.store, 0, 'rank 7 died')
     job.next_woken()
-    heartbeats = job.store.add('beat/0/0', 0)
-    while job.store.add('beat/0/0', 0) < heartbeats + 3:
+    heartbeats = hear(job.store, 0, 0)
+    while hear(job.store, 0, 0) < heartbeats + 3:
         time.sleep(0.01)
     watch.stop()
