@@ -26,10 +26,12 @@ class Questions:
 
     Args:
         line: to the store.
+        pause_s: seconds from one time that the same is asked to the next.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, pause_s: float) -> None:
         self._line = line
+        self._pause_s = pause_s
         self._loop = asyncio.get_running_loop()
         self._next: dict[_Group, list[_Asked]] = {}
         """Also of each group that is asked now, what is asked next."""
@@ -68,7 +70,10 @@ class Questions:
                 answer.set_exception(error)
             else:
                 answer.set_result(answers[number])
-        self._ask_next(group)
+        if self._pause_s:
+            self._loop.call_later(self._pause_s, self._ask_next, group)
+        else:
+            self._ask_next(group)
 
 
 class _Wait(NamedTuple):

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 _TO_CONNECT_S = 10.0
 _ASKED_EVERY_S = 10.0
+_PAUSE_OF_A_BRANCH_S = 0.01
+"""A few times in a meeting a rank waits for that; else what thousands ask, who come one by one, is
+seldom together."""
 _TO_ANSWER_S = 20.0
 """All ranks of a job ask at the same time when they meet."""
 
@@ -38,11 +41,14 @@ class _Store:
     Args:
         line: the first.
         connect: makes another.
+        pause_s: as of `Questions`.
     """
 
-    def __init__(self, line: Line, connect: Callable[[], Coroutine[Any, Any, Line]]) -> None:
+    def __init__(
+        self, line: Line, connect: Callable[[], Coroutine[Any, Any, Line]], pause_s: float
+    ) -> None:
         self._line = line
-        self._questions = Questions(line)
+        self._questions = Questions(line, pause_s)
         self._waits = Waits(connect)
 
     def answer(self, request: Request) -> Future[bytes] | None:
@@ -232,8 +238,9 @@ class Leader:
                 logger.warning('sparse checkpointing: no branch of the store is used: %s', error)
             else:
                 line.close()
-                return _Store(through_it, partial(self._connect, branch))
-        return _Store(line, partial(self._connect, self._its_port))
+                return _Store(through_it, partial(self._connect, branch), 0.0)
+        pause_s = _PAUSE_OF_A_BRANCH_S if self._is_branch else 0.0
+        return _Store(line, partial(self._connect, self._its_port), pause_s)
 
     async def _branch_of(self, line: Line) -> int | None:
         try:

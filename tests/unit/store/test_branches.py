@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -16,6 +17,8 @@ import pytest
 from torch.distributed import DistError, DistStoreError, TCPStore
 
 from moevement_ext.store.branches import NODES_OF_A_BRANCH, Branches, announce, needed
+from moevement_ext.store.leader import _PAUSE_OF_A_BRANCH_S
+from moevement_ext.store.wire import Kind, Request, encoded
 from tests.unit.store.processes import WAIT_S, Leader, Server, until
 from tests.unit.store.relay import Relay
 
@@ -85,6 +88,24 @@ def test_what_all_nodes_ask_at_once_a_branch_asks_once(server: Server) -> None:
             server.go_on()
             assert sorted(one.result(WAIT_S) for one in told) == list(range(2, NODES + 2))
         assert relay.nbytes - before <= 4 * bytes_of_one
+        for leader in leaders:
+            leader.close()
+
+
+def test_what_nodes_ask_one_after_the_other_a_branch_asks_seldom(server: Server) -> None:
+    """Each of them again as soon as it has an answer, so that there is always one that asks."""
+    relay = Relay(server.port)
+    with closing(Branches('127.0.0.1', relay.port, 1)) as branches:
+        announce(server.connect(), branches.ports)
+        leaders = [Leader(server.port) for _ in range(NODES)]
+        clients = [leader.connect() for leader in leaders]
+        clients[0].add('n', 0)
+        before, began = relay.nbytes, time.monotonic()
+        with ThreadPoolExecutor(NODES) as threads:
+            told = threads.map(lambda client: [client.add('n', 1) for _ in range(50)], clients)
+            assert len({number for one in told for number in one}) == 50 * NODES
+        requests = (relay.nbytes - before) / len(encoded(Request(Kind.ADD, (b'/n',), number=1)))
+        assert requests <= (time.monotonic() - began) / _PAUSE_OF_A_BRANCH_S + 2
         for leader in leaders:
             leader.close()
 
