@@ -80,7 +80,8 @@ class _Wait(NamedTuple):
     """For some keys."""
 
     task: Task[None]
-    waiters: set[Future[bytes]]
+    waiters: dict[Future[bytes], None]
+    """In the order in which they came, in which they are told."""
 
 
 class Waits:
@@ -102,11 +103,11 @@ class Waits:
             OSError: where it is awaited: the connection is lost.
         """
         if keys not in self._waiting:
-            waiters: set[Future[bytes]] = set()
+            waiters: dict[Future[bytes], None] = {}
             task = asyncio.create_task(self._wait(keys, waiters))
             self._waiting[keys] = _Wait(task, waiters)
         waiter: Future[bytes] = asyncio.get_running_loop().create_future()
-        self._waiting[keys].waiters.add(waiter)
+        self._waiting[keys].waiters[waiter] = None
         waiter.add_done_callback(partial(self._leave, keys))
         return waiter
 
@@ -117,7 +118,7 @@ class Waits:
         for wait in self._waiting.values():
             wait.task.cancel()
 
-    async def _wait(self, keys: tuple[bytes, ...], waiters: set[Future[bytes]]) -> None:
+    async def _wait(self, keys: tuple[bytes, ...], waiters: dict[Future[bytes], None]) -> None:
         line: Line | None = None
         try:
             line = self._idle.pop() if self._idle else await self._connect()
@@ -131,7 +132,7 @@ class Waits:
             self._end(keys, waiters, None)
 
     def _end(
-        self, keys: tuple[bytes, ...], waiters: set[Future[bytes]], error: Exception | None
+        self, keys: tuple[bytes, ...], waiters: dict[Future[bytes], None], error: Exception | None
     ) -> None:
         """Tell all who wait; who comes from now on asks anew."""
         found = self._waiting.get(keys)
@@ -148,7 +149,7 @@ class Waits:
     def _leave(self, keys: tuple[bytes, ...], waiter: Future[bytes]) -> None:
         found = self._waiting.get(keys)
         if found is not None and waiter in found.waiters:
-            found.waiters.discard(waiter)
+            del found.waiters[waiter]
             if not found.waiters:
                 del self._waiting[keys]
                 found.task.cancel()
