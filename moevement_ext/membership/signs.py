@@ -12,10 +12,10 @@ from torch.distributed import Store
 
 _RANKS_OF_A_COUNTER = 8
 _BITS = 7
-"""Of a rank; all of a counter are fewer than 63, so that it is never negative."""
+"""Those of one rank; all of a counter are fewer than 63, so that it is never negative."""
 _MOST = (1 << _BITS) - 1
 _SPREAD = 0.618
-"""Of a turn, between one counter and the next: no two of many fall together."""
+"""The part of a turn between one counter and the next: no two of many fall together."""
 
 
 class Signs:
