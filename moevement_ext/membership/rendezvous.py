@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 BARRIERS = ('ready', 'replayed', 'trained', 'over')
 """Names that a barrier can have, once in an epoch."""
+_END_OF_A_RECOVERY = 'replayed'
+"""What is forgotten earlier holds up who recovers: a large job asks the store for much, then."""
 _FIRST_LOOKERS = 3
 _OTHER_LOOKERS = 8
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.064
@@ -277,7 +279,8 @@ class Rendezvous:
                 continue
             reports = self._wait_for_all(epoch, patience)
             if reports is not None:
-                self._forget_before(epoch)
+                if after is None:
+                    self._forget_before(epoch)
                 return Meeting(epoch, PrefixStore(f'epoch/{epoch}', self.store), reports)
 
     @property
@@ -304,6 +307,8 @@ class Rendezvous:
             open_gate(self.store, gate)
         if self._pass(meeting.epoch, gate, patience) is None:
             raise EpochBroken(why_broken(self.store, meeting.epoch) or 'unknown')
+        if name == _END_OF_A_RECOVERY:
+            self._forget_before(meeting.epoch)
 
     def _join(self, epoch: int, report: bytes, survivor: bool) -> bool:
         """Take this rank's place; False if a dead predecessor has it."""

@@ -254,7 +254,7 @@ def test_fifty_epochs_leave_hardly_more_keys_than_three(
         with ThreadPoolExecutor(WORLD) as threads:
             list(
                 threads.map(
-                    lambda at: at[0].barrier(at[1], 'ready', TIMEOUT),
+                    lambda at: at[0].barrier(at[1], 'replayed', TIMEOUT),
                     zip(lives, meetings, strict=True),
                 )
             )
@@ -268,6 +268,27 @@ def test_fifty_epochs_leave_hardly_more_keys_than_three(
     # On a busy machine an epoch may be broken before all have come, and the next one meets.
     assert max(counts) < 2 * counts[2]
     assert launcher.check(['job/0/plan', 'evict/0'])
+
+
+def test_nothing_is_deleted_while_ranks_recover(
+    launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
+) -> None:
+    """The store has enough to do then, in a large job."""
+    lives = lives_of(connections)
+    epochs = [assert_one_new_epoch(meet_all(lives))]
+    forgetting = lives[0]._forgetting
+    for _ in range(2):
+        meetings = meet_all(lives, after=epochs[-1])
+        epochs.append(assert_one_new_epoch(meetings))
+    assert lives[0]._forgetting is forgetting and launcher.check([f'join/{epochs[0]}/1'])
+    list(
+        threads.map(
+            lambda at: at[0].barrier(at[1], 'replayed', TIMEOUT), zip(lives, meetings, strict=True)
+        )
+    )
+    assert lives[0]._forgetting is not None
+    lives[0]._forgetting.join(DEADLINE_S)
+    assert not launcher.check([f'join/{epochs[0]}/1'])
 
 
 def test_what_former_lives_of_the_job_left_is_deleted(
