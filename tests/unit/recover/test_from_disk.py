@@ -27,12 +27,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     """Window 0 of rank 0 is in its memory, with rank 1 and on disk."""
     with tmpfs_directory() as shm:
         job = Job(Path(shm), monkeypatch)
-        job.ranks[0].disk = DiskWindows(tmp_path, 'run1', 0)
+        disk = job.ranks[0].disk = DiskWindows(tmp_path, 'run1', 0)
         file = job.commit(0)
         replicate(job, file)
-        job.ranks[0].disk.write(file, OWN)
+        disk.write(file, OWN)
         yield job
         job.stop()
+        disk.close()
 
 
 def on_disk(job: Job) -> Path:
