@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,9 +34,11 @@ IDENTITY = RankIdentity(RUN, TOPOLOGY, 0)
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> DiskWindows:
+def disk(tmp_path: Path) -> Iterator[DiskWindows]:
     (tmp_path / 'disk').mkdir()
-    return DiskWindows(tmp_path / 'disk', 'run1', 0)
+    made = DiskWindows(tmp_path / 'disk', 'run1', 0)
+    yield made
+    made.close()
 
 
 def write(disk: DiskWindows, folder: Path, *starts: int, owner: int = 0) -> list[WindowFile]:
@@ -161,6 +164,7 @@ def test_a_full_disk_keeps_what_it_has(size: str, tmp_path: Path) -> None:
         with suppress(IndexError):
             assert disk.stored()[0].name == named(0)
         assert not list(disk.path.glob('writing-*'))
+        disk.close()
 
 
 def test_full_all_of_a_sudden(disk: DiskWindows, tmp_path: Path) -> None:
