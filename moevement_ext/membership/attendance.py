@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has come, in the store: a counter for some ranks, to which each adds a bit of its own.
+"""Who has come, in the store: a counter for some ranks, each of which counts in some of its bits.
 
 Ranks of a node that come together can add theirs together (`store.combining`). Who fills a counter
-counts it, for all of its ranks: so that all have come costs each rank one request.
+counts it, for all of its ranks: so that all have come costs each rank one request. A rank has bits
+for several processes: of those that say that they are it, one is the first.
 """
 
 from typing import NamedTuple
@@ -11,13 +12,18 @@ from torch.distributed import Store
 
 from moevement_ext.store.peek import peek
 
-_RANKS_OF_A_COUNTER = 32
+_RANKS_OF_A_COUNTER = 16
+_BITS = 3
+"""Those of one rank: for seven processes, each of which ends what the rank has come to."""
+_MOST = (1 << _BITS) - 1
 _SPREAD = 8
 
 
 class Arrival(NamedTuple):
-    """What a rank finds that says that it has come."""
+    """What a process finds that says that its rank has come."""
 
+    is_first: bool
+    """No other process of the rank has."""
     order: int
     """1 for the first of the ranks of its counter, 2 for the next."""
     is_last: bool
@@ -27,7 +33,7 @@ class Arrival(NamedTuple):
 
 
 def sign(store: Store, name: str, rank: int, world_size: int) -> Arrival:
-    """Say that a rank has come; once only.
+    """Say that a rank has come; once only in a process.
 
     Args:
         store: the launcher's.
@@ -35,25 +41,44 @@ def sign(store: Store, name: str, rank: int, world_size: int) -> Arrival:
         rank: which.
         world_size: number of ranks that are to come.
     """
-    place, bit = divmod(rank, _RANKS_OF_A_COUNTER)
+    place = rank // _RANKS_OF_A_COUNTER
     counters = -(-world_size // _RANKS_OF_A_COUNTER)
-    ranks = min(world_size - place * _RANKS_OF_A_COUNTER, _RANKS_OF_A_COUNTER)
-    bits = store.add(_counter(name, place), 1 << bit)
-    is_full = bits == (1 << ranks) - 1
+    ranks = _ranks(place, world_size)
+    counter = store.add(_counter(name, place), 1 << _shift(rank))
+    is_first = _processes(counter, rank) == 1
+    order = sum(_processes(counter, one) > 0 for one in ranks)
+    is_full = is_first and order == len(ranks)
     is_last = is_full and store.add(f'{name}/full', 1) == counters
     is_spread = place % max(counters // _SPREAD, 1) == 0
-    return Arrival(bits.bit_count(), is_last, is_spread)
+    return Arrival(is_first, order, is_last, is_spread)
+
+
+def has_signed(store: Store, name: str, rank: int) -> bool:
+    """True if a process has said that this rank has come."""
+    found = peek(store, _counter(name, rank // _RANKS_OF_A_COUNTER))
+    return _processes(int(found or 0), rank) > 0
 
 
 def missing(store: Store, name: str, world_size: int) -> list[int]:
     """Ranks that have not said so, in order."""
     found = []
     for place in range(-(-world_size // _RANKS_OF_A_COUNTER)):
-        bits = int(peek(store, _counter(name, place)) or 0)
-        first = place * _RANKS_OF_A_COUNTER
-        ranks = range(first, min(first + _RANKS_OF_A_COUNTER, world_size))
-        found += [rank for rank in ranks if not bits >> (rank - first) & 1]
+        counter = int(peek(store, _counter(name, place)) or 0)
+        found += [one for one in _ranks(place, world_size) if not _processes(counter, one)]
     return found
+
+
+def _ranks(place: int, world_size: int) -> range:
+    first = place * _RANKS_OF_A_COUNTER
+    return range(first, min(first + _RANKS_OF_A_COUNTER, world_size))
+
+
+def _processes(counter: int, rank: int) -> int:
+    return counter >> _shift(rank) & _MOST
+
+
+def _shift(rank: int) -> int:
+    return rank % _RANKS_OF_A_COUNTER * _BITS
 
 
 def _counter(name: str, place: int) -> str:

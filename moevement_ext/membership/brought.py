@@ -33,18 +33,17 @@ def unpacked(left: bytes) -> bytes:
     return zlib.decompress(left)
 
 
-def gather(store: Store, places: Sequence[str], prefix_bytes: int) -> list[bytes]:
+def gather(store: Store, places: Sequence[str]) -> list[bytes]:
     """What each rank left, by rank.
 
     Args:
         store: the launcher's.
         places: keys, by rank, which are there.
-        prefix_bytes: of each value, before what is `packed`.
     """
     found: list[bytes] = []
     for at in range(0, len(places), _READ_AT_ONCE):  # others are served in between
         found += store.multi_get(list(places[at : at + _READ_AT_ONCE]))
-    return [unpacked(bytes(value)[prefix_bytes:]) for value in found]
+    return [unpacked(value) for value in found]
 
 
 def packed_together(items: Sequence[bytes]) -> bytes:

@@ -8,9 +8,10 @@ neighbour sends no more heartbeats, or a new process that finds its own predeces
 break an epoch is the agreed verdict that a failure happened: everybody then joins the next one with
 a report of what it still has, and a rank that does not join is gone.
 
-Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `join/<e>/<rank>` (life,
-report), `here/<e>/...` and `answered/<e>/...` (ranks that have joined, and answered: see
-`attendance`), `begun/<e>` (how many counters of the former), `full/<e>` and `met/<e>` (gates: all
+Keys: `epoch` (the present number), `broken/<e>` (when and why it ended), `here/<e>/...` and
+`answered/<e>/...` (ranks that have joined, and answered: see `attendance`), `join/<e>/<rank>` (what
+it has brought, there before it answers), `coming/<e>/<rank>` (the same of a new process, before it
+joins), `begun/<e>` (how many counters of the former), `full/<e>` and `met/<e>` (gates: all
 have come; all have answered, behind which is what all have brought, packed, or the digest of that),
 `gathers/<e>` (who packs), `reports/<e>/<part>` (what is packed, if it is much), `beat/<e>/...`
 (`signs` of life), `progress/<e>/<rank>` (newest committed iteration), `epoch/<e>/...` (what the
@@ -27,7 +28,6 @@ import logging
 import math
 import os
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -56,9 +56,8 @@ _FIRST_LOOKERS = 3
 _OTHER_LOOKERS = 8
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.064
 _FINISH_SECONDS = 5.0
-_SEPARATOR = b'/'
 _OF_AN_EPOCH = re.compile(
-    r'(?:broken|join|here|begun|full|met|answered|gathers|reports|beat|progress|epoch)'
+    r'(?:broken|coming|join|here|begun|full|met|answered|gathers|reports|beat|progress|epoch)'
     r'/(\d+)(?:/.*)?'
 )
 _OF_A_LIFE = re.compile(r'job/[0-9a-f]+/(\d+)/.*')
@@ -138,7 +137,7 @@ def announce_failure(store: Store, rank: int, reason: str) -> None:
     If the others have already moved on without it, nothing is left to do.
     """
     epoch = present_epoch(store)
-    if store.check([_place(epoch, rank)]):
+    if attendance.has_signed(store, _here(epoch), rank):
         break_epoch(store, epoch, reason)
 
 
@@ -216,9 +215,15 @@ def holding_up(store: Store, world_size: int) -> list[Absent]:
 
 
 def brought_to(store: Store, epoch: int, rank: int) -> bytes | None:
-    """What a rank has brought to an epoch; None if it has not joined, or that is forgotten."""
-    found = peek(store, _place(epoch, rank))
-    return None if found is None else brought.unpacked(found.partition(_SEPARATOR)[2])
+    """What a rank has brought to an epoch; None if it has not joined, or that is forgotten.
+
+    If it has stopped in the middle of joining: what it came with, or brought to the last one.
+    """
+    found = peek(store, _place(epoch, rank)) or peek(store, _coming(epoch, rank))
+    if found is not None:
+        return brought.unpacked(found)
+    before = _last_met_before(store, epoch)
+    return None if before is None else brought_to(store, before, rank)
 
 
 class Rendezvous:
@@ -239,7 +244,6 @@ class Rendezvous:
         self._node = node
         self.rank = rank
         self.world_size = world_size
-        self.life = secrets.token_hex(8)
         self._joined: set[int] = set()
         self.looks_for_others = False
         """This rank is one of the few that look who does not come. Any thread."""
@@ -248,8 +252,7 @@ class Rendezvous:
     def predecessor_took_part(self) -> bool:
         """True if an earlier process of this rank is in the present epoch, which then is broken."""
         epoch = present_epoch(self.store)
-        found = peek(self.store, _place(epoch, self.rank))
-        if found is None or self._is_mine(found):
+        if epoch in self._joined or not attendance.has_signed(self.store, _here(epoch), self.rank):
             return False
         break_epoch(self.store, epoch, f'rank {self.rank} was started again')
         return True
@@ -312,20 +315,21 @@ class Rendezvous:
 
     def _join(self, epoch: int, report: bytes, survivor: bool) -> bool:
         """Take this rank's place; False if a dead predecessor has it."""
-        place = _place(epoch, self.rank)
-        mine = self.life.encode() + _SEPARATOR + brought.packed(report)
-        found = self.store.compare_set(place, '', mine)  # type: ignore[arg-type]
-        if found == mine:
-            if epoch not in self._joined:
-                self._joined.add(epoch)
-                arrival = attendance.sign(self.store, _here(epoch), self.rank, self.world_size)
-                self.looks_for_others = self._is_to_look(epoch, arrival)
-                if arrival.is_last:
-                    open_gate(self.store, _full(epoch))
-            return True
-        if survivor and not self._is_mine(found):
-            raise FencedOut(f'rank {self.rank} was replaced by another process; this one ends')
-        return False
+        left = brought.packed(report)
+        if not survivor:  # nobody would know which process this is, should it stop in between
+            self.store.set(_coming(epoch, self.rank), left)  # type: ignore[arg-type]
+        self._joined.add(epoch)  # also if the answer is lost
+        arrival = attendance.sign(self.store, _here(epoch), self.rank, self.world_size)
+        if not arrival.is_first:
+            if survivor:
+                raise FencedOut(f'rank {self.rank} was replaced by another process; this one ends')
+            self._joined.discard(epoch)
+            return False
+        self.store.set(_place(epoch, self.rank), left)  # type: ignore[arg-type]
+        self.looks_for_others = self._is_to_look(epoch, arrival)
+        if arrival.is_last:
+            open_gate(self.store, _full(epoch))
+        return True
 
     def _is_to_look(self, epoch: int, arrival: Arrival) -> bool:
         """Those that came first are, and some that are spread over the others.
@@ -346,8 +350,7 @@ class Rendezvous:
         if answer.is_last:
             self.store.set(_gathers(epoch), str(self.rank))
             places = [_place(epoch, rank) for rank in range(self.world_size)]
-            prefix_bytes = len(self.life.encode() + _SEPARATOR)
-            everything = brought.gather(self.store, places, prefix_bytes)
+            everything = brought.gather(self.store, places)
             left = brought.hand_out(self.store, _reports(epoch), everything)
             open_gate(self.store, _met(epoch), left)
         found = self._pass(epoch, _met(epoch), patience)
@@ -408,12 +411,13 @@ class Rendezvous:
             'node; --distributed-timeout-minutes sets the time.'
         )
 
-    def _is_mine(self, place: bytes) -> bool:
-        return bytes(place).partition(_SEPARATOR)[0] == self.life.encode()
-
 
 def _place(epoch: int, rank: int) -> str:
     return f'join/{epoch}/{rank}'
+
+
+def _coming(epoch: int, rank: int) -> str:
+    return f'coming/{epoch}/{rank}'
 
 
 def _absent_in(store: Store, epoch: int, world_size: int) -> list[int]:

@@ -22,6 +22,7 @@ from moevement_ext.local_cluster.events import (
     WorkerStopped,
 )
 from moevement_ext.local_cluster.statements import tell_memory
+from moevement_ext.membership import attendance
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import present_epoch, why_broken
 from tests.unit.local_cluster.conftest import Job, dies
@@ -76,7 +77,7 @@ def test_death_is_announced_before_the_rank_is_replaced(job: Job) -> None:
     job.on_event = note
     job.finish_when = lambda: len(job.started(1)) == 2
     launcher = job.supervisor('1.0=kill', nodes=2)
-    launcher.store.set('join/0/1', 'the worker took part in this epoch')
+    attendance.sign(launcher.store, 'here/0', 1, 2)  # the worker took part in this epoch
     assert launcher.run() == 0
     pid = job.started(1)[0].pid
     assert announced == [f'rank 1 (pid {pid}) was killed by SIGKILL']

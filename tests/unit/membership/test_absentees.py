@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import absentees, brought
+from moevement_ext.membership import absentees, attendance, brought
 from moevement_ext.membership.absentees import Absentees
 from moevement_ext.membership.gates import open_gate
 from moevement_ext.membership.patience import Patience
@@ -59,6 +59,25 @@ def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
         time.sleep(0.01)
     assert time.monotonic() - began > HANG_S
     assert (store.get('evict/2'), store.get('evict/3')) == (b'102', b'103')
+    assert not store.check(['evict/0']) and not store.check(['evict/1'])
+    found.stop()
+
+
+def test_who_stops_in_the_middle_of_joining_is_evicted(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 is one of before, rank 3 is new; both have said that they are there, not with what."""
+    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
+    for rank in (0, 1):
+        assert Rendezvous(store, rank, 4)._join(1, report_of(200 + rank), False)
+        attendance.sign(store, 'answered/1', rank, 4)
+    store.set('coming/1/3', brought.packed(report_of(203)))
+    for rank in (2, 3):
+        attendance.sign(store, 'here/1', rank, 4)
+    open_gate(store, 'full/1')
+    found = Absentees(store.clone, 4, HANG_S, lambda: True)
+    store.wait(['evict/2', 'evict/3'], TIMEOUT)
+    assert (store.get('evict/2'), store.get('evict/3')) == (b'102', b'203')
     assert not store.check(['evict/0']) and not store.check(['evict/1'])
     found.stop()
 

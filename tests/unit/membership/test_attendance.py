@@ -19,6 +19,7 @@ def test_who_has_not_come_is_missing(world_size: int, data: st.DataObject) -> No
         attendance.sign(store, 'here', rank, world_size)
     assert attendance.missing(store, 'here', world_size) == sorted(set(ranks) - came)
     assert attendance.missing(store, 'elsewhere', world_size) == list(ranks)
+    assert {rank for rank in ranks if attendance.has_signed(store, 'here', rank)} == came
 
 
 @settings(deadline=None)
@@ -33,20 +34,34 @@ def test_one_is_the_last_and_all_but_few_ask_once(order: list[int]) -> None:
 
     found = [attendance.sign(Counted(), 'here', rank, len(order)) for rank in order]
     assert [one.is_last for one in found] == [False] * (len(order) - 1) + [True]
-    counters = -(-len(order) // 32)
+    counters = -(-len(order) // 16)
     assert len(asked) == len(order) + counters
     assert sum(one.order == 1 for one in found) == counters
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 19), max_size=60), st.just(20))
+def test_of_the_processes_of_a_rank_one_is_the_first(came: list[int], world_size: int) -> None:
+    store, seen = HashStore(), set[int]()
+    for rank in came:
+        if came.count(rank) > 7:
+            continue
+        arrival = attendance.sign(store, 'here', rank, world_size)
+        assert arrival.is_first == (rank not in seen)
+        assert arrival.is_last == (rank not in seen and len(seen) == world_size - 1)
+        seen.add(rank)
+        assert attendance.missing(store, 'here', world_size) == sorted(set(range(20)) - seen)
 
 
 @pytest.mark.parametrize('world_size', [1, 31, 32, 33, 256, 511, 512, 16384, 16500])
 def test_some_counters_spread_over_all_ranks_are_chosen(world_size: int) -> None:
     store = HashStore()
     chosen = {
-        rank // 32
+        rank // 16
         for rank in range(world_size)
         if attendance.sign(store, 'here', rank, world_size).is_spread
     }
-    counters = -(-world_size // 32)
+    counters = -(-world_size // 16)
     assert min(counters, 8) <= len(chosen) <= 15
     gaps = sorted([*chosen, counters])
     assert max(b - a for a, b in zip(gaps, gaps[1:], strict=False)) <= max(counters // 8, 1)

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from moevement_ext.errors import EXIT_STUCK
-from moevement_ext.membership import membership
+from moevement_ext.membership import attendance, membership
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import (
     EpochBroken,
@@ -170,10 +170,8 @@ def test_process_that_was_replaced_while_it_set_up_learns_of_it(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
     survivors, new = joined
-    stranger = Rendezvous(job.store.clone(), 2, WORLD)
     epoch = present_epoch(job.store)
-    place = f'join/{epoch + 1}/2'
-    job.store.set(place, f'{stranger.life}/')  # it was quicker to come
+    attendance.sign(job.store, f'here/{epoch + 1}', 2, WORLD)  # another one was quicker to come
     break_epoch(job.store, epoch, 'rank 1 lost a peer')
     assert wait_until(lambda: new._lost is not None)
     with pytest.raises(FencedOut, match='replaced'):

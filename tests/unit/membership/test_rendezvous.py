@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.membership import patience, rendezvous
+from moevement_ext.membership import attendance, patience, rendezvous
 from moevement_ext.membership.rendezvous import (
     EpochBroken,
     FencedOut,
@@ -169,7 +169,7 @@ def test_fifty_random_returns(launcher: TCPStore, connections: list[TCPStore]) -
             if launcher.check([f'join/{epoch}/{rank}']):
                 break  # all of the last turn are there
             if chance.random() < 0.5:
-                launcher.compare_set(f'join/{epoch}/{rank}', '', 'dead/')  # as soon as it joined
+                attendance.sign(launcher, f'here/{epoch}', rank, WORLD)  # as soon as it joined
             else:
                 die_waiting(launcher, rank)
         assert_one_new_epoch(meet_all(chance.sample(lives_of(connections), WORLD)))
@@ -378,11 +378,24 @@ def test_a_process_that_was_replaced_is_fenced_out(
     joined = threads.submit(replacement.meet, report_of(1), TIMEOUT)
     launcher.wait([f'join/{epoch + 1}/1'], TIMEOUT)
     late = Rendezvous(connect(launcher), 1, WORLD)
-    late.life = lives[1].life
     with pytest.raises(FencedOut, match='rank 1 was replaced'):
         late.meet(report_of(1), TIMEOUT, after=epoch)
     meetings = [*meet_all([lives[0], *lives[2:]], after=epoch), joined.result()]
     assert assert_one_new_epoch(meetings) == epoch + 1, 'the others were not disturbed'
+
+
+def test_of_two_processes_of_a_rank_that_join_at_once_only_one_is_in_the_epoch(
+    launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
+) -> None:
+    """And what the other brings is seen by nobody. Neither has found a predecessor."""
+    lives = lives_of(connections)
+    first = threads.submit(lives[1].meet, lambda: b'first', TIMEOUT)
+    launcher.wait(['join/0/1'], TIMEOUT)
+    assert not Rendezvous(connect(launcher), 1, WORLD)._join(0, b'second', False)
+    others = [threads.submit(lives[rank].meet, report_of(rank), TIMEOUT) for rank in (0, 2, 3)]
+    meetings = [first.result(), *(other.result() for other in others)]
+    assert assert_one_new_epoch(meetings) == 0
+    assert {meeting.reports[1] for meeting in meetings} == {b'first'}
 
 
 def test_a_new_process_ends_the_epoch_of_its_predecessor(

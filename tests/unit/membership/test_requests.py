@@ -88,7 +88,7 @@ def test_what_reports_have_in_common_is_handed_out_once(
     )
     expected = [common + b'%d' % rank for rank in range(WORLD)]
     assert [meeting.reports for meeting in meetings] == [expected] * WORLD
-    brought = 2 * WORLD * len(common)  # a place is read as it is taken
+    brought = 2 * WORLD * len(common)  # these are new processes, which say before what they bring
     gathered = WORLD * len(common)
     opened = 2 * len(common)
     passed = WORLD * len(common)
@@ -167,6 +167,18 @@ def test_a_rank_goes_from_epoch_to_epoch_on_the_connections_that_it_has(job: Job
         watching.stop()
         watching.join()
     assert len(opened) <= 2
+
+
+def test_who_survives_takes_its_place_in_one_request_and_what_it_brings_in_another(
+    job: Job, threads: ThreadPoolExecutor
+) -> None:
+    """The store need not answer the second, of which many go together."""
+    list(threads.map(lambda rank: rank.meet(lambda: b'', TIMEOUT), job.ranks))
+    break_epoch(job.store, 0, 'rank 3 died')
+    before = job.tally.read().requests
+    for rank in job.ranks[1:]:
+        assert rank._join(1, b'', True)
+    assert job.tally.read().requests - before == 2 * 3 + 1  # who was first counts the counter
 
 
 def test_an_epoch_whose_breaker_died_half_way_is_left_by_survivors_at_once(
