@@ -218,6 +218,7 @@ class Member(Membership):
     def watches_no_more(self) -> None:
         """Once the epoch of one that died is over."""
         self._watch.join()
+        self._rendezvous.finish()
 
 
 @dataclass(frozen=True)
