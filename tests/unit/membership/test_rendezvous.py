@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -19,7 +19,6 @@ from moevement_ext.membership import attendance, patience, rendezvous
 from moevement_ext.membership.rendezvous import (
     EpochBroken,
     FencedOut,
-    Meeting,
     Rendezvous,
     announce_failure,
     break_epoch,
@@ -29,12 +28,19 @@ from moevement_ext.membership.rendezvous import (
     why_broken,
 )
 from moevement_ext.membership.signs import Signs
+from tests.unit.membership.lives import (
+    DEADLINE_S,
+    TIMEOUT,
+    WORLD,
+    assert_one_new_epoch,
+    connect,
+    die_waiting,
+    lives_of,
+    meet_all,
+    report_of,
+)
 
 REPOSITORY = Path(__file__).parents[3]
-WORLD = 4
-DEADLINE_S = 60.0
-"""How long a test waits for something that comes at once."""
-TIMEOUT = timedelta(seconds=DEADLINE_S)
 SHORT = timedelta(seconds=0.2)
 
 
@@ -54,46 +60,6 @@ def connections(launcher: TCPStore) -> list[TCPStore]:
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(WORLD) as threads:
         yield threads
-
-
-def connect(launcher: TCPStore) -> TCPStore:
-    return TCPStore('127.0.0.1', launcher.port, is_master=False, timeout=TIMEOUT)
-
-
-def lives_of(connections: Sequence[TCPStore]) -> list[Rendezvous]:
-    """A new process of each rank."""
-    return [Rendezvous(store, rank, WORLD) for rank, store in enumerate(connections)]
-
-
-def report_of(rank: int) -> Callable[[], bytes]:
-    return lambda: b'report of %d' % rank
-
-
-def meet_all(lives: Sequence[Rendezvous], after: int | None = None) -> list[Meeting]:
-    """All start at the same moment; the meeting each of them came to."""
-    together = threading.Barrier(len(lives))
-
-    def life(one: Rendezvous) -> Meeting:
-        together.wait()
-        return one.meet(report_of(one.rank), TIMEOUT, after)
-
-    with ThreadPoolExecutor(len(lives)) as threads:
-        return list(threads.map(life, lives))
-
-
-def assert_one_new_epoch(meetings: Sequence[Meeting]) -> int:
-    """All are in the same epoch, and its store has nothing of an earlier one."""
-    [epoch] = {meeting.epoch for meeting in meetings}
-    stores = [meeting.store for meeting in meetings]
-    assert not stores[0].check(['mark'])
-    stores[0].set('mark', str(epoch))
-    assert {store.get('mark') for store in stores} == {b'%d' % epoch}
-    return epoch
-
-
-def die_waiting(launcher: TCPStore, rank: int) -> None:
-    """All that a worker leaves behind that was killed while it waited for the others."""
-    assert Rendezvous(launcher, rank, WORLD)._join(present_epoch(launcher), b'dead', False)
 
 
 # Meeting

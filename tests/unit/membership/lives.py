@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of all ranks of a small job, which meet in one store."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from moevement_ext.membership.rendezvous import Meeting, Rendezvous, present_epoch
+
+WORLD = 4
+DEADLINE_S = 60.0
+"""How long a test waits for something that comes at once."""
+TIMEOUT = timedelta(seconds=DEADLINE_S)
+
+
+def connect(launcher: TCPStore) -> TCPStore:
+    return TCPStore('127.0.0.1', launcher.port, is_master=False, timeout=TIMEOUT)
+
+
+def lives_of(connections: Sequence[TCPStore]) -> list[Rendezvous]:
+    """A new process of each rank."""
+    return [Rendezvous(store, rank, WORLD) for rank, store in enumerate(connections)]
+
+
+def report_of(rank: int) -> Callable[[], bytes]:
+    return lambda: b'report of %d' % rank
+
+
+def meet_all(lives: Sequence[Rendezvous], after: int | None = None) -> list[Meeting]:
+    """All start at the same moment; the meeting each of them came to."""
+    together = threading.Barrier(len(lives))
+
+    def life(one: Rendezvous) -> Meeting:
+        together.wait()
+        return one.meet(report_of(one.rank), TIMEOUT, after)
+
+    with ThreadPoolExecutor(len(lives)) as threads:
+        return list(threads.map(life, lives))
+
+
+def assert_one_new_epoch(meetings: Sequence[Meeting]) -> int:
+    """All are in the same epoch, and its store has nothing of an earlier one."""
+    [epoch] = {meeting.epoch for meeting in meetings}
+    stores = [meeting.store for meeting in meetings]
+    assert not stores[0].check(['mark'])
+    stores[0].set('mark', str(epoch))
+    assert {store.get('mark') for store in stores} == {b'%d' % epoch}
+    return epoch
+
+
+def die_waiting(launcher: TCPStore, rank: int) -> None:
+    """All that a worker leaves behind that was killed while it waited for the others."""
+    assert Rendezvous(launcher, rank, WORLD)._join(present_epoch(launcher), b'dead', False)
