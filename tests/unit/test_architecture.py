@@ -51,6 +51,10 @@ NEEDED_BY_NO_PRODUCT_CODE = {
     'InterruptibleStore.has_extended_api': 'torch calls it: part of its Store interface',
     'InterruptibleStore.multi_set': 'torch calls it: part of its Store interface',
     **{
+        f'Line.{name}': 'asyncio calls it: part of its Protocol'
+        for name in ('connection_made', 'data_received', 'connection_lost')
+    },
+    **{
         f'OutsideStore.{name}': 'torch calls it: part of its RendezvousHandler interface'
         for name in (
             'get_backend',

@@ -12,6 +12,8 @@ import torch
 from moevement_ext.capture import copier as module
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import Copy, Piece, in_pieces
+from moevement_ext.memory import device
+from tests.stand_ins.capture_mode import Driver
 
 DEADLINE_S = 30.0
 """How long a test waits for something that comes at once."""
@@ -84,6 +86,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, 'current_stream', lambda device: self.training)
         monkeypatch.setattr(torch.cuda, 'stream', self._on)
         monkeypatch.setattr(torch.cuda, 'set_device', lambda device: None)
+        monkeypatch.setattr(device, 'driver', lambda: Driver)
         monkeypatch.setattr(module, 'copy_all', self._copy)
 
     @property

@@ -4,7 +4,6 @@
 import threading
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,18 +11,10 @@ import torch
 from moevement_ext.capture.copier import Copier
 from moevement_ext.memory import device, pinning
 from moevement_ext.memory.upstream_log import log as upstream_log
+from tests.stand_ins.capture_mode import Driver
 
 SECOND = torch.device('cuda', 1)
 CPU = torch.device('cpu')
-
-
-class Driver:
-    """In the place of CUDA's, which is not here."""
-
-    @staticmethod
-    def cuThreadExchangeStreamCaptureMode(mode: Any) -> int:  # noqa: N802
-        assert mode._obj.value == 2
-        return 0
 
 
 @pytest.fixture
