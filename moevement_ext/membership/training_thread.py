@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from moevement_ext import faults
-from moevement_ext.memory.driver import driver
+from moevement_ext.memory.cuda_driver import driver
 
 _SHOWN_FRAMES = 12
 _MOST_BETWEEN_LOOKS_S = 2.0

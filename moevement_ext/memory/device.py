@@ -5,7 +5,7 @@ import ctypes
 
 import torch
 
-from moevement_ext.memory.driver import driver
+from moevement_ext.memory.cuda_driver import driver
 
 _RELAXED = 2
 """CUDA's CU_STREAM_CAPTURE_MODE_RELAXED."""

@@ -9,9 +9,9 @@ is the light capture (paper, section 3.2). So the operators [a, b) make a slot o
 
 That grows with b and shrinks with a, hence filling each slot as far as the budget allows needs the
 fewest slots there are. Everything here is exact integer arithmetic on the bytes of each rank, so
-all ranks of a stage group that know the same sizes reach the same plan without talking.
+whoever knows the same sizes reaches the same plan.
 
-Called from the training thread, at start and at window boundaries.
+Called from the training thread at the start, and from the replanner's beside training.
 """
 
 from bisect import bisect_left

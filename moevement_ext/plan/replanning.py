@@ -48,7 +48,7 @@ class WindowLoad(msgspec.Struct, frozen=True):
 
 
 class PlanParameters(msgspec.Struct, frozen=True):
-    """All that a rank needs, besides the sizes known to all, to compute the plan."""
+    """All that the plans of all stages are computed from, besides the sizes of their operators."""
 
     version: int
     origin: int

@@ -20,7 +20,7 @@ from moevement_ext import faults
 from moevement_ext.membership import training_thread
 from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.training_thread import Look, TrainingThread
-from moevement_ext.memory import driver
+from moevement_ext.memory import cuda_driver
 from moevement_ext.regroup import waits
 
 LOOKS = 20
@@ -220,8 +220,8 @@ def test_the_driver_may_not_answer_for_long_and_nobody_else_stands_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The C library instead, which can be made to wait."""
-    monkeypatch.setattr(driver, '_DRIVER', 'libc.so.6')
-    sleep = driver.driver.__wrapped__().usleep
+    monkeypatch.setattr(cuda_driver, '_DRIVER', 'libc.so.6')
+    sleep = cuda_driver.driver.__wrapped__().usleep
     asking = threading.Thread(target=sleep, args=(1_000_000,))
     asking.start()
     rounds = 0

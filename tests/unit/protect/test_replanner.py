@@ -9,7 +9,7 @@ from functools import partial
 
 import msgspec
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan
 from moevement_ext.protect.replanner import Replanner
@@ -137,6 +137,29 @@ def test_a_rank_that_joins_late_adopts_the_plan_in_force_at_once() -> None:
         late.stop()
     join(plan).stop()  # ends after it has looked
     assert adopted.empty(), 'it had that plan from the start'
+
+
+def test_a_plan_that_is_not_handed_out_yet_is_asked_for_after_the_next_window() -> None:
+    """The first rank of the stage was lost before it did."""
+    store = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
+    publish(store, PlanParameters(1, 8, 2, {}))
+    store.set('plan/newest', '1')
+    asked: queue.Queue[int] = queue.Queue()
+    adopted: queue.Queue[StagePlan] = queue.Queue()
+
+    def handed_out_later(version: int, store: Store) -> StagePlan | None:
+        asked.put(version)
+        return planned(version, store) if asked.qsize() > 1 else None
+
+    replanner = Replanner(store, 1, 2, FIRST, fixed, handed_out_later, adopted.put)
+    try:
+        wait_for(lambda: asked.qsize() == 1)
+        assert adopted.empty()
+        replanner.observe(seen(0, BALANCED))
+        assert adopted.get(timeout=DEADLINE_S).version == 1
+    finally:
+        replanner.stop()
+    assert asked.qsize() == 2
 
 
 def test_a_plan_that_cannot_be_read_does_not_end_the_thread(
