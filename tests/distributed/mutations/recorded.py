@@ -13,6 +13,9 @@ from megatron.moevement.seams import patches
 class Recorder:
     """Says when upstream would record, and how many weights are frozen then."""
 
+    iterations = 0
+    """That this process has run, those that it replayed included."""
+
     def __init__(self, model: Sequence[torch.nn.Module], **settings: Any) -> None:
         self._model = model
         self._finished = False
@@ -29,7 +32,7 @@ class Recorder:
         """Upstream records now."""
         weights = [weight for chunk in self._model for weight in chunk.parameters()]
         frozen = sum(not weight.requires_grad for weight in weights)
-        print(f'recorded before iteration: {get_args().curr_iteration + 2} | frozen: {frozen}')
+        print(f'recorded after iterations: {self.iterations} | frozen: {frozen}')
         self._finished = True
 
     def cuda_graph_set_manual_hooks(self) -> None:
@@ -45,4 +48,9 @@ def passes_are_recorded() -> None:
         get_args().cuda_graph_warmup_steps = 1
         return original(*args, **kwargs)
 
+    def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        Recorder.iterations += 1
+        return original(*args, **kwargs)
+
     patches.wrap('megatron.training.training:train', train)
+    patches.wrap('megatron.training.training:train_step', train_step)

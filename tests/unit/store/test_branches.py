@@ -47,6 +47,18 @@ def leaders(server: Server, branches: Branches) -> Iterator[list[Leader]]:
         leader.close()
 
 
+@pytest.fixture
+def watched(server: Server) -> Iterator[tuple[Relay, list[TCPStore]]]:
+    """What a single branch sends to the store, and a client of each of its nodes."""
+    relay = Relay(server.port)
+    with closing(Branches('127.0.0.1', relay.port, 1)) as branches:
+        announce(server.connect(), branches.ports)
+        leaders = [Leader(server.port) for _ in range(NODES)]
+        yield relay, [leader.connect() for leader in leaders]
+        for leader in leaders:
+            leader.close()
+
+
 def test_only_jobs_of_many_nodes_have_branches() -> None:
     assert needed(NODES_OF_A_BRANCH) == 0
     assert needed(NODES_OF_A_BRANCH + 1) == 2
@@ -72,42 +84,34 @@ def test_each_who_adds_is_told_a_number_of_its_own(leaders: list[Leader], server
     assert server.connect().add('n', 0) == numbers[-1]
 
 
-def test_what_all_nodes_ask_at_once_a_branch_asks_once(server: Server) -> None:
-    relay = Relay(server.port)
-    with closing(Branches('127.0.0.1', relay.port, 1)) as branches:
-        announce(server.connect(), branches.ports)
-        leaders = [Leader(server.port) for _ in range(NODES)]
-        clients = [leader.connect() for leader in leaders]
-        before = relay.nbytes
-        clients[0].add('n', 1)
-        bytes_of_one = relay.nbytes - before
-        server.stand_still()
-        with ThreadPoolExecutor(NODES) as threads:
-            told = [threads.submit(client.add, 'n', 1) for client in clients]
-            threading.Event().wait(1.0)  # all have asked; else more follow, which is no error
-            server.go_on()
-            assert sorted(one.result(WAIT_S) for one in told) == list(range(2, NODES + 2))
-        assert relay.nbytes - before <= 4 * bytes_of_one
-        for leader in leaders:
-            leader.close()
+def test_what_all_nodes_ask_at_once_a_branch_asks_once(
+    watched: tuple[Relay, list[TCPStore]], server: Server
+) -> None:
+    relay, clients = watched
+    before = relay.nbytes
+    clients[0].add('n', 1)
+    bytes_of_one = relay.nbytes - before
+    server.stand_still()
+    with ThreadPoolExecutor(NODES) as threads:
+        told = [threads.submit(client.add, 'n', 1) for client in clients]
+        threading.Event().wait(1.0)  # all have asked; else more follow, which is no error
+        server.go_on()
+        assert sorted(one.result(WAIT_S) for one in told) == list(range(2, NODES + 2))
+    assert relay.nbytes - before <= 4 * bytes_of_one
 
 
-def test_what_nodes_ask_one_after_the_other_a_branch_asks_seldom(server: Server) -> None:
+def test_what_nodes_ask_one_after_the_other_a_branch_asks_seldom(
+    watched: tuple[Relay, list[TCPStore]],
+) -> None:
     """Each of them again as soon as it has an answer, so that there is always one that asks."""
-    relay = Relay(server.port)
-    with closing(Branches('127.0.0.1', relay.port, 1)) as branches:
-        announce(server.connect(), branches.ports)
-        leaders = [Leader(server.port) for _ in range(NODES)]
-        clients = [leader.connect() for leader in leaders]
-        clients[0].add('n', 0)
-        before, began = relay.nbytes, time.monotonic()
-        with ThreadPoolExecutor(NODES) as threads:
-            told = threads.map(lambda client: [client.add('n', 1) for _ in range(50)], clients)
-            assert len({number for one in told for number in one}) == 50 * NODES
-        requests = (relay.nbytes - before) / len(encoded(Request(Kind.ADD, (b'/n',), number=1)))
-        assert requests <= (time.monotonic() - began) / _PAUSE_OF_A_BRANCH_S + 2
-        for leader in leaders:
-            leader.close()
+    relay, clients = watched
+    clients[0].add('n', 0)
+    before, began = relay.nbytes, time.monotonic()
+    with ThreadPoolExecutor(NODES) as threads:
+        told = threads.map(lambda client: [client.add('n', 1) for _ in range(50)], clients)
+        assert len({number for one in told for number in one}) == 50 * NODES
+    requests = (relay.nbytes - before) / len(encoded(Request(Kind.ADD, (b'/n',), number=1)))
+    assert requests <= (time.monotonic() - began) / _PAUSE_OF_A_BRANCH_S + 2
 
 
 def test_all_who_wait_are_woken_up_and_who_gives_up_asks_on(

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a leader puts together, from a real store; the loop is the test's own."""
+
+import asyncio
+from asyncio import Future
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+
+import pytest
+
+from moevement_ext.store.combining import Waits
+from moevement_ext.store.line import Line
+from tests.unit.store.processes import WAIT_S, Server
+
+KEYS = (b'/gate',)
+"""As torch's clients name it."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with closing(Server()) as made:
+        yield made
+
+
+def test_who_waits_is_told_in_the_order_in_which_it_came(server: Server) -> None:
+    """Ranks of a node, which come one after another, go on one after another, too."""
+    told: list[int] = []
+
+    async def wait_and_open() -> None:
+        waits = Waits(partial(Line.open, '127.0.0.1', server.port, lambda: None))
+        waiters: list[Future[bytes]] = []
+        for number in range(8):
+            waiters.append(waits.wait(KEYS))
+            waiters[-1].add_done_callback(lambda waiter, number=number: told.append(number))
+        waiters[3].cancel()
+        await asyncio.to_thread(server.connect().set, 'gate', 'open')
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*waiters, return_exceptions=True)
+        waits.close()
+
+    asyncio.run(wait_and_open())
+    assert told == [3, 0, 1, 2, 4, 5, 6, 7]
