@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream records passes (`--cuda-graph-impl transformer_engine`) after a recovery has replayed.
+"""Upstream records passes as CUDA graphs once a recovery has replayed, with nothing frozen.
 
-What is recorded then has no frozen operators. The recording itself needs a GPU.
+Recording itself needs a GPU.
 """
 
 import re
@@ -11,18 +11,35 @@ from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_whole_job_recovery import BASE
 
-RECORDING = 'mutations.recorded:passes_are_recorded'
 WINDOW = 3
+REPLAYED_WITH_FROZEN = WINDOW - 1
 RECORDED = re.compile(r'recorded after iterations: (\d+) \| frozen: (\d+)')
 
 
-def test_passes_are_recorded_once_a_recovery_has_replayed(
+def recorded_after(
+    cluster: Callable[..., Cluster],
+    reference: Callable[..., dict],
+    iterations: int,
+    recording: str,
+) -> None:
+    """A job that is lost and started again records after so many iterations of its own."""
+    job = cluster(*BASE, '--sparse-ckpt-window', str(WINDOW))
+    mutation = f'mutations.recorded:{recording}'
+    assert -9 in job.run(fail_at='1:8:forward', mutation=mutation)
+    assert RECORDED.findall(job.output(0)) == [(str(iterations), '0')] * job.ranks
+    job.finish(mutation=mutation)
+    again = str(REPLAYED_WITH_FROZEN + iterations)
+    assert RECORDED.findall(job.output(1)) == [(again, '0')] * job.ranks
+    assert differences(reference(*BASE), read_digest(job)) == []
+
+
+def test_layers_are_recorded_between_iterations_of_the_loop(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    job = cluster(*BASE, '--sparse-ckpt-window', str(WINDOW))
-    assert -9 in job.run(fail_at='1:8:forward', mutation=RECORDING)
-    assert RECORDED.findall(job.output(0)) == [('1', '0')] * job.ranks
-    job.finish(mutation=RECORDING)
-    replayed_with_frozen = WINDOW - 1
-    assert RECORDED.findall(job.output(1)) == [(str(replayed_with_frozen + 1), '0')] * job.ranks
-    assert differences(reference(*BASE), read_digest(job)) == []
+    recorded_after(cluster, reference, 1, 'layers_are_recorded')
+
+
+def test_a_whole_iteration_is_recorded_in_the_one_after_the_warm_up(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    recorded_after(cluster, reference, 2, 'whole_iterations_are_recorded')

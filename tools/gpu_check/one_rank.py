@@ -30,6 +30,12 @@ _TRAINING = (
 
 _TRANSFORMER_ENGINE = ['--transformer-impl', 'transformer_engine', '--moe-grouped-gemm']
 
+_RECORDED = (
+    '--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --rerun-mode disabled '
+    '--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity'
+).split()
+"""With experts of a fixed size, so that nothing has to be read from the device on the way."""
+
 
 def run(settings: Settings) -> Iterator[Findings]:
     """Train plain, plain again, with windows, killed on the way, and with window `auto`."""
@@ -43,6 +49,11 @@ def run(settings: Settings) -> Iterator[Findings]:
     del figures['auto_plain_ms']
     figures['auto_window'] = auto.log.captured[-1].window
     yield Findings(figures, problems)
+
+
+def run_recorded(settings: Settings) -> Iterator[Findings]:
+    """The same with forward and backward passes of an iteration recorded as one CUDA graph."""
+    yield from _same_bits(_trials(settings, 'recorded', _RECORDED))
 
 
 def run_transformer_engine(settings: Settings) -> Iterator[Findings]:

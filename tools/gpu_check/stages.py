@@ -24,6 +24,8 @@ from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.errors import LabError
 from tools.lab.figures import write_json
 
+GPU = 'GPU'
+
 
 class Stage(NamedTuple):
     """One part of the check; it takes less than ten minutes."""
@@ -33,7 +35,7 @@ class Stage(NamedTuple):
     proves: str
     """In a few words."""
     needs: str = ''
-    """Module without which, or without a GPU, it is not run."""
+    """`GPU`, or a module without which, or without a GPU, it is not run."""
 
 
 STAGES = {
@@ -42,6 +44,11 @@ STAGES = {
     'tests': Stage(own_tests.run, 'tests/gpu passes, and the rules of Transformer Engine'),
     'nccl': Stage(nccl.run, 'survivors of a killed rank are unblocked and connected anew'),
     'one-rank': Stage(one_rank.run, 'a model of 0.3 G parameters recovers bit for bit'),
+    'recorded': Stage(
+        one_rank.run_recorded,
+        'the same, with iterations recorded as a CUDA graph, recovers bit for bit',
+        needs=GPU,
+    ),
     'transformer-engine': Stage(
         one_rank.run_transformer_engine,
         'the same model on Transformer Engine, with grouped experts',
@@ -69,8 +76,12 @@ def possible(gpu: bool) -> list[str]:
     return [
         name
         for name, stage in STAGES.items()
-        if not stage.needs or (gpu and importlib.util.find_spec(stage.needs) is not None)
+        if not stage.needs or (gpu and _is_there(stage.needs))
     ]
+
+
+def _is_there(needed: str) -> bool:
+    return needed == GPU or importlib.util.find_spec(needed) is not None
 
 
 def run_stage(name: str, settings: Settings) -> Iterator[Findings]:

@@ -102,7 +102,8 @@ UPSTREAM = {
     'DistributedOptimizer._set_main_param_and_optimizer_states': (
         'self', 'model_param', 'tensors',
     ),
-    # Layers, pipeline, random numbers, data.
+    # Layers, passes, pipeline, random numbers, data.
+    'megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__': ('self', 'args', 'kwargs'),
     'megatron.core.transformer.moe.router:router_gating_linear': (
         'inp', 'weight', 'bias', 'router_dtype',
     ),

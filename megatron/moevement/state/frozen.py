@@ -20,7 +20,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_model_config
 
-from megatron.moevement.seams import patches
+from megatron.moevement.seams import patches, recorded_passes
 from megatron.moevement.state.operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, chained
 
@@ -58,6 +58,7 @@ class FrozenOperators:
     def replaying(self) -> Iterator[None]:
         """Prepare model and optimizer for replayed iterations; everything is thawed at the end."""
         with ExitStack() as stack:
+            stack.enter_context(recorded_passes.computed())
             stack.enter_context(_reduced_after_backward(self._model))
             stack.enter_context(_gradient_through_embedding(self._model))
             stack.enter_context(_no_delayed_gradient_of_frozen(self._model))

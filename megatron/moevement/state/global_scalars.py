@@ -48,6 +48,7 @@ class ScalarRecorder:
         self._recorded = GlobalScalars()
         self._grad_norms: list[float | torch.Tensor] = []
         self._num_tokens: torch.Tensor | None = None
+        self._num_tokens_of_graph: torch.Tensor | None = None
         self._replayed: GlobalScalars | None = None
 
     def install(self) -> None:
@@ -88,6 +89,9 @@ class ScalarRecorder:
             if self._replayed is None:
                 result = finalize(model, num_tokens, *args, **kwargs)
                 self._num_tokens = num_tokens  # read when the step has waited for the device
+                if torch.cuda.is_current_stream_capturing():
+                    # The graph writes there in each iteration, and nothing of ours is called.
+                    self._num_tokens_of_graph = num_tokens
                 return result
             result = finalize(model, None, *args, **kwargs)
             total = torch.full_like(num_tokens, self._replayed.num_tokens)
@@ -103,8 +107,9 @@ class ScalarRecorder:
         """The scalars that the next `take` will return, which leaves them to it."""
         self._recorded.grad_norms += [float(norm) for norm in self._grad_norms]
         self._grad_norms.clear()
-        if self._num_tokens is not None:
-            self._recorded.num_tokens = int(self._num_tokens.item())
+        num_tokens = self._num_tokens_of_graph if self._num_tokens is None else self._num_tokens
+        if num_tokens is not None:
+            self._recorded.num_tokens = int(num_tokens.item())
             self._num_tokens = None
         return _copy(self._recorded)
 

@@ -19,7 +19,6 @@ from megatron.moevement.job.compatibility.rule import (
     Values,
     above,
     equal_to,
-    other_than,
 )
 
 
@@ -124,9 +123,9 @@ REFUSED = (
          'process groups must be there when the model is built'),
     Rule('--fake-process-group', GIVEN, 'leave it out', 'ranks that do not talk train nothing'),
     # Schedule
-    Rule('--cuda-graph-impl', other_than('none', 'transformer_engine'),
-         'use --cuda-graph-impl transformer_engine',
-         'passes are recorded while a recovery replays, so with frozen operators'),
+    Rule('--cuda-graph-impl', equal_to('local'),
+         'use --cuda-graph-impl transformer_engine or full_iteration',
+         'recording draws random numbers, and a process that is started again records later'),
     Rule('--cuda-graph-warmup-steps', equal_to(0), 'give 1 or more',
          'passes would be recorded before a recovery replays, and compute all gradients', _RECORDS),
     Rule('--use-grouped-gemm-for-shared-expert', GIVEN, 'leave out one of the two',

@@ -55,15 +55,25 @@ def test_goals() -> None:
     assert found == 'with window auto 1.5% of an iteration are exposed, more than 1 %'
 
 
-def test_transformer_engine_is_run_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(gpu: bool, there: bool) -> bool:
-        spec = lambda name: object() if there else None  # noqa: E731
+@pytest.mark.parametrize(
+    ('name', 'without_engine'), [('transformer-engine', False), ('recorded', True)]
+)
+def test_a_stage_is_run_where_what_it_needs_is(
+    name: str, without_engine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(gpu: bool, engine: bool) -> bool:
+        spec = lambda name: object() if engine else None  # noqa: E731
         monkeypatch.setattr('importlib.util.find_spec', spec)
-        return 'transformer-engine' in stages.possible(gpu)
+        return name in stages.possible(gpu)
 
-    assert [found(True, True), found(True, False), found(False, True)] == [True, False, False]
+    assert [found(True, True), found(True, False)] == [True, without_engine]
+    assert not found(False, True)
+
+
+def test_what_a_dry_run_leaves_out() -> None:
+    precisions = {f'precision-c{number}' for number in range(1, 6)}
     left_out = set(stages.STAGES) - set(stages.possible(gpu=False))
-    assert left_out == {'transformer-engine', *(f'precision-c{number}' for number in range(1, 6))}
+    assert left_out == {'recorded', 'transformer-engine', *precisions}
 
 
 def measured(cycle: int, rank: int, pid: int, **resources: float) -> Measured:

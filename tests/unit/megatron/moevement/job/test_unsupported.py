@@ -94,7 +94,7 @@ ARGUMENTS = {
     '--moe-routing-trace-path': 'trace',
 }
 # The same, of flags of which some values are refused and others recovered as a whole job.
-RECOVERED = {'--cuda-graph-impl': 'transformer_engine'}
+RECOVERED = {'--cuda-graph-impl': ('transformer_engine', 'full_iteration')}
 
 
 def given(rule: Rule, *more: str) -> Namespace:
@@ -140,12 +140,13 @@ def test_flag_of_the_whole_job_is_named_with_the_remedy(
     rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_engine(monkeypatch)
-    value = RECOVERED.get(rule.flag)
-    args = given(rule, '--save', 'dense', *([rule.flag, value] if value else []))
-    refuse_unsupported(args)
-    reason = not_localized(args)
-    assert reason is not None and reason.startswith(rule.flag)
-    assert rule.remedy in reason and '\n' not in reason
+    values = RECOVERED.get(rule.flag)
+    for more in [[rule.flag, value] for value in values] if values else [[]]:
+        args = given(rule, '--save', 'dense', *more)
+        refuse_unsupported(args)
+        reason = not_localized(args)
+        assert reason is not None and reason.startswith(rule.flag)
+        assert rule.remedy in reason and '\n' not in reason
 
 
 def test_defaults_are_recovered_locally_but_for_gloo_beside_nccl() -> None:

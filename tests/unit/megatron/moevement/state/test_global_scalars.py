@@ -64,6 +64,23 @@ def test_the_iterations_of_a_conversion_are_recorded_one_by_one() -> None:
         recorder.put_back(scalars)
 
 
+def test_tokens_of_a_recorded_iteration_are_read_where_its_graph_leaves_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When a CUDA graph runs nothing of ours is called, and per-token loss divides all the same."""
+    recorder, tokens = ScalarRecorder(), torch.tensor(0)
+    config = SimpleNamespace(finalize_model_grads_func=lambda model, num_tokens: None)
+    recorder.wrap_reduction(config)
+    config.finalize_model_grads_func([], torch.tensor(5))
+    assert recorder.take().num_tokens == 5
+    with monkeypatch.context() as recording:
+        recording.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
+        config.finalize_model_grads_func([], tokens)
+    for number in (7, 9):
+        tokens.fill_(number)
+        assert recorder.peek().num_tokens == recorder.take().num_tokens == number
+
+
 @pytest.mark.parametrize('overflows', [[True], [False, False], [True, False], [True] * 5])
 def test_scales_of_two_optimizers_that_drifted_apart_come_back(overflows: list[bool]) -> None:
     trained, fresh = [scaler(), scaler()], [scaler(), scaler()]
