@@ -233,11 +233,16 @@ def test_reader_that_has_not_noticed_what_has_come_is_not_idle(
 
 @contextlib.contextmanager
 def odd_holder(serve: Callable[[Connection], None]) -> Iterator[tuple[str, int]]:
-    """Knows the secret, and sends something else than a window."""
+    """Knows the secret, and sends something else than a window, however often it is asked."""
     listener = socket.create_server(('127.0.0.1', 0))
 
     def run() -> None:
-        with listener.accept()[0] as sock, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # at the end the listener is shut down
+            while True:
+                answer(listener.accept()[0])
+
+    def answer(sock: socket.socket) -> None:
+        with sock, contextlib.suppress(OSError):
             connection = Connection(sock)
             connection.set_deadline(DEADLINE_S)
             greeting.admit(connection, SECRET)
@@ -246,6 +251,7 @@ def odd_holder(serve: Callable[[Connection], None]) -> Iterator[tuple[str, int]]
     thread = threading.Thread(target=run)
     thread.start()
     yield listener.getsockname()
+    listener.shutdown(socket.SHUT_RDWR)
     thread.join()
     listener.close()
 
