@@ -19,7 +19,7 @@ _COMPANIONS = {
         'enable_full_sharding_in_hsdp strict_fsdp_dtensor_load megatron_fsdp_main_params_dtype '
         'megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype '
         'megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer '
-        'fsdp_db_use_persist_buf_on_alloc_fail',
+        'fsdp_db_use_persist_buf_on_alloc_fail create_all_gather_group',
     'use_torch_fsdp2': 'torch_fsdp2_reshard_after_forward',
     'cuda_graph_impl': 'cuda_graph_modules',
     'defer_embedding_wgrad_compute': 'wgrad_deferral_limit',
@@ -61,6 +61,9 @@ _COMPANIONS = {
         'rl_inference_model_unified_memory_level rl_offload_inference_model_weights_when_idle '
         'refit_method rl_verify_model_weights_swap rl_skip_bos_token rl_profile rl_profile_dir '
         'rl_inference_parsers',
+    'fim_data':
+        'fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token '
+        'fim_middle_token fim_suffix_token fim_pad_token fim_eod_token',
     'moe_use_upcycling': 'moe_upcycling_granularity',
     'ckpt_convert_format': 'ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format',
     'logits_save_dir':

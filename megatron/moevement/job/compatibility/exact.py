@@ -149,7 +149,7 @@ EXACT = (
     # Model
     group('sizes', _SHAPES,
           'num_layers encoder_num_layers hidden_size num_attention_heads ffn_hidden_size '
-          'kv_channels seq_length encoder_seq_length max_position_embeddings '
+          'kv_channels seq_length encoder_seq_length decoder_seq_length max_position_embeddings '
           'make_vocab_size_divisible_by vocab_size padded_vocab_size pad_vocab_size'),
     group('tied and untied ends', f'{_LOST_STAGE}[pp4-middle-stage]',
           'untie_embeddings_and_output_weights'),

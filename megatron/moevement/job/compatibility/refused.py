@@ -66,6 +66,7 @@ def _more_than(shards: str, ranks: str) -> Condition:
     return Condition('above the tensor-parallel size', holds)
 
 
+_NO_DATA = 'pretrain_gpt.py has no data for it'
 _DUMPED = 'a replay writes the files of its iterations again, from weights that are partly stale'
 _SHARDED = 'what it shards is not captured'
 _SCALING = 'its scaling state is not captured'
@@ -161,7 +162,9 @@ REFUSED = (
          'a replay would draw other errors than training did'),
     # What is trained, and from where
     Rule('--perform-rl-step', GIVEN, 'leave it out', 'what was generated is not captured'),
-    Rule('--sft', GIVEN, 'leave it out', 'pretrain_gpt.py has no data for it'),
+    Rule('--sft', GIVEN, 'leave it out', _NO_DATA),
+    Rule('--fim-data', GIVEN, 'leave it out', _NO_DATA),
+    Rule('--dataloader-inter-document-masking', GIVEN, 'use --reset-attention-mask', _NO_DATA),
     Rule('--skip-train', GIVEN, 'leave out --sparse-ckpt', 'there is nothing to protect'),
     Rule('--iterations-to-skip', GIVEN, 'leave it out', 'a replay does not know what was skipped'),
     Rule('--yaml-cfg', GIVEN, 'give flags', 'it replaces the flags of sparse checkpointing'),

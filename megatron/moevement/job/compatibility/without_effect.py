@@ -75,17 +75,13 @@ WITHOUT_EFFECT = (
           'inference_use_synchronous_zmq_collectives inference_disable_ep_consensus '
           'inference_shards test_mode'),
     group('other programs', 'For other models or data; `pretrain_gpt.py` does not read them.',
-          'decoder_num_layers decoder_seq_length bert_binary_head sample_rate mask_prob '
-          'short_seq_prob dataloader_inter_document_masking fim_data fim_rate fim_spm_rate '
-          'fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token fim_middle_token '
-          'fim_suffix_token fim_pad_token fim_eod_token ict_head_size biencoder_projection_dim '
-          'biencoder_shared_query_context_model ict_load bert_load titles_data_path '
-          'query_in_block_prob use_one_sent_docs evidence_data_path '
+          'decoder_num_layers bert_binary_head sample_rate mask_prob short_seq_prob ict_head_size '
+          'biencoder_projection_dim biencoder_shared_query_context_model ict_load bert_load '
+          'titles_data_path query_in_block_prob use_one_sent_docs evidence_data_path '
           'retriever_report_topk_accuracies retriever_score_scaling block_data_path '
           'embedding_path indexer_batch_size indexer_log_interval num_classes img_h img_w '
           'num_channels patch_dim classes_fraction data_per_class_fraction head_lr_mult '
-          'create_all_gather_group sft_tokenizer_prompt_format onnx_safe openai_gelu '
-          'check_for_spiky_loss'),
+          'sft_tokenizer_prompt_format onnx_safe openai_gelu check_for_spiky_loss'),
     group('earlier spellings',
           'Upstream refuses them, passes them over, or sets others, of which the list speaks.',
           'batch_size warmup model_parallel_size checkpoint_activations recompute_activations '
