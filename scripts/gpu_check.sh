@@ -24,7 +24,7 @@ for ((i = 0; i < ${#arguments[@]}; i++)); do
 done
 
 # An environment that sees all that python3 sees, be that one of a virtual environment itself, and
-# has the wheels besides.
+# has the wheels besides, also where the versions of packages are held (NVIDIA's images do so).
 install_wheels() {
     if ! compgen -G "$wheels/*.whl" >/dev/null; then
         echo "gpu_check: --wheels $wheels: there is no wheel in it" >&2
@@ -38,8 +38,8 @@ import pathlib, site, sys
 lines = [f'import site; site.addsitedir({folder!r})\n' for folder in site.getsitepackages()]
 pathlib.Path(sys.argv[1], 'around.pth').write_text(''.join(lines))
 EOF
-    python3 -m pip --python "$python" install --quiet --no-index --no-deps --no-compile \
-        --disable-pip-version-check --ignore-installed "$wheels"/*.whl
+    PIP_CONSTRAINT='' python3 -m pip --python "$python" install --quiet --no-index --no-deps \
+        --no-compile --disable-pip-version-check --ignore-installed "$wheels"/*.whl
 }
 
 # What setup.py requires and the check needs, by importing it; upstream's warnings are not shown.
