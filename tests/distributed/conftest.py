@@ -15,7 +15,7 @@ os.environ.update(OMP_NUM_THREADS='1', TORCHDYNAMO_DISABLE='1')
 ROOT = Path(__file__).resolve().parents[2]
 os.environ['PYTHONPATH'] = f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
 
-from tests.distributed.harness.cluster import BACKEND, NCCL_LIKE, Cluster  # noqa: E402
+from tests.distributed.harness.cluster import NCCL_LIKE, Cluster  # noqa: E402
 from tools.lab import models  # noqa: E402
 
 JOBS = pytest.StashKey[list[Cluster]]()
@@ -60,19 +60,31 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+ON_BOTH_BACKENDS = pytest.mark.parametrize(
+    'backend', ['gloo', pytest.param(NCCL_LIKE, marks=pytest.mark.thorough)], indirect=True
+)
+"""For tests of localized recovery: collectives fail as those of gloo do, or as those of NCCL."""
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    """What the protected jobs of a test run on, if they do not say otherwise."""
+    return getattr(request, 'param', 'gloo')
+
+
 @pytest.fixture
 def cluster(
-    text: list[str], tmp_path: Path, request: pytest.FixtureRequest
+    text: list[str], tmp_path: Path, request: pytest.FixtureRequest, backend: str
 ) -> Iterator[Callable[..., Cluster]]:
     """Makes clusters with given extra flags; their host memory is removed afterwards."""
     made: list[Cluster] = []
     request.node.stash[JOBS] = made
 
     def make(
-        *flags: str, sparse: bool = True, ranks: int = 4, nodes: int = 2, backend: str | None = None
+        *flags: str, sparse: bool = True, ranks: int = 4, nodes: int = 2, backend: str = backend
     ) -> Cluster:
         directory = tmp_path / f'run{len(made)}'
-        chosen = (backend or os.environ.get(BACKEND, 'gloo')) if sparse else 'gloo'
+        chosen = backend if sparse else 'gloo'
         new = Cluster([], directory, ranks=ranks, nodes=nodes, backend=chosen)
         digest = ['--sparse-ckpt-digest', str(directory / 'digest.json')]
         batch = [] if '--step-batch-size-schedule' in flags else ['--global-batch-size', '4']

@@ -11,9 +11,11 @@ from collections.abc import Callable
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import check_localized
+
+pytestmark = ON_BOTH_BACKENDS
 
 VARIANT = 'mutations.chained'
 OVERFLOW = f'{VARIANT}:experts_overflow'

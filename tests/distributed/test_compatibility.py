@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.conftest import differences, read_digest, with_quick
+from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import BASE, BF16, PP_EP, check_localized, victims
+
+pytestmark = ON_BOTH_BACKENDS
 
 UNTIED = '--untie-embeddings-and-output-weights'
 PP2 = '--pipeline-model-parallel-size 2'

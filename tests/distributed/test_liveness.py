@@ -18,9 +18,11 @@ from moevement_ext.events import (
     WindowPersisted,
     WorkerStarted,
 )
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.local_cluster import launch
+
+pytestmark = ON_BOTH_BACKENDS
 
 UNTIED = '--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights'
 BASE = f'{UNTIED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --train-iters 12'

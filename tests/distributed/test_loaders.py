@@ -12,9 +12,11 @@ import psutil
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.unit.local_cluster.conftest import dies
+
+pytestmark = ON_BOTH_BACKENDS
 
 pytestmark = pytest.mark.timeout(500)
 

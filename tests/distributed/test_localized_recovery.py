@@ -11,8 +11,10 @@ import pytest
 from megatron.core.dist_checkpointing import load_common_state_dict
 
 from moevement_ext.events import FailureDetected, NextTier, Recovered, WindowPersisted
-from tests.distributed.conftest import differences, read_digest, with_quick
+from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
+
+pytestmark = ON_BOTH_BACKENDS
 
 BF16 = '--bf16 --use-distributed-optimizer'
 UNTIED = '--untie-embeddings-and-output-weights'

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Localized recovery where collectives fail as those of NCCL do (see `harness/nccl_like.py`).
 
-Any test here runs on that backend with MOEVEMENT_TEST_BACKEND=nccl-like in the environment:
-
-    MOEVEMENT_TEST_BACKEND=nccl-like pytest tests/distributed/test_localized_recovery.py
+With `--thorough` those tests of localized recovery that are `ON_BOTH_BACKENDS` run on it, too.
 """
 
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from moevement_ext.events import FailureDetected
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
 from tests.distributed.test_localized_recovery import (
     BASE,
@@ -43,7 +41,8 @@ def test_survivors_whose_collectives_return_with_garbage(
 ) -> None:
     setup, fail_at = DEATHS[death]
     job = make(setup)
-    assert job.survive(fail_at=fail_at) == victims(fail_at)
+    moment = 'mutations.nccl_like:all_others_wait_when_one_dies'
+    assert job.survive(fail_at=fail_at, mutation=moment) == victims(fail_at)
     assert differences(reference(*flags_of(setup)), read_digest(job)) == []
     check_localized(job)
 
@@ -81,19 +80,15 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize('mutation', MUTATIONS)
+@pytest.mark.parametrize('mutation', with_quick(MUTATIONS, 'garbage_is_not_looked_for'))
 def test_leaving_out_what_nccl_needs_is_noticed(
     mutation: str, make: Make, reference: Callable[..., dict]
 ) -> None:
-    """By wrong bits, or by ranks that hang or cannot get on.
-
-    Not on a machine so busy that the death is known before the others have come to wait.
-    """
+    """By wrong bits, or by ranks that hang or cannot get on."""
     setup, fail_at = DEATHS[MUTATIONS[mutation]]
     expected, job = reference(*flags_of(setup)), make(setup)
     try:
-        job.survive(fail_at=fail_at, mutation=f'mutations.nccl_like:{mutation}', timeout_s=60)
+        job.survive(fail_at=fail_at, mutation=f'mutations.nccl_like:{mutation}', timeout_s=120)
     except (TimeoutError, RuntimeError) as error:
         print('noticed:', str(error).splitlines()[0])
         return

@@ -5,9 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.conftest import differences, read_digest, with_quick
+from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import check_localized, victims
+
+pytestmark = ON_BOTH_BACKENDS
 
 UNTIED = '--untie-embeddings-and-output-weights --train-iters 12'
 NO_EXPERTS_FIRST = (

@@ -31,7 +31,7 @@ from tools.lab.evidence import kind_of
 
 ROOT = Path(__file__).resolve().parents[3]
 BACKEND = 'MOEVEMENT_TEST_BACKEND'
-"""Variable that says what the protected jobs of all tests run on: gloo, or `NCCL_LIKE`."""
+"""Variable that says what a worker's job runs on: gloo, or `NCCL_LIKE`."""
 NCCL_LIKE = 'nccl-like'
 _EVENTS_SHOWN = 40
 """Of a job whose test has failed."""

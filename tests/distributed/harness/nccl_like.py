@@ -44,13 +44,8 @@ _garbage = torch.Generator()
 def install() -> None:
     """Have 'nccl' be this backend in this process. Before the first process group."""
     dist.ProcessGroupNCCL = NcclLike  # type: ignore[misc, assignment]
-    Backends.register_backend(
-        'nccl',
-        _create,
-        extended_api=True,
-        devices=['cpu'],
-        _backend_type=ProcessGroup.BackendType.NCCL,
-    )
+    Backends.register_backend('nccl', _create, extended_api=True, devices=['cpu'])
+    Backends.backend_type_map['nccl'] = ProcessGroup.BackendType.NCCL
     process_groups._KINDS[NcclLike.__name__] = process_groups.NCCL
     training_thread._WAITING_FOR_OTHERS += (__file__,)
 

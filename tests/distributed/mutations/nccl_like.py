@@ -2,7 +2,11 @@
 """Steps of recovery left out that only a backend like NCCL needs, and faults only it can have."""
 
 import os
+import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 from moevement_ext import faults
 from moevement_ext.membership.membership import Membership
@@ -10,20 +14,65 @@ from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.regroup import nccl
 from tests.distributed.harness import nccl_like
 
+_LOOKS_OF_A_WAIT_THAT_LASTS = 20
+"""It does not end by itself: whoever it waits for stands still."""
+
+
+def all_others_wait_when_one_dies() -> None:
+    """A death comes when every other rank waits for an operation that cannot end without it.
+
+    So it does not depend on the speed of the machine what the others are doing.
+    """
+    folder = Path(sys.argv[sys.argv.index('--sparse-ckpt-events') + 1]).parent
+    wait, kill = nccl_like._Operation.wait, os.kill
+    mine = folder / f'waits-{os.environ["RANK"]}'
+    others = [folder / f'waits-{rank}' for rank in range(int(os.environ['WORLD_SIZE']))]
+    others.remove(mine)
+    begun = []
+
+    def seen_wait(operation: nccl_like._Operation) -> None:
+        begun.append(operation.name)
+        mine.write_text(f'{len(begun)} {operation.name}')
+        wait(operation)
+        mine.unlink()
+
+    def kill_later(process: int, signal: int) -> None:
+        _until_lasting(lambda: [path.read_text() for path in others])
+        kill(process, signal)
+
+    nccl_like._Operation.wait = seen_wait
+    faults.os.kill = kill_later
+
+
+def _until_lasting(waits: Callable[[], list[str]]) -> None:
+    """Return when the same waits have been there all the time."""
+    before, looks = [], 0
+    while looks < _LOOKS_OF_A_WAIT_THAT_LASTS:
+        time.sleep(0.05)
+        try:
+            now = waits()
+        except FileNotFoundError:
+            now = []
+        looks = looks + 1 if now and now == before else 0
+        before = now
+
 
 def garbage_is_not_looked_for() -> None:
     """Survivors update with whatever an aborted collective has left."""
+    all_others_wait_when_one_dies()
     LocalizedRecovery._raise_if_broken = lambda self: None
     LocalizedRecovery.committing = lambda self: None
 
 
 def groups_of_calls_stay_open() -> None:
     """A coalescing region that an error cut off is only forgotten."""
+    all_others_wait_when_one_dies()
     nccl.Nccl.end_group = lambda self, backend: None
 
 
 def aborts_one_after_the_other() -> None:
     """Each is waited for before the next begins."""
+    all_others_wait_when_one_dies()
     close = nccl.Nccl.close
     nccl.Nccl.close = lambda self, backends: [close(self, [backend]) for backend in backends]
 
