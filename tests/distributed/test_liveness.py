@@ -22,8 +22,6 @@ from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_diges
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.local_cluster import launch
 
-pytestmark = ON_BOTH_BACKENDS
-
 UNTIED = '--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights'
 BASE = f'{UNTIED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --train-iters 12'
 PP4 = f'{UNTIED} --pipeline-model-parallel-size 4 --train-iters 12'
@@ -61,6 +59,7 @@ def check(job: Cluster, expected: dict) -> None:
     assert latecomers(job) == []
 
 
+@ON_BOTH_BACKENDS
 def test_worker_whose_loader_blocks_replaces_itself(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -135,6 +134,7 @@ def test_worker_whose_device_is_lost_replaces_itself(
     assert {found[0].localized for found in recovered} == {recovery == 'localized'}
 
 
+@ON_BOTH_BACKENDS
 def test_death_while_all_connect(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -145,6 +145,7 @@ def test_death_while_all_connect(
     check(job, reference(*flags))
 
 
+@ON_BOTH_BACKENDS
 def test_survivor_that_is_stopped_while_it_waits_for_a_new_worker_is_replaced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -165,6 +166,7 @@ def test_survivor_that_is_stopped_while_it_waits_for_a_new_worker_is_replaced(
     check(job, reference(*flags))
 
 
+@ON_BOTH_BACKENDS
 def test_the_only_survivor_is_stopped_before_it_comes_to_the_meeting(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -186,6 +188,7 @@ def test_the_only_survivor_is_stopped_before_it_comes_to_the_meeting(
         assert recovered and recovered[-1].replayed > 0, 'windows were still there'
 
 
+@ON_BOTH_BACKENDS
 def test_what_all_bring_to_a_meeting_is_shared_by_the_ranks_of_a_node(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -203,6 +206,7 @@ def test_what_all_bring_to_a_meeting_is_shared_by_the_ranks_of_a_node(
     assert not job.memory.exists()
 
 
+@ON_BOTH_BACKENDS
 def test_new_worker_that_sets_up_when_another_dies_is_kept(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

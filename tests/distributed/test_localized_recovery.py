@@ -150,7 +150,16 @@ def check_localized(job: Cluster) -> None:
     assert not job.memory.exists(), 'host memory is given back at a clean exit'
 
 
-@pytest.mark.parametrize('name', with_quick(LAYOUTS, *QUICK_LAYOUTS))
+FLUSHED = 'interleaved-overlapped-warmup'
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        *with_quick((name for name in LAYOUTS if name != FLUSHED), *QUICK_LAYOUTS),
+        pytest.param(FLUSHED, marks=(pytest.mark.thorough, pytest.mark.whole_job_over_nccl)),
+    ],
+)
 def test_lost_stage_comes_back_with_the_bits_of_a_fault_free_run(
     name: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -432,6 +441,7 @@ def test_next_tier_is_taken_and_its_reason_named(
 
 
 @pytest.mark.thorough
+@pytest.mark.whole_job_over_nccl
 def test_whole_job_on_request(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
