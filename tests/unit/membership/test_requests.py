@@ -107,18 +107,23 @@ def test_no_value_is_above_a_mebibyte(job: Job, threads: ThreadPoolExecutor) -> 
 def test_signs_of_life_become_rarer_the_longer_a_rank_may_be_silent(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    turn_s = 0.4
     monkeypatch.setattr(watch, 'HEARTBEAT_SECONDS', 0.02)
-    monkeypatch.setattr(watch, 'SLOWEST_HEARTBEAT_SECONDS', 0.4)
+    monkeypatch.setattr(watch, 'SLOWEST_HEARTBEAT_SECONDS', turn_s)
     assert present_epoch(job.store) == 0
     woken = threading.Event()
+    began = time.monotonic()
     watching = EpochWatch(Connections(job.connect), 0, 0, [1, 1], 600.0, lambda reason: woken.set())
     watching.judge()
-    time.sleep(4.2)
-    heartbeats = hear(job.store, 0, 0)
-    assert 2 <= heartbeats <= 12  # one at once, and one a turn
+    while hear(job.store, 0, 0) < 12:
+        time.sleep(0.01)
+    heartbeats, requests = hear(job.store, 0, 0), job.tally.read().requests
+    # By the clock, not by the heartbeats: a machine with much else to do passes over some turns.
+    turns = int((time.monotonic() - began) / turn_s) + 2  # of the first and the last, a part
+    assert heartbeats <= turns  # one at once, and one a turn
     # The one that waits for the end, and a first look; a beat each, which hears of the next rank,
     # too; a look at the epoch at every second.
-    assert job.tally.read().requests <= 2 + 1.5 * heartbeats + 1
+    assert requests <= 2 + turns + (turns + 1) // 2
     watching.stop()
     break_epoch(job.store, 0, 'the test is over')
     watching.join()
