@@ -2,11 +2,15 @@
 """A test that fails says why: what its jobs printed is in the report."""
 
 import os
+import signal
 import socket
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from moevement_ext.local_cluster.statements import tell_finished
+from moevement_ext.membership.rendezvous import launcher_store
 from tests.distributed import conftest
 from tests.distributed.harness.cluster import Cluster, free_port
 from tests.distributed.harness.commands import run_to_end
@@ -61,6 +65,25 @@ def test_how_logs_end_is_that_of_the_life_that_runs(tmp_path: Path) -> None:
     assert 'first' in job.tail()
     job.log(rank=0).write_text('second')
     assert 'second' in job.tail() and 'first' not in job.tail()
+
+
+def main() -> None:
+    """A rank of a job: rank 0 finishes, and then rank 1 dies, and whoever takes its place."""
+    store = launcher_store(timedelta(seconds=60))
+    assert store is not None
+    if os.environ['RANK'] == '0':
+        tell_finished(store, 0, 0)
+        store.set('over', '')
+        return
+    store.get('over')
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_who_dies_when_others_have_finished_is_not_replaced(tmp_path: Path) -> None:
+    """Or the job would not end, and nothing would say that a strike came too late."""
+    job = Cluster([], tmp_path, ranks=2, program=__name__)
+    with pytest.raises(RuntimeError, match=r'rank 1 died when ranks \[0\] had finished'):
+        job.survive()
 
 
 def test_a_free_port_is_given_to_nobody_who_takes_any() -> None:

@@ -14,6 +14,7 @@ import pytest
 from moevement_ext.events import Recovered
 from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.probes import holding
 from tests.unit.local_cluster.conftest import dies
 
 pytestmark = ON_BOTH_BACKENDS
@@ -33,11 +34,17 @@ def with_workers(cluster: Callable[..., Cluster], *flags: str) -> Cluster:
 
 
 class Looking:
-    """Kills ranks one after the other, once all have committed an iteration, and looks around."""
+    """Kills ranks one after the other, once all have committed an iteration, and looks around.
+
+    No rank begins the next iteration before that.
+    """
 
     def __init__(self, job: Cluster, strikes: list[tuple[int, int]]) -> None:
         self.job = job
         self.strikes = strikes
+        job.directory.mkdir()
+        for _, iteration in strikes:
+            holding.file(job.directory, iteration + 1).touch()
         self.struck = 0
         self.orphans: list[int] = []
         self.loaders: list[list[psutil.Process]] = []
@@ -48,10 +55,11 @@ class Looking:
             return
         if any(len(self.job.events_of(Recovered, rank)) < self.struck for rank in range(4)):
             return  # the last strike's victim is not back yet
-        rank, _ = self.strikes.pop(0)
+        rank, iteration = self.strikes.pop(0)
         self.struck += 1
         for worker in workers:
             self._look(worker.pid, worker is workers[rank])
+        holding.file(self.job.directory, iteration + 1).unlink()
         os.kill(workers[rank].pid, signal.SIGKILL)
 
     def _look(self, pid: int, dying: bool) -> None:
@@ -69,11 +77,14 @@ def test_recoveries_with_loader_workers_have_the_same_bits(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Five recoveries, of ranks that read data; the deaths are not announced."""
-    iterations = ['--train-iters', '36']  # the last strike is after 21, and takes a look before
+    iterations = ['--train-iters', '30']
     job = with_workers(cluster, *iterations)
     strikes = [(0, 5), (3, 9), (1, 13), (2, 17), (0, 21)]
     looking = Looking(job, strikes)
-    assert sum(job.survive(strike=looking, announce=False).values()) == 5
+    restarts = job.survive(
+        strike=looking, announce=False, mutation='probes.holding:wait_to_be_let_on'
+    )
+    assert restarts == {0: 2, 1: 1, 2: 1, 3: 1}
     assert differences(reference(*FLAGS, *iterations), read_digest(job)) == []
     assert looking.sockets == []  # or a dead rank's peers would not notice
     assert all(dies(pid) for pid in looking.orphans)

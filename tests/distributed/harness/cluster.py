@@ -26,6 +26,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from moevement_ext.events import Event, decode
+from moevement_ext.local_cluster.statements import told_finished
 from moevement_ext.membership.rendezvous import announce_failure
 from tools.lab.evidence import kind_of
 
@@ -195,6 +196,7 @@ class Cluster:
                     raise RuntimeError(f'workers die again and again: {starts}\n{self.tail()}')
                 for rank, worker in enumerate(workers):
                     if worker.exitcode not in (None, 0):
+                        self._refuse_late_death(store, rank, workers)
                         starts[rank] += 1
                         print(f'rank {rank}: exit code {worker.exitcode}\n{self.tail()}')
                         self._wipe(rank, wipe)
@@ -218,6 +220,22 @@ class Cluster:
         node = rank * self.nodes // self.ranks
         if node in nodes:
             shutil.rmtree(self.node_memory(node), ignore_errors=True)
+
+    def _refuse_late_death(self, store: TCPStore, rank: int, workers: list) -> None:
+        """A replacement would wait in vain for those that have finished: real launchers say so.
+
+        Raises:
+            RuntimeError: some have.
+        """
+        finished = [
+            other
+            for other, worker in enumerate(workers)
+            if worker.exitcode == 0 or told_finished(store, other, worker.pid) is not None
+        ]
+        if finished:
+            raise RuntimeError(
+                f'rank {rank} died when ranks {finished} had finished\n{self.tail()}'
+            )
 
     @staticmethod
     def _evict(store: TCPStore, workers: list) -> None:
