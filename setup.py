@@ -52,7 +52,6 @@ setup(
         'test': [
             'pytest',
             'pytest-timeout',
-            'pytest-xdist',
             'hypothesis',
             'black',
             'isort',

@@ -3,8 +3,8 @@
 #
 # Lint, types and tests. Arguments go to pytest: scripts/test.sh -k planner
 #
-# Without any, or with --thorough alone, three run at a time, as they wait for a good part of their
-# time: two that train, and one of tests/unit, at a lower priority. What that printed comes last.
+# Without any, or with --thorough alone, tests/unit runs beside those that train: it waits for
+# a good part of its time, and they have precedence. What it printed comes last.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -44,7 +44,7 @@ nice "${pytest[@]}" -p no:cacheprovider tests/unit >"$printed" 2>&1 &
 units=$!
 trap 'kill "$units" 2>/dev/null || true; rm -f "$printed"' EXIT
 status=0
-run "${pytest[@]}" -n 2 --dist loadgroup tests --ignore=tests/unit || status=$?
+run "${pytest[@]}" tests --ignore=tests/unit || status=$?
 wait "$units" || status=$?
 printf '\n[test] tests/unit\n'
 cat "$printed"

@@ -31,16 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what takes long, unless it is asked for."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item.path)))
     named = config.option.keyword or any('::' in arg for arg in config.args)
     if config.getoption('--thorough') or named:
         return
     left_out = [item for item in items if item.get_closest_marker('thorough')]
     items[:] = [item for item in items if item not in set(left_out)]
     config.hook.pytest_deselected(items=left_out)
-
-
-def _group(path: Path) -> str:
-    """Tests that run one after the other (`--dist loadgroup`): they share references, or Slurm."""
-    return 'cluster' if path.parent.name == 'cluster' else path.stem
