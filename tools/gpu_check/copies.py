@@ -42,6 +42,7 @@ def run(settings: Settings) -> Iterator[Findings]:
             continue
         figures = {f'{name}_{connections}': probed[name] for name in _SHOWN}
         figures[f'small_p99_ms_{connections}'] = probed['paced']['small_copy']['p99_ms']
+        figures[f'queue_full_ms_{connections}'] = probed['queue_full']['launch']['max_ms']
         figures[f'connections_{connections}'] = probed
         problems = judge(probed) if settings.gpu else []
         yield Findings(figures, [f'connections={connections}: {text}' for text in problems])

@@ -174,18 +174,19 @@ class Probe:
         torch.cuda.synchronize()
         return {name: _latency(_timed(work, _ALONE)) for name, work in self._works.items()}
 
-    def beside(self, paced: bool) -> dict[str, Any]:
+    def beside(self, paced: bool, piece: int = _PIECE) -> dict[str, Any]:
         """Latencies of small work while everything is copied on another stream.
 
         Args:
             paced: a few pieces are under way at a time; else all are queued at once.
+            piece: bytes.
         """
         found: dict[str, Any] = {}
         for name, work in self._works.items():
             seconds: list[float] = []
             torch.cuda.synchronize()
             taken: list[float] = []
-            thread = threading.Thread(target=self._copy_all, args=(paced, taken))
+            thread = threading.Thread(target=self._copy_all, args=(paced, piece, taken))
             thread.start()
             while thread.is_alive():
                 seconds += _timed(work, 1)
@@ -197,13 +198,13 @@ class Probe:
             found[name] = {**_latency(seconds or _timed(work, 1)), 'bulk_gb_s': gb_s}
         return found
 
-    def _copy_all(self, paced: bool, taken: list[float]) -> None:
+    def _copy_all(self, paced: bool, piece: int, taken: list[float]) -> None:
         if self._gpu:
             torch.cuda.set_device(0)
         began = _now()
         issued: list[torch.cuda.Event] = []
         with torch.cuda.stream(self._side):
-            for target, source in self._pairs(_PIECE):
+            for target, source in self._pairs(piece):
                 target.copy_(source, non_blocking=True)
                 issued.append(torch.cuda.Event(blocking=True))
                 issued[-1].record()
@@ -288,6 +289,8 @@ def measure(folder: Path, gpu: bool, nbytes: int) -> Iterator[dict[str, Any]]:
     yield {'alone': probe.alone()}
     yield {'queued': probe.beside(paced=False)}
     yield {'paced': probe.beside(paced=True)}
+    # More than the driver queues: whoever issues the next copy waits, and others perhaps with it.
+    yield {'queue_full': probe.beside(paced=False, piece=_SMALL_PIECE)}
     yield {'hashing_gap_ms': longest_gap_ms()}
     torch.cuda.synchronize()
     pages.unregister()

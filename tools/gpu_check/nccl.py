@@ -80,6 +80,8 @@ def _shown(ranks: int, measured: list[Measured]) -> dict[str, Any]:
     return {
         f'unblock_s_{ranks}': max(cycle.unblock_s for cycle in measured),
         f'renew_s_{ranks}': max(cycle.renew_s for cycle in measured),
+        f'next_send_{ranks}': '; '.join(sorted({cycle.next_send for cycle in measured})),
+        f'left_open_{ranks}': max(cycle.left_open for cycle in measured),
     }
 
 

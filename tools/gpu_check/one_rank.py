@@ -38,9 +38,16 @@ _RECORDED = (
 
 
 def run(settings: Settings) -> Iterator[Findings]:
-    """Train plain, plain again, with windows, killed on the way, and with window `auto`."""
+    """Train plain, again, with windows, killed, with one queue for copies, and window `auto`."""
     trials = _trials(settings, 'one-rank', [])
     plain = yield from _same_bits(trials)
+    # As tensor parallelism takes it on Hopper; torch's own number is 8.
+    one_queue = trials._replace(variables={'CUDA_DEVICE_MAX_CONNECTIONS': '1'})
+    queued = one_queue.protected('one-connection')
+    yield Findings(
+        {'one_connection_ms': queued.iteration_ms},
+        compare(plain, queued, 'with one connection') + reduced(queued),
+    )
     auto = trials._replace(window='auto').protected('auto')
     problems = compare(plain, auto, 'with window auto') + reduced(auto)
     if settings.gpu:

@@ -3,7 +3,7 @@
 
 import signal
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +70,8 @@ class Trials(NamedTuple):
     """W, or `auto`."""
     program_file: str = PROGRAM
     """Path of the program that trains."""
+    variables: Mapping[str, str] = {}
+    """Of the environment."""
 
     def plain(self, name: str) -> Trained:
         """Upstream's trainer alone."""
@@ -94,6 +96,7 @@ class Trials(NamedTuple):
             fork=not self.settings.gpu,
             share_gpu=self.settings.gpu,
             program_file=self.program_file,
+            variables=self.variables,
         )
         with Job(launch) as job:
             killed_at = None if kill is None else _kill(job, kill)
