@@ -440,18 +440,6 @@ def test_next_tier_is_taken_and_its_reason_named(
         assert (fallback.reason, fallback.tier) == (reason, 'the whole job')
 
 
-@pytest.mark.thorough
-@pytest.mark.whole_job_over_nccl
-def test_whole_job_on_request(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
-    flags = flags_of(BASE)
-    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', 'whole-job')
-    assert set(job.survive(fail_at='1:8:forward')) == {0, 1, 2, 3}
-    assert differences(reference(*flags), read_digest(job)) == []
-    assert job.memory is not None and not job.memory.exists()
-
-
 def test_a_recovery_verifies_itself(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

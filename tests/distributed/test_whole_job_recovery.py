@@ -259,3 +259,13 @@ def test_leaving_out_a_step_of_recovery_is_noticed(
     job.finish(mutation=mutation)
     assert job.events_of(Recovered)
     assert differences(reference(*flags), read_digest(job)) != []
+
+
+@pytest.mark.thorough
+def test_whole_job_on_request(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', 'whole-job')
+    assert set(job.survive(fail_at='1:8:forward')) == {0, 1, 2, 3}
+    assert differences(reference(*BASE), read_digest(job)) == []
+    assert not job.memory.exists()

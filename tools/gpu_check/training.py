@@ -71,7 +71,7 @@ class Trials(NamedTuple):
     program_file: str = PROGRAM
     """Path of the program that trains."""
     variables: Mapping[str, str] = {}
-    """Of the environment."""
+    """Environment of the jobs besides their own."""
 
     def plain(self, name: str) -> Trained:
         """Upstream's trainer alone."""
