@@ -92,7 +92,9 @@ def test_a_stage_that_is_ended_on_the_way_keeps_what_it_found(tmp_path) -> None:
         while not (so_far.exists() or running.done()):
             time.sleep(0.01)
         (stage,) = (
-            child for child in psutil.Process().children() if str(so_far) in child.cmdline()
+            child
+            for child in psutil.Process().children()
+            if child.status() != psutil.STATUS_ZOMBIE and str(so_far) in child.cmdline()
         )
         stage.terminate()
         result = running.result()
