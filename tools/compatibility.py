@@ -29,11 +29,20 @@ CHECKED = (
     ('torch 2.15.0, gloo', '0.19.2', 'none', 'all tests but `tests/gpu`, on the CPU'),
     ('torch 2.14.1, gloo', '0.19.2', 'none', 'all tests but `tests/gpu`, on the CPU'),
     (
+        'torch 2.12.0, gloo',
+        '0.19.2',
+        'none',
+        'by hand: `test_localized_recovery.py`, `test_whole_job_recovery.py` and '
+        '`test_refusals.py`. It is the release nearest to the torch in the image that the '
+        'Dockerfile names, which calls itself 2.12.0a0',
+    ),
+    (
         'torch 2.11.0, gloo',
         '0.19.2',
         'none',
         'by hand: `pretrain_gpt.py --help`, a localized recovery, one of the whole job, and '
-        'tests/unit/regroup without the backend that fails like NCCL, which needs a newer torch',
+        'tests/unit/regroup without the backend that fails like NCCL: neither 2.11 nor 2.12 can '
+        'have one that is written in Python',
     ),
     (
         'torch 2.14.1, without a GPU',
@@ -41,7 +50,7 @@ CHECKED = (
         '2.20.2',
         'tests/transformer_engine: what shows without its kernels',
     ),
-    ('torch of the Dockerfile, NCCL', '0.19.2', 'of the Dockerfile', 'nothing yet'),
+    ('torch 2.12.0a0 of the Dockerfile, NCCL', '0.19.2', 'of the Dockerfile', 'nothing yet'),
 )
 """PyTorch and backend, megatron-core, Transformer Engine; what checks them together."""
 
