@@ -8,6 +8,7 @@ import pytest
 
 from tests.cluster.slurm import Slurm, running
 from tests.distributed.conftest import (
+    backend,
     cluster,
     pytest_runtest_makereport,
     reference,
@@ -15,7 +16,15 @@ from tests.distributed.conftest import (
     text,
 )
 
-__all__ = ['cluster', 'pytest_runtest_makereport', 'reference', 'references', 'slurm', 'text']
+__all__ = [
+    'backend',
+    'cluster',
+    'pytest_runtest_makereport',
+    'reference',
+    'references',
+    'slurm',
+    'text',
+]
 
 
 @pytest.fixture

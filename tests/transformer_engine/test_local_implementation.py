@@ -13,6 +13,7 @@ import pytest
 
 from megatron.moevement.seams import cpu_device
 from tests.distributed.conftest import (  # noqa: F401
+    backend,
     cluster,
     differences,
     read_digest,
