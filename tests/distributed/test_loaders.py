@@ -17,9 +17,7 @@ from tests.distributed.harness.cluster import Cluster
 from tests.distributed.probes import holding
 from tests.unit.local_cluster.conftest import dies
 
-pytestmark = ON_BOTH_BACKENDS
-
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [ON_BOTH_BACKENDS, pytest.mark.timeout(500)]
 
 FLAGS = (
     '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
