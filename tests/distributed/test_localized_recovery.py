@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 
 from moevement_ext.events import FailureDetected, NextTier, Recovered, WindowPersisted
 from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest, with_quick
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
 
 pytestmark = ON_BOTH_BACKENDS
 
@@ -150,20 +150,13 @@ def check_localized(job: Cluster) -> None:
     assert not job.memory.exists(), 'host memory is given back at a clean exit'
 
 
-FLUSHED = 'interleaved-overlapped-warmup'
-
-
-@pytest.mark.parametrize(
-    'name',
-    [
-        *with_quick((name for name in LAYOUTS if name != FLUSHED), *QUICK_LAYOUTS),
-        pytest.param(FLUSHED, marks=(pytest.mark.thorough, pytest.mark.whole_job_over_nccl)),
-    ],
-)
+@pytest.mark.parametrize('name', with_quick(LAYOUTS, *QUICK_LAYOUTS))
 def test_lost_stage_comes_back_with_the_bits_of_a_fault_free_run(
-    name: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    name: str, backend: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     setup, window, fail_at = LAYOUTS[name]
+    if backend == NCCL_LIKE and name == 'interleaved-overlapped-warmup':
+        pytest.skip('over NCCL a failure restarts the whole job: docs/compatibility.md')
     flags = flags_of(setup)
     ranks = 3 if name.startswith('pp3') else 4
     job = cluster(*flags, '--sparse-ckpt-window', str(window), ranks=ranks)

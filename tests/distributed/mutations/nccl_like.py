@@ -24,7 +24,7 @@ def all_others_wait_when_one_dies() -> None:
     So it does not depend on the speed of the machine what the others are doing.
     """
     folder = Path(sys.argv[sys.argv.index('--sparse-ckpt-events') + 1]).parent
-    wait, kill = nccl_like._Operation.wait, os.kill
+    wait, point = nccl_like._Operation.wait, faults.point
     mine = folder / f'waits-{os.environ["RANK"]}'
     others = [folder / f'waits-{rank}' for rank in range(int(os.environ['WORLD_SIZE']))]
     others.remove(mine)
@@ -36,12 +36,13 @@ def all_others_wait_when_one_dies() -> None:
         wait(operation)
         mine.unlink()
 
-    def kill_later(process: int, signal: int) -> None:
-        _until_lasting(lambda: [path.read_text() for path in others])
-        kill(process, signal)
+    def later_point(phase: faults.Phase) -> None:
+        if faults.Fault(faults._iteration, phase) in faults._armed:
+            _until_lasting(lambda: [path.read_text() for path in others])
+        point(phase)
 
     nccl_like._Operation.wait = seen_wait
-    faults.os.kill = kill_later
+    faults.point = later_point
 
 
 def _until_lasting(waits: Callable[[], list[str]]) -> None:
