@@ -44,7 +44,9 @@ nice "${pytest[@]}" -p no:cacheprovider tests/unit >"$printed" 2>&1 &
 units=$!
 trap 'kill "$units" 2>/dev/null || true; rm -f "$printed"' EXIT
 status=0
-run "${pytest[@]}" tests --ignore=tests/unit || status=$?
+own=(tests/gpu tests/transformer_engine)  # the others run without either
+run "${pytest[@]}" tests --ignore=tests/unit "${own[@]/#/--ignore=}" || status=$?
+run "${pytest[@]}" "${own[@]}" || status=$?
 wait "$units" || status=$?
 printf '\n[test] tests/unit\n'
 cat "$printed"

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests marked `thorough` run with `--thorough`, or when they are named on the command line.
 
-On a machine without a GPU those of Transformer Engine run by themselves: beside them, others would
-have it, too, whose jobs do not.
+Those that need a GPU or Transformer Engine run by themselves: all others train on the CPU, without
+either, wherever they run.
 """
 
+import os
 from pathlib import Path
 
 import pytest
 
 from megatron.moevement.seams import cpu_device
 from moevement_ext.process.name_lookups import ask_again_soon
+
+BY_THEMSELVES = {'gpu', 'transformer_engine'}
+"""Folders."""
 
 ask_again_soon()  # this process has stores, too, whose time to connect is short
 
@@ -22,10 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test is imported."""
+    """Before any test is imported, and before CUDA is asked for GPUs: it looks only once."""
     folders = [Path(arg.partition('::')[0]).absolute().parts for arg in config.args]
-    alone = all('transformer_engine' in folder for folder in folders)
-    if cpu_device.needed() and not alone:
+    if not all(BY_THEMSELVES.intersection(folder) for folder in folders):
+        os.environ['CUDA_VISIBLE_DEVICES'] = ''
         cpu_device.hide_transformer_engine()
 
 

@@ -84,8 +84,14 @@ def check_devices(config: LaunchConfig) -> None:
     """Each worker needs a GPU of its own, unless all share one or none is used.
 
     Raises:
-        ConfigurationError: there are GPUs, but fewer than workers; or there is none to share.
+        ConfigurationError: there are GPUs, but fewer than workers, or workers are to be forked; or
+            there is none to share.
     """
+    if config.fork and torch.cuda.is_available():
+        raise ConfigurationError(
+            '--fork: CUDA does not work in a fork; leave out --fork. CUDA_VISIBLE_DEVICES= (empty) '
+            'runs on the CPU.'
+        )
     if config.share_gpu:
         if not torch.cuda.is_available():
             raise ConfigurationError('--share-gpu: there is no GPU here; leave it out.')

@@ -111,6 +111,15 @@ def test_workers_share_the_first_gpu_as_hosts_of_their_own(
     assert 'NCCL_HOSTID' not in rank_environment(apart, 0, 0)
 
 
+def test_workers_that_use_gpus_are_not_forked(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LaunchConfig(str(job.program), fork=True)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    check_devices(config)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    with pytest.raises(ConfigurationError, match='--fork: CUDA does not work in a fork'):
+        check_devices(config)
+
+
 def test_there_must_be_a_gpu_to_share(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     with pytest.raises(ConfigurationError, match='--share-gpu: there is no GPU here'):
