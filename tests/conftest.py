@@ -13,8 +13,7 @@ import pytest
 from megatron.moevement.seams import cpu_device
 from moevement_ext.process.name_lookups import ask_again_soon
 
-BY_THEMSELVES = {'gpu', 'transformer_engine'}
-"""Folders."""
+BY_THEMSELVES = [Path(__file__).resolve().parent / name for name in ('gpu', 'transformer_engine')]
 
 ask_again_soon()  # this process has stores, too, whose time to connect is short
 
@@ -27,8 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test is imported, and before CUDA is asked for GPUs: it looks only once."""
-    folders = [Path(arg.partition('::')[0]).absolute().parts for arg in config.args]
-    if not all(BY_THEMSELVES.intersection(folder) for folder in folders):
+    paths = [Path(arg.partition('::')[0]).resolve() for arg in config.args]
+    if not all(any(map(path.is_relative_to, BY_THEMSELVES)) for path in paths):
         os.environ['CUDA_VISIBLE_DEVICES'] = ''
         cpu_device.hide_transformer_engine()
 
