@@ -6,6 +6,7 @@ windows and its ledger stay in the memory of its node.
 """
 
 import ctypes
+import functools
 import logging
 import operator
 import os
@@ -18,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -178,7 +178,7 @@ class Process:
             max_wait=0.3,
         )
         identity = RankIdentity('run', f'pp{STAGES}', self.rank)
-        brought = partial(
+        brought = functools.partial(
             replacement_report, NodeStore(self.job.directory, 'run', node_name()), identity
         )
         member = Membership(
@@ -194,7 +194,7 @@ class Process:
         job = self.protected = Job(rank, member)
         job.set_up(self._build, lambda: None, last_iteration=self.job.iterations)
         self.ready.set()
-        job.train(partial(self._loop, job), self.trainer.around_update)
+        job.train(functools.partial(self._loop, job), self.trainer.around_update)
         try:
             member.barrier('trained')
         except SparseCheckpointError as error:
@@ -374,12 +374,7 @@ def _logs(frame: FrameType | None) -> bool:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have threads be processes: each knows its own, with its node, faults and groups."""
-    start = threading.Thread.start
-
-    def start_in_process(thread: threading.Thread) -> None:
-        if not hasattr(thread, 'process'):
-            thread.process = _present()  # type: ignore[attr-defined]
-        start(thread)
+    _end_threads_alone()
 
     def point(phase: Phase) -> None:
         process = _present()
@@ -390,11 +385,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         process = _present()
         if process is not None:
             process.iteration = iteration
-
-    def end(code: int) -> NoReturn:
-        process = _present()
-        assert process is not None
-        process.end(code)
 
     host = socket.gethostname()
 
@@ -409,12 +399,30 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv('MOEVEMENT_NODE', raising=False)
     monkeypatch.setattr(threading, 'Condition', _Condition)
-    monkeypatch.setattr(threading.Thread, 'start', start_in_process)
     monkeypatch.setattr(faults, 'point', point)
     monkeypatch.setattr(faults, 'at_iteration', at_iteration)
-    monkeypatch.setattr(os, '_exit', end)
     monkeypatch.setattr(socket, 'gethostname', name)
     monkeypatch.setattr(membership, 'ProcessGroups', groups)
+
+
+@functools.cache
+def _end_threads_alone() -> None:
+    """For good: some thread of a job may outlive its test, and would end pytest without a word."""
+    leave, start = os._exit, threading.Thread.start
+
+    def end(code: int) -> NoReturn:
+        process = _present()
+        if process is None:
+            leave(code)
+        process.end(code)
+
+    def start_in_process(thread: threading.Thread) -> None:
+        if not hasattr(thread, 'process'):
+            thread.process = _present()  # type: ignore[attr-defined]
+        start(thread)
+
+    os._exit = end
+    threading.Thread.start = start_in_process  # type: ignore[method-assign]
 
 
 def _present() -> Process | None:
