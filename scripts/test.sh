@@ -40,14 +40,16 @@ if [[ $# -gt 0 && $* != --thorough ]]; then
     exit
 fi
 printed=$(mktemp)
-nice "${pytest[@]}" -p no:cacheprovider tests/unit >"$printed" 2>&1 &
+nice "$python" -u "${pytest[@]:1}" -p no:cacheprovider tests/unit >"$printed" 2>&1 &
 units=$!
 trap 'kill "$units" 2>/dev/null || true; rm -f "$printed"' EXIT
 status=0
 own=(tests/gpu tests/transformer_engine)  # the others run without either
 run "${pytest[@]}" tests --ignore=tests/unit "${own[@]/#/--ignore=}" || status=$?
 run "${pytest[@]}" "${own[@]}" || status=$?
-wait "$units" || status=$?
+units_status=0
+wait "$units" || units_status=$?
 printf '\n[test] tests/unit\n'
 cat "$printed"
-exit "$status"
+printf '[test] tests/unit ended with exit status %s\n' "$units_status"
+exit "$((status ? status : units_status))"
