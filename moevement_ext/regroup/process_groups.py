@@ -226,6 +226,7 @@ class ProcessGroups:
                 backend = self._connect_one(group, stores[group.group], left)
             except (RuntimeError, OSError) as error:  # the latter: from a store written in Python
                 self._close_open()
+                self._raise_if_unblocked()
                 raise RegroupError(
                     f'The process group of ranks {_shown(group.ranks)} could not be connected '
                     f'within {timeout.total_seconds():g} s: {error}'
