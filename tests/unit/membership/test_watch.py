@@ -149,12 +149,12 @@ def wait_for_the_next_epoch(job: Job) -> None:
 
 def test_a_rank_that_stops_its_heartbeat_is_evicted(job: Job, fast_heartbeats: None) -> None:
     """Rank 1 stops; only rank 0, which watches it, says so, and all that are left wake up."""
-    watches = [job.watch(rank, [100, 101, 102], hang_timeout_s=1.0) for rank in (0, 2)]
+    watches = [job.watch(rank, [100, 101, 102], hang_timeout_s=10.0) for rank in (0, 2)]
     stopped = job.watch(1, [100, 101, 102])
     while job.heartbeats(1) < 3:
         assert not watches[0].broken.wait(0.01)
     stopped.stop()
-    reason = 'rank 1 has not been heard of for 1 s'
+    reason = 'rank 1 has not been heard of for 10 s'
     assert sorted([job.next_woken(), job.next_woken()]) == [(0, reason), (2, reason)]
     assert job.store.get('evict/1') == b'101'
     assert not job.store.check(['evict/0']) and not job.store.check(['evict/2'])
