@@ -34,13 +34,13 @@ run "$python" -m isort --check-only "${sources[@]}"
 run "$python" -m ruff check "${sources[@]}"
 run "$python" -m mypy moevement_ext megatron/moevement tools examples
 
-pytest=("$python" -m pytest --durations=15 "$@")
+pytest=("$python" -u -m pytest --durations=15 "$@")
 if [[ $# -gt 0 && $* != --thorough ]]; then
     run "${pytest[@]}" tests
     exit
 fi
 printed=$(mktemp)
-nice "$python" -u "${pytest[@]:1}" -p no:cacheprovider tests/unit >"$printed" 2>&1 &
+nice "${pytest[@]}" -p no:cacheprovider tests/unit >"$printed" 2>&1 &
 units=$!
 trap 'kill "$units" 2>/dev/null || true; rm -f "$printed"' EXIT
 status=0

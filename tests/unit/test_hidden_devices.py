@@ -2,6 +2,7 @@
 """Tests see a GPU only in a run of those that are for one: all others train on the CPU."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests import conftest
 
 NAME = 'CUDA_VISIBLE_DEVICES'
+TESTS = Path(conftest.__file__).parent
 
 
 def test_this_one_sees_none() -> None:
@@ -18,15 +20,16 @@ def test_this_one_sees_none() -> None:
 @pytest.mark.parametrize(
     ('run', 'seen'),
     [
-        (['tests/gpu'], '3'),
-        (['tests/gpu/test_devices.py::test_x', 'tests/transformer_engine'], '3'),
-        (['tests/gpu', 'tests/unit'], ''),
-        (['tests'], ''),
+        (['gpu'], '3'),
+        (['gpu/test_devices.py::test_x', 'transformer_engine'], '3'),
+        (['gpu', 'unit'], ''),
+        (['unit/devices/gpu'], ''),
+        (['.'], ''),
     ],
 )
 def test_folders_that_are_run_decide(
     run: list[str], seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NAME, '3')
-    conftest.pytest_configure(SimpleNamespace(args=run))
+    conftest.pytest_configure(SimpleNamespace(args=[f'{TESTS}/{folder}' for folder in run]))
     assert os.environ[NAME] == seen

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import get_args
 
@@ -150,9 +151,18 @@ def norm_of_detached_heads_wrong() -> None:
 
 
 def collector_comes_in_iteration_10() -> None:
-    """By itself in the middle of that iteration, as it may at any moment, and never before."""
+    """By itself in the middle of that iteration, as it may at any moment, and never before.
+
+    What is left to it is the context in which no gradients are reduced: an error may hold it in a
+    cycle with the frames of an iteration that it has cut off.
+    """
     gc.disable()
-    forward_step = pretrain_gpt.forward_step
+    forward_step, no_sync = pretrain_gpt.forward_step, DistributedDataParallel.no_sync
+
+    def no_sync_in_a_cycle(chunk):
+        context = no_sync(chunk)
+        context.itself = context
+        return context
 
     def collect_and_forward(*args, **settings):
         if get_args().curr_iteration == 9:
@@ -160,6 +170,7 @@ def collector_comes_in_iteration_10() -> None:
         return forward_step(*args, **settings)
 
     pretrain_gpt.forward_step = collect_and_forward
+    DistributedDataParallel.no_sync = no_sync_in_a_cycle
 
 
 def what_was_cut_off_is_left_to_the_collector() -> None:
