@@ -209,20 +209,26 @@ class SlurmStarter:
                 continue
             if node.link is not None:
                 node.lose('it has a new agent')
+            try:
+                link.send(self._job())  # before the heartbeats know the link: it is to come first
+            except OSError:
+                link.close()  # its step ends, too
+                continue
             self._met = True
             node.connected(link)
-            log_dir = self._config.log_dir
-            node.send(
-                messages.Job(
-                    self._config.program,
-                    list(self._config.flags),
-                    None if log_dir is None else str(log_dir.absolute()),
-                    default_variables(self._config),
-                )
-            )
             self._report(NodeReady(here.host))
             if here.trouble:
                 self._note(node, here.trouble, here.usable)
+
+    def _job(self) -> messages.Job:
+        """What an agent is told of it at first."""
+        log_dir = self._config.log_dir
+        return messages.Job(
+            self._config.program,
+            list(self._config.flags),
+            None if log_dir is None else str(log_dir.absolute()),
+            default_variables(self._config),
+        )
 
     def _act(self, node: Node, message: messages.FromAgent) -> None:
         match message:

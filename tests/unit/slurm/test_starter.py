@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
@@ -24,8 +25,9 @@ from moevement_ext.local_cluster.events import (
     WorkerStarted,
 )
 from moevement_ext.membership.eviction import evict
-from moevement_ext.slurm import remote
+from moevement_ext.slurm import messages, remote
 from moevement_ext.slurm.address import Address
+from moevement_ext.slurm.link import Link
 from moevement_ext.slurm.steps import Step
 from moevement_ext.store import branches
 from moevement_ext.store.node_leader import VARIABLE
@@ -159,6 +161,23 @@ def test_an_agent_that_died_comes_back(job: SlurmJob) -> None:
     assert job.on_hosts('ab', nodes=2).run() == 0
     assert seated(job) == [('a', 0), ('b', 1), ('b', 1)]
     assert job.life(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
+
+
+def test_the_first_word_to_an_agent_is_the_job(
+    job: SlurmJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: no sign of life comes before it."""
+    send = Link.send
+
+    def send_late(connection: Link, message: msgspec.Struct) -> None:
+        if isinstance(message, messages.Job):
+            time.sleep(2.0)
+        send(connection, message)
+
+    monkeypatch.setattr(Link, 'send', send_late)
+    job.finish_when = lambda: len(job.started()) == 2
+    assert job.on_hosts('ab', nodes=2).run() == 0
+    assert lost(job) == []
 
 
 def test_an_agent_dies_while_it_is_told_to_start_workers(job: SlurmJob) -> None:
