@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 _UPDATE_GRACE_SECONDS = 1.0
 _CLOSING = timedelta(seconds=20)
 _CONNECT_TIMEOUT = timedelta(seconds=60)
-"""For up to `_RANKS_CONNECTED` ranks to connect when all have said that they are about to."""
+"""For up to `_RANKS_CONNECTED` ranks to connect a group when all are about to."""
 _RANKS_CONNECTED = 1024
 """More have as much more time: NCCL brings all of a group together."""
 _PUBLICATIONS_IN_A_TIMEOUT = 10
@@ -65,6 +65,8 @@ _UNBLOCK_SECONDS = 30.0
 """After which the end of all waits is not waited for: a GPU may never let go of its."""
 _OUT_OF_WAITS_SECONDS = 5.0
 """After which a thread is never going to leave a wait that was ended; it takes a quarter second."""
+_OUT_OF_QUEUE_SECONDS = 30.0
+"""The same with a GPU: kernels that were queued before are computed first, a thousand of them."""
 
 
 class Membership:
@@ -209,6 +211,8 @@ class Membership:
         `reason` and `detect_s` then say why the epoch ended and how long before this call that was
         announced: by the launcher, which saw a worker die, or by another rank.
         """
+        if self._groups is not None:
+            self._groups.end_calls()
         epoch = self._meeting.epoch
         while not self._announced(epoch, reason):
             pass
@@ -416,7 +420,7 @@ class Membership:
         if not look.waits_for_others:
             limit, still_s = self._stuck_timeout_s, look.still_s
         elif unblocked_at is not None:
-            limit = _OUT_OF_WAITS_SECONDS
+            limit = _OUT_OF_QUEUE_SECONDS if thread.on_gpu else _OUT_OF_WAITS_SECONDS
             still_s = min(look.same_place_s, time.monotonic() - unblocked_at)  # a wait may spin
         else:
             if not self._at_barrier:  # else all are watched that it waits for

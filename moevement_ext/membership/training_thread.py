@@ -68,6 +68,11 @@ class TrainingThread:
         self._still_s = self._same_place_s = 0.0
         self._looked = time.monotonic()
 
+    @property
+    def on_gpu(self) -> bool:
+        """It queues kernels on a GPU, which are computed after it has left a wait."""
+        return self._stream is not None
+
     def look(self) -> Look:
         """Called every now and then, always by the same thread."""
         frames = self._frames()

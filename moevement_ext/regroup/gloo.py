@@ -86,7 +86,10 @@ class Gloo:
             with ThreadPoolExecutor(min(len(backends), _MAX_THREADS)) as pool:
                 list(pool.map(_close_one, backends))
 
-    def end_group(self, backend: ProcessGroupGloo) -> None:
+    def make_room(self) -> None:
+        """Connections take no memory of a device."""
+
+    def end_calls(self) -> None:
         """Gloo starts what is called at once."""
 
     def synchronize(self) -> None:

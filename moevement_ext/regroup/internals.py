@@ -169,11 +169,9 @@ def fake_backend(rank: int, size: int) -> Backend:
     return c10d.FakeProcessGroup._create_internal(rank, size)
 
 
-def take_coalescing() -> list[ProcessGroup]:
-    """The groups in which an exception has left a coalescing region; the next one may begin."""
-    groups = list(world.pg_coalesce_state)
+def forget_coalescing() -> None:
+    """Coalescing regions that an exception has left begin anew."""
     world.pg_coalesce_state.clear()
-    return groups
 
 
 def groups_in_order() -> list[tuple[ProcessGroup, tuple[int, ...]]]:

@@ -5,7 +5,7 @@ What has to be set before the first process group is made: see `nccl_environment
 the sources of torch 2.11 and 2.15 (`ProcessGroupNCCL`) and of NCCL 2.28.
 """
 
-import contextlib
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +15,10 @@ import torch
 from torch.distributed import ProcessGroupNCCL, Store
 
 from moevement_ext.regroup import connecting
+from moevement_ext.regroup.nccl_calls import OpenCalls
 
 PARTS: dict[str, tuple[str, ...]] = {
     'distributed.ProcessGroupNCCL': (
-        '_group_end',
         'abort',
         'eager_connect_single_device',
         'options',
@@ -36,6 +36,9 @@ class Nccl:
     """Backends for tensors in GPU memory."""
 
     waits_return = True
+
+    def __init__(self) -> None:
+        self._open_calls = OpenCalls()
 
     def options(self, backend: ProcessGroupNCCL) -> ProcessGroupNCCL.Options:
         """What a successor of `backend` is to take over: timeout, priority, configuration."""
@@ -91,6 +94,15 @@ class Nccl:
 
         return connecting.in_time(connect, timeout, interrupted)
 
+    def make_room(self) -> None:
+        """Give back the GPU memory that torch keeps without using it.
+
+        Communicators take theirs beside torch's allocator, which has grown since they were first
+        made: a card that is full has no room for new ones.
+        """
+        gc.collect()
+        torch.cuda.empty_cache()
+
     def forget(self, store: Store, rank: int) -> None:
         """NCCL's few keys have names of its own; they stay in the store."""
 
@@ -106,13 +118,9 @@ class Nccl:
             with ThreadPoolExecutor(len(backends), thread_name_prefix='sparse-ckpt-abort') as pool:
                 list(pool.map(_abort, backends))
 
-    def end_group(self, backend: ProcessGroupNCCL) -> None:
-        """Close the group of calls that `backend` has left open on this thread.
-
-        While it is open NCCL notes whatever is called, of any communicator, and starts nothing.
-        """
-        with contextlib.suppress(RuntimeError):  # what was called has been aborted
-            backend._group_end()
+    def end_calls(self) -> None:
+        """Close the groups of calls that an error has left open on this thread."""
+        self._open_calls.close()
 
     def synchronize(self) -> None:
         """Wait for what this thread has queued."""

@@ -33,6 +33,9 @@ SETTINGS = {
     'TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC': _Setting('1', 'a recovery waits for traces, a minute'),
     'TORCH_NCCL_ENABLE_MONITORING': _Setting('0', 'torch ends processes whose GPU waits long'),
     'TORCH_NCCL_RETHROW_CUDA_ERRORS': _Setting('0', 'torch ends survivors of a lost rank'),
+    # With either, torch turns error handling on again, or has no thread that takes part in aborts.
+    'TORCH_NCCL_DESYNC_DEBUG': _Setting('0', 'torch ends survivors of a lost rank'),
+    'TORCH_NCCL_BLOCKING_WAIT': _Setting('0', 'waits for a lost rank end only by their timeout'),
     'NCCL_NVLS_ENABLE': _Setting('0', 'communicators may hang when they are aborted'),
 }
 

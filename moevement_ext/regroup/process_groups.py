@@ -6,7 +6,6 @@ buckets, optimizers and schedules hold of them stays valid.
 """
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
@@ -60,14 +59,17 @@ class Kind(Protocol):
     ) -> Backend:
         """A backend connected with all that connect through `store`, until interrupted."""
 
+    def make_room(self) -> None:
+        """Give back what connecting needs of the device and others keep without using it."""
+
     def forget(self, store: Store, rank: int) -> None:
         """Remove what `connect` left in the store."""
 
     def close(self, backends: Any) -> None:
         """End every operation, pending or to come."""
 
-    def end_group(self, backend: Any) -> None:
-        """Close what a coalescing region that was cut off has left open. The thread it was on."""
+    def end_calls(self) -> None:
+        """Close what calls that an error cut off have left open. The thread that called."""
 
     def synchronize(self) -> None:
         """Wait for what the training thread has queued on the device."""
@@ -155,6 +157,16 @@ class ProcessGroups:
                 if self._unblocked:  # no `renew` has begun since
                     waits.end()
 
+    def end_calls(self) -> None:
+        """Leave the calls that an exception has cut off: it skips what would end them.
+
+        Training thread, which called them; before `unblock` where that can be: what it has called
+        of a communicator must not be looked at any more once that is aborted.
+        """
+        internals.forget_coalescing()
+        for kind in self._kinds.values():
+            kind.end_calls()
+
     def renew(self, store: Store, members: Collection[int] | None, timeout: timedelta) -> None:
         """Give every group a new backend. Training thread, when nothing is pending.
 
@@ -166,7 +178,7 @@ class ProcessGroups:
             store: with a prefix that was never used before. Other threads that use the same
                 connection wait while this waits for a member: let a watchdog have its own.
             members: global ranks; None means all.
-            timeout: for all groups to be connected.
+            timeout: for each group to be connected: they are, one after the other.
 
         Raises:
             RegroupError: a member did not come or left, or `unblock` was called meanwhile. What
@@ -180,7 +192,9 @@ class ProcessGroups:
                 self._groups.values(), key=lambda group: (group.ranks, group.occurrence)
             )
         self._close_open()
-        self._end_coalescing()
+        self.end_calls()
+        for kind in self._kinds.values():
+            kind.make_room()
         self._forget_addresses()
         self._tried = store
         stores = {group.group: PrefixStore(group.name, store) for group in groups}
@@ -218,12 +232,10 @@ class ProcessGroups:
         self, groups: Iterable[_Group], stores: dict[ProcessGroup, PrefixStore], timeout: timedelta
     ) -> dict[ProcessGroup, Backend]:
         """All ranks connect groups in the same order, so that none waits for another in a ring."""
-        deadline = time.monotonic() + timeout.total_seconds()
         backends: dict[ProcessGroup, Backend] = {}
         for group in groups:
-            left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
             try:
-                backend = self._connect_one(group, stores[group.group], left)
+                backend = self._connect_one(group, stores[group.group], timeout)
             except (RuntimeError, OSError) as error:  # the latter: from a store written in Python
                 self._close_open()
                 self._raise_if_unblocked()
@@ -278,14 +290,6 @@ class ProcessGroups:
         """What was connected first comes first, on every rank."""
         for name, kind in list(self._kinds.items()):
             kind.close([backend for other, backend in closing if other == name])
-
-    def _end_coalescing(self) -> None:
-        """Leave the regions that an exception has cut off: it skips what would end them."""
-        for group in internals.take_coalescing():
-            backend = group._get_backend(group._device_types[0])
-            kind = self._kinds.get(_KINDS.get(type(backend).__name__, FAKE))
-            if kind is not None:
-                kind.end_group(backend)
 
     def _forget_addresses(self) -> None:
         """Delete those of the last renewal: its groups are connected by now, or given up."""

@@ -27,6 +27,9 @@ _TIMEOUT = timedelta(minutes=3)
 """How long a collective may take."""
 _BLOCKED_S = 1.0
 """For which survivors wait for the dead before they are unblocked."""
+_NOTICED_S = 5.0
+"""In which NCCL has noticed a closed connection."""
+_POLL_S = 0.05
 _ELEMENTS = 1 << 20
 _MIB = 1 << 20
 
@@ -42,7 +45,7 @@ class Trial(msgspec.Struct, frozen=True):
     cycle: int
     """Cycle in which it begins; above 0 it takes the place of a process that was killed."""
     mend: bool
-    """False: a group that an exception has left open is hidden from what would close it."""
+    """False: the groups of calls that an exception has left open stay so."""
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -53,8 +56,10 @@ class Measured(msgspec.Struct, frozen=True):
     pid: int
     ended_by: str
     """How the operation ended for which it waited."""
+    first_send: str
+    """What a send to a neighbour did once NCCL had noticed the death, before all were unblocked."""
     next_send: str
-    """What the next send to a neighbour did before groups were connected anew."""
+    """What the next one did before groups were connected anew."""
     left_open: int
     """Coalescing regions that this had left open."""
     unblock_s: float
@@ -116,11 +121,11 @@ class Rank:
 
     def _survive(self, cycle: int, victim: int) -> None:
         self._store.wait([f'killed/{cycle}'], _WAIT)
+        first_send = self._send_until_refused()
+        self._process_groups.end_calls()
         ended_by, unblock_s = self._wait_for_the_dead()
         next_send = self._outcome(self._ring)
         left_open = len(_world.pg_coalesce_state)
-        if not self._trial.mend:
-            _world.pg_coalesce_state.clear()
         # The time that its successor takes to start is no part of ours.
         self._store.wait([f'renewing/{cycle}/{victim}'], _WAIT)
         measured = Measured(
@@ -128,6 +133,7 @@ class Rank:
             rank=self._trial.rank,
             pid=os.getpid(),
             ended_by=ended_by,
+            first_send=first_send,
             next_send=next_send,
             left_open=left_open,
             unblock_s=unblock_s,
@@ -136,6 +142,17 @@ class Rank:
         )
         self._store.set(f'measured/{cycle}/{self._trial.rank}', _encoded(measured))
         self._store.set(f'renewed/{cycle}/{self._trial.rank}', '')
+
+    def _send_until_refused(self) -> str:
+        """How a send ends when NCCL knows of the death; until then sends are queued."""
+        deadline = time.monotonic() + _NOTICED_S
+        while time.monotonic() < deadline:
+            try:
+                self._ring()
+            except Exception as error:  # of torch or NCCL
+                return _one_line(error)
+            time.sleep(_POLL_S)
+        return 'queued'
 
     def _wait_for_the_dead(self) -> tuple[str, float]:
         """How two operations in different groups ended, and how long it took to end them."""
@@ -166,7 +183,7 @@ class Rank:
             work()
             self._synchronize()
         except Exception as error:  # whatever torch raises of a connection that was ended
-            return f'{type(error).__name__}: {str(error).splitlines()[0][:80]}'
+            return _one_line(error)
         return 'returned'
 
     def _renew(self, cycle: int) -> float:
@@ -231,8 +248,19 @@ class Rank:
         self._store.set(f'failed/{self._trial.rank}', text)
 
 
+def _one_line(error: Exception) -> str:
+    return f'{type(error).__name__}: {str(error).splitlines()[0][-80:]}'
+
+
 def _encoded(measured: Measured) -> str:
     return msgspec.json.encode(measured).decode()
+
+
+def leave_calls_open() -> None:
+    """Leave out what closes the groups of calls that an error has left open."""
+    from moevement_ext.regroup.nccl import Nccl
+
+    Nccl.end_calls = lambda self: None  # type: ignore[method-assign]
 
 
 def main(text: str) -> None:
@@ -240,6 +268,8 @@ def main(text: str) -> None:
     trial = msgspec.json.decode(text, type=Trial)
     if trial.backend == nccl_environment.BACKEND:
         nccl_environment.prepare()
+    if not trial.mend:
+        leave_calls_open()
     torch.set_num_threads(1)
     rank = Rank(trial)
     try:

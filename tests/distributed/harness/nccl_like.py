@@ -8,11 +8,15 @@ and NCCL 2.28; what it has of them:
 - An operation whose peer is lost hangs until its communicator is aborted. Then it *returns*, with
   anything in the tensors that it writes to; what is called afterwards raises.
 - An abort is over when nothing hangs on the device any more, in whichever communicator.
-- A coalescing region opens a group on its thread. Until that is closed, whatever the thread calls
-  (of any communicator, new ones, too) is noted, does not start, and seems to be complete at once.
+- A send or receive that is called once that is known raises. (Of NCCL's, all calls do.)
+- A coalescing region opens a group on its thread, and each send and receive in it another one,
+  which an error leaves open and torch does not count. Until all are closed, whatever the thread
+  calls (of any communicator, new ones, too) is noted, does not start, and seems to be complete at
+  once; a communicator that is made meanwhile has no ranks.
 - A communicator is made with the first operation, and cannot be aborted before it is made.
 """
 
+import contextlib
 import threading
 import time
 import weakref
@@ -38,6 +42,7 @@ _OPERATIONS = (
 ).split()
 """Their first argument is what they write to."""
 _WITHOUT_RESULT = ('send', 'barrier')
+_POINT_TO_POINT = ('send', 'recv')
 _garbage = torch.Generator()
 
 
@@ -47,6 +52,9 @@ def install() -> None:
     Backends.register_backend('nccl', _create, extended_api=True, devices=['cpu'])
     Backends.backend_type_map['nccl'] = ProcessGroup.BackendType.NCCL
     process_groups._KINDS[NcclLike.__name__] = process_groups.NCCL
+    from moevement_ext.regroup import nccl  # binds the class above
+
+    nccl.OpenCalls = _OpenCalls  # type: ignore[misc, assignment]
     training_thread._WAITING_FOR_OTHERS += (__file__,)
 
 
@@ -59,14 +67,42 @@ class Options:
 
 
 class _Group(threading.local):
-    """NCCL's group of calls, one for each thread."""
+    """NCCL's groups of calls inside of each other, and torch's count; those of a thread."""
 
     def __init__(self) -> None:
         self.depth = 0
+        self.counted = 0
+        self.failed = False
         self.noted: list[_Operation] = []
+
+    def end(self) -> list['_Operation']:
+        """Close the innermost; returns what starts, which a failure in it prevents."""
+        if not self.depth:
+            raise DistBackendError('NCCL error: ncclGroupEnd: not in a group call')
+        self.depth -= 1
+        if self.depth:
+            return []
+        noted, self.noted = self.noted, []
+        failed, self.failed = self.failed, False
+        if failed:
+            raise DistBackendError('NCCL error: remote process exited, in the group')
+        return noted
 
 
 _group = _Group()
+
+
+class _OpenCalls:
+    """In the place of that of the engine."""
+
+    def close(self) -> None:
+        """Close all groups of the calling thread."""
+        while _group.depth:
+            with contextlib.suppress(DistBackendError):
+                _start_all(_group.end())
+        _group.counted = 0
+
+
 _communicators: 'weakref.WeakSet[NcclLike]' = weakref.WeakSet()
 
 
@@ -98,34 +134,42 @@ class NcclLike(c10d.Backend):
         """Put it on the device, or note it if a group is open."""
         if self.aborted.is_set():
             raise DistBackendError('NCCL communicator was aborted')
-        if _group.depth:
-            _group.noted.append(operation)
-            return
-        operation.work = getattr(self._connect(), operation.name)(*operation.arguments)
-        self._started = [before for before in self._started if before.hangs()]
+        inner = operation.name in _POINT_TO_POINT
+        _group.depth += inner
+        if inner and any(before.failed() for before in self._started):
+            _group.failed = True
+            raise DistBackendError('NCCL error: remote process exited or there was a network error')
+        if self._gloo is None and _group.depth - inner > _group.counted:
+            raise DistBackendError('NCCL error: invalid root 0 (root should be in the 0..0 range)')
+        _group.noted.append(operation)
+        if inner:
+            _start_all(_group.end())
+        elif not _group.depth:
+            _group.noted.remove(operation)
+            self.launch(operation)
+
+    def launch(self, operation: '_Operation') -> None:
+        """Put it on the device."""
+        if self.aborted.is_set():
+            raise DistBackendError('NCCL communicator was aborted')
+        try:
+            operation.work = getattr(self._connect(), operation.name)(*operation.arguments)
+        except RuntimeError:  # gloo knows already that the peer is lost
+            operation.lost = True
+        self._started = [before for before in self._started if not before.done()]
         self._started.append(operation)
 
     def start_coalescing(self) -> None:
         """Open a group on this thread."""
         _group.depth += 1
+        _group.counted += 1
 
     def end_coalescing(self) -> '_Work':
         """Close it, and wait for what was called in it."""
-        return _Work(self._close_group())
-
-    def _group_end(self) -> None:
-        self._close_group()
-
-    def _close_group(self) -> 'list[_Operation]':
-        if not _group.depth:
-            raise RuntimeError('NCCL error: ncclGroupEnd: not in a group call')
-        _group.depth -= 1
-        if _group.depth:
-            return []
-        noted, _group.noted = _group.noted, []
-        for operation in noted:
-            operation.communicator.start(operation)
-        return noted
+        noted = _group.end()
+        _group.counted -= 1
+        _start_all(noted)
+        return _Work(noted)
 
     def hangs(self) -> bool:
         """Something of this communicator is on the device and does not end."""
@@ -152,6 +196,11 @@ class NcclLike(c10d.Backend):
         return self._gloo
 
 
+def _start_all(operations: list['_Operation']) -> None:
+    for operation in operations:
+        operation.communicator.launch(operation)
+
+
 class _Operation:
     """A collective, a send or a receive."""
 
@@ -160,20 +209,29 @@ class _Operation:
         self.name = name
         self.arguments = arguments
         self.work: dist.Work | None = None
+        self.lost = False
         self._ended = False
 
     def hangs(self) -> bool:
         """It has started and is not done."""
-        work = self.work
-        if work is None or self._ended:
-            return False
-        return not (work.is_completed() and work.is_success())
+        return (self.work is not None or self.lost) and not self._ended and not self.done()
+
+    def done(self) -> bool:
+        """It has come to its end."""
+        return self.work is not None and self.work.is_completed() and self.work.is_success()
+
+    def failed(self) -> bool:
+        """It is known that its peer is lost."""
+        failed = self.work is not None and self.work.is_completed() and not self.work.is_success()
+        return failed or self.lost
 
     def wait(self) -> None:
         """Until it is done, or its communicator is aborted."""
-        if self.work is None or self._ended:
+        if self._ended or not (self.work or self.lost):
             return
         try:
+            if self.work is None:
+                raise RuntimeError('the peer was lost before')
             waits._wait(self.work)
         except RuntimeError:  # gloo has noticed that a peer is lost
             self.communicator.aborted.wait()

@@ -68,7 +68,7 @@ def garbage_is_not_looked_for() -> None:
 def groups_of_calls_stay_open() -> None:
     """A coalescing region that an error cut off is only forgotten."""
     all_others_wait_when_one_dies()
-    nccl.Nccl.end_group = lambda self, backend: None
+    nccl.Nccl.end_calls = lambda self: None
 
 
 def aborts_one_after_the_other() -> None:

@@ -15,6 +15,7 @@ from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import EpochBroken
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.regroup import process_groups
+from moevement_ext.regroup.nccl_calls import _NOT_IN_A_GROUP, OpenCalls
 from moevement_ext.regroup.process_groups import ProcessGroups
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import Failed, Job, cluster
@@ -123,8 +124,78 @@ def break_off_sends(job: Job, closed: bool) -> None:
     with pytest.raises(dist.DistBackendError, match='aborted'):
         dist.batch_isend_irecv(operations)
     if not closed:
-        kind: Any = job.process_groups._kinds['nccl']
-        kind.end_group = lambda backend: None
+        leave_calls_open(job)
+
+
+def leave_calls_open(job: Job) -> None:
+    kind: Any = job.process_groups._kinds['nccl']
+    kind.end_calls = lambda: None
+
+
+@pytest.mark.parametrize('closed', [True, False])
+def test_groups_around_a_send_that_fails_are_closed(closed: bool) -> None:
+    """NCCL itself reports the lost peer: one group more is open than torch knows of."""
+    with cluster(3, 'nccl') as job:
+        job.ranks[2].kill()
+        for rank in (0, 1):
+            job.ranks[rank].call(send_to_the_lost, closed)
+        job.replace(2)
+        job.renew()
+        if closed:
+            assert job.all(ranks.all_reduce, 'all') == [6, 6, 6]
+        else:  # theirs is only noted, and the third would wait for it
+            found = [job.ranks[rank].call(ranks.all_reduce, 'all') for rank in (0, 1)]
+            assert found == [1, 2]
+
+
+def send_to_the_lost(job: Job, closed: bool) -> None:
+    sent, peer = torch.zeros(1), 2
+    operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, sent.clone(), peer)]
+    with pytest.raises(dist.DistBackendError, match='remote process exited'):
+        while True:
+            dist.batch_isend_irecv(operations)
+    if not closed:
+        leave_calls_open(job)
+    job.process_groups.end_calls()
+    job.process_groups.unblock()
+
+
+def test_all_groups_of_calls_of_a_thread_are_closed_whatever_torch_counts() -> None:
+    """The library's own groups, which need no GPU."""
+    calls = OpenCalls()
+    library = calls._library
+    for opened, counted in ((2, 1), (1, 1), (1, 0), (0, 1), (0, 0)):
+        for _ in range(opened):
+            assert library.ncclGroupStart() == 0
+        calls._count().value = counted
+        calls.close()
+        assert library.ncclGroupEnd() == _NOT_IN_A_GROUP
+        assert calls._count().value == 0
+
+
+def test_memory_that_is_not_used_is_given_back_before_communicators_are_made() -> None:
+    with cluster(2, 'nccl') as job:
+        job.all(ranks.unblock)
+        job.renew()
+        assert job.ranks[0].call(order_of_a_renewal)[:2] == ['make_room', 'connect']
+
+
+def order_of_a_renewal(job: Job) -> list[str]:
+    """What the backend's kind is asked for, of a renewal of this rank alone."""
+    kind: Any = job.process_groups._kinds['nccl']
+    order: list[str] = []
+    for name in ('make_room', 'connect'):
+        setattr(kind, name, noted(order, name, getattr(kind, name)))
+    job.process_groups.renew(PrefixStore('alone', job.store), [job.rank], SHORT)
+    return order
+
+
+def noted(order: list[str], name: str, call: Any) -> Any:
+    def noting(*given: Any) -> Any:
+        order.append(name)
+        return call(*given)
+
+    return noting
 
 
 def test_member_that_does_not_come_is_an_error_in_time() -> None:

@@ -78,13 +78,14 @@ def test_what_a_dry_run_leaves_out() -> None:
 
 def measured(cycle: int, rank: int, pid: int, **resources: float) -> Measured:
     still = dict.fromkeys(('descriptors', 'threads', 'memory_mib', 'gpu_used_mib'), 10.0)
-    return Measured(cycle, rank, pid, 'returned', '', 0, 0.1, 0.2, {**still, **resources})
+    return Measured(cycle, rank, pid, 'returned', '', '', 0, 0.1, 0.2, {**still, **resources})
 
 
 def test_only_growth_within_a_process_is_drift() -> None:
     lives = [
         measured(0, 0, 1),
-        measured(1, 0, 1, descriptors=12.0),
+        measured(1, 0, 1, descriptors=12.0, memory_mib=90.0),  # what libraries keep
+        measured(2, 0, 1, descriptors=14.0, memory_mib=90.0),
         measured(0, 1, 2, threads=10.0),
         measured(2, 1, 3, threads=90.0),  # the process that took its place
     ]
