@@ -18,6 +18,7 @@ Checked against megatron-core 0.19.2.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -46,7 +47,7 @@ from megatron.moevement.job.declared import (
 from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.unsupported import refuse_unsupported
-from megatron.moevement.seams import fp8_masters, patches, torch_adam
+from megatron.moevement.seams import compiled, fp8_masters, patches, torch_adam
 from megatron.moevement.seams.micro_batches import MicroBatches
 from megatron.moevement.state.digest import state_digest, write_digest
 from megatron.moevement.state.iteration_state import rng_kept
@@ -157,6 +158,7 @@ def attach(
     facts = facts_of_loop(model, optimizer, plan)
     settings = settings_of_loop(model, optimizer, ddp, plan, facts)
     refuse_unsupported(settings)
+    compiled.make_repeatable(torch.are_deterministic_algorithms_enabled(), warns=_first_rank())
     torch_adam.mend()
     fp8_masters.install(settings)
     counters, data = LoopCounters(plan.train_iters), ReplayableData()
@@ -164,6 +166,10 @@ def attach(
     with protected_job(settings, facts, counters, sparse, data, operations) as session:
         yield Attachment(session, facts, counters, data, plan)
         session.keeps_windows = counters.iteration < plan.train_iters
+
+
+def _first_rank() -> bool:
+    return os.environ.get('RANK', '0') == '0'
 
 
 class Attachment:

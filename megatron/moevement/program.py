@@ -13,7 +13,7 @@ from megatron.moevement.job.loop import decode_handover
 from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
-from megatron.moevement.seams import fp8_masters, patches, torch_adam, upstream
+from megatron.moevement.seams import compiled, fp8_masters, patches, torch_adam, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.state.digest import refuse_unwritable, state_digest, write_digest
 from megatron.moevement.state.operation_count import OperationCount
@@ -41,6 +41,7 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: UpstreamArgum
         train()
         announce(args.rank, 0)
         return
+    compiled.make_repeatable(args.deterministic_mode, warns=args.rank == 0)
     config, facts = config_from_args(args), facts_of(args)
     data = UpstreamData(facts.dataloader_type == 'cyclic', args.full_validation)
     operations = OperationCount(partial(upstream.floating_point_operations, args))

@@ -26,7 +26,6 @@ ENVIRONMENT = {
     # One thread a process keeps the order of summation, hence the bits, the same everywhere.
     'OMP_NUM_THREADS': '1',
     'GLOO_SOCKET_IFNAME': 'lo',
-    'TORCHDYNAMO_DISABLE': '1',
     'PYTHONUNBUFFERED': '1',
     'PYTHONWARNINGS': 'ignore',
 }
@@ -34,6 +33,8 @@ _NO_GPU = {'CUDA_VISIBLE_DEVICES': ''}
 """The same on a machine with and without a GPU."""
 _ON_GPU = '--distributed-backend nccl --disable-gloo-process-groups --deterministic-mode'.split()
 """Flags of the program; the last of a flag counts."""
+_FUSIONS = {'--no-bias-swiglu-fusion', '--no-bias-gelu-fusion', '--no-bias-dropout-fusion'}
+"""Of upstream's own, which are compiled: left out on a GPU, so that jobs run there as a user's do."""
 
 
 class Launcher(enum.StrEnum):
@@ -85,8 +86,10 @@ class Launch(NamedTuple):
 
     def program(self) -> list[str]:
         """The program with all its flags."""
-        device = _ON_GPU if self.share_gpu else ()
-        return [str(self.checkout / self.program_file), *self.flags, *device]
+        program = str(self.checkout / self.program_file)
+        if not self.share_gpu:
+            return [program, *self.flags]
+        return [program, *(flag for flag in self.flags if flag not in _FUSIONS), *_ON_GPU]
 
 
 def add_share_gpu(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What jobs are launched with, and what their launchers say of them."""
 
+import os
 import time
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from tools.lab.launch import Death, Launch
 from tools.lab.local_cluster import LocalCluster
+from tools.lab.models import ToyModel
 from tools.lab.torchrun import Agents
 
 
@@ -44,6 +46,18 @@ def test_on_a_gpu_the_same_flags_run_over_nccl(
     assert command[command.index('--') + 1 :] == gpu.program()
     assert '--share-gpu' not in LocalCluster(cpu)._command
     assert cpu.program()[1:] == ['--bf16']
+
+
+def test_on_a_gpu_a_job_runs_as_a_user_runs_it(tmp_path: Path) -> None:
+    """Compiled and fused; that needs neither Transformer Engine nor Apex."""
+    gpu = launch(tmp_path)._replace(flags=ToyModel(32, 2, 32, 4).flags(), share_gpu=True)
+    assert 'TORCHDYNAMO_DISABLE' not in set(gpu.environment()) - set(os.environ)
+    left = {flag for flag in gpu.program() if flag.startswith('--no-') and 'fusion' in flag}
+    assert left == {
+        '--no-gradient-accumulation-fusion',
+        '--no-masked-softmax-fusion',
+        '--no-rope-fusion',
+    }
 
 
 def test_workers_of_agents_share_a_gpu_too(tmp_path: Path) -> None:
