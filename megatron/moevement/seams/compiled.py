@@ -33,7 +33,7 @@ _INDUCTOR = {
     'coordinate_descent_tuning': False,
 }
 _WITHOUT_INVARIANCE = {'triton.persistent_reductions': False}
-"""Where torch has no `batch_invariant`: sums in several blocks, split alike for any number of rows."""
+"""Where torch has no `batch_invariant`: sums in steps, which are alike for any number of rows."""
 
 
 def make_repeatable(deterministic: bool, warns: bool) -> None:
