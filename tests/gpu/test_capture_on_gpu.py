@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture from a GPU: a side stream, pinned windows, and the order of copies and updates."""
 
+import os
 import queue
 import statistics
 import threading
@@ -53,6 +54,11 @@ class Rig:
         pin(self.file)
         self.file.begin(named(0))
         self._slots = 0
+        # What is loaded at its first use waits for all streams.
+        self.start([self.copy(0)], [self.copy(0)])
+        self.copier.wait()
+        torch.cuda.synchronize()
+        self.copier.drain()
 
     def copy(self, value: float, elements: int = ELEMENTS) -> Copy:
         """From the device into a slot of the file."""
@@ -147,11 +153,13 @@ def test_training_is_not_held_up_by_copies_until_it_waits(rig: Rig) -> None:
     computed = torch.cuda.Event()
     computed.record()
     computed.synchronize()
-    assert not rig.copier._stream.query(), 'training waited for the copies'
+    # With one connection kernels begin in the order of their launches, whatever their streams.
+    one_connection = os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS') == '1'
+    assert one_connection or not rig.copier._stream.query(), 'training waited for the copies'
     rig.copier.wait()
     updated = torch.cuda.Event()
     updated.record()
-    assert not updated.query(), 'the update is not ordered after the copies'
+    assert one_connection or not updated.query(), 'the update is not ordered after the copies'
     updated.synchronize()
     assert rig.copier._stream.query()
     rig.check()

@@ -135,6 +135,8 @@ def summary(report: Report) -> str:
         result = report.stages.get(name)
         missing = '' if name in possible(not report.dry_run) else f': no {STAGES[name].needs}'
         lines += result.lines(name) if result else [f'---- {name} (not run{missing})']
+    left = [name for name in STAGES if name not in report.stages]
+    lines.append(f'not run: {", ".join(left) or "nothing"}')
     return '\n'.join(lines)
 
 

@@ -25,8 +25,8 @@ def run(settings: Settings) -> Iterator[Findings]:
     flags = training_flags(data, ITERATIONS, folder / 'unused')
     trials = Trials(settings, folder, flags, nodes=WORLD_SIZE, window=WINDOW)
     plain, windows = trials.plain('plain'), trials.protected('windows')
-    problems = compare(plain, windows, 'with windows') + reduced(windows)
-    yield Findings(costs(plain, windows), problems)
+    same = not compare(plain, windows, 'with windows')
+    yield Findings(costs(plain, windows) | {'as_plain': same}, reduced(windows))
     killed = trials.protected('killed', KILL)
     found = killed.recovery
     figures = {
@@ -34,7 +34,8 @@ def run(settings: Settings) -> Iterator[Findings]:
         'replayed': found.replayed if found else 0,
         'phases_s': _slowest(killed),
     }
-    yield Findings(figures, compare(plain, killed, 'killed') + not_localized(killed))
+    problems = compare(windows, killed, 'killed', 'the same without the kill')
+    yield Findings(figures, problems + not_localized(killed))
 
 
 def not_localized(killed: Trained) -> list[str]:

@@ -115,12 +115,14 @@ def _kill(job: Job, kill: Kill) -> float:
     raise LabError(f'the job ended before iteration {kill.after}', job.tail())
 
 
-def compare(plain: Trained, other: Trained, what: str) -> list[str]:
+def compare(
+    expected: Trained, other: Trained, what: str, from_what: str = 'plain Megatron'
+) -> list[str]:
     """What is wrong with the final state of another job, if anything."""
-    kinds = kinds_of_difference(plain.state, other.state)
+    kinds = kinds_of_difference(expected.state, other.state)
     if not kinds:
         return []
-    return [f'{what}: the final state differs from plain Megatron in {", ".join(kinds)}']
+    return [f'{what}: the final state differs from {from_what} in {", ".join(kinds)}']
 
 
 def reduced(trained: Trained) -> list[str]:

@@ -18,6 +18,7 @@ import os
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ _INDUCTOR = {
 }
 _WITHOUT_INVARIANCE = {'triton.persistent_reductions': False}
 """Where torch has no `batch_invariant`: sums in steps, which are alike for any number of rows."""
+_ALIKE_UNTIL = '2.12'
+"""Before that version of torch, rows do not count in the first place."""
 
 
 def make_repeatable(deterministic: bool, warns: bool) -> None:
@@ -59,7 +62,8 @@ def make_repeatable(deterministic: bool, warns: bool) -> None:
     _set(dynamo, _DYNAMO)
     if deterministic:
         invariant = 'batch_invariant' in inductor.get_config_copy()
-        _set(inductor, _INDUCTOR if invariant else _INDUCTOR | _WITHOUT_INVARIANCE)
+        alike = invariant or TorchVersion(torch.__version__) < _ALIKE_UNTIL
+        _set(inductor, _INDUCTOR if alike else _INDUCTOR | _WITHOUT_INVARIANCE)
 
 
 def _set(config: Any, settings: dict[str, Any]) -> None:
