@@ -284,7 +284,7 @@ def decode(lines: bytes) -> Iterator[Event]:
 
 
 _BEGINS = b'{"time":'
-"""As every line does."""
+"""Every line does so."""
 _TAIL = 1 << 16
 """Bytes read at once to find the end of the last whole line."""
 

@@ -8,9 +8,9 @@ of all nodes: so it is said how much may come out.
 import zlib
 
 MOST_BYTES = 64 << 20
-"""Of what one rank says; names of thousands of operators are some MiB."""
+"""What one rank says; names of thousands of operators are some MiB."""
 MOST_BYTES_OF_ALL = 2 << 30
-"""Of what all ranks say together."""
+"""What all ranks say together."""
 
 
 def packed(content: bytes) -> bytes:

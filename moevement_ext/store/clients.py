@@ -14,7 +14,7 @@ MOST_STRANGERS = 64
 MOST_BYTES_OWED = 64 << 20
 """Answers that a client has not read."""
 MOST_QUESTIONS = 1 << 14
-"""Of one client, under way; a rank has one, a leader those of its ranks."""
+"""What one client may have under way: a rank has one, a leader those of its ranks."""
 
 
 def room(share: int) -> int:
