@@ -5,6 +5,7 @@ A line has the fields of `Event`, the name of the event among them, and those of
 """
 
 import enum
+import errno
 import logging
 import os
 import threading
@@ -282,6 +283,8 @@ def decode(lines: bytes) -> Iterator[Event]:
                 yield decoder.decode(line)
 
 
+_BEGINS = b'{"time":'
+"""Every line does so."""
 _TAIL = 1 << 16
 """Bytes read at once to find the end of the last whole line."""
 
@@ -291,8 +294,11 @@ def _to_append(path: Path) -> FileIO:
 
     One that SIGKILL, a full file system or a loss of power has cut off would be one line with the
     first of this life, which nobody could read.
+
+    Raises:
+        OSError: it cannot be opened, or is no file of events that this user may change.
     """
-    file = FileIO(path, 'a+')
+    file = FileIO(str(path), 'a+', opener=_open_own)
     if file.seekable():
         size = file.seek(0, os.SEEK_END)
         end, whole = size, 0
@@ -302,8 +308,28 @@ def _to_append(path: Path) -> FileIO:
             whole = 0 if newline < 0 else begin + newline + 1
             end = begin
         if whole < size:
+            _check_cut_off(file, whole)
             file.truncate(whole)
     return file
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Follow no link that another user has put there, perhaps to a file of this user."""
+    mode = 0o666
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, mode)
+    except OSError as error:
+        if error.errno != errno.ELOOP or os.lstat(path).st_uid not in (0, os.geteuid()):
+            raise
+    return os.open(path, flags, mode)
+
+
+def _check_cut_off(file: FileIO, begin: int) -> None:
+    """Only a line of events is taken back; where power was lost, bytes can be zero."""
+    found = os.pread(file.fileno(), len(_BEGINS), begin)
+    if not (_BEGINS.startswith(found) or found.startswith(b'\0')):
+        file.close()
+        raise FileExistsError(errno.EEXIST, 'it holds something else than events', str(file.name))
 
 
 class EventLog:

@@ -39,9 +39,11 @@ from moevement_ext.process import watchdog
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
+from moevement_ext.recover.giving_up import start_the_whole_job_again
 from moevement_ext.recover.localized import handovers
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.regroup import nccl_environment, waits
+from moevement_ext.replicate.secret import UnknownSecretError
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +185,8 @@ class Job:
                 trainer.pipeline.logged if self.membership is not None else NOTHING_LOGGED,
                 self._disk,
             )
+        except UnknownSecretError as error:  # the others start again for the same reason
+            start_the_whole_job_again(self.rank, str(error))
         except HostMemoryError as error:  # on all ranks or on none
             if required or config.strict or config.host_memory_gb is not None:
                 raise

@@ -2,8 +2,9 @@
 """What to launch, on how many emulated nodes, and which failures to stage."""
 
 import enum
+import secrets
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +59,8 @@ class LaunchConfig:
     """All workers use the first GPU, each as a host of its own."""
     grace_s: float = 10.0
     """Seconds from SIGTERM to SIGKILL when the job is stopped."""
+    launch: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
+    """Name of this launch; what is said of its processes is said under it."""
 
     def __post_init__(self) -> None:
         _at_least('--nodes', self.nodes, 1)

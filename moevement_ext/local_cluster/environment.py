@@ -9,6 +9,8 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.local_cluster import shared_gpu
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.connections import connections
+from moevement_ext.membership import launch
+from moevement_ext.replicate import secret
 
 _DEFAULTS = {
     'OMP_NUM_THREADS': '1',
@@ -28,7 +30,8 @@ def job_environment(config: LaunchConfig, port: int) -> dict[str, str]:
         defaults['TORCHDYNAMO_DISABLE'] = '1'
     if config.share_gpu:
         defaults |= shared_gpu.DEFAULTS
-    return {**defaults, **os.environ, **job_variables(config, '127.0.0.1', port)}
+    job = {**job_variables(config, '127.0.0.1', port), **secret.variables()}
+    return {**defaults, **os.environ, **job}
 
 
 def default_variables(config: LaunchConfig) -> dict[str, str]:
@@ -54,6 +57,7 @@ def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
         'MASTER_ADDR': host,
         'MASTER_PORT': str(port),
         'TORCHELASTIC_USE_AGENT_STORE': 'True',
+        launch.VARIABLE: config.launch,
     }
 
 

@@ -28,7 +28,7 @@ class Newcomers:
         take long, nobody is.
 
         Args:
-            store: of the job.
+            store: that part of it that the launch has.
             living: workers.
 
         Raises:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What workers say of themselves to the launcher, in its store.
 
-Keys: `memory` (directory of the run's host memory), `survivors` (set if workers live on when
-another one dies), `finished/<rank>` (process and exit status of a rank that is done: whatever
-becomes of the process now, nobody needs another in its place), `joining/<rank>` (process of a rank
-that has come to join the others, who from then on see whether it hangs).
+Who tells uses the store of the job; the launcher, who is told, the part of it of its launch.
+
+Keys, of a launch: `memory` (directory of the run's host memory), `survivors` (set if workers live
+on when another one dies), `finished/<rank>` (process and exit status of a rank that is done:
+whatever becomes of the process now, nobody needs another in its place), `joining/<rank>` (process
+of a rank that has come to join the others, who from then on see whether it hangs).
 """
 
 import os
@@ -12,13 +14,15 @@ from pathlib import Path
 
 from torch.distributed import Store
 
+from moevement_ext.membership.launch import of_launch, own_launch
+
 _MEMORY = 'memory'
 _SURVIVORS = 'survivors'
 
 
 def tell_memory(store: Store, directory: Path) -> None:
     """Host memory of the run is below this directory, on all nodes."""
-    store.set(_MEMORY, str(directory))
+    _own(store).set(_MEMORY, str(directory))
 
 
 def told_memory(store: Store) -> Path | None:
@@ -28,7 +32,7 @@ def told_memory(store: Store) -> Path | None:
 
 def tell_survivors(store: Store) -> None:
     """Workers of this job go on without a dead one, until it is replaced."""
-    store.set(_SURVIVORS, '1')
+    _own(store).set(_SURVIVORS, '1')
 
 
 def told_survivors(store: Store) -> bool:
@@ -38,7 +42,7 @@ def told_survivors(store: Store) -> bool:
 
 def tell_joining(store: Store, rank: int) -> None:
     """This process is about to meet the others."""
-    store.set(_joining(rank), str(os.getpid()))
+    _own(store).set(_joining(rank), str(os.getpid()))
 
 
 def told_joining(store: Store, rank: int) -> int | None:
@@ -48,7 +52,7 @@ def told_joining(store: Store, rank: int) -> int | None:
 
 def tell_finished(store: Store, rank: int, code: int) -> None:
     """This process is done; it will end with exit status `code`."""
-    store.set(_finished(rank), f'{os.getpid()} {code}')
+    _own(store).set(_finished(rank), f'{os.getpid()} {code}')
 
 
 def told_finished(store: Store, rank: int, pid: int) -> int | None:
@@ -57,6 +61,10 @@ def told_finished(store: Store, rank: int, pid: int) -> int | None:
         return None
     process, _, code = store.get(_finished(rank)).decode().partition(' ')
     return int(code) if int(process) == pid else None  # else an earlier process said so
+
+
+def _own(store: Store) -> Store:
+    return of_launch(store, own_launch())
 
 
 def _joining(rank: int) -> str:

@@ -45,6 +45,7 @@ from moevement_ext.local_cluster.starter import LocalStarter, Starter
 from moevement_ext.local_cluster.statements import told_finished, told_memory, told_survivors
 from moevement_ext.local_cluster.worker import BadEnd, Worker
 from moevement_ext.membership.eviction import evictions, take_eviction
+from moevement_ext.membership.launch import of_launch
 from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.store import flag, outside
 from moevement_ext.store.answers import AnswerWatch
@@ -115,10 +116,11 @@ class Supervisor:
             self.store = outside.connect(*address, to_connect)
             self.store.set_timeout(_STORE_TIMEOUT)
             self._answers = self._answers or AnswerWatch(self.store, _TO_ANSWER_S)
-            return
-        self.store = TCPStore(
-            '127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
-        )
+        else:
+            self.store = TCPStore(
+                '127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+            )
+        self._said = of_launch(self.store, self.config.launch)
 
     def run(self) -> int:
         """Start the workers and wait until all have ended well; nothing of the job is left then.
@@ -212,7 +214,7 @@ class Supervisor:
         others = [worker for worker in self.workers if worker.rank not in bad]
         done = [worker for worker in others if self._is_done(worker)]
         self._replacements.refuse_mistakes(self._bad_ends)
-        survivors = told_survivors(self.store)
+        survivors = told_survivors(self._said)
         if survivors and len(done) == len(others) and self._were_lost_at_the_end(others):
             return
         if done and self._may_end_first(done):
@@ -340,7 +342,7 @@ class Supervisor:
         return worker.finished or self._told(worker) is not None
 
     def _told(self, worker: Worker) -> int | None:
-        return told_finished(self.store, worker.rank, worker.pid)
+        return told_finished(self._said, worker.rank, worker.pid)
 
     def _pump(self, relay: Relay) -> None:
         if not relay.pump():
@@ -373,7 +375,7 @@ class Supervisor:
     def _report_memory(self) -> None:
         """Say what a job that did not finish left behind."""
         try:
-            memory = told_memory(self.store)
+            memory = told_memory(self._said)
         except DistError:
             return
         if memory is not None and memory.exists():
@@ -419,18 +421,18 @@ class Supervisor:
         return True
 
     def _kill_the_late(self) -> None:
-        for worker in self._newcomers.late(self.store, self._living()):
+        for worker in self._newcomers.late(self._said, self._living()):
             worker.child.signal(signal.SIGKILL)
             self._report(WorkerLate(worker.rank, worker.pid))
 
     def _evict(self) -> None:
         """Kill the workers that the others found hung."""
-        asked = evictions(self.store)
+        asked = evictions(self._said)
         if asked == self._evictions:
             return
         for worker in self._living():
             # An order about an earlier process of the rank came too late.
-            if take_eviction(self.store, worker.rank) == worker.pid:
+            if take_eviction(self._said, worker.rank) == worker.pid:
                 worker.child.signal(signal.SIGKILL)
                 self._report(WorkerEvicted(worker.rank, worker.pid))
         self._evictions = asked

@@ -111,4 +111,5 @@ class Absentees:
         """The process that was seen in that epoch, if its launcher still has it."""
         brought = brought_to(store, one.epoch, one.rank)
         if brought is not None:
-            evict(store, one.rank, msgspec.msgpack.decode(brought, type=Report).pid)
+            report = msgspec.msgpack.decode(brought, type=Report)
+            evict(store, one.rank, report.pid, report.launch)

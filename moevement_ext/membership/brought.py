@@ -7,12 +7,12 @@ zlib looks back 32). It does so twice: what repeats at a time is at most 258 byt
 first leaves some repetitions of each report, which repeat as well.
 """
 
-import zlib
 from collections.abc import Sequence
 
 import msgspec
 from torch.distributed import Store
 
+from moevement_ext.membership import packing
 from moevement_ext.membership.node_copy import NodeCopy, digest_of
 
 _COUNT_BYTES = 4
@@ -25,12 +25,12 @@ _READ_AT_ONCE = 256
 
 def packed(own: bytes) -> bytes:
     """What a rank leaves."""
-    return zlib.compress(own)
+    return packing.packed(own)
 
 
 def unpacked(left: bytes) -> bytes:
     """What a rank brought, of what it left."""
-    return zlib.decompress(left)
+    return packing.unpacked(left)
 
 
 def gather(store: Store, places: Sequence[str]) -> list[bytes]:
@@ -43,17 +43,23 @@ def gather(store: Store, places: Sequence[str]) -> list[bytes]:
     found: list[bytes] = []
     for at in range(0, len(places), _READ_AT_ONCE):  # others are served in between
         found += store.multi_get(list(places[at : at + _READ_AT_ONCE]))
-    return [unpacked(value) for value in found]
+    items, room = [], packing.MOST_BYTES_OF_ALL
+    for value in found:
+        items.append(packing.unpacked(value, min(packing.MOST_BYTES, room)))
+        room -= len(items[-1])
+    return items
 
 
 def packed_together(items: Sequence[bytes]) -> bytes:
     """What all have brought."""
-    return zlib.compress(zlib.compress(msgspec.msgpack.encode(items)))
+    return packing.packed(packing.packed(msgspec.msgpack.encode(items)))
 
 
 def unpacked_together(whole: bytes) -> list[bytes]:
     """The same again."""
-    return msgspec.msgpack.decode(zlib.decompress(zlib.decompress(whole)), type=list[bytes])
+    once = packing.unpacked(whole, packing.MOST_BYTES_OF_ALL)
+    all_of_it = packing.unpacked(once, packing.MOST_BYTES_OF_ALL)
+    return msgspec.msgpack.decode(all_of_it, type=list[bytes])
 
 
 def hand_out(store: Store, key: str, items: Sequence[bytes]) -> bytes:

@@ -1,28 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that hang are killed by their launcher, which others ask for it in its store.
 
-Keys: `evict/<rank>` (the process), and `evictions`, which counts what was asked for: a launcher
-looks at this one several times a second, and at those of its ranks only when it has changed.
+Keys, of a launch: `evict/<rank>` (the process), and `evictions`, which counts what was asked for: a
+launcher looks at this one several times a second, and at those of its ranks only when it has
+changed.
 """
 
 from torch.distributed import Store
 
+from moevement_ext.membership.launch import of_launch, own_launch
+
 _COUNT = 'evictions'
 
 
-def evict(store: Store, rank: int, pid: int) -> None:
-    """Have the launcher of a rank kill the process that it is."""
+def evict(store: Store, rank: int, pid: int, launch: str | None = None) -> None:
+    """Have the launcher of a rank kill the process that it is.
+
+    Args:
+        store: of the job.
+        rank: that hangs.
+        pid: of its process.
+        launch: that this process is of; None: of the present one.
+    """
+    store = of_launch(store, own_launch() if launch is None else launch)
     store.set(_key(rank), str(pid))
     store.add(_COUNT, 1)
 
 
 def evictions(store: Store) -> int:
-    """How often that was asked for; one request."""
+    """How often that was asked for; one request. By the launcher, in the part of its launch."""
     return store.add(_COUNT, 0)
 
 
 def take_eviction(store: Store, rank: int) -> int | None:
-    """The process of a rank that is to be killed, once; None: there is none."""
+    """The process of a rank that is to be killed, once; None: there is none. By the launcher."""
     if not store.check([_key(rank)]):
         return None
     pid = int(store.get(_key(rank)))

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small collectives at start-up; fault-free iterations use none of them."""
 
-import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch.distributed import Store, all_gather_object, broadcast_object_list
+
+from moevement_ext.membership import packing
 
 _COUNT_BYTES = 4
 _CHUNK_BYTES = (1 << 20) - _COUNT_BYTES
@@ -83,7 +84,7 @@ def leave(store: Store, name: str, rank: int, own: bytes) -> None:
 
     Compressed, as names of operators repeat; the first chunk says how many there are.
     """
-    packed = zlib.compress(own)
+    packed = packing.packed(own)
     chunks = [packed[at : at + _CHUNK_BYTES] for at in range(0, len(packed), _CHUNK_BYTES)]
     for index in reversed(range(len(chunks))):  # whoever sees the first can have the others
         count = len(chunks).to_bytes(_COUNT_BYTES) if index == 0 else b''
@@ -93,7 +94,7 @@ def leave(store: Store, name: str, rank: int, own: bytes) -> None:
 def _left_by(store: Store, name: str, ranks: Sequence[int]) -> list[bytes]:
     firsts = store.multi_get([_key(name, rank, 0) for rank in ranks])
     return [
-        zlib.decompress(b''.join(_chunks(store, name, rank, first)))
+        packing.unpacked(b''.join(_chunks(store, name, rank, first)))
         for rank, first in zip(ranks, firsts, strict=True)
     ]
 

@@ -40,6 +40,10 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     """Further state that a replacement takes over, opaque here."""
     midway: bool = False
     """A new process that is setting up to join a running job, and can do nothing else any more."""
+    launch: str = ''
+    """That the process is of; empty: it has no name."""
+    marks: list[bytes] = []
+    """Those of the secret of the job; of a new process, of secrets that it may be known by."""
 
 
 def encode(report: Report) -> bytes:

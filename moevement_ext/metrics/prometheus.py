@@ -24,6 +24,7 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.memory import private
 from moevement_ext.memory.mapped import reserve
 from moevement_ext.metrics.instruments import INSTRUMENTS, Instrument, Kind
+from moevement_ext.metrics.page import PageServer, listen
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class PrometheusRecorder:
         self._common = (run_id, node, str(rank))
         self._metrics = {one: _metric(client, one) for one in INSTRUMENTS}
         self._stopping = threading.Event()
+        self._server: PageServer | None = None
         self._thread = threading.Thread(
             target=self._answer, args=(client, port), name='metrics-port', daemon=True
         )
@@ -81,6 +83,8 @@ class PrometheusRecorder:
     def close(self) -> None:
         """Stop answering and remove the files of this process, and those of dead ones."""
         self._stopping.set()
+        if self._server is not None:
+            self._server.stop()
         self._thread.join()
         for path, pid in _files(self._path):
             if pid == os.getpid() or not psutil.pid_exists(pid):
@@ -110,13 +114,19 @@ class PrometheusRecorder:
     def _serve(self, client: ModuleType, port: int) -> OSError | None:
         """Answer until the end; why nobody can, if so."""
         try:
-            server, thread = client.start_http_server(port, registry=_AllProcesses(self._path))
+            listening = listen(port)
         except OSError as error:
             return error
-        self._stopping.wait()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        shown = _AllProcesses(self._path)
+
+        def page(accepted: str) -> tuple[str, bytes]:
+            encode, kind = client.exposition.choose_encoder(accepted)
+            return kind, encode(shown)
+
+        self._server = PageServer(listening, page)
+        if self._stopping.is_set():  # `close` may not have seen it
+            self._server.stop()
+        self._server.serve()
         return None
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import torch
@@ -18,6 +19,7 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Protected, ProtectionReduced, Replanned
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
@@ -33,6 +35,7 @@ from moevement_ext.protect.replanner import Replanner
 from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.replicate.host_memory import HostMemory, Share
+from moevement_ext.replicate.secret import agree
 
 logger = logging.getLogger(__name__)
 
@@ -327,6 +330,8 @@ class Protection:
         for others if that helps; it is needed more than they are.
         """
         rank, exchange = self._rank, self._rank.exchange
+        node = NodeStore(Path(rank.config.dir), rank.run_id, node_name())
+        secret = agree(exchange, node)
 
         def reserve(share: Share) -> HostMemory:
             return HostMemory(
@@ -336,6 +341,7 @@ class Protection:
                 self._operators.device,
                 self._statistics.degraded,
                 partial(exchange, 'members'),
+                secret,
             )
 
         memory: HostMemory | None = None

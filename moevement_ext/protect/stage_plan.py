@@ -5,12 +5,12 @@ They find it in the launcher's store, so that nobody else reads the shares of al
 model, or computes what a thousand ranks would compute alike.
 """
 
-import zlib
 from datetime import timedelta
 
 import msgspec
 from torch.distributed import DistStoreError, Store
 
+from moevement_ext.membership import packing
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.protect.checkpointer import ScheduledPlan
@@ -38,24 +38,24 @@ class StagePlan(msgspec.Struct, frozen=True):
 
     def packed(self) -> bytes:
         """Compressed, as names of operators repeat."""
-        return zlib.compress(msgspec.msgpack.encode(self))
+        return packing.packed(msgspec.msgpack.encode(self))
 
     @classmethod
     def unpacked(cls, packed: bytes) -> 'StagePlan':
         """What was packed."""
-        return msgspec.msgpack.decode(zlib.decompress(packed), type=cls)
+        return msgspec.msgpack.decode(packing.unpacked(packed), type=cls)
 
 
 def publish(store: Store, parameters: PlanParameters) -> None:
     """What the plans of all stages are computed from, for the first rank of each."""
-    packed = zlib.compress(msgspec.msgpack.encode(parameters))
+    packed = packing.packed(msgspec.msgpack.encode(parameters))
     store.set(_parameters_key(parameters.version), packed)  # type: ignore[arg-type]
     store.delete_key(_parameters_key(parameters.version - VERSIONS_KEPT))
 
 
 def published(store: Store, version: int) -> PlanParameters:
     """The same, by the version; waits for it as long as the store does."""
-    packed = zlib.decompress(store.get(_parameters_key(version)))
+    packed = packing.unpacked(store.get(_parameters_key(version)))
     return msgspec.msgpack.decode(packed, type=PlanParameters)
 
 

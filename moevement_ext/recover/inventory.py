@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from moevement_ext.config import node_name
+from moevement_ext.membership.launch import own_launch
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
@@ -17,6 +18,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.replicate.secret import marks_here
 
 logger = logging.getLogger(__name__)
 
@@ -97,4 +99,6 @@ def replacement_report(store: NodeStore, identity: RankIdentity) -> Report:
         pid=os.getpid(),
         windows=held_windows(store, identity.run, identity.topology),
         committed=newest.iteration if newest is not None else NOWHERE,
+        launch=own_launch(),
+        marks=marks_here(store),
     )

@@ -25,6 +25,7 @@ from moevement_ext.events import (
     RecoveryStarted,
 )
 from moevement_ext.faults import Phase
+from moevement_ext.membership.launch import own_launch
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import EpochBroken
@@ -313,6 +314,8 @@ class LocalizedRecovery:
             address=memory.addresses[self._rank.number],
             ledger=self._entries(),
             details=msgspec.msgpack.encode(handover),
+            launch=own_launch(),
+            marks=[memory.mark],
         )
 
     def _entries(self) -> list[LedgerEntry]:

@@ -63,6 +63,13 @@ def decide_recovery(
     survivors = [report for report in reports if report.survivor]
     if not survivors:
         return WholeJob('no worker survived')
+    strangers = _strangers(reports)
+    if strangers:
+        return WholeJob(
+            f'the new process of rank {", ".join(map(str, strangers))} does not know the secret of '
+            'the job, which lies on the nodes that it began on: set MOEVEMENT_SECRET, the same on '
+            'all nodes, and a lost node costs no more than its stages'
+        )
     target = max(report.committed for report in survivors)
     if target == NOWHERE:
         return WholeJob('nothing is committed yet')
@@ -85,6 +92,16 @@ def decide_recovery(
     if isinstance(window, str):
         return WholeJob(window)
     return Localized(target, stages, ranks, replacements, window, copies)
+
+
+def _strangers(reports: Sequence[Report]) -> list[int]:
+    """Ranks whose new process has nothing by which the survivors would know it."""
+    known = {mark for report in reports if report.survivor for mark in report.marks}
+    return [
+        rank
+        for rank, report in enumerate(reports)
+        if known and not report.survivor and not known & set(report.marks)
+    ]
 
 
 def _copies(

@@ -4,7 +4,7 @@
 import ipaddress
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import psutil
 
@@ -46,12 +46,13 @@ def local_host(interface: str | None = None, several_hosts: bool = False) -> str
     """
     addresses = _addresses()
     if interface is not None:
-        return _of_interfaces([interface], addresses, f'{_FLAG} {interface}')
+        setting = f'{_FLAG} {interface}'
+        return _of_interfaces([interface], addresses, setting, several_hosts)
     for variable in _VARIABLES:
         value = os.environ.get(variable)
         if value:
             names = _named(value, addresses, exact=variable == _VARIABLES[0])
-            return _of_interfaces(names, addresses, f'{variable}={value}')
+            return _of_interfaces(names, addresses, f'{variable}={value}', several_hosts)
     master = os.environ.get('MASTER_ADDR', '127.0.0.1')
     facing = _facing(master)
     # Debian maps a host's own name to 127.0.1.1, so on its own host the master is loopback.
@@ -73,23 +74,47 @@ def _addresses() -> dict[str, list[str]]:
     return found
 
 
-def _named(value: str, known: Iterable[str], exact: bool) -> list[str]:
-    """The interfaces that a variable names: a list, of NCCL also of prefixes, or of exceptions."""
-    names = value.lstrip('^=').split(',')
-    if exact or value.startswith('='):
-        return names
-    prefixes = tuple(names)
-    if value.startswith('^'):
-        return [name for name in known if not name.startswith((*prefixes, 'lo'))]
-    return [name for name in known if name.startswith(prefixes)]
+def _named(value: str, known: Mapping[str, list[str]], exact: bool) -> list[str]:
+    """The interfaces that a variable names, by its list or, after a `^`, by its exceptions.
+
+    Of NCCL a list is one of prefixes unless a `=` stands before it. Gloo knows names alone, and
+    exceptions not at all; but where only NCCL is used, one value is often set for both.
+
+    Args:
+        value: of the variable.
+        known: addresses by interface.
+        exact: a list without a `=` is one of names.
+    """
+    excepted = value.startswith('^')
+    listed = value.removeprefix('^')
+    names = tuple(name for name in listed.removeprefix('=').split(',') if name)
+    if listed.startswith('=') or (exact and not excepted):
+        chosen = [name for name in names if name in known]
+    else:
+        chosen = [name for name in known if name.startswith(names)]
+    if not excepted:
+        return chosen
+    left = [name for name in known if name not in chosen]
+    return [name for name in left if not all(map(_is_loopback, known[name]))]
 
 
-def _of_interfaces(names: Iterable[str], addresses: Mapping[str, list[str]], setting: str) -> str:
-    for name in names:
-        if name in addresses:
-            return addresses[name][0]
+def _of_interfaces(
+    names: Sequence[str],
+    addresses: Mapping[str, list[str]],
+    setting: str,
+    several_hosts: bool,
+) -> str:
+    """The address that a setting chooses, if those reach it for which it is meant."""
+    found = [ip for name in names for ip in addresses.get(name, [])]
+    useful = [ip for ip in found if not (several_hosts and _is_loopback(ip))]
+    if useful:
+        return useful[0]
+    if found:
+        problem = 'is the loopback interface, which the other hosts of the job cannot reach'
+    else:
+        problem = 'no such interface is up with an address'
     raise NoAddressError(
-        f'{setting}: no such interface is up with an address on {socket.gethostname()}; there are '
+        f'{setting}: {problem} on {socket.gethostname()}; there are '
         f'{", ".join(sorted(addresses)) or "none"}. Name one of them by {_FLAG}.'
     )
 

@@ -38,6 +38,7 @@ from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import failure_domains, own_domain
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.placement import place_replicas
+from moevement_ext.replicate.secret import mark, of_life
 from moevement_ext.replicate.server import ReplicaServer
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,8 @@ class Member(msgspec.Struct, frozen=True):
     """What it logs; its upstream log is sized for that."""
     host: str
     """The real host, which emulated nodes share."""
-    secret: bytes
-    """Secret of this life of the job, from rank 0; what the other ranks draw is not used."""
+    salt: bytes
+    """Makes the secret of the job one of this life, from rank 0; what others draw is not used."""
     domain: str = ''
     """Failure domain by the topology file of its node; empty: that does not tell."""
 
@@ -91,6 +92,7 @@ class HostMemory:
         device: where the state lives, and the tensors of the log come from.
         on_degraded: called with a reason when the log cannot keep all it should.
         exchange: collective over all ranks.
+        secret: of the job.
 
     Attributes:
         rank: global rank.
@@ -103,6 +105,7 @@ class HostMemory:
         log: its upstream log, None if it keeps none.
         disk: where its windows are on disk, None if nowhere.
         server: serves all of that to the peers.
+        mark: of the secret of the job.
 
     Raises:
         HostMemoryError: over the budget, the tmpfs is too small, not ours or not writable, CUDA
@@ -119,6 +122,7 @@ class HostMemory:
         device: torch.device,
         on_degraded: Callable[[str], None],
         exchange: Exchange,
+        secret: bytes,
     ) -> None:
         self.rank = share.rank
         self._longest_window = config.longest_window
@@ -132,11 +136,13 @@ class HostMemory:
             capacity_bytes=share.capacity_bytes,
             logged=share.logged,
             host=host_identity(),
-            secret=new_secret(),
+            salt=new_secret(),
             domain=own_domain(node_name(), config.topology),
         )
         self.members = _exchange_members(own, exchange)
-        self._secret = self.members[0].secret  # one replaced later still has that of the others
+        # One replaced later still has that of the others.
+        self._secret = of_life(secret, self.members[0].salt)
+        self.mark = mark(secret)
         self.holders = place_replicas(self._domains(config.topology), config.replicas)
         self.members[self.rank] = own  # a replacement may run on another node; replicas stay placed
         self.log: UpstreamLog | None = None

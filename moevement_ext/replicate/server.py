@@ -42,6 +42,7 @@ from moevement_ext.replicate.protocol import (
     SlotHead,
     WindowHead,
 )
+from moevement_ext.replicate.strangers import Strangers
 
 if TYPE_CHECKING:  # a holder of replicas alone needs no torch
     from moevement_ext.memory.upstream_log.log import UpstreamLog
@@ -51,8 +52,6 @@ logger = logging.getLogger(__name__)
 _REFUSALS = (RefusedWindow, HostMemoryError, LogGap, ValueError)
 _POLL_SECONDS = 0.1  # longest delay of stop()
 _GREETING_SECONDS = 5.0
-_MAX_STRANGERS = 32
-"""Connections that have not greeted yet; the oldest gives way, so that peers always get in."""
 _MAX_CONNECTIONS = 512
 _LOG_WAIT_SECONDS = 0.5
 """A record that is not in the log yet is waited for so long before the client must ask again."""
@@ -93,7 +92,7 @@ class ReplicaServer:
         }
         self._log: UpstreamLog | None = None
         self._connections: dict[Connection, threading.Thread] = {}
-        self._strangers: dict[Connection, threading.Thread] = {}  # of them, oldest first
+        self._strangers = Strangers()  # are among them
         self._lock = threading.Lock()
         self._listener = _Listener(address, self)
         self._thread = threading.Thread(
@@ -137,7 +136,8 @@ class ReplicaServer:
             target=self._serve, args=(connection,), name='replica-connection', daemon=True
         )
         with self._lock:
-            self._connections[connection] = self._strangers[connection] = thread
+            self._connections[connection] = thread
+        self._strangers.add(connection, thread)
         try:
             thread.start()
         except BaseException:  # no more threads
@@ -145,24 +145,17 @@ class ReplicaServer:
             raise
 
     def _has_room(self) -> bool:
-        """Make room among the strangers if need be; only the accepting thread takes it."""
         with self._lock:
             if len(self._connections) >= _MAX_CONNECTIONS:
                 return False
-            if len(self._strangers) < _MAX_STRANGERS:
-                return True
-            oldest, thread = next(iter(self._strangers.items()))
-        oldest.shutdown()
-        thread.join(_POLL_SECONDS)
-        return not thread.is_alive()
+        return self._strangers.make_room()
 
     def _serve(self, connection: Connection) -> None:
         """Serve one connection until it ends."""
         try:
             connection.set_deadline(_GREETING_SECONDS)
             greeting.admit(connection, self._secret)
-            with self._lock:
-                del self._strangers[connection]
+            self._strangers.forget(connection)
             while True:
                 connection.set_deadline(None)
                 request = connection.receive_request()
@@ -176,8 +169,8 @@ class ReplicaServer:
             self._forget(connection)
 
     def _forget(self, connection: Connection) -> None:
+        self._strangers.forget(connection)
         with self._lock:
-            self._strangers.pop(connection, None)
             del self._connections[connection]
         connection.close()
 

@@ -28,6 +28,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import introduce
+from moevement_ext.replicate.secret import variables_of
 from moevement_ext.slurm import messages
 from moevement_ext.slurm.address import ADDRESS_VARIABLE, Address
 from moevement_ext.slurm.devices import Devices
@@ -48,6 +49,7 @@ class Agent:
         job: what is run.
         host: name of this node.
         devices: of this node.
+        secret: of the launchers of the job.
     """
 
     def __init__(
@@ -56,13 +58,15 @@ class Agent:
         job: messages.Job,
         host: str,
         devices: Devices,
+        secret: bytes,
     ) -> None:
         self._link = link
         self._host = host
         self._devices = devices
         log_dir = None if job.log_dir is None else Path(job.log_dir)
         self._config = LaunchConfig(job.program, tuple(job.flags), log_dir=log_dir)
-        self._environment = {**job.defaults, **os.environ, 'MOEVEMENT_NODE': host}
+        own = {'MOEVEMENT_NODE': host, **variables_of(secret)}
+        self._environment = {**job.defaults, **os.environ, **own}
         self._loop = Loop()
         self._spares = SparePool(self._config, self._environment, self._loop, self._note_spare)
         self._spares_kept = 0
@@ -235,7 +239,7 @@ def main() -> None:
     except OSError as error:
         sys.exit(f'the supervisor at {address.host}:{address.port} is not reached: {error}')
     assert isinstance(job, messages.Job)
-    Agent(link, job, host, devices).run()
+    Agent(link, job, host, devices, address.secret).run()
 
 
 if __name__ == '__main__':

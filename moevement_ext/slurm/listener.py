@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import admit
+from moevement_ext.replicate.strangers import Strangers
 from moevement_ext.slurm.link import Link
 from moevement_ext.slurm.messages import FROM_AGENT, FromAgent, Here
 
@@ -47,6 +48,7 @@ class Listener:
         self.fd = os.eventfd(0)
         self._closed = threading.Event()
         self._closing = threading.Lock()
+        self._strangers = Strangers()
         self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._listen, name='slurm-listener', daemon=True)
         self._thread.start()
@@ -69,23 +71,40 @@ class Listener:
         while not self._closed.is_set():
             try:
                 sock, _ = self._server.accept()
-                threading.Thread(
-                    target=self._greet, args=(sock,), name='slurm-greeting', daemon=True
-                ).start()
+                self._hear(sock)
             except (OSError, RuntimeError) as error:  # of that one, or of this process for now
                 if not self._closed.wait(_PAUSE_S):
                     logger.warning('an agent could not connect: %s', error)
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _hear(self, sock: socket.socket) -> None:
+        """Listen to a stranger on a thread of its own, if there is room for one."""
+        if not self._strangers.make_room():
+            sock.close()
+            return
+        connection = Connection(sock)
+        thread = threading.Thread(
+            target=self._greet, args=(sock, connection), name='slurm-greeting', daemon=True
+        )
+        self._strangers.add(connection, thread)
         try:
-            self._admit(sock)
+            thread.start()
+        except BaseException:  # no more threads
+            self._strangers.forget(connection)
+            sock.close()
+            raise
+
+    def _greet(self, sock: socket.socket, connection: Connection) -> None:
+        try:
+            self._admit(sock, connection)
         except OSError:
             sock.close()
+        finally:
+            self._strangers.forget(connection)
 
-    def _admit(self, sock: socket.socket) -> None:
-        connection = Connection(sock)
+    def _admit(self, sock: socket.socket, connection: Connection) -> None:
         connection.set_deadline(_GREETING_S)
         admit(connection, self._secret)
+        self._strangers.forget(connection)
         link = Link(sock, FROM_AGENT)
         here = link.receive()
         if not isinstance(here, Here):

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from moevement_ext.store import wire
+from moevement_ext.store.clients import room
 from moevement_ext.store.line import Line
 from moevement_ext.store.wire import Kind, Request
 
@@ -95,14 +96,18 @@ class Waits:
         self._connect = connect
         self._idle: list[Line] = []
         self._waiting: dict[tuple[bytes, ...], _Wait] = {}
+        self._most = room(4)  # each has a connection of its own
 
     def wait(self, keys: tuple[bytes, ...]) -> Future[bytes]:
         """What the store says when the keys are there; cancelled by who does not wait any more.
 
         Raises:
             OSError: where it is awaited: the connection is lost.
+            ValueError: clients wait for more than ranks ever do.
         """
         if keys not in self._waiting:
+            if len(self._waiting) >= self._most:
+                raise ValueError(f'{len(self._waiting)} different keys are waited for')
             waiters: dict[Future[bytes], None] = {}
             task = asyncio.create_task(self._wait(keys, waiters))
             self._waiting[keys] = _Wait(task, waiters)

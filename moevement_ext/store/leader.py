@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from moevement_ext.store import branches, wire
+from moevement_ext.store.clients import MOST_BYTES_OWED, MOST_QUESTIONS, Clients
 from moevement_ext.store.combining import Questions, Waits
 from moevement_ext.store.line import Line
 from moevement_ext.store.wire import Kind, Received, Request
@@ -61,6 +62,8 @@ class _Store:
             case Kind.WAIT:
                 return self._waits.wait(request.keys)
             case kind if kind in wire.UNANSWERED:
+                if self._line.unsent_bytes > MOST_BYTES_OWED:
+                    raise ValueError('it tells more than the store takes in')
                 self._line.tell(request)
                 return None
         return self._questions.ask(request)
@@ -88,7 +91,7 @@ class _Client(asyncio.Protocol):
     _transport: Transport
 
     def __init__(
-        self, reach_store: Callable[[], Coroutine[Any, Any, _Store]], clients: set['_Client']
+        self, reach_store: Callable[[], Coroutine[Any, Any, _Store]], clients: Clients['_Client']
     ) -> None:
         self._reach_store = reach_store
         self._clients = clients
@@ -101,7 +104,7 @@ class _Client(asyncio.Protocol):
         """By the loop."""
         assert isinstance(transport, Transport)
         self._transport = transport
-        self._clients.add(self)
+        self._clients.came(self)
         self._beginning = asyncio.create_task(self._begin())
 
     def data_received(self, data: bytes) -> None:
@@ -109,18 +112,24 @@ class _Client(asyncio.Protocol):
         self._received.add(data)
         if self._store is not None:
             self._attend(self._store)
+        elif len(self._received) > wire.MOST_BYTES_ASKED:  # no rank asks so much at once
+            self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         """By the loop."""
-        self._clients.discard(self)
+        self._clients.left(self)
         self._beginning.cancel()
         for answer in self._owed:
             answer.cancel()
         self._owed.clear()
 
     def close(self) -> None:
-        """Cut it."""
-        self._transport.close()
+        """Cut it; what it has not read by now it does not get."""
+        self._clients.left(self)
+        if self._transport.get_write_buffer_size():  # else it might stay for ever
+            self._transport.abort()
+        else:
+            self._transport.close()
 
     async def _begin(self) -> None:
         try:
@@ -144,6 +153,7 @@ class _Client(asyncio.Protocol):
     def _take(self, store: _Store, request: Request) -> None:
         if request.kind == Kind.VALIDATE:
             _check_greeting(request)
+            self._clients.greeted(self)
             return
         if request.kind == Kind.CANCEL_WAIT and self._owed:
             self._owed[-1].cancel()  # unless that has come
@@ -151,13 +161,16 @@ class _Client(asyncio.Protocol):
         if answer is not None:
             self._owed.append(answer)
             answer.add_done_callback(self._tell)
+            if len(self._owed) > MOST_QUESTIONS:
+                raise ValueError(f'it asks {len(self._owed)} questions at a time')
 
     def _tell(self, answer: Future[bytes]) -> None:
         """Send what can be sent by now."""
         if not answer.cancelled() and answer.exception() is not None:  # the store is lost
             self.close()
             return
-        found = []
+        found: list[bytes] = []
+        unread = self._transport.get_write_buffer_size()
         while self._owed and self._owed[0].done():
             first = self._owed.popleft()
             if first.cancelled():  # a wait that was given up
@@ -165,6 +178,10 @@ class _Client(asyncio.Protocol):
             if first.exception() is not None:
                 break  # it closes the connection
             found.append(first.result())
+            unread += len(found[-1])
+            if unread > MOST_BYTES_OWED:  # it does not read
+                self.close()
+                return
         if found and not self._transport.is_closing():
             self._transport.write(b''.join(found))
 
@@ -196,14 +213,15 @@ class Leader:
         self._listening = listening
         self._is_branch = is_branch
         self._store: _Store | None = None
-        self._clients: set[_Client] = set()
+        self._clients: Clients[_Client] | None = None
         self._connecting = asyncio.Lock()
 
     async def serve(self, ended: Event) -> None:
         """Until that is set; all connections are cut then."""
         loop = asyncio.get_running_loop()
+        self._clients = clients = Clients[_Client](loop.call_later)
         server = await loop.create_server(
-            lambda: _Client(self._reach_store, self._clients), sock=self._listening
+            lambda: _Client(self._reach_store, clients), sock=self._listening
         )
         watching = asyncio.create_task(self._watch_store())
         await ended.wait()
@@ -259,5 +277,5 @@ class Leader:
         store, self._store = self._store, None
         if store is not None:
             store.close()
-        for client in list(self._clients):
-            client.close()
+        if self._clients is not None:
+            self._clients.cut_all()

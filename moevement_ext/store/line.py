@@ -26,6 +26,7 @@ class Line(asyncio.Protocol):
         self._received = Received()
         self._asked: deque[tuple[Request, Future[bytes]]] = deque()
         self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
         self._is_over = False
         self._loop = asyncio.get_running_loop()
 
@@ -46,11 +47,17 @@ class Line(asyncio.Protocol):
             raise
         return line
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What the store has not taken in yet, about."""
+        return self._transport.get_write_buffer_size() + self._unsent_bytes
+
     def tell(self, request: Request) -> None:
         """Send what is not answered; what is to be sent in one turn of the loop goes together."""
         if not self._unsent:
             self._loop.call_soon(self._send)
         self._unsent.append(wire.encoded(request))
+        self._unsent_bytes += len(self._unsent[-1])
 
     def ask(self, request: Request) -> Future[bytes]:
         """What the store answers.
@@ -82,12 +89,10 @@ class Line(asyncio.Protocol):
         """By the loop."""
         self._received.add(data)
         try:
-            while self._received:
-                self._answer_first()
+            while self._received and self._answer_first():
+                pass
         except (ValueError, IndexError):  # the store does not speak as expected
             self._transport.abort()
-        except EOFError:  # more is to come
-            pass
 
     def connection_lost(self, error: Exception | None) -> None:
         """By the loop."""
@@ -96,18 +101,21 @@ class Line(asyncio.Protocol):
             self._on_lost()
         self._fail_all()
 
-    def _answer_first(self) -> None:
+    def _answer_first(self) -> bool:
+        """False: more of the answer is to come."""
         request, answer = self._asked[0]
         found = self._received.whole(partial(wire.read_answer, request))
         if found is None:
-            raise EOFError
+            return False
         self._asked.popleft()
         if not answer.done():
             answer.set_result(found)
+        return True
 
     def _send(self) -> None:
         self._transport.write(b''.join(self._unsent))
         self._unsent.clear()
+        self._unsent_bytes = 0
 
     def _fail_all(self) -> None:
         while self._asked:

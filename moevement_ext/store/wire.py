@@ -7,8 +7,9 @@ the one that is installed.
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from enum import IntEnum
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,9 @@ MAGIC = 0x3C85F7CE
 ARRIVED, CANCELLED = b'\0', b'\1'
 _MOST_BYTES = 8 << 20
 """In a key or value; torch's server takes no more either."""
-_MOST_KEYS = 1 << 20
+_MOST_KEYS, _MOST_KEYS_ASKED = 1 << 20, 1 << 16
+MOST_BYTES_ASKED = 16 << 20
+"""In all keys and values of one question."""
 
 
 class Kind(IntEnum):
@@ -61,12 +64,21 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     """What is added, or proves that somebody answers."""
 
 
+type Reading[T] = Generator[int, bytes, T]
+"""Asks for so many bytes, is sent them, and returns what they say."""
+
+
 class Received:
-    """What has come on a connection and is not read yet."""
+    """What has come on a connection and is not read yet.
+
+    What has been read of a thing that is not whole yet is not read again when more has come.
+    """
 
     def __init__(self) -> None:
         self._content = bytearray()
         self._at = 0
+        self._reading: Reading[Any] | None = None
+        self._wanted = 0
 
     def add(self, data: bytes) -> None:
         """More has come."""
@@ -77,45 +89,45 @@ class Received:
     def __len__(self) -> int:
         return len(self._content) - self._at
 
-    def take(self, count: int) -> bytes:
-        """So many bytes.
+    def whole[T](self, read: Callable[[], Reading[T]]) -> T | None:
+        """What `read` finds; None if more of it is to come, with which it goes on then.
 
         Raises:
-            EOFError: there are less.
+            ValueError: `read` finds something that is not understood.
         """
-        end = self._at + count
-        if end > len(self._content):
-            raise EOFError
-        found = bytes(self._content[self._at : end])
-        self._at = end
-        return found
-
-    def whole[T](self, read: Callable[['Received'], T]) -> T | None:
-        """What `read` takes; None, and nothing is taken, if more of it is to come."""
-        began = self._at
-        try:
-            return read(self)
-        except EOFError:
-            self._at = began
-            return None
+        if self._reading is None:
+            self._reading = read()
+            self._wanted = next(self._reading)
+        while self._wanted <= len(self):
+            begin, self._at = self._at, self._at + self._wanted
+            try:
+                self._wanted = self._reading.send(bytes(self._content[begin : self._at]))
+            except StopIteration as done:
+                self._reading = None
+                found: T = done.value
+                return found
+        return None
 
 
-def read_request(received: Received) -> Request:
+def read_request() -> Reading[Request]:
     """The next question.
 
     Raises:
-        EOFError: there is not all of it.
-        ValueError: it is none of a store, or one of a torch that is not known here.
+        ValueError: it is none of a store, one of a torch that is not known here, or longer than any
+            client's is.
     """
-    kind = Kind(received.take(1)[0])
-    count = _length(received.take(8), _MOST_KEYS) if kind in _KEYS else int(kind in _ONE_KEY)
+    kind = Kind((yield 1)[0])
+    count = _length((yield 8), _MOST_KEYS_ASKED) if kind in _KEYS else int(kind in _ONE_KEY)
     values_of_a_key = _VALUES_OF_A_KEY.get(kind, 0)
-    keys, values = [], []
+    keys: list[bytes] = []
+    values: list[bytes] = []
+    left = MOST_BYTES_ASKED
     for _ in range(count):
-        keys.append(_text(received))
-        for _ in range(values_of_a_key):
-            values.append(_text(received))
-    number = _number(received, _NUMBER[kind]) if kind in _NUMBER else 0
+        for place in range(1 + values_of_a_key):
+            found = yield from _text(min(left, _MOST_BYTES))
+            left -= len(found)
+            (values if place else keys).append(found)
+    number = (yield from _number(_NUMBER[kind])) if kind in _NUMBER else 0
     return Request(kind, tuple(keys), tuple(values), number)
 
 
@@ -134,26 +146,24 @@ def encoded(request: Request) -> bytes:
     return b''.join(parts)
 
 
-def read_answer(request: Request, received: Received) -> bytes:
+def read_answer(request: Request) -> Reading[bytes]:
     """What a store has answered, as it stands.
 
     Args:
         request: what it was asked.
-        received: from the store.
 
     Raises:
-        EOFError: there is not all of it.
         ValueError: it does not speak as known here.
     """
-    head = received.take(_HEAD_BYTES.get(request.kind, 8))
+    head = yield _HEAD_BYTES.get(request.kind, 8)
     match request.kind:
         case Kind.GET | Kind.COMPARE_SET:
-            return head + received.take(_length(head, _MOST_BYTES))
+            return head + (yield _length(head, _MOST_BYTES))
         case Kind.MULTI_GET:
-            first = head + received.take(_length(head, _MOST_BYTES))
-            return first + _texts(received, len(request.keys) - 1)
+            first = head + (yield _length(head, _MOST_BYTES))
+            return first + (yield from _texts(len(request.keys) - 1))
         case Kind.LIST_KEYS:
-            return head + _texts(received, _length(head, _MOST_KEYS))
+            return head + (yield from _texts(_length(head, _MOST_KEYS)))
     return head
 
 
@@ -192,17 +202,20 @@ def shares(numbers: Sequence[int], result: int) -> list[int]:
     return found[::-1]
 
 
-def _number(received: Received, form: str) -> int:
-    (found,) = struct.unpack(form, received.take(struct.calcsize(form)))
+def _number(form: str) -> Reading[int]:
+    (found,) = struct.unpack(form, (yield struct.calcsize(form)))
     return int(found)
 
 
-def _text(received: Received) -> bytes:
-    return received.take(_length(received.take(8), _MOST_BYTES))
+def _text(limit: int) -> Reading[bytes]:
+    return (yield _length((yield 8), limit))
 
 
-def _texts(received: Received, count: int) -> bytes:
-    return b''.join([text(_text(received)) for _ in range(count)])
+def _texts(count: int) -> Reading[bytes]:
+    found = []
+    for _ in range(count):
+        found.append(text((yield from _text(_MOST_BYTES))))
+    return b''.join(found)
 
 
 def _length(head: bytes, limit: int) -> int:

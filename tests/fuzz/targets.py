@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.membership import packing
 from moevement_ext.memory import ledger as ledger_module
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
@@ -26,6 +27,7 @@ from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.log_reader import _as_tensor
 from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.store import wire
 from tests.unit.memory.samples import (
     SECRET,
     capacity,
@@ -72,6 +74,8 @@ class Targets:
             'ledger': self.ledger,
             'server': self.server,
             'client': self.client,
+            'question': self.question,
+            'packed': self.packed,
         }
 
     def close(self) -> None:
@@ -152,6 +156,23 @@ class Targets:
             self._ask(client, data[0] % 4 if data else 0)
         client.close()
         thread.join()
+
+    def question(self, data: bytes) -> None:
+        """What a client of a leader asks, in two pieces; the first byte says where it is cut."""
+        received = wire.Received()
+        cut = data[0] if data else 0
+        with contextlib.suppress(ValueError):
+            for piece in (data[1 : 1 + cut], data[1 + cut :]):
+                received.add(piece)
+                while received and received.whole(wire.read_request) is not None:
+                    pass
+
+    def packed(self, data: bytes) -> None:
+        """What a rank has left in the store."""
+        with contextlib.suppress(ValueError):
+            packing.unpacked(data)
+        with contextlib.suppress(ValueError):
+            packing.unpacked(packing.packed(data), 64)
 
     def _ask(self, client: ReplicaClient, what: int) -> None:
         match what:

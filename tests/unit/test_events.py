@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -209,6 +210,28 @@ def test_the_next_life_takes_back_a_line_that_was_cut_off(cut_off: bytes, tmp_pa
     path.write_bytes(cut_off)
     EventLog(str(tmp_path), 0).close()
     assert path.read_bytes() == b''
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason='needs a second user')
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    """In a folder where all may write, it may lead to any file of this user."""
+    theirs, link = tmp_path / 'valuable', tmp_path / 'rank0.jsonl'
+    theirs.write_text('no line of events')
+    link.symlink_to(theirs)
+    os.chown(link, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(UserError, match='--sparse-ckpt-events.*rank0.jsonl'):
+        EventLog(str(tmp_path), 0)
+    assert theirs.read_text() == 'no line of events'
+
+
+@pytest.mark.parametrize('before', ['', '{"time":1.5,"event":"finished"}\n'])
+def test_what_is_no_event_is_not_taken_back(tmp_path: Path, before: str) -> None:
+    path = tmp_path / 'rank0.jsonl'
+    path.write_text(f'{before}weights of a model, without a newline')
+    path_of = re.escape(str(path))
+    with pytest.raises(UserError, match=f'something else than events.*{path_of}'):
+        EventLog(str(tmp_path), 0)
+    assert path.read_text() == f'{before}weights of a model, without a newline'
 
 
 def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from moevement_ext.store.branches import announce
 from moevement_ext.store.leader import Leader
 from moevement_ext.store.line import Line
 from moevement_ext.store.node_leader import NodeLeader
-from moevement_ext.store.wire import Kind, Received, Request
+from moevement_ext.store.wire import Kind, Reading, Request
 from tools.bench.control_plane_members import Tally, Traffic
 
 _GREETING = {Kind.VALIDATE, Kind.PING}
@@ -97,8 +97,8 @@ def _count(tally: Tally) -> None:
             tally.add(1, request.keys, request.values)
         tell(line, request)
 
-    def counted_answer(request: Request, received: Received) -> bytes:
-        answer = read_answer(request, received)
+    def counted_answer(request: Request) -> Reading[bytes]:
+        answer = yield from read_answer(request)
         if request.kind not in _GREETING:
             is_value = request.kind in (Kind.GET, Kind.COMPARE_SET)
             tally.add(0, *([[], [answer]] if is_value else [[answer]]))

@@ -28,6 +28,7 @@ from torch.distributed import TCPStore
 from moevement_ext.events import Event, decode
 from moevement_ext.local_cluster.statements import told_finished
 from moevement_ext.membership.rendezvous import announce_failure
+from moevement_ext.replicate import secret
 from tools.lab.evidence import kind_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,6 +75,7 @@ class Cluster:
         directory: for logs, events, digests.
         program: module whose `main` each rank runs.
         backend: of `torch.distributed`: 'gloo', or `NCCL_LIKE` (see `nccl_like`).
+        gives_secret: `survive` does so, as the launchers of this project do, and torchrun does not.
     """
 
     flags: list[str]
@@ -82,6 +84,7 @@ class Cluster:
     nodes: int = 2
     program: str = 'pretrain_gpt'
     backend: str = 'gloo'
+    gives_secret: bool = True
     name: str = field(default_factory=lambda: f'test-{uuid.uuid4().hex[:12]}')
     lives: int = 0
 
@@ -176,6 +179,7 @@ class Cluster:
         def start(rank: int, **env: str) -> multiprocessing.Process:
             env = {
                 **self._environment(rank, store.port, fail_at),
+                **(secret.variables_of(self.name.encode()) if self.gives_secret else {}),
                 'TORCHELASTIC_USE_AGENT_STORE': 'True',
                 'TORCHELASTIC_RESTART_COUNT': str(starts[rank]),
                 **env,

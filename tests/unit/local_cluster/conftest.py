@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import Store
 
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event, SpareReady, WorkerStarted
 from moevement_ext.local_cluster.statements import tell_survivors
 from moevement_ext.local_cluster.supervisor import Supervisor
+from moevement_ext.membership.launch import of_launch
 from tests.unit.readable import readable
 
 PROGRAM = '''
@@ -128,8 +130,13 @@ class Job:
         config = LaunchConfig(str(self.program), flags, **settings)
         self.running = Supervisor(config, self._note)
         if survive:
-            tell_survivors(self.running.store)
+            tell_survivors(self.said)
         return self.running
+
+    @property
+    def said(self) -> Store:
+        """Where the program speaks to its launcher."""
+        return of_launch(self.running.store, self.running.config.launch)
 
     def run(self, *flags: str, **settings: Any) -> int:
         return self.supervisor(*flags, **settings).run()

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(60)
 def lives_that_join(job: Job, *lives: tuple[int, int]) -> None:
     def note(event: Event) -> None:
         if isinstance(event, WorkerStarted) and (event.rank, event.restarts) in lives:
-            job.running.store.set(f'joining/{event.rank}', str(event.pid))
+            job.said.set(f'joining/{event.rank}', str(event.pid))
 
     job.on_event = note
 

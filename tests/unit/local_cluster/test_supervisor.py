@@ -160,7 +160,7 @@ def test_rank_that_had_finished_may_die_at_its_exit(job: Job, last: bool, surviv
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerStarted):
-            job.running.store.set(f'finished/{event.rank}', f'{event.pid} 0')
+            job.said.set(f'finished/{event.rank}', f'{event.pid} 0')
             if event.rank == 2:
                 (job.folder / ('others' if last else 'abort')).touch()
         if isinstance(event, WorkerEnded) and len(ended(job)) == (2 if last else 1):
@@ -177,7 +177,7 @@ def test_rank_that_had_finished_may_die_at_its_exit(job: Job, last: bool, surviv
 def test_what_an_earlier_process_had_finished_does_not_count(job: Job) -> None:
     def note(event: Event) -> None:
         if isinstance(event, WorkerStarted):
-            job.running.store.set('finished/0', '1 0')
+            job.said.set('finished/0', '1 0')
 
     job.on_event = note
     job.finish_when = lambda: len(job.started(0)) == 2
@@ -188,7 +188,7 @@ def test_what_an_earlier_process_had_finished_does_not_count(job: Job) -> None:
 def test_announced_exit_status_is_that_of_the_job(job: Job) -> None:
     def note(event: Event) -> None:
         if isinstance(event, WorkerStarted):
-            job.running.store.set(f'finished/{event.rank}', f'{event.pid} 16')
+            job.said.set(f'finished/{event.rank}', f'{event.pid} 16')
 
     job.on_event = note
     assert job.run('0.0=exit:16:finish', '1.0=exit:16:finish', nodes=2) == 16
@@ -199,7 +199,7 @@ def test_announced_exit_status_is_that_of_the_job(job: Job) -> None:
 def test_error_after_all_was_done_fails_the_job(job: Job) -> None:
     def note(event: Event) -> None:
         if isinstance(event, WorkerStarted):
-            job.running.store.set(f'finished/{event.rank}', f'{event.pid} 0')
+            job.said.set(f'finished/{event.rank}', f'{event.pid} 0')
 
     job.on_event = note
     assert job.run('0.0=print:cannot close', '0.0=exit:1:finish', nodes=2) == 1
@@ -214,10 +214,10 @@ def test_killed_when_all_others_had_finished(job: Job) -> None:
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerStarted) and event.rank == 2:
-            job.running.store.set('finished/0', f'{job.started(0)[0].pid} 0')
+            job.said.set('finished/0', f'{job.started(0)[0].pid} 0')
             (job.folder / 'die').touch()
         if isinstance(event, WorkerEnded) and event.rank == 1:
-            job.running.store.set('finished/2', f'{job.started(2)[0].pid} 0')
+            job.said.set('finished/2', f'{job.started(2)[0].pid} 0')
             job.finish()
 
     job.on_event = note
@@ -234,7 +234,7 @@ def test_who_has_finished_may_end_before_the_job_fails(job: Job, said: bool) -> 
     def note(event: Event) -> None:
         if isinstance(event, WorkerStarted) and event.rank == 1:
             for worker in job.started()[not said :]:
-                job.running.store.set(f'finished/{worker.rank}', f'{worker.pid} 0')
+                job.said.set(f'finished/{worker.rank}', f'{worker.pid} 0')
             (job.folder / 'fail').touch()
         if isinstance(event, WorkerEnded) and event.rank == 0:
             job.finish()
@@ -253,7 +253,7 @@ def test_no_replacement_once_a_peer_said_that_it_is_done(job: Job, finished_firs
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerStarted) and event.rank == 1:
-            job.running.store.set('finished/0', f'{job.started(0)[0].pid} 0')
+            job.said.set('finished/0', f'{job.started(0)[0].pid} 0')
             (job.folder / ('end' if finished_first else 'die')).touch()
         if isinstance(event, WorkerEnded):
             (job.folder / 'die').touch()
@@ -272,7 +272,7 @@ def test_what_stays_in_memory_is_said(job: Job, kept: bool, tmp_path: Path) -> N
         memory.mkdir(parents=True)
     job.on_event = lambda event: job.running.stop(143) if job.started() else None
     launcher = job.supervisor()
-    tell_memory(launcher.store, memory)
+    tell_memory(job.said, memory)
     assert launcher.run() == 143
     said = [event for event in job.events if isinstance(event, MemoryKept)]
     assert said == ([MemoryKept(memory)] if kept else [])
@@ -346,8 +346,8 @@ def test_stop_kills_who_does_not_listen(job: Job) -> None:
 def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
     def others_find_it_hung(event: Event) -> None:
         if isinstance(event, WorkerStarted) and len(job.started()) == 2:
-            evict(job.running.store, 0, 1)  # an earlier process of the rank
-            evict(job.running.store, 1, event.pid)
+            evict(job.said, 0, 1)  # an earlier process of the rank
+            evict(job.said, 1, event.pid)
 
     job.on_event = others_find_it_hung
     job.finish_when = lambda: len(job.started(1)) == 2
@@ -356,7 +356,7 @@ def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
     assert [event for event in job.events if isinstance(event, WorkerEvicted)] == [
         WorkerEvicted(1, job.started(1)[0].pid)
     ]
-    assert not any(job.running.store.check([f'evict/{rank}']) for rank in range(2))
+    assert not any(job.said.check([f'evict/{rank}']) for rank in range(2))
 
 
 def test_what_a_launcher_asks_while_nobody_hangs_does_not_grow_with_the_ranks(job: Job) -> None:
@@ -372,9 +372,7 @@ def test_what_a_launcher_asks_while_nobody_hangs_does_not_grow_with_the_ranks(jo
         if len(asked) == 10:
             job.finish()
 
-    port = launcher.store.port
-    launcher.store = CountedStore(launcher.store, tally)  # type: ignore[assignment]
-    launcher.store.port = port  # type: ignore[misc]
+    launcher._said = CountedStore(launcher._said, tally)
     launcher._look_into_store = counted  # type: ignore[method-assign]
     job.finish_when = lambda: False
     assert launcher.run() == 0
@@ -386,7 +384,7 @@ def test_worker_found_hung_is_named_though_all_start_again(job: Job) -> None:
 
     def other_finds_it_hung(event: Event) -> None:
         if isinstance(event, WorkerStarted) and len(job.started()) == 2:
-            evict(job.running.store, 1, event.pid)
+            evict(job.said, 1, event.pid)
             (job.folder / 'found').touch()
             assert dies(job.started(0)[0].pid)
 

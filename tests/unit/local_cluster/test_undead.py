@@ -19,7 +19,7 @@ def test_a_job_does_not_wait_for_ever_for_the_end_of_a_worker(
     def others_find_it_hung(event: Event) -> None:
         if isinstance(event, WorkerStarted) and event.rank == 1:
             hold(event.pid)
-            evict(job.running.store, 1, event.pid)
+            evict(job.said, 1, event.pid)
 
     job.on_event = others_find_it_hung
     job.finish_when = lambda: False

@@ -41,8 +41,8 @@ def store() -> Iterator[TCPStore]:
     yield store
 
 
-def report_of(pid: int) -> bytes:
-    return encode(Report(survivor=False, node='a', pid=pid, windows=[]))
+def report_of(pid: int, launch: str = '') -> bytes:
+    return encode(Report(survivor=False, node='a', pid=pid, windows=[], launch=launch))
 
 
 def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
@@ -61,6 +61,24 @@ def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
     assert (store.get('evict/2'), store.get('evict/3')) == (b'102', b'103')
     assert not store.check(['evict/0']) and not store.check(['evict/1'])
     found.stop()
+
+
+def test_who_was_there_in_an_earlier_launch_is_not_looked_for_in_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its store goes on; in a container the process of this launch has the same id."""
+    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setenv('MOEVEMENT_LAUNCH', 'second')
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    for rank in range(2):
+        assert Rendezvous(store, rank, 2)._join(0, report_of(100 + rank, 'first'), False)
+    open_gate(store, 'met/0')
+    break_epoch(store, present_epoch(store), 'the job was launched again')
+    assert Rendezvous(store, 0, 2)._join(1, report_of(100, 'second'), False)
+    found = Absentees(store.clone, 2, HANG_S, lambda: True)
+    store.wait(['launch/first/evict/1'], TIMEOUT)  # which no launcher reads any more
+    found.stop()
+    assert not store.check(['launch/second/evict/1']) and not store.check(['evict/1'])
 
 
 def test_who_stops_in_the_middle_of_joining_is_evicted(

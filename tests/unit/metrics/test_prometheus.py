@@ -11,10 +11,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -234,3 +235,50 @@ def test_a_replacement_goes_on_without_the_library(port: int, tmp_path: Path) ->
         else:
             with pytest.raises(ConfigurationError, match='prometheus_client'):
                 observe(rank)  # which this process has imported, so that it is not ours
+
+
+def test_strangers_cost_the_process_that_trains_neither_threads_nor_descriptors(
+    start: Callable[[int], Process], port: int
+) -> None:
+    """They may be many, silent, endless or slow: Prometheus is answered all the same."""
+    rank = start(0)
+    rank.record('ITERATION 7')
+    expected = scrape(port)
+    before = _held(rank.process.pid)
+    with ExitStack() as strangers:
+        for number in range(100):
+            one = socket.create_connection(('127.0.0.1', port), timeout=30)
+            strangers.callback(one.close)
+            with suppress(OSError):  # it had to give way already
+                one.sendall(b'GET / HTTP/1.1\r\n' if number % 2 else b'')
+        assert scrape(port) == expected
+        threads, descriptors = _held(rank.process.pid)
+        assert threads == before[0] and descriptors <= before[1] + 20
+
+
+def test_a_request_without_an_end_is_cut(start: Callable[[int], Process], port: int) -> None:
+    start(0)
+    scrape(port)
+    with socket.create_connection(('127.0.0.1', port), timeout=60) as endless:
+        with pytest.raises(OSError):
+            for _ in range(10_000):  # 10 MB, more than lies in the buffers of both sockets
+                endless.sendall(b'x' * 1000)
+
+
+def test_only_what_asks_for_the_page_gets_it(start: Callable[[int], Process], port: int) -> None:
+    start(0).record('ITERATION 7')
+    scrape(port)
+    address = f'http://127.0.0.1:{port}/metrics'
+    with pytest.raises(urllib.error.HTTPError, match='405'):
+        urllib.request.urlopen(address, data=b'anything', timeout=30)
+    openmetrics = urllib.request.Request(
+        address, headers={'Accept': 'application/openmetrics-text'}
+    )
+    with urllib.request.urlopen(openmetrics, timeout=30) as answer:
+        assert answer.headers['Content-Type'].startswith('application/openmetrics-text')
+        assert answer.read().endswith(b'# EOF\n')
+
+
+def _held(pid: int) -> tuple[int, int]:
+    process = psutil.Process(pid)
+    return process.num_threads(), process.num_fds()

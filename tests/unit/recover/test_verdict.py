@@ -420,3 +420,24 @@ def test_a_new_process_is_never_clean_also_before_the_first_commit() -> None:
     reports = [survivor(NOWHERE, clean_at=NOWHERE), replacement()]
     verdict = decide_recovery(reports, [0, 1], (), 100)
     assert isinstance(verdict, WholeJob)
+
+
+# Who is known
+
+
+def known(survivor: bool, *marks: bytes) -> Report:
+    found = Report(survivor, 'node', 1, [], marks=list(marks))
+    return msgspec.structs.replace(found, committed=5, clean_at=5 if survivor else NOWHERE)
+
+
+def test_a_new_process_that_the_survivors_do_not_know_makes_all_start_again() -> None:
+    """None would serve it, so it could neither replay nor take a copy."""
+    of_job, other = b'of job', b'other'
+    for marks in ((), (other,)):
+        reports = [known(True, of_job), known(False, *marks)]
+        verdict = decide_recovery(reports, [0, 0], (), LAST, replicas=[(1,), (0,)])
+        assert isinstance(verdict, WholeJob) and 'rank 1 does not know the secret' in verdict.reason
+    for survivors, marks in (((of_job,), (other, of_job)), ((), ())):
+        reports = [known(True, *survivors), known(False, *marks)]
+        verdict = decide_recovery(reports, [0, 0], (), LAST, replicas=[(1,), (0,)])
+        assert isinstance(verdict, Localized) and verdict.copies == {1: 0}

@@ -45,6 +45,7 @@ from moevement_ext.membership.rendezvous import (
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.recover.inventory import replacement_report
+from moevement_ext.replicate import host_memory
 from tests.unit.recover.fake_groups import FakeGroups, Network
 from tests.unit.recover.fake_trainer import FakeTrainer
 
@@ -58,6 +59,8 @@ _HANG_S = 60.0
 _SET_UP_S = 20.0
 _LONG_S = 1000.0
 _PERSISTED_S = 20.0
+SECRET = 'of the launcher, 32 letters long'
+"""What the launcher of a job gives to its processes."""
 """For a window to be persisted; one that was given up never is."""
 
 
@@ -398,11 +401,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         return process.groups
 
     monkeypatch.delenv('MOEVEMENT_NODE', raising=False)
+    monkeypatch.setenv('MOEVEMENT_SECRET', SECRET)
     monkeypatch.setattr(threading, 'Condition', _Condition)
     monkeypatch.setattr(faults, 'point', point)
     monkeypatch.setattr(faults, 'at_iteration', at_iteration)
     monkeypatch.setattr(socket, 'gethostname', name)
     monkeypatch.setattr(membership, 'ProcessGroups', groups)
+    monkeypatch.setattr(host_memory, 'host_identity', lambda: host)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 """The addresses of this machine, announced to others."""
 
 import ipaddress
+import re
 import socket
 
 import psutil
@@ -70,7 +71,7 @@ def test_the_only_interface_is_taken_where_there_is_no_route(
 
 def test_the_interface_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('MASTER_ADDR', '192.0.2.7')
-    assert local_host('lo', several_hosts=True) == '127.0.0.1'
+    assert local_host('lo') == '127.0.0.1'
     with pytest.raises(NoAddressError, match='--sparse-ckpt-interface nosuch0.*there are .*lo'):
         local_host('nosuch0')
 
@@ -84,6 +85,12 @@ def test_the_interface_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
         ('NCCL_SOCKET_IFNAME', '=eth1', '10.1.0.1'),
         ('NCCL_SOCKET_IFNAME', '=et', None),
         ('NCCL_SOCKET_IFNAME', '^eth0,ib', '10.1.0.1'),
+        ('NCCL_SOCKET_IFNAME', '^=eth', '10.0.0.1'),
+        ('NCCL_SOCKET_IFNAME', '^=eth0,lo', '10.1.0.1'),
+        ('NCCL_SOCKET_IFNAME', 'eth1,', '10.1.0.1'),
+        ('GLOO_SOCKET_IFNAME', '^lo,eth0,docker', '10.1.0.1'),
+        ('GLOO_SOCKET_IFNAME', '^=eth0', '10.1.0.1'),
+        ('GLOO_SOCKET_IFNAME', '^eth,ib', None),
     ],
 )
 def test_as_gloo_and_nccl_are_told(
@@ -93,10 +100,30 @@ def test_as_gloo_and_nccl_are_told(
     monkeypatch.setattr(address, '_addresses', lambda: found)
     monkeypatch.setenv(variable, value)
     if expected is None:
-        with pytest.raises(NoAddressError, match=f'{variable}={value}'):
+        with pytest.raises(NoAddressError, match=re.escape(f'{variable}={value}')):
             local_host()
     else:
         assert local_host() == expected
+
+
+@pytest.mark.parametrize('setting', ['GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME', 'interface'])
+def test_no_setting_gives_other_hosts_an_address_that_only_this_one_reaches(
+    monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    found = {'lo': ['127.0.0.1'], 'eth0': ['10.0.0.1'], 'lo1': ['::1']}
+    monkeypatch.setattr(address, '_addresses', lambda: found)
+    for chosen in ('lo', 'lo1'):
+        flag = chosen if setting == 'interface' else None
+        if flag is None:
+            monkeypatch.setenv(setting, f'={chosen}' if setting.startswith('NCCL') else chosen)
+        assert is_loopback(local_host(flag))
+        with pytest.raises(NoAddressError, match=f'{chosen}: is the loopback.*eth0.*interface'):
+            local_host(flag, several_hosts=True)
+    if setting != 'interface':
+        monkeypatch.setenv(setting, 'lo,eth0')
+        assert local_host(several_hosts=True) == '10.0.0.1'
+    found['lo'].append('10.9.0.1')  # a host that announces its own route
+    assert local_host('lo', several_hosts=True) == '10.9.0.1'
 
 
 def test_link_local_addresses_are_of_no_use_to_others() -> None:

@@ -19,6 +19,7 @@ from moevement_ext.replicate import host_memory
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import failure_domains, own_domain
 from moevement_ext.replicate.host_memory import HostMemory, Member, Share
+from moevement_ext.replicate.secret import of_life
 from tests.unit.memory.samples import (
     RUN,
     SECRET,
@@ -71,6 +72,7 @@ class Job:
                 CPU,
                 self.degraded.append,
                 lambda own: members,
+                SECRET,
             )
             self.ranks.append(memory)
         addresses: list[bytes] = []
@@ -94,10 +96,10 @@ class Job:
         before = self.ranks[0]
         before.close(remove=True)
         monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
-        members = [msgspec.structs.replace(member, secret=SECRET) for member in before.members]
+        members = [msgspec.structs.replace(member, salt=SECRET) for member in before.members]
         encoded = [msgspec.msgpack.encode(member) for member in members]
         config, share = settings(shm, replicas=1), Share(0, nbytes, disk=before.disk)
-        memory = HostMemory(config, 'run1', share, CPU, pytest.fail, lambda own: encoded)
+        memory = HostMemory(config, 'run1', share, CPU, pytest.fail, lambda own: encoded, SECRET)
         memory.addresses = before.addresses
         self.ranks[0] = memory
         return memory
@@ -195,7 +197,13 @@ def test_over_budget_is_refused_before_anything_is_reserved(
     members = [msgspec.msgpack.encode(Member('node-a', capacity(), LOGGED, 'host', SECRET))]
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-host-memory-gb'):
         HostMemory(
-            config, 'run1', Share(0, capacity(), LOGGED), CPU, pytest.fail, lambda own: members
+            config,
+            'run1',
+            Share(0, capacity(), LOGGED),
+            CPU,
+            pytest.fail,
+            lambda own: members,
+            SECRET,
         )
     assert not [*shm.rglob('*.window')] and not [*shm.rglob('upstream-log')]
 
@@ -212,7 +220,7 @@ def test_a_replacement_on_another_node_leaves_replicas_where_they_are(
     known = [msgspec.msgpack.encode(member) for member in first.members]
     config = settings(shm, replicas=1)
     memory = HostMemory(
-        config, 'run1', Share(0, capacity(), LOGGED), CPU, pytest.fail, lambda own: known
+        config, 'run1', Share(0, capacity(), LOGGED), CPU, pytest.fail, lambda own: known, SECRET
     )
     try:
         assert memory.holders == first.holders
@@ -290,7 +298,7 @@ def test_nodes_the_file_leaves_out_are_named(tmp_path: Path) -> None:
 # Who may take part, and what goes wrong at the start
 
 
-def test_each_life_of_the_job_has_a_secret_of_its_own_made_by_rank_0(
+def test_each_life_of_the_job_has_a_secret_of_its_own_by_what_rank_0_draws(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
@@ -298,7 +306,7 @@ def test_each_life_of_the_job_has_a_secret_of_its_own_made_by_rank_0(
 
     def exchange(own: bytes) -> list[bytes]:
         other = msgspec.structs.replace(
-            msgspec.msgpack.decode(own, type=Member), node='node-b', secret=bytes(32)
+            msgspec.msgpack.decode(own, type=Member), node='node-b', salt=bytes(32)
         )
         everyone = [own, msgspec.msgpack.encode(other)]
         drawn.append([msgspec.msgpack.decode(item, type=Member) for item in everyone])
@@ -306,13 +314,18 @@ def test_each_life_of_the_job_has_a_secret_of_its_own_made_by_rank_0(
 
     config = SparseCheckpointConfig(dir=str(shm), replicas=1)
     for life in range(2):
-        memory = HostMemory(config, 'run1', Share(0, capacity()), CPU, pytest.fail, exchange)
-        client = ReplicaClient(memory.server.address, drawn[life][0].secret, 20.0)
+        memory = HostMemory(
+            config, 'run1', Share(0, capacity()), CPU, pytest.fail, exchange, SECRET
+        )
+        client = ReplicaClient(memory.server.address, of_life(SECRET, drawn[life][0].salt), 20.0)
         assert client.fetch_headers(1, 0) == []
         client.close()
+        for stranger in (SECRET, drawn[life][0].salt, of_life(bytes(32), drawn[life][0].salt)):
+            with pytest.raises(PeerLost, match='does not know the secret'):
+                ReplicaClient(memory.server.address, stranger, 20.0).fetch_headers(1, 0)
         memory.close(remove=True)
-    secrets = {members[0].secret for members in drawn}
-    assert len(secrets) == 2 and {len(secret) for secret in secrets} == {32}
+    salts = {members[0].salt for members in drawn}
+    assert len(salts) == 2 and {len(salt) for salt in salts} == {32}
 
 
 def test_what_cannot_be_used_costs_protection_and_not_training(
@@ -328,10 +341,14 @@ def test_what_cannot_be_used_costs_protection_and_not_training(
     for directory in (shm / 'file', shm / 'file' / 'below', shared, Path('/proc/nowhere')):
         config = SparseCheckpointConfig(dir=str(directory))
         with pytest.raises(HostMemoryError, match=str(directory)):
-            HostMemory(config, 'run1', Share(0, capacity()), CPU, pytest.fail, lambda own: members)
+            HostMemory(
+                config, 'run1', Share(0, capacity()), CPU, pytest.fail, lambda own: members, SECRET
+            )
     config = SparseCheckpointConfig(dir=str(shm / 'memory'), interface='nosuch0')
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-interface nosuch0'):
-        HostMemory(config, 'run1', Share(0, capacity()), CPU, pytest.fail, lambda own: members)
+        HostMemory(
+            config, 'run1', Share(0, capacity()), CPU, pytest.fail, lambda own: members, SECRET
+        )
     assert [path for path in (shm / 'memory').rglob('*') if path.is_file()] == []
     assert (shm / 'file').read_text() == 'not a directory'
     assert [*shared.iterdir()] == []
@@ -355,7 +372,7 @@ def reserve(shm: Path, device: torch.device) -> HostMemory:
     member = msgspec.msgpack.encode(Member(NODES[0], capacity(), NOTHING_LOGGED, 'host', SECRET))
     config = SparseCheckpointConfig(dir=str(shm), replicas=0, max_wait=0)
     share = Share(0, capacity())
-    return HostMemory(config, 'run1', share, device, print, lambda own: [member])
+    return HostMemory(config, 'run1', share, device, print, lambda own: [member], SECRET)
 
 
 @pytest.mark.parametrize('device', ['cpu', 'cuda'])
@@ -391,7 +408,9 @@ def test_a_replacement_needs_no_file_of_its_own_node(shm: Path, tmp_path: Path) 
         window=WINDOW, replicas=1, dir=str(shm), topology=str(tmp_path / 'missing')
     )
     share = Share(0, capacity())
-    memory = HostMemory(config, 'run1', share, CPU, lambda reason: None, lambda own: members)
+    memory = HostMemory(
+        config, 'run1', share, CPU, lambda reason: None, lambda own: members, SECRET
+    )
     try:
         assert memory.holders[0] == memory.holders[1] == (2,)
     finally:

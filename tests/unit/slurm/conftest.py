@@ -43,7 +43,7 @@ class SlurmJob(Job):
         starter = partial(SlurmStarter, hosts, self._start_step)
         self.running = Supervisor(config, self._note, starter)
         if survive:
-            tell_survivors(self.running.store)
+            tell_survivors(self.said)
         return self.running
 
     def lose(self, host: str) -> None:

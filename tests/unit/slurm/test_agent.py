@@ -36,6 +36,7 @@ def test_workers_do_not_outlive_a_supervisor_that_falls_silent(
         messages.Job(str(job.program), ['x'], None, {}),
         'a',
         Devices(None),
+        bytes(32),
     )
     supervisor = Link(there, messages.FROM_AGENT)
     supervisor.send(messages.Start(7, 3, VARIABLES))
@@ -60,6 +61,7 @@ def test_a_busy_agent_gives_signs_of_life_and_outlives_its_being_busy(
         messages.Job(str(job.program), ['3.0=exit:0'], str(tmp_path), {}),
         'a',
         Devices(None),
+        bytes(32),
     )
     log, alias = tmp_path / 'rank3.log', tmp_path / 'alias'
     os.mkfifo(log)  # opened, it waits for a reader

@@ -7,9 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import psutil
 import pytest
 
 from moevement_ext.replicate.greeting import new_secret
+from moevement_ext.replicate.strangers import MOST
 from moevement_ext.slurm.address import Address
 from moevement_ext.slurm.agent import connect
 from moevement_ext.slurm.link import Beats
@@ -43,6 +45,21 @@ def test_a_stranger_that_says_nothing_holds_up_nobody(listener: Listener) -> Non
         stranger.settimeout(0.0)
         with pytest.raises(BlockingIOError):  # it is still listened to
             stranger.recv(1)
+
+
+def test_strangers_take_a_bounded_number_of_threads_and_descriptors(listener: Listener) -> None:
+    """And among them agents get in: the oldest stranger gives way."""
+    process = psutil.Process()
+    before = process.num_threads(), process.num_fds()
+    with ExitStack() as strangers:
+        for number in range(200):
+            stranger = socket.create_connection(('127.0.0.1', listener.port))
+            strangers.callback(stranger.close)
+            if number % 50 == 49:
+                connect(Address('127.0.0.1', listener.port, SECRET), str(number), [])
+                assert arrived(listener) == [str(number)]
+        assert process.num_threads() <= before[0] + MOST
+        assert process.num_fds() <= before[1] + 200 + MOST + 4 * 5  # agents have two on each side
 
 
 @pytest.mark.parametrize('host', ['127.0.0.1', '::1'])

@@ -221,7 +221,7 @@ def test_a_host_on_which_a_worker_does_not_die_is_lost(
     def others_find_it_hung(event: Event) -> None:
         if isinstance(event, WorkerStarted) and (event.rank, event.restarts) == (1, 0):
             hold(event.pid)
-            evict(job.running.store, 1, event.pid)
+            evict(job.said, 1, event.pid)
 
     job.on_event = others_find_it_hung
     job.finish_when = lambda: len(job.started(1)) == 2
@@ -296,7 +296,7 @@ def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
 def test_a_hung_worker_is_killed(job: SlurmJob) -> None:
     def others_find_it_hung(event: Event) -> None:
         if isinstance(event, WorkerStarted) and (event.rank, event.restarts) == (0, 0):
-            evict(job.running.store, 0, event.pid)
+            evict(job.said, 0, event.pid)
 
     job.on_event = others_find_it_hung
     job.finish_when = lambda: len(job.started(0)) == 2

@@ -37,7 +37,10 @@ def read(sent: bytes) -> list[Request]:
     received.add(sent)
     found = []
     while received:
-        found.append(wire.read_request(received))
+        request = received.whole(wire.read_request)
+        if request is None:
+            raise EOFError
+        found.append(request)
     return found
 
 

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks leave for each other in the store, compressed.
+
+Whoever reaches the store can put there a few KiB that would unpack to all the memory of a node, or
+of all nodes: so it is said how much may come out.
+"""
+
+import zlib
+
+MOST_BYTES = 64 << 20
+"""What one rank says; names of thousands of operators are some MiB."""
+MOST_BYTES_OF_ALL = 2 << 30
+"""What all ranks say together."""
+
+
+def packed(content: bytes) -> bytes:
+    """It, compressed."""
+    return zlib.compress(content)
+
+
+def unpacked(content: bytes, most: int | None = None) -> bytes:
+    """The same again.
+
+    Args:
+        content: as `packed` returned it.
+        most: bytes that it may have; None: `MOST_BYTES`.
+
+    Raises:
+        ValueError: it has more, or was not packed so.
+    """
+    most = MOST_BYTES if most is None else most
+    reader = zlib.decompressobj()
+    try:
+        found = reader.decompress(content, most + 1)
+    except zlib.error as error:
+        raise ValueError(f'what a rank left in the store cannot be unpacked: {error}') from error
+    if len(found) > most:
+        raise ValueError(f'what a rank left in the store unpacks to more than {most} bytes')
+    if not reader.eof:
+        raise ValueError('what a rank left in the store is cut off')
+    return found

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes out of the store has a bound, whoever has put it there."""
+
+import zlib
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import TCPStore
+
+from moevement_ext.membership import brought, packing
+from moevement_ext.membership.exchange import Exchange
+from moevement_ext.protect import stage_plan
+
+LIMIT = 1 << 20
+"""In the place of the real ones, of which a test would take as much memory."""
+BOMB = zlib.compress(bytes(64 * LIMIT), 9)
+
+
+@given(st.binary(max_size=2000))
+def test_what_was_packed_comes_out(content: bytes) -> None:
+    assert packing.unpacked(packing.packed(content)) == content
+    assert packing.unpacked(packing.packed(content), len(content)) == content
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes(content: bytes) -> None:
+    try:
+        packing.unpacked(content)
+    except ValueError:
+        pass
+
+
+def test_what_is_cut_off_is_refused() -> None:
+    with pytest.raises(ValueError, match='cut off'):
+        packing.unpacked(packing.packed(b'some of a report')[:-3])
+
+
+def readers() -> dict[str, Callable[[TCPStore], object]]:
+    """All that unpack what lies in a store, each made to read a bomb."""
+
+    def left(store: TCPStore) -> object:
+        store.set('exchange/some/0/0', (1).to_bytes(4) + BOMB)
+        return Exchange(store, joining=True).among('some', b'', [0], None)
+
+    def gathered(store: TCPStore) -> object:
+        for rank in range(2):
+            store.set(f'join/{rank}', packing.packed(bytes(LIMIT * 3 // 4)))
+        return brought.gather(store, ['join/0', 'join/1'])
+
+    def plan(store: TCPStore) -> object:
+        store.set('plan/1', BOMB)
+        return stage_plan.published(store, 1)
+
+    return {
+        'exchange': left,
+        'all ranks': gathered,
+        'one rank': lambda store: brought.unpacked(BOMB),
+        'twice': lambda store: brought.unpacked_together(zlib.compress(BOMB, 9)),
+        'a plan': plan,
+        'plan of a stage': lambda store: stage_plan.StagePlan.unpacked(BOMB),
+    }
+
+
+@pytest.mark.parametrize('reader', readers())
+def test_what_would_fill_the_memory_is_refused(
+    reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, 'MOST_BYTES', LIMIT)
+    monkeypatch.setattr(packing, 'MOST_BYTES_OF_ALL', LIMIT)
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(ValueError, match='more than'):
+        readers()[reader](store)
+
+
+def test_what_ranks_say_is_packed_in_one_way() -> None:
+    assert brought.unpacked(brought.packed(b'said')) == b'said'
+    items = [b'a' * 100_000, b'', b'c']
+    assert brought.unpacked_together(brought.packed_together(items)) == items

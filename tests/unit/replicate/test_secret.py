@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a job comes to a secret, and who does not get to know it."""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.membership import exchange
+from moevement_ext.membership.exchange import Exchange
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.replicate import secret
+from moevement_ext.replicate.secret import VARIABLE, UnknownSecretError, agree, mark, marks_here
+from tests.unit.memory.samples import tmpfs_directory
+from tests.unit.recover import threaded_job
+
+GIVEN = 'a secret that the user gives'
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+@pytest.fixture(autouse=True)
+def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+class Ranks(Exchange):
+    """Two ranks; the other one has what it is said to have in its environment."""
+
+    def __init__(self, store: TCPStore, rank: int, other: str, joining: bool = False) -> None:
+        super().__init__(store, joining)
+        self._store, self._rank, self._other = store, rank, other
+
+    def __call__(self, name: str, own: bytes) -> list[bytes]:
+        if not self.joining:
+            exchange.leave(self._store, name, self._rank, own)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(VARIABLE, self._other)
+                patch.setattr(secret, 'new_secret', lambda: bytes(32))
+                exchange.leave(self._store, name, 1 - self._rank, _marks())
+        return exchange._left_by(self._store, name, range(2))
+
+    @staticmethod
+    def from_first(own: bytes, ranks: Sequence[int], group: Any) -> bytes:
+        """This rank is the first."""
+        return own
+
+
+def _marks() -> bytes:
+    """What a rank says that has this environment."""
+    said: list[bytes] = []
+
+    class Said(Exception):
+        pass
+
+    class Alone(Exchange):
+        def __call__(self, name: str, own: bytes) -> list[bytes]:
+            said.append(own)
+            raise Said
+
+    with pytest.raises(Said):
+        agree(Alone(), NodeStore(Path('/nowhere'), 'run', 'node'))
+    return said[0]
+
+
+def store() -> TCPStore:
+    return TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+
+
+def contents(of: TCPStore) -> list[bytes]:
+    """All that a stranger can read in a store, as it stands and unpacked."""
+    found = []
+    for key in of.list_keys():
+        value = of.get(key)
+        found.append(value)
+        for begin in (0, 4):
+            try:
+                found.append(zlib.decompress(value[begin:]))
+            except zlib.error:
+                continue
+    return found
+
+
+def test_what_is_given_is_used_and_known_to_who_joins_anywhere(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, GIVEN)
+    meeting = store()
+    found = agree(Ranks(meeting, 0, GIVEN), NodeStore(shm, 'run', 'a'))
+    elsewhere = NodeStore(shm, 'run', 'b')
+    assert agree(Ranks(meeting, 1, GIVEN, joining=True), elsewhere) == found
+    assert marks_here(elsewhere) == [mark(found)]
+    assert not list(shm.rglob('*')), 'nothing is kept that need not be'
+    assert not any(found in content or GIVEN.encode() in content for content in contents(meeting))
+
+
+def test_what_is_drawn_is_known_on_the_nodes_that_the_job_began_on_alone(shm: Path) -> None:
+    meeting = store()
+    node = NodeStore(shm, 'run', 'a')
+    found = agree(Ranks(meeting, 0, ''), node)
+    assert not any(found in content for content in contents(meeting))
+    [file] = [path for path in shm.rglob('*') if path.is_file()]
+    assert file.stat().st_mode & 0o777 == 0o600 and file.read_bytes() == found
+    assert agree(Ranks(meeting, 0, '', joining=True), node) == found
+    assert marks_here(node) == [mark(found)]
+    with pytest.raises(UnknownSecretError, match=VARIABLE):
+        agree(Ranks(meeting, 0, '', joining=True), NodeStore(shm, 'run', 'b'))
+    again = agree(Ranks(store(), 0, ''), node)
+    assert again != found, 'each life has its own'
+    with pytest.raises(UnknownSecretError):
+        agree(Ranks(meeting, 0, '', joining=True), node)
+
+
+def test_a_file_that_others_can_read_or_have_made_is_no_secret(shm: Path) -> None:
+    meeting, node = store(), NodeStore(shm, 'run', 'a')
+    agree(Ranks(meeting, 0, ''), node)
+    file = node.shared / 'secret'
+    for harm in (lambda: file.chmod(0o644), lambda: file.write_bytes(b'cut off')):
+        harm()
+        with pytest.raises(UnknownSecretError):
+            agree(Ranks(meeting, 0, '', joining=True), node)
+        file.chmod(0o600)
+
+
+def test_a_full_node_keeps_nothing_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / 'run').write_text('in the way')
+    assert len(agree(Ranks(store(), 0, ''), NodeStore(tmp_path, 'run', 'a'))) == 32
+    assert 'starts the whole job again' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('own', 'other', 'problem'),
+    [
+        (GIVEN, '', 'not for rank 1'),
+        ('', GIVEN, 'not for rank 0'),
+        (GIVEN, GIVEN[::-1], 'than that of rank 1'),
+        ('short', 'short', 'could be guessed'),
+    ],
+)
+def test_what_is_given_in_part_or_can_be_guessed_is_refused(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, own: str, other: str, problem: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, own)
+    with pytest.raises(ConfigurationError, match=f'{VARIABLE}.*{problem}'):
+        agree(Ranks(store(), 0, other), NodeStore(shm, 'run', 'a'))
+
+
+def test_launchers_give_another_one_each_time_and_slurm_the_same_everywhere() -> None:
+    drawn = [secret.variables()[VARIABLE] for _ in range(2)]
+    assert drawn[0] != drawn[1]
+    at, elsewhere = (secret.variables_of(b'of the launchers') for _ in range(2))
+    assert at == elsewhere != secret.variables_of(b'of others')
+    for found in (drawn[0], at[VARIABLE]):
+        assert secret.given_in({VARIABLE: found}) is not None
+    assert b'of the launchers'.hex() not in at[VARIABLE]
+
+
+@pytest.mark.timeout(120)
+def test_nothing_in_the_store_of_a_job_opens_its_memory(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of three ranks, which are served by each other; read when it has trained."""
+    threaded_job.install(monkeypatch)
+    keys: list[bytes] = []
+    of_life = secret.of_life
+
+    def noted(own: bytes, salt: bytes) -> bytes:
+        keys.extend([own, of_life(own, salt)])
+        return keys[-1]
+
+    monkeypatch.setattr('moevement_ext.replicate.host_memory.of_life', noted)
+    job = threaded_job.ThreadedJob(shm, 8)
+    job.run()
+    found = contents(job._store)
+    assert len(keys) == 2 * threaded_job.STAGES and len(set(keys)) == 2
+    assert any(b'salt' in content for content in found), 'the members are among what was read'
+    assert not any(
+        key in content for key in (*keys, threaded_job.SECRET.encode()) for content in found
+    )
