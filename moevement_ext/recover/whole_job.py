@@ -23,7 +23,7 @@ from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.settings import told
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.process.leaving import end_at_once
-from moevement_ext.recover import launched_alike
+from moevement_ext.recover import launched_alike, other_runs
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import Inventory, candidates, take_stock
 from moevement_ext.recover.sources import (
@@ -108,6 +108,8 @@ def find(
         committed,
         dense_iteration,
     )
+    if rank.number == 0 and not (everything or refused):
+        other_runs.say(store, rank)
     if (everything or refused) and not usable:
         next_tier(_why_none(complete, refused, dense_iteration), rank, dense_iteration)
     return predecessor
