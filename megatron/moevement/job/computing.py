@@ -48,7 +48,7 @@ _VARIABLES = re.compile(
 
 
 def versions(on_cpu: bool) -> Table:
-    """Of Python, of installed packages, of this one and of the program; and what it runs on.
+    """Python, installed packages, this one and the program; and what it runs on.
 
     The program is known by its content, as it has no version.
     """

@@ -169,7 +169,7 @@ def _flag(name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """As it is given on a command line, where that is plain to see."""
+    """A value as it is given on a command line, where that is plain to see."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(item, str) for item in value):

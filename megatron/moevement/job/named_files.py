@@ -110,7 +110,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """As upstream parses it: weights and prefixes, perhaps by split."""
+    """Weights and prefixes, perhaps by split, parsed as upstream does."""
     if name == 'data_args_path':
         return text.split()
     splits = json.loads(text)
