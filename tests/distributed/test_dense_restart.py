@@ -106,6 +106,35 @@ def test_phase_of_training_goes_on_with_its_own_samples(cluster: Make, tmp_path:
     assert differences(read_digest(plain), read_digest(job)) == []
 
 
+def test_random_routing_goes_on_from_a_dense_checkpoint(
+    cluster: Make, reference: Callable, tmp_path: Path
+) -> None:
+    """Each rank draws from a generator of its own, and upstream keeps that of the first alone."""
+    flags = (
+        '--bf16 --use-distributed-optimizer --expert-model-parallel-size 2 --train-iters 8 '
+        '--moe-router-force-load-balancing'
+    ).split()
+    checkpoints, saved = tmp_path / 'dense', tmp_path / 'copy'
+    dense = ['--save', str(checkpoints), '--load', str(checkpoints), '--save-interval', '4']
+    job = cluster(*flags, *dense, ranks=2)
+    assert -9 in job.run(fail_at='1:6:forward')
+    shutil.rmtree(job.memory)
+    kept = sorted(checkpoints.glob('iter_*/moevement/random-*'))
+    assert [path.name for path in kept] == ['random-00000', 'random-00001']
+    shutil.copytree(checkpoints, saved)
+    job.finish()
+    assert 'loaded checkpoint' in job.output(life=1)
+    assert differences(reference(*flags, ranks=2), read_digest(job)) == []
+
+    for path in saved.glob('iter_*/moevement/random-00001'):
+        path.unlink()
+    without = cluster(*flags, '--load', str(saved), ranks=2)
+    without.finish()
+    assert 'no random numbers of rank 1' in without.output(life=0)
+    found = differences(reference(*flags, ranks=2), read_digest(without))
+    assert any(name.endswith('expert-parallel-rng') for name in found)
+
+
 def save(directory: str) -> list[str]:
     """Flags for a dense checkpoint at the end of a launch."""
     return ['--save', directory, '--save-interval', '100']

@@ -12,10 +12,12 @@ import megatron.training.training as training
 import torch
 
 from megatron.moevement.facts import JobFacts, UpstreamArguments
+from megatron.moevement.job import identity
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.seams.faults import armed_forward
+from megatron.moevement.state.dense_random import DenseRandom
 from moevement_ext import faults
 from moevement_ext.job.localized import LOOP_ENDS
 
@@ -50,7 +52,9 @@ class UpstreamTrainer:
             self._post_step.install()
         trainer = 'megatron.training.training'
         patches.wrap(f'{trainer}:setup_model_and_optimizer', self._set_up)
-        patches.wrap(f'{trainer}:load_checkpoint', upstream.load_with_own_random_numbers)
+        random_numbers = DenseRandom(self._args, identity.topology_identity(self._args))
+        patches.wrap(f'{trainer}:load_checkpoint', random_numbers.load)
+        patches.wrap(f'{trainer}:save_checkpoint', random_numbers.save)
         patches.wrap(f'{trainer}:train', self._train)
         patches.wrap(f'{trainer}:train_step', self._train_step)
         patches.wrap(f'{trainer}:training_log', self._training_log)

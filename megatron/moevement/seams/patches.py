@@ -43,6 +43,13 @@ UPSTREAM = {
         'checkpointing_context', 'skip_load_to_model_and_opt', 'tp_group', 'pp_group',
         'dp_cp_group', 'dp_group', 'expt_dp_group', 'rng_state_key_prefix',
     ),
+    'megatron.training.training:save_checkpoint': (
+        'iteration', 'model', 'optimizer', 'opt_param_scheduler',
+        'num_floating_point_operations_so_far', 'checkpointing_context', 'pipeline_rank',
+        'expert_rank', 'tensor_rank', 'pipeline_parallel', 'expert_parallel',
+        'non_persistent_ckpt', 'train_data_iterator', 'preprocess_common_state_dict_fn', 'release',
+        'tp_group', 'pp_group', 'dp_cp_group', 'dp_group', 'expt_dp_group', 'rng_state_key_prefix',
+    ),
     'megatron.training.checkpointing:_get_non_persistent_iteration': (
         'non_persistent_global_dir', 'args', 'checkpointing_context',
     ),

@@ -12,10 +12,6 @@ from typing import Any
 import megatron.training.training as training
 from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP, SEPARATE_GRAD_NORM_GROUPS
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.tensor_parallel.random import (
-    get_cuda_rng_tracker,
-    get_expert_parallel_rng_tracker_name,
-)
 
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts, UpstreamArguments
@@ -130,22 +126,6 @@ def consumed_of_the_phase(args: UpstreamArguments) -> int:
     transitions = args.phase_transition_iterations or ()
     begun_at = max(it for it in (0, *transitions) if it <= args.iteration)
     return int(args.consumed_train_samples - begun_at * args.global_batch_size)
-
-
-def load_with_own_random_numbers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Upstream's load of a dense checkpoint; the generator of experts stays that of this rank.
-
-    Upstream keeps one state of it for all expert-parallel ranks of a stage, and gives all of them
-    that of the first. It draws from it when it makes the model (and with
-    `--moe-router-force-load-balancing`, for benchmarks), so that a rank that has made its model has
-    the right state.
-    """
-    tracker, experts = get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
-    own = tracker.get_states().get(experts)
-    result = original(*args, **kwargs)
-    if own is not None:
-        tracker.set_states(tracker.get_states() | {experts: own})
-    return result
 
 
 def load_dense_checkpoint(

@@ -137,7 +137,9 @@ EXACT = (
           'test_random_numbers_of_generators_that_live_on, with a stand-in for its tracker.',
           'te_rng_tracker'),
     group('jitter', f'{_FLAGS}[global-aux-loss]', 'moe_input_jitter_eps'),
-    group('random routing', f'{_FLAGS}[uneven-stages]', 'moe_router_force_load_balancing'),
+    group('random routing', f'{_FLAGS}[uneven-stages]; from a dense checkpoint: '
+          'test_random_routing_goes_on_from_a_dense_checkpoint.',
+          'moe_router_force_load_balancing'),
     group('different replicas', f'{_FLAGS}[fp16-and-different-replicas]',
           'data_parallel_random_init init_method_std'),
     group('first values', f'{_FLAGS}[expert-tensor-parallel]',

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random numbers of every rank beside a dense checkpoint of upstream's.
+
+Upstream keeps one state of each generator for all data-parallel ranks of a stage, that of the
+first: those of the experts of others are lost, from which they draw with
+`--moe-router-force-load-balancing`. So each rank writes its own, in a folder of ours within that of
+the checkpoint, which goes where the checkpoint goes. Plain Megatron neither needs nor reads it.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
+
+from megatron.moevement.facts import UpstreamArguments
+from megatron.moevement.state.iteration_state import RngState, capture_rng, restore_rng
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = 'moevement'
+_VERSION = 1
+_CHECKSUM_BYTES = 8
+_HEAD_BYTES = 2**20
+_TELLING = 'common.pt', '.metadata', 'mp_rank_*/model_optim_rng.pt'
+"""Files of a checkpoint that tell it from one that was saved in its place; the first there is."""
+
+
+class _Kept(msgspec.Struct):
+    """What a rank keeps."""
+
+    version: int
+    topology: str
+    """Digest of the parallel layout."""
+    checkpoint: str
+    """Digest of a part of the checkpoint that it belongs to."""
+    rng: RngState
+
+
+class DenseRandom:
+    """Wraps upstream's save and load of dense checkpoints; training thread only.
+
+    Args:
+        args: upstream's arguments.
+        topology: digest of the parallel layout.
+    """
+
+    def __init__(self, args: UpstreamArguments, topology: str) -> None:
+        self._args = args
+        self._topology = topology
+
+    def save(
+        self,
+        original: Callable[..., Any],
+        iteration: int,
+        *args: Any,
+        non_persistent_ckpt: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Upstream's save, and the states of this rank as they were before it."""
+        rng = capture_rng()
+        kwargs['non_persistent_ckpt'] = non_persistent_ckpt
+        result = original(iteration, *args, **kwargs)
+        local = non_persistent_ckpt and self._args.non_persistent_ckpt_type == 'local'
+        if not (self._args.no_save_rng or local or kwargs.get('release')):
+            within = self._not_kept_in(self._args.save) if non_persistent_ckpt else self._args.save
+            try:
+                self._write(_folder(within, iteration), rng)
+            except OSError as error:  # the checkpoint is whole without it
+                logger.warning(
+                    'random numbers of rank %d are not kept with the dense checkpoint: %s',
+                    self._args.rank,
+                    error,
+                )
+        return result
+
+    def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Upstream's load, and then this rank's own states.
+
+        Without them the generator of experts stays that of this rank, unless upstream has given it
+        its own state: it draws from it when it makes the model, so that a rank that has made its
+        model, and draws no more, has the right one.
+        """
+        tracker, experts = get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
+        made = tracker.get_states().get(experts)
+        result = original(*args, **kwargs)
+        if self._args.finetune or self._args.no_load_rng:
+            return result
+        folders = [_folder(place, int(result[0])) for place in self._places()]
+        kept = next(filter(None, map(self._read, folders)), None)
+        if kept is not None:
+            restore_rng(kept.rng)
+            return result
+        if made is not None and not _shares_experts_with_the_first():
+            tracker.set_states(tracker.get_states() | {experts: made})
+        self._say_missing(int(result[0]), folders)
+        return result
+
+    def _say_missing(self, iteration: int, folders: list[Path]) -> None:
+        """Once, unless only some ranks lack theirs."""
+        alone = any(folder.is_dir() for folder in folders)
+        if self._args.moe_router_force_load_balancing and (alone or self._args.rank == 0):
+            logger.warning(
+                'sparse checkpointing: the dense checkpoint of iteration %d has no random numbers '
+                'of rank %d, as it is of plain Megatron, of another layout or damaged: with '
+                '--moe-router-force-load-balancing experts draw anew from their seed, and bits '
+                'differ from those of a run that went on.',
+                iteration,
+                self._args.rank,
+            )
+
+    def _places(self) -> Iterator[str]:
+        """Where the checkpoint may be that was loaded."""
+        if self._args.load is not None:
+            yield self._args.load
+            yield self._not_kept_in(self._args.load)
+
+    def _not_kept_in(self, directory: str) -> str:
+        within = os.path.join(directory, 'non_persistent')
+        return str(self._args.non_persistent_global_ckpt_dir or within)
+
+    def _file(self, folder: Path) -> Path:
+        return folder / f'random-{self._args.rank:05d}'
+
+    def _write(self, folder: Path, rng: RngState) -> None:
+        kept = _Kept(_VERSION, self._topology, _digest_of(folder.parent), rng)
+        encoded = msgspec.msgpack.encode(kept)
+        if '://' in str(self._args.save):
+            raise OSError(f'{self._args.save} is in no file system')
+        folder.mkdir(parents=True, exist_ok=True)
+        writing = self._file(folder).with_suffix('.writing')
+        writing.write_bytes(xxhash.xxh3_64_digest(encoded) + encoded)
+        writing.rename(self._file(folder))
+
+    def _read(self, folder: Path) -> _Kept | None:
+        """None: there is nothing, or not of this rank and checkpoint."""
+        try:
+            content = self._file(folder).read_bytes()
+            encoded = content[_CHECKSUM_BYTES:]
+            if xxhash.xxh3_64_digest(encoded) != content[:_CHECKSUM_BYTES]:
+                return None
+            kept = msgspec.msgpack.decode(encoded, type=_Kept)
+            expected = _VERSION, self._topology, _digest_of(folder.parent)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return kept if (kept.version, kept.topology, kept.checkpoint) == expected else None
+
+
+def _folder(directory: str, iteration: int) -> Path:
+    return Path(directory) / f'iter_{iteration:07d}' / _FOLDER
+
+
+def _digest_of(checkpoint: Path) -> str:
+    for pattern in _TELLING:
+        for path in sorted(checkpoint.glob(pattern)):
+            with open(path, 'rb') as file:
+                return xxhash.xxh3_64_hexdigest(file.read(_HEAD_BYTES))
+    return ''
+
+
+def _shares_experts_with_the_first() -> bool:
+    """The rank whose states upstream keeps for those of this stage has the same experts."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    same = parallel_state.get_expert_data_parallel_group()
+    first = torch.distributed.get_process_group_ranks(group)[0]
+    return first in torch.distributed.get_process_group_ranks(same)

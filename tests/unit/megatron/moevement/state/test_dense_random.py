@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dense checkpoint gives every generator of a rank back, and no other rank's, nor another's."""
+
+import logging
+import random
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
+
+from megatron.moevement.state import dense_random  # noqa: E402
+from megatron.moevement.state.dense_random import DenseRandom  # noqa: E402
+from megatron.moevement.state.iteration_state import capture_rng  # noqa: E402
+
+EXPERTS = 'expert-parallel-rng'
+
+
+@pytest.fixture(autouse=True)
+def generators(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Those of a rank that has made its model; it is no first one."""
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add(EXPERTS, 7)
+    monkeypatch.setattr(dense_random, '_shares_experts_with_the_first', lambda: False)
+    yield
+    tracker.reset()
+
+
+def on_rank(rank: int, directory: Path, topology: str = 'pp1', **flags: Any) -> DenseRandom:
+    settings = dict.fromkeys(('no_save_rng', 'no_load_rng', 'finetune'), False)
+    settings |= dict.fromkeys(('non_persistent_global_ckpt_dir', 'non_persistent_ckpt_type'))
+    given = Namespace(save=str(directory), load=str(directory), rank=rank, **(settings | flags))
+    given.moe_router_force_load_balancing = True
+    return DenseRandom(given, topology)
+
+
+def upstream_saves(directory: Path, content: str = 'settings') -> Callable[..., None]:
+    def save(iteration: int, *args: Any, **kwargs: Any) -> None:
+        within = directory / 'non_persistent' if kwargs['non_persistent_ckpt'] else directory
+        folder = within / f'iter_{iteration:07d}'
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / 'common.pt').write_text(content)
+        draw()
+
+    return save
+
+
+def upstream_loads(*args: Any, **kwargs: Any) -> tuple[int, float]:
+    """What it leaves is not this rank's."""
+    draw()
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add(EXPERTS, 99)
+    return 6, 0.0
+
+
+def draw() -> None:
+    random.random()
+    np.random.rand()
+    torch.rand(1)
+    with get_cuda_rng_tracker().fork(EXPERTS):
+        torch.rand(1)
+
+
+def state() -> bytes:
+    return msgspec.msgpack.encode(capture_rng())
+
+
+@pytest.mark.parametrize('not_kept', [False, True])
+def test_every_generator_comes_back(not_kept: bool, tmp_path: Path) -> None:
+    draw()
+    wanted = state()
+    for rank in (0, 1):
+        if rank:
+            draw()
+            wanted = state()
+        on_rank(rank, tmp_path).save(upstream_saves(tmp_path), 6, non_persistent_ckpt=not_kept)
+    draw()
+    assert on_rank(1, tmp_path).load(upstream_loads) == (6, 0.0)
+    assert state() == wanted
+
+
+def _of_another_rank(directory: Path) -> DenseRandom:
+    return on_rank(2, directory)
+
+
+def _of_another_layout(directory: Path) -> DenseRandom:
+    return on_rank(1, directory, topology='pp2')
+
+
+def _saved_over(directory: Path) -> DenseRandom:
+    """By plain Megatron, in the same folder."""
+    upstream_saves(directory, 'other settings')(6, non_persistent_ckpt=False)
+    return on_rank(1, directory)
+
+
+def _damaged(directory: Path) -> DenseRandom:
+    (path,) = directory.glob('iter_*/moevement/random-00001')
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return on_rank(1, directory)
+
+
+def _lost(directory: Path) -> DenseRandom:
+    shutil.rmtree(directory / 'iter_0000006' / 'moevement')
+    return on_rank(0, directory)
+
+
+@pytest.mark.parametrize(
+    'how', [_of_another_rank, _of_another_layout, _saved_over, _damaged, _lost]
+)
+def test_what_is_not_of_this_rank_and_checkpoint_is_left_and_said(
+    how: Callable[[Path], DenseRandom], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = get_cuda_rng_tracker().get_states()[EXPERTS].clone()
+    draw()
+    on_rank(1, tmp_path).save(upstream_saves(tmp_path), 6)
+    loader = how(tmp_path)
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states({EXPERTS: made})
+    with caplog.at_level(logging.WARNING):
+        loader.load(upstream_loads)
+    assert '--moe-router-force-load-balancing experts draw anew' in caplog.text
+    assert torch.equal(tracker.get_states()[EXPERTS], made), 'as when the model was made'
+
+
+def test_the_first_rank_has_from_upstream_what_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense_random, '_shares_experts_with_the_first', lambda: True)
+    on_rank(0, tmp_path).load(upstream_loads)
+    torch.manual_seed(99)
+    assert torch.equal(get_cuda_rng_tracker().get_states()[EXPERTS], torch.get_rng_state())
+
+
+@pytest.mark.parametrize('flag', ['finetune', 'no_load_rng'])
+def test_who_wants_no_random_numbers_gets_none(flag: str, tmp_path: Path) -> None:
+    on_rank(1, tmp_path).save(upstream_saves(tmp_path), 6)
+    wanted = state()
+    on_rank(1, tmp_path, **{flag: True}).load(lambda: (6, 0.0))
+    assert state() == wanted
+
+
+@pytest.mark.parametrize(
+    'flags',
+    [{'no_save_rng': True}, {'non_persistent_ckpt_type': 'local'}, {'save': 'msc://bucket'}],
+)
+def test_nothing_is_written_where_it_does_not_belong(flags: dict, tmp_path: Path) -> None:
+    rank = on_rank(1, tmp_path)
+    vars(rank._args).update(flags)
+    not_kept = 'non_persistent_ckpt_type' in flags
+    rank.save(upstream_saves(tmp_path), 6, non_persistent_ckpt=not_kept)
+    assert not list(tmp_path.rglob('moevement')) and not Path('msc:').exists()
+
+
+def test_a_full_disk_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def save(*args: Any, **kwargs: Any) -> str:
+        upstream_saves(tmp_path)(*args, **kwargs)
+        (tmp_path / 'iter_0000006' / 'moevement').write_text('no folder')
+        return 'saved'
+
+    assert on_rank(1, tmp_path).save(save, 6) == 'saved'
+    assert 'random numbers of rank 1 are not kept' in caplog.text
