@@ -38,6 +38,8 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     """Newest committed iterations, oldest first."""
     details: bytes = b''
     """Further state that a replacement takes over, opaque here."""
+    unjudged: bool = False
+    """All stages recover together, and that may still be refused: its state is not to be kept."""
     midway: bool = False
     """A new process that is setting up to join a running job, and can do nothing else any more."""
 

@@ -90,7 +90,7 @@ def windows_on_disk(disk: DiskWindows, identity: RankIdentity) -> list[HeldWindo
 
 def replacement_report(store: NodeStore, identity: RankIdentity) -> Report:
     """What a new process has: what its node's memory kept."""
-    newest = Ledger.read_newest(store.ledger_path(identity.rank))
+    newest = Ledger.read_newest(store.ledger_path(identity.rank), identity)
     return Report(
         survivor=False,
         node=node_name(),

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -234,10 +235,13 @@ class LocalizedRecovery:
             self._protection.withdraw_after(verdict.window.name)
         self._exchange_addresses(verdict)
         self._phases.respawn += time.perf_counter() - began
-        if self._rank.number in verdict.ranks:
-            self._replay_stage(verdict, iterate)
-        faults.point(Phase.REPLAYED)
-        self._membership.barrier('replayed')
+        with self._on_trial(verdict):
+            if self._rank.number in verdict.ranks:
+                self._replay_stage(verdict, iterate)
+            faults.point(Phase.REPLAYED)
+            self._membership.barrier('replayed')  # where no rank comes that refuses its replay
+        if self._position.rebuilding and self._rank.number in verdict.ranks:
+            self._position.rebuilt()
         faults.point(Phase.REGROUP)
         began = time.perf_counter()
         self._enters('regroup')
@@ -310,6 +314,7 @@ class LocalizedRecovery:
             clean_at=self._position.clean_at,
             first_logged=NOWHERE if first_logged is None else first_logged,
             refused=self._refused,
+            unjudged=self._protection.unjudged,
             address=memory.addresses[self._rank.number],
             ledger=self._entries(),
             details=msgspec.msgpack.encode(handover),
@@ -325,6 +330,8 @@ class LocalizedRecovery:
     def _enter(self) -> None:
         """Decide, and have the loop start at the newest committed iteration."""
         reports = self._membership.reports
+        # Also should who has refused them be lost: its successor does not know.
+        self._refused = sorted({window for report in reports for window in report.refused})
         verdict = decide_recovery(
             reports,
             self._stages.stage_of,
@@ -396,6 +403,11 @@ class LocalizedRecovery:
         self._phases.fetch = self._replay.fetch_s
         self._phases.convert = self._replay.convert_s
         self._phases.catch_up = self._replay.catch_up_s
+
+    def _on_trial(self, verdict: Localized) -> AbstractContextManager[None]:
+        if verdict.window is None or self._rank.number not in verdict.ranks:
+            return nullcontext()
+        return self._protection.on_trial(verdict.window.name, verdict.target)
 
     def _put_back(self) -> None:
         """This rank keeps its state; only what the broken iteration began is undone."""

@@ -26,6 +26,7 @@ from tests.unit.memory.samples import (
     WINDOW,
     capacity,
     digest,
+    identity_of,
     named,
     tmpfs_directory,
     write_window,
@@ -67,7 +68,7 @@ class Job:
             memory = HostMemory(
                 config,
                 'run1',
-                Share(rank, capacity(), logged[rank]),
+                Share(identity_of(rank), capacity(), logged[rank]),
                 CPU,
                 self.degraded.append,
                 lambda own: members,
@@ -96,7 +97,7 @@ class Job:
         monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
         members = [msgspec.structs.replace(member, secret=SECRET) for member in before.members]
         encoded = [msgspec.msgpack.encode(member) for member in members]
-        config, share = settings(shm, replicas=1), Share(0, nbytes, disk=before.disk)
+        config, share = settings(shm, replicas=1), Share(identity_of(0), nbytes, disk=before.disk)
         memory = HostMemory(config, 'run1', share, CPU, pytest.fail, lambda own: encoded)
         memory.addresses = before.addresses
         self.ranks[0] = memory
@@ -195,7 +196,12 @@ def test_over_budget_is_refused_before_anything_is_reserved(
     members = [msgspec.msgpack.encode(Member('node-a', capacity(), LOGGED, 'host', SECRET))]
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-host-memory-gb'):
         HostMemory(
-            config, 'run1', Share(0, capacity(), LOGGED), CPU, pytest.fail, lambda own: members
+            config,
+            'run1',
+            Share(identity_of(0), capacity(), LOGGED),
+            CPU,
+            pytest.fail,
+            lambda own: members,
         )
     assert not [*shm.rglob('*.window')] and not [*shm.rglob('upstream-log')]
 
@@ -212,7 +218,12 @@ def test_a_replacement_on_another_node_leaves_replicas_where_they_are(
     known = [msgspec.msgpack.encode(member) for member in first.members]
     config = settings(shm, replicas=1)
     memory = HostMemory(
-        config, 'run1', Share(0, capacity(), LOGGED), CPU, pytest.fail, lambda own: known
+        config,
+        'run1',
+        Share(identity_of(0), capacity(), LOGGED),
+        CPU,
+        pytest.fail,
+        lambda own: known,
     )
     try:
         assert memory.holders == first.holders
@@ -306,7 +317,9 @@ def test_each_life_of_the_job_has_a_secret_of_its_own_made_by_rank_0(
 
     config = SparseCheckpointConfig(dir=str(shm), replicas=1)
     for life in range(2):
-        memory = HostMemory(config, 'run1', Share(0, capacity()), CPU, pytest.fail, exchange)
+        memory = HostMemory(
+            config, 'run1', Share(identity_of(0), capacity()), CPU, pytest.fail, exchange
+        )
         client = ReplicaClient(memory.server.address, drawn[life][0].secret, 20.0)
         assert client.fetch_headers(1, 0) == []
         client.close()
@@ -328,10 +341,19 @@ def test_what_cannot_be_used_costs_protection_and_not_training(
     for directory in (shm / 'file', shm / 'file' / 'below', shared, Path('/proc/nowhere')):
         config = SparseCheckpointConfig(dir=str(directory))
         with pytest.raises(HostMemoryError, match=str(directory)):
-            HostMemory(config, 'run1', Share(0, capacity()), CPU, pytest.fail, lambda own: members)
+            HostMemory(
+                config,
+                'run1',
+                Share(identity_of(0), capacity()),
+                CPU,
+                pytest.fail,
+                lambda own: members,
+            )
     config = SparseCheckpointConfig(dir=str(shm / 'memory'), interface='nosuch0')
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-interface nosuch0'):
-        HostMemory(config, 'run1', Share(0, capacity()), CPU, pytest.fail, lambda own: members)
+        HostMemory(
+            config, 'run1', Share(identity_of(0), capacity()), CPU, pytest.fail, lambda own: members
+        )
     assert [path for path in (shm / 'memory').rglob('*') if path.is_file()] == []
     assert (shm / 'file').read_text() == 'not a directory'
     assert [*shared.iterdir()] == []
@@ -354,7 +376,7 @@ def reserve(shm: Path, device: torch.device) -> HostMemory:
     """Host memory of a rank alone."""
     member = msgspec.msgpack.encode(Member(NODES[0], capacity(), NOTHING_LOGGED, 'host', SECRET))
     config = SparseCheckpointConfig(dir=str(shm), replicas=0, max_wait=0)
-    share = Share(0, capacity())
+    share = Share(identity_of(0), capacity())
     return HostMemory(config, 'run1', share, device, print, lambda own: [member])
 
 
@@ -390,7 +412,7 @@ def test_a_replacement_needs_no_file_of_its_own_node(shm: Path, tmp_path: Path) 
     config = SparseCheckpointConfig(
         window=WINDOW, replicas=1, dir=str(shm), topology=str(tmp_path / 'missing')
     )
-    share = Share(0, capacity())
+    share = Share(identity_of(0), capacity())
     memory = HostMemory(config, 'run1', share, CPU, lambda reason: None, lambda own: members)
     try:
         assert memory.holders[0] == memory.holders[1] == (2,)
