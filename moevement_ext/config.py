@@ -70,7 +70,8 @@ class SparseCheckpointConfig:
     """Seconds without progress of its training thread, which waits for no other rank, after which
     a worker replaces itself; 0: never."""
     strict: bool = False
-    """Fail instead of training on with reduced protection when memory cannot be set up."""
+    """Stop where memory cannot be set up, or windows found are of another launch, instead of
+    training on with less protection, or from before them."""
     events: str | None = None
     """Directory for events as JSON lines."""
     metrics: int | None = None

@@ -173,7 +173,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         '--sparse-ckpt-strict',
         action='store_true',
-        help='Stop when windows or replicas cannot be set up, instead of training unprotected.',
+        help='Stop when windows or replicas cannot be set up, instead of training unprotected; or '
+        'when windows are found of other flags, files, versions or another environment.',
     )
     group.add_argument(
         '--sparse-ckpt-events',

@@ -16,6 +16,7 @@ from moevement_ext import faults
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout
 from moevement_ext.faults import Phase
+from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
@@ -80,6 +81,7 @@ class SparseCheckpointer:
         schedule: ScheduledPlan,
     ) -> None:
         self._identity = identity
+        self._settings = settings.encode(identity.settings)
         self._operators = operators
         self._life = life
         self._copier = Copier(device)
@@ -242,6 +244,7 @@ class SparseCheckpointer:
             payload_bytes=layout.payload_bytes,
             records=layout.records,
             context=msgspec.msgpack.encode(context),
+            settings=b'' if slot else self._settings,
         )
         self.statistics.slot_bytes = layout.payload_bytes
         self.statistics.captured_bytes += layout.payload_bytes

@@ -18,6 +18,7 @@ from moevement_ext.capture.operators import Operators
 from moevement_ext.membership.place import Place
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.sizing import window_file_bytes
+from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.format import window_capacity
 from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
@@ -208,7 +209,8 @@ class Planner:
         operators = operator_table(list(self._own.sizes), [self._own.sizes])
         payload = window_bytes_bound(operators, window)[0] + window * self._own.always
         frame = frame_bytes_bound(self._largest_header(window, context_bytes))
-        needed = window_capacity([(payload, 0), *((0, frame) for _ in range(window))])
+        frames = ((0, frame) for _ in range(window))
+        needed = window_capacity([(payload, settings.MAX_BYTES), *frames])
         return window_file_bytes(self._state_bytes(window), window, needed)
 
     def _state_bytes(self, window: int) -> int:

@@ -3,7 +3,10 @@
 
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -14,9 +17,10 @@ from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
+from moevement_ext.memory.window.name import HeldWindow, RankIdentity, StoredWindow, Window
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refused import OtherSettings, RefusedWindow
+from moevement_ext.memory.window.settings import digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,12 @@ class Inventory(msgspec.Struct, frozen=True):
     """On its node, of all owners."""
     disk: list[HeldWindow]
     """Its own, on disk."""
+    refused: list[str] = []
+    """Why windows of other settings are of no use, by name, with both values."""
+    doubtful: list[str] = []
+    """In what else the jobs that captured windows differ from this one: bits may."""
+    settings: str = ''
+    """Digest of what this rank was launched with."""
 
 
 def candidates(held: Collection[HeldWindow], world_size: int) -> list[Window]:
@@ -54,38 +64,75 @@ def holders(
     return sorted(found, key=lambda rank: (rank != owner, rank))
 
 
-def held_windows(store: NodeStore, run: str, topology: str) -> list[HeldWindow]:
-    """Committed windows on this node that belong to this run and layout, without duplicates.
+class Found:
+    """Windows that belong to this run and layout, and what is said of those that were looked at.
 
-    What is refused is named in the log. Payloads are verified later, when one is loaded.
+    What is refused is named in the log, once for each reason. Payloads are verified later, when a
+    window is loaded.
+
+    Args:
+        identity: of this rank in this run.
     """
-    found = set()
-    for stored in store.scan():
-        expected = Expected(run, topology, stored.owner, stored.name)
+
+    def __init__(self, identity: RankIdentity) -> None:
+        self._identity = identity
+        self.windows: set[HeldWindow] = set()
+        self.doubtful: set[str] = set()
+        self.other_settings: set[str] = set()
+        self._refused: dict[str, list[Path]] = {}
+
+    def in_memory(self, store: NodeStore) -> Self:
+        """Look at what is committed on this node, of whichever rank."""
+        for stored in store.scan():
+            self._look(stored, WindowFile.open)
+        return self._told()
+
+    def on_disk(self, disk: DiskWindows) -> Self:
+        """Look at what this rank has on disk; a file system that fails has nothing."""
+        for stored in disk.stored():
+            with ExitStack() as opened:
+                self._look(stored, lambda path: opened.enter_context(WindowReader(path)))
+        return self._told()
+
+    def _look(
+        self, stored: StoredWindow, opened: Callable[[Path], WindowFile | WindowReader]
+    ) -> None:
+        own = Expected.of(self._identity, stored.name)._replace(owner=stored.owner)
         try:
-            headers = WindowFile.open(stored.path).verify_identity(expected)
+            headers = opened(stored.path).verify_identity(own)
         except RefusedWindow as refusal:
-            logger.warning('refused: %s', refusal)
-            continue
-        found.add(HeldWindow(Window(stored.name, headers[0].window), stored.owner))
-    return sorted(found)
+            reason = str(refusal).removeprefix(f'{stored.path}: ')
+            self._refused.setdefault(reason, []).append(stored.path)
+            if isinstance(refusal, OtherSettings):
+                self.other_settings.add(reason)
+            return
+        self.windows.add(HeldWindow(Window(stored.name, headers[0].window), stored.owner))
+        self.doubtful.update(own.differs(headers[0]).doubtful)
+
+    def _told(self) -> Self:
+        for reason, paths in self._refused.items():
+            more = f' and {len(paths) - 1} more' if len(paths) > 1 else ''
+            logger.warning('refused: %s%s: %s', paths[0], more, reason)
+        self._refused.clear()
+        return self
 
 
-def windows_on_disk(disk: DiskWindows, identity: RankIdentity) -> list[HeldWindow]:
-    """A rank's windows on disk that belong to this run and layout.
+def held_windows(store: NodeStore, identity: RankIdentity) -> list[HeldWindow]:
+    """Committed windows on this node, of all ranks, that belong to this run and layout."""
+    return sorted(Found(identity).in_memory(store).windows)
 
-    As for `held_windows`; a file system that does not answer as it should has none.
-    """
-    found = []
-    for stored in disk.stored():
-        try:
-            with WindowReader(stored.path) as reader:
-                headers = reader.verify_identity(Expected.of(identity, stored.name))
-        except RefusedWindow as refusal:
-            logger.warning('refused: %s', refusal)
-            continue
-        found.append(HeldWindow(Window(stored.name, headers[0].window), stored.owner))
-    return found
+
+def take_stock(store: NodeStore, disk: DiskWindows | None, identity: RankIdentity) -> Inventory:
+    """What this rank finds at the start of a job."""
+    memory = Found(identity).in_memory(store)
+    found = [memory] if disk is None else [memory, Found(identity).on_disk(disk)]
+    return Inventory(
+        sorted(memory.windows),
+        [] if disk is None else sorted(found[1].windows, reverse=True),
+        sorted(set().union(*(one.other_settings for one in found))),
+        sorted(set().union(*(one.doubtful for one in found))),
+        digest_of(identity.settings),
+    )
 
 
 def replacement_report(store: NodeStore, identity: RankIdentity) -> Report:
@@ -95,6 +142,6 @@ def replacement_report(store: NodeStore, identity: RankIdentity) -> Report:
         survivor=False,
         node=node_name(),
         pid=os.getpid(),
-        windows=held_windows(store, identity.run, identity.topology),
+        windows=held_windows(store, identity),
         committed=newest.iteration if newest is not None else NOWHERE,
     )

@@ -308,7 +308,7 @@ class LocalizedRecovery:
             survivor=True,
             node=node_name(),
             pid=os.getpid(),
-            windows=held_windows(memory.store, identity.run, identity.topology),
+            windows=held_windows(memory.store, identity),
             origin=self._membership.origin,
             committed=self._position.committed,
             clean_at=self._position.clean_at,

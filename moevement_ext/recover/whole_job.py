@@ -6,7 +6,7 @@ a replica, the windows on disk, the dense checkpoint, the start.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -20,11 +20,13 @@ from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.settings import told
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.process.leaving import end_at_once
 from moevement_ext.protect.protection import Protection
+from moevement_ext.recover import launched_alike
 from moevement_ext.recover.conversion import Conversion
-from moevement_ext.recover.inventory import Inventory, candidates, held_windows, windows_on_disk
+from moevement_ext.recover.inventory import Inventory, candidates, take_stock
 from moevement_ext.recover.sources import (
     TRIES,
     HolderLost,
@@ -77,17 +79,17 @@ def find(
         rank: this rank.
         dense_iteration: of the newest dense checkpoint that would be loaded, -1 if there is none.
         last_iteration: at which training ends, None if that is not known yet.
+
+    Raises:
+        UserError: ranks were launched differently (see `launched_alike.check`).
     """
-    identity = rank.identity
-    found_here = Inventory(
-        held_windows(store, identity.run, identity.topology),
-        windows_on_disk(disk, identity) if disk is not None else [],
-    )
+    found_here = take_stock(store, disk, rank.identity)
     inventories = [
         msgspec.msgpack.decode(item, type=Inventory)
         for item in rank.exchange('windows', msgspec.msgpack.encode(found_here))
     ]
-    own = str(newest_committed(store, identity)).encode()
+    refused = launched_alike.check(rank, inventories)
+    own = str(newest_committed(store, rank.identity)).encode()
     committed = max(int(item) for item in rank.exchange('committed', own))
     on_disk = {part for inventory in inventories for part in inventory.disk}
     everything = on_disk.union(*(inventory.memory for inventory in inventories))
@@ -106,14 +108,17 @@ def find(
         committed,
         dense_iteration,
     )
-    if everything and not usable:
-        reason = (
-            f'the dense checkpoint of iteration {dense_iteration} is newer than every window'
-            if complete
-            else 'no window is complete on all ranks'
-        )
-        next_tier(reason, rank, dense_iteration)
+    if (everything or refused) and not usable:
+        next_tier(_why_none(complete, refused, dense_iteration), rank, dense_iteration)
     return predecessor
+
+
+def _why_none(complete: Sequence[Window], refused: Sequence[str], dense_iteration: int) -> str:
+    if complete:
+        return f'the dense checkpoint of iteration {dense_iteration} is newer than every window'
+    if refused:
+        return f'windows are of another launch: {told(refused)}'
+    return 'no window is complete on all ranks'
 
 
 def obtain(

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes two launches the same run: windows of another run or layout are refused by name.
 
+The digests are of flags alone. `settings` has these by name, and what no flag says: what files hold
+(see `named_files`), versions and environment (see `computing`).
+
 Every setting counts but those named here, which cannot change a bit of what training computes; a
 flag that upstream adds counts until it is known not to. What decides the parallel layout is
 compared by itself, so that a refusal says which of the two it is.
@@ -27,8 +30,10 @@ import torch
 import xxhash
 
 from megatron.moevement.facts import UpstreamArguments
+from megatron.moevement.job import computing, named_files
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.settings import RunSettings, bounded
 
 _DENSE_CHECKPOINTS = (
     'save load save_interval save_retain_interval non_persistent_save_interval '
@@ -127,8 +132,27 @@ def topology_identity(args: UpstreamArguments) -> str:
 
 def rank_identity(args: UpstreamArguments, config: SparseCheckpointConfig) -> RankIdentity:
     """What every slot of this rank is stamped with."""
-    run = run_identity(args, run_name(args, config))
-    return RankIdentity(run, topology_identity(args), args.rank)
+    run_id = run_name(args, config)
+    run = run_identity(args, run_id)
+    return RankIdentity(run, topology_identity(args), args.rank, settings(args, run_id))
+
+
+def settings(args: UpstreamArguments, run_id: str) -> RunSettings:
+    """What the job is launched with, by name, to tell in what two launches differ."""
+    layout = {_flag(name): _shown(getattr(args, name, None)) for name in LAYOUT}
+    flags = {_flag(name): _shown(value) for name, value in vars(args).items() if counts(name)}
+    return bounded(
+        RunSettings(
+            flags={'--sparse-ckpt-run-id': run_id, **flags},
+            layout=layout,
+            files=named_files.held_by_files(args),
+            versions={
+                **computing.versions(args.distributed_backend == 'gloo'),
+                **named_files.code(args),
+            },
+            environment={**computing.environment(), **named_files.other_files(args, counts)},
+        )
+    )
 
 
 def run_name(args: UpstreamArguments, config: SparseCheckpointConfig) -> str:
@@ -138,6 +162,19 @@ def run_name(args: UpstreamArguments, config: SparseCheckpointConfig) -> str:
     if 'SLURM_JOB_ID' in os.environ:
         return f'slurm-{os.environ["SLURM_JOB_ID"]}'
     return f'run-{run_identity(args, "")}'
+
+
+def _flag(name: str) -> str:
+    return f'--{name.replace("_", "-")}'
+
+
+def _shown(value: Any) -> str:
+    """As it is given on a command line, where that is plain to see."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ' '.join(value)
+    return _text(value)
 
 
 def _digest(settings: Mapping[str, Any]) -> str:

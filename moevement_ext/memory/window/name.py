@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How windows, their parts and ranks are named."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
+
+from moevement_ext.memory.window.settings import RunSettings
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 """A number that is not negative, which is checked when it comes from a file or from the wire."""
@@ -21,6 +23,8 @@ class RankIdentity:
     """Digest of the parallel layout."""
     rank: int
     """Global rank: the owner of what it captures."""
+    settings: RunSettings = field(default=RunSettings(), compare=False)
+    """What the digests are of, and more; `bounded`."""
 
 
 class WindowName(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):

@@ -16,11 +16,15 @@ class CorruptWindow(RefusedWindow):
     """A window that is not what was written; the message names file, slot, operator, tensor."""
 
 
-class ForeignRun(RefusedWindow):
+class OtherSettings(RefusedWindow):
+    """A window of a job that was launched in another way than this one."""
+
+
+class ForeignRun(OtherSettings):
     """A window of another run."""
 
 
-class WrongTopology(RefusedWindow):
+class WrongTopology(OtherSettings):
     """A window that was written under another parallel layout."""
 
 
@@ -28,5 +32,5 @@ class WrongWindow(RefusedWindow):
     """A window other than the one asked for (owner, start or plan)."""
 
 
-class UnknownVersion(RefusedWindow):
+class UnknownVersion(OtherSettings):
     """A window in a format this program does not read."""

@@ -14,9 +14,10 @@ from typing import Annotated
 import msgspec
 import xxhash
 
+from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import Count, WindowName
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ALIGNMENT = 64
 
 _CHECKSUM = struct.Struct('<Q')
@@ -72,6 +73,8 @@ class SlotHeader(msgspec.Struct):
     """The captured ranges."""
     context: bytes = b''
     """Opaque small state (RNG, schedulers, ...), covered by the checksum of the frame."""
+    settings: bytes = b''
+    """In slot 0: what the job was launched with, encoded (see `settings`)."""
 
     @property
     def name(self) -> WindowName:
@@ -112,7 +115,10 @@ def decode_frame(frame: bytes | memoryview) -> SlotHeader:
     if xxhash.xxh3_64_intdigest(encoded) != frame_checksum(frame):
         raise ValueError('checksum of the slot header does not match')
     try:
-        return _DECODER.decode(encoded)
+        header = _DECODER.decode(encoded)
+        if header.settings:
+            settings.decode(header.settings)  # whoever compares them later need not doubt them
+        return header
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f'slot header cannot be decoded: {error}') from error
 

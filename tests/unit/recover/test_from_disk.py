@@ -11,7 +11,7 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.memory.window.refused import RefusedWindow
-from moevement_ext.recover.inventory import windows_on_disk
+from moevement_ext.recover.inventory import Found
 from moevement_ext.recover.sources import make_room, verified_window
 from tests.unit.memory.samples import RUN, TOPOLOGY, WINDOW, capacity, named, tmpfs_directory
 from tests.unit.recover.test_sources import damage, replicate
@@ -106,7 +106,7 @@ def test_windows_of_another_run_on_disk_are_refused(identity: RankIdentity, job:
     job.ranks[0].windows.discard(named(0))
     disk = job.ranks[0].disk
     assert disk is not None
-    assert windows_on_disk(disk, identity) == []
+    assert Found(identity).on_disk(disk).windows == set()
     with pytest.raises(RefusedWindow, match='disk: .*expected .other'):
         verified_window(job.ranks[0], CANDIDATE, [], identity)
 
@@ -114,9 +114,9 @@ def test_windows_of_another_run_on_disk_are_refused(identity: RankIdentity, job:
 def test_what_is_on_disk_is_listed_without_what_is_torn(job: Job) -> None:
     disk = job.ranks[0].disk
     assert disk is not None
-    assert windows_on_disk(disk, OWN) == [HeldWindow(CANDIDATE, 0)]
+    assert Found(OWN).on_disk(disk).windows == {HeldWindow(CANDIDATE, 0)}
     os.truncate(on_disk(job), 70_000)
-    assert windows_on_disk(disk, OWN) == []
+    assert Found(OWN).on_disk(disk).windows == set()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
 from moevement_ext.memory.upstream_log.record import Direction, LogKey
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import HeldWindow, Window
+from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.replicate import host_memory
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
@@ -88,7 +88,7 @@ class Job:
         return file
 
     def inventories(self) -> list[list[HeldWindow]]:
-        return [held_windows(memory.store, RUN, TOPOLOGY) for memory in self.ranks]
+        return [held_windows(memory.store, RankIdentity(RUN, TOPOLOGY, 0)) for memory in self.ranks]
 
     def begin_again(self, shm: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> HostMemory:
         """Rank 0, whose memory is lost, with window files of another size."""
@@ -175,9 +175,9 @@ def test_inventory_leaves_out_what_is_foreign_or_damaged(job: Job) -> None:
     damaged = job.commit(0, start=3)
     damaged.array[:8] = 0
     store = job.ranks[0].store
-    assert held_windows(store, RUN, TOPOLOGY) == [HeldWindow(CANDIDATE, 0)]
-    assert held_windows(store, 'other-run', TOPOLOGY) == []
-    assert held_windows(store, RUN, 'other-topology') == []
+    assert held_windows(store, RankIdentity(RUN, TOPOLOGY, 1)) == [HeldWindow(CANDIDATE, 0)]
+    assert held_windows(store, RankIdentity('other-run', TOPOLOGY, 1)) == []
+    assert held_windows(store, RankIdentity(RUN, 'other-topology', 1)) == []
 
 
 def test_clean_exit_leaves_nothing(job: Job, shm: Path) -> None:

@@ -27,6 +27,7 @@ from moevement_ext.memory.window.refused import (
     WrongTopology,
     WrongWindow,
 )
+from moevement_ext.memory.window.settings import RunSettings, encode
 from moevement_ext.memory.window.slot import FORMAT_VERSION, encode_frame, frame_bytes_bound
 from tests.unit.memory.samples import (
     PLAN,
@@ -185,6 +186,48 @@ def test_foreign_identities_are_refused_by_type(shm: Path) -> None:
     assert file.verify(Expected()) == file.verify(Expected.of(RankIdentity(RUN, TOPOLOGY, 0)))
 
 
+WAS = RunSettings({'--lr': '0.1'}, files={'d.idx': '9 bytes'}, environment={'NCCL_ALGO': 'Ring'})
+
+
+@pytest.mark.parametrize(
+    ('digest_of_run', 'changed', 'line'),
+    [
+        ('other', {'flags': {'--lr': '0.2'}}, '--lr: was 0.1, is 0.2'),
+        (RUN, {'files': {'d.idx': '8 bytes'}}, 'd.idx: was 9 bytes, is 8 bytes'),
+        (RUN, {'files': {}}, None),
+        (RUN, {'environment': {}}, None),
+    ],
+)
+def test_what_was_launched_otherwise_is_refused_by_name(
+    shm: Path, digest_of_run: str, changed: dict, line: str | None
+) -> None:
+    file = WindowFile.create(shm / 'w', capacity())
+    file.begin(named(0))
+    for slot in range(WINDOW):
+        header = make_header(slot)
+        launched = b'' if slot else encode(WAS)
+        file.reserve_slot(slot, header.payload_bytes)
+        file.seal_slot(msgspec.structs.replace(header, settings=launched))
+    now = msgspec.structs.replace(WAS, **changed)
+    expected = Expected.of(RankIdentity(digest_of_run, TOPOLOGY, 0, now))
+    if line is None:
+        assert len(file.verify_identity(expected)) == WINDOW
+        return
+    with pytest.raises(ForeignRun) as refused:
+        file.verify_identity(expected)
+    assert str(refused.value) == f'{shm / "w"}: {line}'
+
+
+def test_damaged_settings_are_refused(shm: Path) -> None:
+    file = WindowFile.create(shm / 'w', capacity())
+    file.begin(named(0))
+    header = make_header(0)
+    file.reserve_slot(0, header.payload_bytes)
+    file.seal_slot(msgspec.structs.replace(header, settings=b'none'))
+    with pytest.raises(CorruptWindow, match='settings cannot be decoded'):
+        file.headers()
+
+
 def test_the_bytes_of_a_file_are_those_of_the_format(shm: Path) -> None:
     """Files outlive the program that wrote them: other bytes need another format version."""
     file = WindowFile.create(shm / 'w', capacity())
@@ -193,9 +236,10 @@ def test_the_bytes_of_a_file_are_those_of_the_format(shm: Path) -> None:
         header = make_header(slot, start=5)
         payload = file.reserve_slot(slot, header.payload_bytes)
         payload[:] = np.arange(header.payload_bytes) % 251
-        file.seal_slot(header)
-    assert FORMAT_VERSION == 1
-    assert digest(shm / 'w') == '5c8b5aa727092bb5f42052292441b00e7e03da81a42455dae9e713cd4cfa0362'
+        launched = b'' if slot else encode(RunSettings({'--seed': '1'}))
+        file.seal_slot(msgspec.structs.replace(header, settings=launched))
+    assert FORMAT_VERSION == 2
+    assert digest(shm / 'w') == '46e6991a5b89cb8e7c76f6ef4ca69760fe94652971e9d84c183ecfe0201e0e5b'
 
 
 def test_unknown_version_of_file(shm: Path) -> None:

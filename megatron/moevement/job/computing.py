@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions of what computes, and variables of the environment that may decide bits.
+
+A difference is said, and not refused: most releases compute the same bits, and most variables are
+of no consequence for most models.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import os
+import platform
+import re
+import sys
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import xxhash
+
+import moevement_ext
+from moevement_ext.memory.window.settings import Table
+
+_PACKAGES = (
+    'megatron-core torch transformer-engine apex numpy triton flash-attn flash-attn-3 '
+    'nvidia-cudnn-cu12 nvidia-cudnn-cu13 nvidia-cublas nvidia-cublas-cu12 nvidia-nccl-cu12 '
+    'nvidia-nccl-cu13 deep-ep deep-gemm grouped-gemm mamba-ssm causal-conv1d '
+    'emerging-optimizers nvidia-modelopt kitchen tokenizers sentencepiece tiktoken transformers'
+).split()
+
+_DRIVER = Path('/proc/driver/nvidia')
+_NCCL_SETTINGS = Path('/etc/nccl.conf'), Path(os.path.expanduser('~/.nccl.conf'))
+_VARIABLES = re.compile(
+    # NCCL: what decides in which order it adds up. Addresses and time-outs do not.
+    r'NCCL_(ALGO|PROTO|NTHREADS|(MIN|MAX)_(NCHANNELS|CTAS|P2P_NCHANNELS)|\w*BUFFSIZE|\w*CHUNKSIZE'
+    r'|LL\w*|NVLS\w*|COLLNET\w*|MNNVL\w*|P2P_\w+|SHM_\w+|CROSS_NIC|PXN\w*|CTA_POLICY|TOPO_FILE'
+    r'|GRAPH_FILE|TUNER_\w+|CONF_FILE|IB_DISABLE|NET_GDR_LEVEL|PAT_ENABLE|RINGS|TREES'
+    r'|SINGLE_RING_THRESHOLD|TREE_THRESHOLD)'
+    r'|SHARP_COLL_(?!LOG)\w+|NVTE_(?!DEBUG|BUILD)\w+|CUBLAS(?!\w*LOG)\w*|CUDNN_(?!LOG)\w+'
+    r'|NVIDIA_TF32_OVERRIDE|CUTEDSL_\w+|FP4_RECIPE'
+    r'|TORCH_(ALLOW_TF32_\w+|BLAS_\w+|CUDNN_\w+|LINALG_\w+|COMPILE_DISABLE)'
+    r'|TORCHINDUCTOR_(?!\w*DIR)\w+|TORCHDYNAMO_DISABLE|PYTORCH_(JIT|TUNABLEOP_\w+)'
+    r'|TRITON_(F32_DEFAULT|CACHE_AUTOTUNING|INTERPRET)|MAMBA_DETERMINISTIC|FLASH_ATTENTION_\w+'
+    r'|PYTHONHASHSEED|OMP_(NUM_THREADS|DYNAMIC)|KMP_DETERMINISTIC_REDUCTION'
+    r'|MKL_(NUM_THREADS|CBWR|DYNAMIC|ENABLE_INSTRUCTIONS)|OPENBLAS_(NUM_THREADS|CORETYPE)'
+    r'|ATEN_CPU_CAPABILITY|(ONE)?DNNL?_(MAX_CPU_ISA|DEFAULT_FPMATH_MODE)'
+)
+
+
+def versions(on_cpu: bool) -> Table:
+    """Of Python, of installed packages, of this one and of the program; and what it runs on.
+
+    The program is known by its content, as it has no version.
+    """
+    found = {'python': platform.python_version(), 'megatron-moevement': moevement_ext.__version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    found['torch'] = str(torch.__version__)  # with what it was built for
+    found['CUDA of torch'] = str(torch.version.cuda)
+    program = Path(sys.argv[0])
+    if program.is_file():
+        digest = xxhash.xxh3_64_hexdigest(program.read_bytes())
+        found['program'] = f'{program.name} ({digest})'
+    found |= _cpu() if on_cpu else _gpus()
+    return found
+
+
+def environment() -> Table:
+    """Variables that may decide bits, as they are when training begins.
+
+    With those that NCCL reads from a file; of a file that a variable names, a digest comes along.
+    """
+    found: Table = {}
+    for path in _NCCL_SETTINGS:
+        with suppress(OSError, ValueError):
+            pairs = (line.partition('=') for line in path.read_text().splitlines())
+            found |= {name.strip(): value.strip() for name, sign, value in pairs if sign}
+    found |= os.environ
+    return {
+        name: _with_content(value) for name, value in found.items() if _VARIABLES.fullmatch(name)
+    }
+
+
+def _cpu() -> Table:
+    return {'instructions of the CPU': torch.backends.cpu.get_cpu_capability()}
+
+
+def _gpus() -> Table:
+    """Models and driver, as the driver says without a context on a GPU."""
+    found = Table()
+    with suppress(OSError):
+        said = [file.read_text() for file in _DRIVER.glob('gpus/*/information')]
+        models = {model for text in said for model in re.findall(r'Model:\s*(.+)', text)}
+        if models:
+            found['GPU'] = ', '.join(sorted(models))
+        for version in re.findall(r'Module\D+([\d.]+)', (_DRIVER / 'version').read_text())[:1]:
+            found['driver of the GPU'] = version
+    return found
+
+
+def _with_content(value: str) -> str:
+    with suppress(OSError, ValueError):
+        path = Path(value)
+        if path.is_file():
+            return f'{value} ({xxhash.xxh3_64_hexdigest(path.read_bytes())})'
+    return value

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the files hold that flags name: a path that stays does not say that its content has.
+
+Little is read: sizes, counts and the first bytes of data, all of other files, which are small. A
+file that this rank does not see, as on a node without stages that read data, is left out.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import importlib.util
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatron.moevement.facts import UpstreamArguments
+from moevement_ext.memory.window.settings import Table
+
+BLENDS = ('data_args_path', 'per_split_data_args_path')
+"""Flags that name a file with prefixes of data."""
+DATA = (
+    'data_path train_data_path valid_data_path test_data_path titles_data_path evidence_data_path '
+    'block_data_path'
+).split()
+"""Flags that name prefixes of data."""
+_DATA_SUFFIXES = ('.idx', '.bin')
+FILES = (
+    'vocab_file merge_file tokenizer_model metadata_path chat_template per_dataset_sequences_path '
+    'heterogeneous_layers_config_path te_precision_config_file kitchen_config_file '
+    'tp_comm_overlap_cfg nccl_communicator_config_path yaml_cfg langrl_env_config'
+).split()
+"""Flags that may name a file that decides bits. A folder, as of a tokenizer, is what is in it."""
+MODULES = ('spec', 'fp8_quantizer_factory', 'fp4_quantizer_factory')
+"""Flags that name Python modules."""
+WRITTEN = 'moe_routing_trace_path logits_save_dir rl_profile_dir ckpt_convert_save'.split()
+"""Flags that name what a job writes, and not reads."""
+LARGE = 'pretrained_checkpoint ict_load bert_load embedding_path logits_load_dir'.split()
+"""Flags that name large folders or files, or such as no supported job reads."""
+
+_HEAD_BYTES = 4096
+_LARGE_BYTES = 64 * 2**20
+"""Weights beside a tokenizer, say: the size has to do."""
+_INDEX = struct.Struct('<9sQBQQ')  # magic, version, type, sequences, documents
+_INDEX_MAGIC = b'MMIDIDX\0\0'
+
+
+def held_by_files(args: UpstreamArguments) -> Table:
+    """What the files that flags name hold, by file: `<flag> <path>`, or the path of data."""
+    settings, found = vars(args), Table()
+    for name in BLENDS:
+        path = settings.get(name)
+        if path is not None:
+            with suppress(OSError, ValueError):
+                blend = _parsed(name, Path(path).read_text())
+                found[f'{_flag(name)} {path}'] = _text_of(blend)
+                found |= _data(_strings(blend))
+    found |= _data(_strings([settings.get(name) for name in DATA]))
+    for name in FILES:
+        for path in _strings(settings.get(name)):
+            with suppress(OSError, ValueError):  # no path, or not here
+                found[f'{_flag(name)} {path}'] = _held(Path(path))
+    return found
+
+
+def code(args: UpstreamArguments) -> Table:
+    """Digests of the files of modules that flags name, by flag."""
+    found = Table()
+    for name in MODULES:
+        for module in _strings(getattr(args, name, None)):
+            for candidate in (module, module.rpartition('.')[0], module.rpartition(':')[0]):
+                path = _source(candidate)
+                if path is not None:
+                    found[f'{_flag(name)} {candidate}'] = _held(path)
+                    break
+    return found
+
+
+def other_files(args: UpstreamArguments, counts: Callable[[str], bool]) -> Table:
+    """What other files hold that settings name, as flags of a program's own: read, or written."""
+    known = {*BLENDS, *DATA, *FILES, *MODULES, *WRITTEN, *LARGE}
+    found = Table()
+    for name, value in vars(args).items():
+        if name in known or not counts(name) or not isinstance(value, str | os.PathLike):
+            continue
+        with suppress(OSError, ValueError):
+            path = Path(value)
+            if path.is_file():
+                found[f'{_flag(name)} {path}'] = _held(path)
+    return found
+
+
+def _flag(name: str) -> str:
+    return '--tokenizer-metadata' if name == 'metadata_path' else f'--{name.replace("_", "-")}'
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in a value of whatever depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _strings(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _parsed(name: str, text: str) -> Any:
+    """As upstream parses it: weights and prefixes, perhaps by split."""
+    if name == 'data_args_path':
+        return text.split()
+    splits = json.loads(text)
+    return {
+        split: given.split() if isinstance(given, str) else given for split, given in splits.items()
+    }
+
+
+def _text_of(blend: Any) -> str:
+    return ' '.join(blend) if isinstance(blend, list) else json.dumps(blend, sort_keys=True)
+
+
+def _data(prefixes: Iterable[str]) -> Table:
+    found = Table()
+    for prefix in dict.fromkeys(prefixes):
+        for suffix in _DATA_SUFFIXES:
+            with suppress(OSError, ValueError):
+                found[prefix + suffix] = _start_of(Path(prefix + suffix))
+    return found
+
+
+def _start_of(path: Path) -> str:
+    with open(path, 'rb') as file:
+        head = file.read(_HEAD_BYTES)
+        size = os.fstat(file.fileno()).st_size
+    counts = ''
+    if len(head) >= _INDEX.size and head.startswith(_INDEX_MAGIC):
+        *_, sequences, documents = _INDEX.unpack_from(head)
+        counts = f', {sequences} sequences, {documents} documents'
+    return f'{size} bytes{counts}, begins {_digest(head)}'
+
+
+def _held(path: Path) -> str:
+    if path.is_dir():
+        names = sorted(found for found in path.iterdir() if found.is_file())
+        held = [f'{found.name} {_held(found)}' for found in names]
+        return f'{len(held)} files, {_digest(repr(held).encode())}'
+    size = path.stat().st_size
+    if size > _LARGE_BYTES:
+        return f'{size} bytes'
+    return f'{size} bytes, {_digest(path.read_bytes())}'
+
+
+def _digest(content: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+def _source(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except Exception:  # a package on the way cannot be imported; upstream will say so
+        return None
+    has_file = spec is not None and spec.origin is not None and spec.has_location
+    return Path(str(spec.origin)) if spec is not None and has_file else None

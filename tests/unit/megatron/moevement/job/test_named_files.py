@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What files hold that flags name belongs to the identity of a run, and not their paths alone."""
+
+import json
+import re
+import struct
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron.moevement.job import computing, identity, named_files
+from moevement_ext.memory.window.settings import Differences, differences
+from tests.unit.megatron.moevement.job.test_identity import _parser, parsed
+
+
+def launched(*flags: str) -> identity.RunSettings:
+    args = parsed(*flags)
+    args.rank, args.world_size, args.data_parallel_size = 0, 4, 2
+    return identity.settings(args, 'run')
+
+
+def changed(path: Path, content: str, *flags: str) -> Differences:
+    """What differs once a file has this content."""
+    before = launched(*flags)
+    path.write_text(content)
+    return differences(before, launched(*flags))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    """Prefix of indexed data, of two documents."""
+    prefix = tmp_path / 'data'
+    write_data(prefix, sequences=2)
+    return str(prefix)
+
+
+def write_data(prefix: Path, sequences: int, token: int = 7) -> None:
+    head = struct.pack('<9sQBQQ', b'MMIDIDX\0\0', 1, 4, sequences, sequences + 1)
+    Path(f'{prefix}.idx').write_bytes(head + bytes(20 * sequences))
+    Path(f'{prefix}.bin').write_bytes(bytes([token]) * 100)
+
+
+def _of_parser(name: str) -> bool:
+    return (
+        re.search('path|file|dir|cfg|config|model|load|save|templ|spec|factory|data', name)
+        is not None
+    )
+
+
+# Flags whose value is a text that names no file, though their names look like it.
+_NO_FILES = set(
+    (
+        'heterogeneous_layers_config_encoded_json dataloader_type pipeline_model_parallel_layout '
+        'hybrid_override_pattern recompute_modules offload_modules cuda_graph_modules '
+        'pipeline_model_parallel_comm_backend special_tokens'
+    ).split()
+)
+
+
+def test_every_flag_that_may_name_a_file_is_known() -> None:
+    """A flag that upstream adds turns this red: does what it names decide bits?"""
+    known = {*named_files.BLENDS, *named_files.DATA, *named_files.FILES, *named_files.MODULES}
+    known |= {*named_files.WRITTEN, *named_files.LARGE}
+    takes_text = {
+        action.dest
+        for action in _parser()._actions
+        if action.nargs != 0 and action.type in (None, str) and not action.choices
+    }
+    found = {name for name in takes_text if _of_parser(name) and identity.counts(name)}
+    assert found - _NO_FILES <= known, sorted(found - _NO_FILES - known)
+    assert {'tokenizer_model', 'data_args_path', 'spec'} <= found
+
+
+@pytest.mark.parametrize('name', set(named_files.FILES) - {'kitchen_config_file'})
+def test_another_content_of_a_named_file_is_decisive(name: str, tmp_path: Path) -> None:
+    path = tmp_path / 'named'
+    path.write_text('one')
+    flag = named_files._flag(name)
+    (line,) = changed(path, 'other', flag, str(path)).decisive
+    assert re.fullmatch(rf'{flag} {path}: was 3 bytes, \w+, is 5 bytes, \w+', line)
+
+
+def test_a_folder_of_a_tokenizer_is_what_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / 'tokenizer.json').write_text('one')
+    flags = '--tokenizer-model', str(tmp_path)
+    (line,) = changed(tmp_path / 'tokenizer.json', 'two', *flags).decisive
+    assert line.startswith(f'--tokenizer-model {tmp_path}: was 1 files, ')
+
+
+def test_a_blend_is_known_as_it_is_parsed(tmp_path: Path) -> None:
+    blend = tmp_path / 'blend.txt'
+    blend.write_text('0.7 d 0.3 e')
+    flags = '--data-args-path', str(blend)
+    assert not changed(blend, ' 0.7 d\n0.3 e\n', *flags)
+    (line,) = changed(blend, '0.2 d 0.8 e', *flags).decisive
+    assert line == f'--data-args-path {blend}: was 0.7 d 0.3 e, is 0.2 d 0.8 e'
+
+
+def test_a_blend_of_each_split_is_known_as_it_is_parsed(tmp_path: Path) -> None:
+    blend = tmp_path / 'blend.json'
+    one = {'train': '0.7 d 0.3 e', 'valid': ['v'], 'test': None}
+    blend.write_text(json.dumps(one))
+    flags = '--per-split-data-args-path', str(blend)
+    same = {**one, 'train': one['train'].split()}
+    assert not changed(blend, json.dumps(same, indent=2), *flags)
+    assert len(changed(blend, json.dumps({**one, 'valid': ['w']}), *flags).decisive) == 1
+
+
+@pytest.mark.parametrize('named_by', ['--data-path', '--train-data-path', '--data-args-path'])
+@pytest.mark.parametrize(
+    ('rebuilt', 'files'), [({'sequences': 3}, ['idx']), ({'token': 8}, ['bin'])]
+)
+def test_data_that_were_built_anew_are_noticed(
+    named_by: str, rebuilt: dict, files: list[str], data: str, tmp_path: Path
+) -> None:
+    blend = tmp_path / 'blend.txt'
+    blend.write_text(f'1.0 {data}')
+    flags = [named_by, *([str(blend)] if named_by == '--data-args-path' else ['1.0', data])]
+    before = launched(*flags)
+    write_data(Path(data), **{'sequences': 2, **rebuilt})
+    lines = differences(before, launched(*flags)).decisive
+    assert [line.partition(':')[0] for line in lines] == [f'{data}.{suffix}' for suffix in files]
+    if files == ['idx']:
+        assert '2 sequences, 3 documents' in lines[0] and '3 sequences, 4 documents' in lines[0]
+
+
+def test_data_that_a_rank_does_not_see_are_no_difference(data: str) -> None:
+    before = launched('--data-path', data)
+    for suffix in ('.idx', '.bin'):
+        Path(data + suffix).unlink()
+    assert not differences(before, launched('--data-path', data))
+
+
+def test_a_module_that_a_flag_names_is_doubtful(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / 'layers_of_mine.py'
+    module.write_text('spec = 1')
+    found = changed(module, 'spec = 2', '--spec', 'layers_of_mine', 'spec')
+    (line,) = found.doubtful
+    assert line.startswith('--spec layers_of_mine: was') and not found.decisive
+
+
+def test_a_file_of_an_unknown_flag_is_doubtful(tmp_path: Path) -> None:
+    """It may be one that the job writes."""
+    path = tmp_path / 'mine'
+    path.write_text('one')
+    args = Namespace(curriculum=str(path), save=str(path), rank=0)
+    before = named_files.other_files(args, identity.counts)
+    path.write_text('two')
+    after = named_files.other_files(args, identity.counts)
+    assert list(before) == list(after) == [f'--curriculum {path}'] and before != after
+
+
+def test_a_file_that_a_job_writes_is_no_difference(tmp_path: Path) -> None:
+    path = tmp_path / 'trace'
+    path.write_text('one')
+    assert not changed(path, 'two', '--moe-routing-trace-path', str(path))
+
+
+def test_a_flag_is_told_as_it_is_given() -> None:
+    was, now = launched('--data-path', '0.7', 'd'), launched('--data-path', '0.3', 'd')
+    assert differences(was, now).lines == ['--data-path: was 0.7 d, is 0.3 d']
+
+
+DECISIVE = (
+    'NCCL_ALGO NCCL_PROTO NCCL_MIN_NCHANNELS NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_BUFFSIZE '
+    'CUBLAS_WORKSPACE_CONFIG NVTE_FUSED_ATTN NVTE_ALLOW_NONDETERMINISTIC_ALGO OMP_NUM_THREADS '
+    'NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCHINDUCTOR_MAX_AUTOTUNE MKL_CBWR'
+).split()
+INDIFFERENT = (
+    'NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_HOSTID NCCL_TOPO_DUMP_FILE CUBLASLT_LOG_LEVEL NVTE_DEBUG '
+    'TORCHINDUCTOR_CACHE_DIR RANK MASTER_ADDR CUDA_VISIBLE_DEVICES PATH SLURM_JOB_ID'
+).split()
+
+
+@pytest.mark.parametrize(
+    ('name', 'told'), [*((n, 1) for n in DECISIVE), *((n, 0) for n in INDIFFERENT)]
+)
+def test_environment_that_may_decide_bits_is_doubtful(
+    name: str, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(name, raising=False)
+    before = computing.environment()
+    monkeypatch.setenv(name, 'value')
+    assert computing.environment() == before | ({name: 'value'} if told else {})
+
+
+def test_nccl_is_told_by_files_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = tmp_path / 'nccl.conf'
+    settings.write_text('# rings\nNCCL_ALGO=Ring\nNCCL_DEBUG = INFO\n')
+    monkeypatch.setattr(computing, '_NCCL_SETTINGS', [settings, tmp_path / 'none'])
+    monkeypatch.delenv('NCCL_ALGO', raising=False)
+    assert computing.environment()['NCCL_ALGO'] == 'Ring'
+    monkeypatch.setenv('NCCL_ALGO', 'Tree')
+    monkeypatch.setenv('NCCL_TOPO_FILE', str(settings))
+    found = computing.environment()
+    assert found['NCCL_ALGO'] == 'Tree' and re.fullmatch(
+        rf'{settings} \(\w+\)', found['NCCL_TOPO_FILE']
+    )
+    assert 'NCCL_DEBUG' not in found
+
+
+def test_versions_and_the_program_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / 'train.py'
+    program.write_text('one')
+    monkeypatch.setattr(sys, 'argv', [str(program)])
+    found = computing.versions(on_cpu=True)
+    assert {'torch', 'megatron-core', 'megatron-moevement', 'python'} <= found.keys()
+    program.write_text('two')
+    assert found['program'] != computing.versions(on_cpu=True)['program']
