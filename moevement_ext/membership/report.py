@@ -22,6 +22,8 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     pid: int
     windows: list[HeldWindow]
     """Committed windows on its node, of whichever rank."""
+    launched: str = ''
+    """Digest of what it was launched with; empty: it does not say."""
     origin: int = NOWHERE
     """Epoch in which all ranks of this life of the job started together."""
     committed: int = NOWHERE

@@ -35,7 +35,7 @@ from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import Window
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.giving_up import start_the_whole_job_again
-from moevement_ext.recover.inventory import held_windows
+from moevement_ext.recover.inventory import held_windows, launch_of
 from moevement_ext.recover.log_line import recovered_line
 from moevement_ext.recover.lost_peer import lost_peer
 from moevement_ext.recover.rank_state import RankState, Running
@@ -120,6 +120,7 @@ class LocalizedRecovery:
         position: RankState[Start],
     ) -> None:
         self._rank = rank
+        self._launched = launch_of(rank.identity)
         self._membership = membership
         self._trainer = trainer
         self._protection = protection
@@ -309,6 +310,7 @@ class LocalizedRecovery:
             node=node_name(),
             pid=os.getpid(),
             windows=held_windows(memory.store, identity),
+            launched=self._launched,
             origin=self._membership.origin,
             committed=self._position.committed,
             clean_at=self._position.clean_at,
