@@ -291,9 +291,11 @@ class Job:
         self.protection.start(plan, store, self._on_disk, forget_former_places=not reads_memory())
         if self._restart is not None:
             conversion = self._restart.conversion
+            until = self._restart.catches_up_to
+            self.protection.begin_trial(conversion.window, until, of_all=True)
             self.protection.windows.replicate_again(conversion.window, conversion.file())
         else:
-            self.protection.windows.forget_the_past()
+            self.protection.forget_the_past()
         return self._protected(self.protection)
 
     def _protected(self, protection: Protection) -> WholeJob:

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch.distributed import Store
 
 from moevement_ext.config import LOCALIZED, SparseCheckpointConfig, node_name
+from moevement_ext.errors import UserError
 from moevement_ext.local_cluster.statements import tell_joining, tell_memory, tell_survivors
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.node_copy import NodeCopy
@@ -20,6 +21,7 @@ from moevement_ext.process.forks import isolate_children
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.process.orphans import end_orphans
 from moevement_ext.process.watchdog import watch_set_up
+from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.store.outside import meet_there
 
@@ -50,6 +52,7 @@ def join(
         torch's own.
 
     Raises:
+        UserError: this process is launched otherwise than the job that it is to join.
         ConfigurationError: the store of `--sparse-ckpt-store` is not reached, or not this job's.
     """
     directory = Path(config.dir)
@@ -76,8 +79,25 @@ def join(
             report,
             stuck_timeout_s=config.stuck_timeout,
         )
+        _take_part(membership, identity, config)
         return membership, membership.store
     if config.recovery == LOCALIZED and identity.rank == 0:
         logger.warning('sparse checkpointing: recovery restarts the whole job: %s', not_localized)
     meeting = Rendezvous(launcher, identity.rank, world_size).meet(lambda: b'', timeout)
     return None, meeting.store
+
+
+def _take_part(
+    membership: Membership, identity: RankIdentity, config: SparseCheckpointConfig
+) -> None:
+    """Begin the job, or join it if this process is launched as it was."""
+    if not membership.joining:
+        if identity.rank == 0:
+            launched_alike.leave(membership.archive, identity)
+        return
+    reason = launched_alike.why_not(membership.archive, membership.reports, identity, config.strict)
+    if reason is not None:
+        membership.refuse(reason)
+        raise UserError(
+            f'{reason}. Launch it with the same flags, files, versions and environment.'
+        )

@@ -27,6 +27,9 @@ _OTHERS_S = 2.0
 """In which ranks that are a little behind receive what this one sent them last, and come to the
 same place; one that does not has the window, too."""
 
+_MOST_TOLD = 4
+"""Ranks that say what differs, in one line."""
+
 
 @dataclass
 class Restart:
@@ -208,9 +211,10 @@ class WholeJob:
 
     def _recovered(self) -> None:
         assert self._restart is not None
+        verified = self._verification.result()
+        self._judge(str(verified))
         seconds = self._restart.seconds
         seconds['catch_up'] = time.perf_counter() - self._caught_up_from
-        verified = self._verification.result()
         replayed = self._catch_up_to - self._restart.conversion.first.iteration
         self.rank.events.emit(
             Recovered(
@@ -222,6 +226,20 @@ class WholeJob:
             )
         )
         print(recovered_line(self._catch_up_to, replayed, verified), flush=True)
-        if self._verification.forbids(self.rank.config.verify):
-            dense_iteration = self._restart.predecessor.dense_iteration
-            whole_job.refuse(self.protection.memory, verified, self.rank, dense_iteration)
+
+    def _judge(self, verified: str) -> None:
+        """With `--sparse-ckpt-verify stop`, by all ranks: what one refuses, no other goes on from.
+
+        Else one could take for right, and keep, what it computed from what another sent it.
+        """
+        if not self.protection.unjudged:
+            return
+        assert self._restart is not None
+        forbids = self._verification.forbids(self.rank.config.verify)
+        said = self.rank.exchange('judged', verified.encode() if forbids else b'')
+        refused = [f'rank {rank}: {found.decode()}' for rank, found in enumerate(said) if found]
+        if refused:
+            window, predecessor = self._restart.conversion.window, self._restart.predecessor
+            told = '; '.join(refused[:_MOST_TOLD])
+            whole_job.refuse(self.protection, window, told, self.rank, predecessor)
+        self.protection.accept()

@@ -36,6 +36,7 @@ from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import (
     Ending,
     EpochBroken,
+    FencedOut,
     Meeting,
     Rendezvous,
     break_epoch,
@@ -250,12 +251,20 @@ class Membership:
         """Join the epoch after the present one; returns what all ranks report, by rank.
 
         Raises:
-            FencedOut: this process has been replaced.
+            FencedOut: this process has been replaced, or the job begun anew.
             StoreLost: the store is, not a connection only.
             SparseCheckpointError: somebody did not come in time.
         """
         self._arrive(self._meet_others(report, self._meeting.epoch))
+        if self.origin < max(other.origin for other in self.reports):
+            raise FencedOut('the job was started again without this process, which ends')
         return self.reports
+
+    def refuse(self, reason: str) -> None:
+        """In its set-up, this process must not take part: the others hear why. It is to end."""
+        with self._setting_up:
+            self._settled = True  # it joins no other epoch
+        self.leave(reason)
 
     def _meet_others(self, report: Callable[[], Report], after: int | None) -> Meeting:
         """Join the epoch after one, or any; in another connection if that to the store is lost.
@@ -349,10 +358,7 @@ class Membership:
             break_epoch(self._store, self._meeting.epoch, 'the job is over')
             self._watch.join()
             self._rendezvous.finish()
-        except (
-            SparseCheckpointError,
-            DistError,
-        ) as error:  # another rank, or the launcher, is gone
+        except (SparseCheckpointError, DistError) as error:  # a rank, or the launcher, is gone
             logger.warning('the end of the job is not waited for: %s', error)
 
     def _raise_if_broken(self) -> None:

@@ -22,6 +22,8 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     pid: int
     windows: list[HeldWindow]
     """Committed windows on its node, of whichever rank."""
+    launched: str = ''
+    """Digest of what it was launched with; empty: it does not say."""
     origin: int = NOWHERE
     """Epoch in which all ranks of this life of the job started together."""
     committed: int = NOWHERE
@@ -38,6 +40,8 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     """Newest committed iterations, oldest first."""
     details: bytes = b''
     """Further state that a replacement takes over, opaque here."""
+    unjudged: bool = False
+    """All stages recover together, and that may still be refused: its state is not to be kept."""
     midway: bool = False
     """A new process that is setting up to join a running job, and can do nothing else any more."""
     launch: str = ''

@@ -5,7 +5,8 @@ Gradient norms and overflow flags are reduced across pipeline stages, so a stage
 cannot compute them again; every rank keeps them in a small mapped ring that survives
 the process. Layout: a preamble, then `capacity_records` regions of `RECORD_BYTES`; iteration t
 is in region t modulo capacity. Each region has its own checksum, so an append that was cut off by a
-kill loses that one entry and no other.
+kill loses that one entry and no other. The preamble has a digest of run, layout and rank: what
+another run left under the same name may be of other optimizers, and of other bits.
 """
 
 import logging
@@ -20,6 +21,7 @@ import xxhash
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
 from moevement_ext.memory.mapped import map_new
+from moevement_ext.memory.window.name import RankIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +31,8 @@ MAX_SCALARS = 16
 PREAMBLE_BYTES = 64
 
 _MAGIC = b'MoEvLed\0'
-_VERSION = 2
-_PREAMBLE = struct.Struct('<8sIIQ')  # magic, version, record bytes, capacity in records
+_VERSION = 3
+_PREAMBLE = struct.Struct('<8sIIQQ')  # magic, version, record bytes, whose, capacity in records
 _PREFIX = struct.Struct('<QQQ')  # checksum of the rest, sequence number, entry bytes
 
 
@@ -63,23 +65,25 @@ class Ledger:
     Args:
         path: file in the holder's directory (`NodeStore.ledger_path`), which is locked.
         capacity_records: iterations to remember; more than a recovery can ever go back.
+        identity: whose it is. What an earlier process of another run or layout left is not read.
 
     Raises:
         HostMemoryError: no space for the file.
     """
 
-    def __init__(self, path: Path, capacity_records: int) -> None:
+    def __init__(self, path: Path, capacity_records: int, identity: RankIdentity) -> None:
         if capacity_records < 1:
             raise ValueError(f'a ledger of {capacity_records} records remembers nothing')
         self.path = path
         self.capacity = capacity_records
         self._encoder = msgspec.msgpack.Encoder()
         self._scratch = bytearray(RECORD_BYTES)
-        kept = _entries_in(path)
+        kept = _entries_in(path, identity)
         new_path = path.with_name(path.name + '.new')
         new_path.unlink(missing_ok=True)  # left by a process that was killed here
         self._map = map_new(new_path, self.bytes_needed(capacity_records))
-        _PREAMBLE.pack_into(self._map, 0, _MAGIC, _VERSION, RECORD_BYTES, capacity_records)
+        known = _MAGIC, _VERSION, RECORD_BYTES, _digest(identity)
+        _PREAMBLE.pack_into(self._map, 0, *known, capacity_records)
         self._sequence = 0
         for entry in kept:
             self.append(entry)
@@ -121,9 +125,9 @@ class Ledger:
                 self._map[at : at + RECORD_BYTES] = bytes(RECORD_BYTES)
 
     @staticmethod
-    def read_newest(path: Path) -> LedgerEntry | None:
+    def read_newest(path: Path, identity: RankIdentity) -> LedgerEntry | None:
         """Entry that was appended last to a file, which is not taken over; None if it has none."""
-        kept = _entries_in(path)
+        kept = _entries_in(path, identity)
         return kept[-1] if kept else None
 
     def close(self) -> None:
@@ -139,7 +143,7 @@ class Ledger:
         return PREAMBLE_BYTES + (iteration % self.capacity) * RECORD_BYTES
 
 
-def _entries_in(path: Path) -> list[LedgerEntry]:
+def _entries_in(path: Path, identity: RankIdentity) -> list[LedgerEntry]:
     """Entries that an earlier process has left, in the order in which they were appended."""
     try:
         with os.fdopen(private.open_file(path, os.O_RDONLY), 'rb') as file:
@@ -153,9 +157,17 @@ def _entries_in(path: Path) -> list[LedgerEntry]:
     if len(content) < PREAMBLE_BYTES or _PREAMBLE.unpack_from(content)[:3] != known:
         logger.warning('%s is no ledger of this format; its entries are ignored', path)
         return []
+    if _PREAMBLE.unpack_from(content)[3] != _digest(identity):
+        logger.warning('%s is of another run or layout; its entries are ignored', path)
+        return []
     regions = range(PREAMBLE_BYTES, len(content) - RECORD_BYTES + 1, RECORD_BYTES)
     found = [item for at in regions if (item := _decode(content, at)) is not None]
     return [entry for _, entry in sorted(found, key=lambda item: item[0])]
+
+
+def _digest(identity: RankIdentity) -> int:
+    whose = msgspec.msgpack.encode((identity.run, identity.topology, identity.rank))
+    return xxhash.xxh3_64_intdigest(whose)
 
 
 def _decode(content: bytes | mmap.mmap, at: int) -> tuple[int, LedgerEntry] | None:

@@ -140,8 +140,8 @@ class SparseCheckpointer:
             return
         if slot == 0:
             name = WindowName(iteration, self._schedule.digest)
-            file = self._life.open(name)
             length = self._schedule.plan.window
+            file = self._life.open(name, length)
             self._window = None if file is None else _Writing(file, name, length)
         window = self._window
         if window is None or window.given_up:

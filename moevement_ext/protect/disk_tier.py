@@ -108,17 +108,26 @@ class DiskTier:
         Called by the training thread, in a recovery. It waits only where something later is on
         disk, or under way, which is rare: a recovery starts from the newest persisted window.
         """
+        if self._goes_back_to(window.start):
+            self._board.withdraw_after(window)
+
+    def refuse(self, window: WindowName) -> None:
+        """Nothing recovers from `window` any more, nor from later ones. As `withdraw_after`."""
+        self._goes_back_to(window.start - 1)
+
+    def _goes_back_to(self, start: int) -> bool:
+        """Have later windows set aside; False if there are none."""
         with self._changed:
-            if self._newest <= window.start:
-                return
+            if self._newest <= start:
+                return False
             done = threading.Event()
-            self._rollbacks.append((window.start, done))
+            self._rollbacks.append((start, done))
             self._changed.notify()
         if not done.wait(_ROLL_BACK_SECONDS):
             self._statistics.degraded(
-                f'the disk does not answer: windows after {window.start} are still there'
+                f'the disk does not answer: windows after {start} are still there'
             )
-        self._board.withdraw_after(window)
+        return True
 
     def stop(self) -> None:
         """End the threads; one that waits for a disk that does not answer is left behind."""

@@ -11,6 +11,9 @@ There are two files. So a window that begins waits for the one before to be pers
 last slot was copied an iteration ago. If that takes longer than training may wait, this window is
 skipped and the one before goes on its way: peers that are slow for ever persist windows less often,
 but do persist them. A window that any rank skips or gives up is given up by all.
+
+What is captured in a recovery that is still to be judged goes nowhere before that (`trial`); this
+is the one place where it comes to count, or does not.
 """
 
 import threading
@@ -28,6 +31,7 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.protect.statistics import CaptureStatistics
+from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 
@@ -78,6 +82,7 @@ class WindowLife:
         self._freed = threading.Event()
         self._stalled = False
         self._newest: WindowName | None = None
+        self._trial: Trial | None = None
         self._replicator = Replicator(
             owner, peers, self.replicated, statistics.degraded, max_windows=GENERATIONS
         )
@@ -90,8 +95,8 @@ class WindowLife:
 
     # Training thread
 
-    def open(self, name: WindowName) -> WindowFile | None:
-        """Take a file for a window that begins, waiting for one at most `max_wait_s`.
+    def open(self, name: WindowName, length: int) -> WindowFile | None:
+        """Take a file for a window of `length` slots, waiting for one at most `max_wait_s`.
 
         After one wait in vain there are no more, until a window is persisted again. None: there is
         no file, the window is complete already, or another rank has given it up.
@@ -101,7 +106,9 @@ class WindowLife:
         if self._windows.is_given_up(name):
             return None
         try:
-            file = self._wait_for_file(name)
+            file = (
+                self._wait_for_file(name) if self._trial is None else self._on_trial(name, length)
+            )
         except Exception as error:
             self.statistics.degraded(f'window {name.start} cannot be opened: {error}')
             self.give_up([name.start])
@@ -126,6 +133,8 @@ class WindowLife:
     def abandon(self, name: WindowName, file: WindowFile) -> None:
         """Use the file of a window that was begun, and that nobody relies on, for another."""
         self._replicator.abandon(name)
+        if self._trial is not None:
+            self._trial.forget(file)
         try:
             self._windows.abandon(file)
         except Exception as error:
@@ -143,11 +152,35 @@ class WindowLife:
             if remaining <= 0 or not self._freed.wait(remaining):
                 return None
 
+    def _on_trial(self, name: WindowName, length: int) -> WindowFile | None:
+        """A file for a window that does not count yet.
+
+        Nobody will free one before the verdict. Of those that are complete by then the newest is
+        kept, which takes the file of the one before.
+        """
+        trial = self._trial
+        assert trial is not None
+        file = self._windows.begin(name, unjudged=True)
+        if file is None and trial.is_over_before(name.start, length):
+            before = trial.oldest(self._max_wait_s)
+            if before is not None:
+                self.give_up([before.required_name().start])
+                self.abandon(before.required_name(), before)
+                file = self._windows.begin(name, unjudged=True)
+        if file is not None:
+            trial.begins(file)
+        return file
+
     # Other threads, in training
 
     def sealed(self, file: WindowFile, header: SlotHeader) -> None:
         """Keep and replicate a slot whose bytes have all arrived. Called by the sealing thread."""
         file.seal_slot(header)
+        trial = self._trial
+        if trial is None or not trial.seal(file, header):
+            self._keep(file, header)
+
+    def _keep(self, file: WindowFile, header: SlotHeader) -> None:
         if header.slot == header.window - 1:
             self._windows.commit(file)
             self._note_committed(file, header)
@@ -198,6 +231,32 @@ class WindowLife:
         self._windows.persisted(window)
         self._windows.discard_after(window.start)
 
+    def begin_trial(self, trial: Trial) -> None:
+        """What is captured from now on does not count before `accept`."""
+        self._trial = trial
+
+    def accept(self) -> None:
+        """The recovery is right: what was captured in it counts. All of it must be sealed."""
+        trial, self._trial = self._trial, None
+        if trial is None:
+            return
+        self._replicator.discard_after(trial.back_to.start)
+        for file, headers in trial.windows():
+            self._windows.judged(file)
+            for header in headers:
+                self._keep(file, header)
+
+    def withdraw_captures(self) -> None:
+        """The recovery is refused, or was cut off: nothing that was captured in it is left."""
+        trial, self._trial = self._trial, None
+        for file, _ in trial.windows() if trial is not None else ():
+            self.abandon(file.required_name(), file)
+
+    @property
+    def trial(self) -> Trial | None:
+        """The recovery that is still to be judged, if there is one."""
+        return self._trial
+
     def forget_the_past(self) -> None:
         """Drop what is still there: it belongs to a past that is not continued."""
         self._windows.discard_after(-1)
@@ -205,7 +264,8 @@ class WindowLife:
 
     def replicate_again(self, window: WindowName, file: WindowFile) -> None:
         """Offer the window just recovered from: its replicas may be gone with a node."""
-        self._replicator.discard_after(window.start)
+        if self._trial is None:  # else they have what tells if the recovery is exact
+            self._replicator.discard_after(window.start)
         self._replicator.agree(Agreed(window))
         self._submit(file)
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from moevement_ext.capture.operators import Operators
-from moevement_ext.config import AUTO, OFF, node_name
+from moevement_ext.config import AUTO, OFF, STOP, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Protected, ProtectionReduced, Replanned
 from moevement_ext.membership.rank import Rank
@@ -34,6 +34,7 @@ from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner
 from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
+from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.host_memory import HostMemory, Share
 from moevement_ext.replicate.secret import agree
 
@@ -88,7 +89,7 @@ class Protection:
         self._first_plan = planner.first_plan(window)
         capacity = planner.capacity(longest, context_bytes)
         self._disk: DiskTier | None = None
-        self.memory = self._reserve(Share(rank.number, capacity, logged, disk=disk))
+        self.memory = self._reserve(Share(rank.identity, capacity, logged, disk=disk))
         self.memory.connect(partial(rank.exchange, 'addresses'))
 
     @property
@@ -163,8 +164,21 @@ class Protection:
         rank.events.emit(self._description())
 
     def captured_after(self, start: int) -> list[SlotHeader]:
-        """What tells if a recovery from the window at `start` is exact: newer slots, if wanted."""
-        return [] if self._rank.config.verify == OFF else self.memory.captured_after(start)
+        """What tells if a recovery from the window at `start` is exact: newer slots, if wanted.
+
+        Where it may be refused they are kept for the next one, too.
+        """
+        verify, witness = self._rank.config.verify, self.memory.witness
+        found = [] if verify == OFF else self.memory.captured_after(start)
+        if verify != STOP:
+            return found
+        witness.remember([header for header in found if self._captured_by_this_rank(header)])
+        return witness.after(start)
+
+    def forget_the_past(self) -> None:
+        """This life of the job does not go on from windows of an earlier one."""
+        self.windows.forget_the_past()
+        self.memory.witness.forget()
 
     def stop_capturing(self) -> None:
         """Nothing reads the state of this rank any more, so that it can be loaded anew."""
@@ -181,6 +195,55 @@ class Protection:
         self.windows.go_back_to(name)
         self.checkpointer.roll_back(name.start)
         self.windows.replicate_again(name, file)
+
+    def begin_trial(self, back_to: WindowName, until: int, of_all: bool) -> None:
+        """A recovery begins that is judged at iteration `until`; with `stop` it may be refused.
+
+        What is captured in it counts for nothing until `accept`. Training thread.
+
+        Args:
+            back_to: the window that it starts from.
+            until: where it ends.
+            of_all: all stages go back together.
+        """
+        if self._rank.config.verify == STOP:
+            self.windows.begin_trial(Trial(back_to, until, of_all))
+
+    def accept(self) -> None:
+        """The recovery is right, on all ranks: what was captured in it counts."""
+        if self.unjudged:
+            self.drain()
+            self.windows.accept()
+        self.memory.witness.forget()
+
+    @contextmanager
+    def on_trial(self, back_to: WindowName, until: int) -> Iterator[None]:
+        """A recovery that is accepted when the context ends well; else nothing is left of it."""
+        self.begin_trial(back_to, until, of_all=False)
+        try:
+            yield
+        except Exception:
+            if self.unjudged:
+                self.checkpointer.stop_capturing()
+                self.windows.withdraw_captures()
+            raise
+        self.accept()
+
+    def refuse(self, window: WindowName) -> None:
+        """All ranks have refused what was recovered from `window`: it is of no use to any.
+
+        What was captured before and is newer stays: it may tell more of what is recovered next.
+        """
+        self.checkpointer.stop_capturing()
+        self.windows.withdraw_captures()
+        self.memory.forget_window(window)
+        if self._disk is not None:
+            self._disk.refuse(window)
+
+    @property
+    def unjudged(self) -> bool:
+        """A recovery is under way that may still be refused."""
+        return self.windows.trial is not None
 
     def begin_window(self, iteration: int) -> None:
         """Capture by the plan in force from the state after `iteration` on; all ranks do so.
@@ -223,6 +286,8 @@ class Protection:
         schedule = self.checkpointer.schedule
         self._slot = (iteration - schedule.origin) % schedule.plan.window
         self._counter.counting = self._slot == 0 and iteration >= schedule.origin
+        if self._slot == 0:
+            self._shorten_log(iteration, schedule.plan.window)
         self._step_began = time.perf_counter()
 
     def end(self, iteration: int, replayed: bool) -> None:
@@ -301,6 +366,21 @@ class Protection:
             threading.Thread(
                 target=self.memory.forget_former_places, name='sparse-ckpt-former', daemon=True
             ).start()
+
+    def _captured_by_this_rank(self, header: SlotHeader) -> bool:
+        own = self._rank.identity
+        return (header.run, header.topology, header.owner) == (own.run, own.topology, own.rank)
+
+    def _shorten_log(self, iteration: int, window: int) -> None:
+        """In a recovery of all stages nothing is persisted, so nothing else makes room in the log.
+
+        A failure then has all go back again; once it is judged, the log is for its newest window.
+        """
+        trial, log = self.windows.trial, self.memory.log
+        if trial is None or log is None or not trial.of_all:
+            return
+        if trial.is_over_before(iteration, window):
+            log.drop_until(iteration)
 
     def _disk_tier(
         self, store: torch.distributed.Store, complete: WindowName | None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+import xxhash
 
 from moevement_ext.config import node_name
 from moevement_ext.membership.launch import own_launch
@@ -21,8 +22,8 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, StoredWindow, Window
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import OtherSettings, RefusedWindow
-from moevement_ext.memory.window.settings import digest_of
 from moevement_ext.replicate.secret import marks_here
+from moevement_ext.memory.window.settings import digest_of, encode
 
 logger = logging.getLogger(__name__)
 
@@ -137,14 +138,21 @@ def take_stock(store: NodeStore, disk: DiskWindows | None, identity: RankIdentit
     )
 
 
+def launch_of(identity: RankIdentity) -> str:
+    """Digest of what a rank was launched with: the same on ranks that are launched alike."""
+    told = identity.run, identity.topology, encode(identity.settings)
+    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(told))
+
+
 def replacement_report(store: NodeStore, identity: RankIdentity) -> Report:
     """What a new process has: what its node's memory kept."""
-    newest = Ledger.read_newest(store.ledger_path(identity.rank))
+    newest = Ledger.read_newest(store.ledger_path(identity.rank), identity)
     return Report(
         survivor=False,
         node=node_name(),
         pid=os.getpid(),
         windows=held_windows(store, identity),
+        launched=launch_of(identity),
         committed=newest.iteration if newest is not None else NOWHERE,
         launch=own_launch(),
         marks=marks_here(store),

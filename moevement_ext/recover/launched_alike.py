@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are all ranks of a job, and the jobs whose windows they find, launched alike? At its start."""
+"""Are all ranks of a job, and the jobs whose windows they find, launched alike?
+
+At the start of a job, and of a process that takes the place of a lost one: before it copies state
+from others, or takes part in a replay.
+"""
 
 import logging
 from collections.abc import Iterable, Sequence
 
+import msgspec
+from torch.distributed import Store
+
 from moevement_ext.errors import UserError
 from moevement_ext.membership.rank import Rank
+from moevement_ext.membership.report import Report
 from moevement_ext.memory.window import settings
+from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import Differences, differences, told
-from moevement_ext.recover.inventory import Inventory
+from moevement_ext.recover.inventory import Inventory, launch_of
 
 logger = logging.getLogger(__name__)
 
 _STRICT = '--sparse-ckpt-strict'
+_KEY = 'launched'
 
 
 def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
@@ -46,6 +56,54 @@ def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
             told(doubtful),
         )
     return refused
+
+
+def leave(store: Store, identity: RankIdentity) -> None:
+    """What the job was launched with, for who joins it; by its first rank, when all have met."""
+    encoded = settings.encode(identity.settings)
+    left = msgspec.msgpack.encode((identity.run, identity.topology, encoded))
+    store.set(_KEY, left)  # type: ignore[arg-type]
+
+
+def why_not(
+    store: Store, reports: Sequence[Report], identity: RankIdentity, strict: bool
+) -> str | None:
+    """Why a new process must not join a running job; None: it is launched like that.
+
+    Args:
+        store: that of this life of the job.
+        reports: of all ranks, by rank.
+        identity: of this one.
+        strict: refuse what may decide bits, too; else that is a warning.
+    """
+    own = launch_of(identity)
+    if own in {report.launched for report in reports if report.survivor}:
+        return None
+    words = 'the job', f'rank {identity.rank}'
+    if not store.check([_KEY]):
+        return f'rank {identity.rank} is launched otherwise than the job'
+    run, topology, encoded = msgspec.msgpack.decode(store.get(_KEY), type=tuple[str, str, bytes])
+    found = differences(settings.decode(encoded), identity.settings, words)
+    decisive = list(found.decisive)
+    if not decisive:  # a loop of its own may give digests alone
+        digests = ('run', run, identity.run), ('layout', topology, identity.topology)
+        decisive = [
+            f'digest of the {what}: {words[0]} {job}, {words[1]} {here}'
+            for what, job, here in digests
+            if job != here
+        ]
+    if decisive or (found.doubtful and strict):
+        flag = '' if decisive else f'{_STRICT}: '
+        lines = told([*decisive, *found.doubtful])
+        return f'{flag}rank {identity.rank} is launched otherwise than the job it joins: {lines}'
+    if found.doubtful:
+        logger.warning(
+            'sparse checkpointing: bits may differ, as rank %d is launched otherwise than the job '
+            'it joins: %s',
+            identity.rank,
+            told(found.doubtful),
+        )
+    return None
 
 
 def _check_ranks(rank: Rank) -> None:

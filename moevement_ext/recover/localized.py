@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -35,7 +36,7 @@ from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import Window
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.giving_up import start_the_whole_job_again
-from moevement_ext.recover.inventory import held_windows
+from moevement_ext.recover.inventory import held_windows, launch_of
 from moevement_ext.recover.log_line import recovered_line
 from moevement_ext.recover.lost_peer import lost_peer
 from moevement_ext.recover.rank_state import RankState, Running
@@ -120,6 +121,7 @@ class LocalizedRecovery:
         position: RankState[Start],
     ) -> None:
         self._rank = rank
+        self._launched = launch_of(rank.identity)
         self._membership = membership
         self._trainer = trainer
         self._protection = protection
@@ -235,10 +237,13 @@ class LocalizedRecovery:
             self._protection.withdraw_after(verdict.window.name)
         self._exchange_addresses(verdict)
         self._phases.respawn += time.perf_counter() - began
-        if self._rank.number in verdict.ranks:
-            self._replay_stage(verdict, iterate)
-        faults.point(Phase.REPLAYED)
-        self._membership.barrier('replayed')
+        with self._on_trial(verdict):
+            if self._rank.number in verdict.ranks:
+                self._replay_stage(verdict, iterate)
+            faults.point(Phase.REPLAYED)
+            self._membership.barrier('replayed')  # where no rank comes that refuses its replay
+        if self._position.rebuilding and self._rank.number in verdict.ranks:
+            self._position.rebuilt()
         faults.point(Phase.REGROUP)
         began = time.perf_counter()
         self._enters('regroup')
@@ -306,11 +311,13 @@ class LocalizedRecovery:
             node=node_name(),
             pid=os.getpid(),
             windows=held_windows(memory.store, identity),
+            launched=self._launched,
             origin=self._membership.origin,
             committed=self._position.committed,
             clean_at=self._position.clean_at,
             first_logged=NOWHERE if first_logged is None else first_logged,
             refused=self._refused,
+            unjudged=self._protection.unjudged,
             address=memory.addresses[self._rank.number],
             ledger=self._entries(),
             details=msgspec.msgpack.encode(handover),
@@ -328,6 +335,8 @@ class LocalizedRecovery:
     def _enter(self) -> None:
         """Decide, and have the loop start at the newest committed iteration."""
         reports = self._membership.reports
+        # Also should who has refused them be lost: its successor does not know.
+        self._refused = sorted({window for report in reports for window in report.refused})
         verdict = decide_recovery(
             reports,
             self._stages.stage_of,
@@ -399,6 +408,11 @@ class LocalizedRecovery:
         self._phases.fetch = self._replay.fetch_s
         self._phases.convert = self._replay.convert_s
         self._phases.catch_up = self._replay.catch_up_s
+
+    def _on_trial(self, verdict: Localized) -> AbstractContextManager[None]:
+        if verdict.window is None or self._rank.number not in verdict.ranks:
+            return nullcontext()
+        return self._protection.on_trial(verdict.window.name, verdict.target)
 
     def _put_back(self) -> None:
         """This rank keeps its state; only what the broken iteration began is undone."""

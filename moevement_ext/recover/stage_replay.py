@@ -90,7 +90,8 @@ class StageReplay:
 
         This rank comes last, and before it those of its stage: their records fit its optimizers for
         certain. What the predecessor of a new process committed after `target` is computed again.
-        What the others contradict is of another life of the job, and was left on this node.
+        What the others contradict is of another life of the job, and was left on this node; where
+        others of its stage know better, whatever they say.
         """
         number = self._rank.number
         own = stage_of[number]
@@ -98,11 +99,13 @@ class StageReplay:
             range(len(reports)), key=lambda rank: (rank == number, stage_of[rank] == own)
         )
         known = {entry.iteration: entry for rank in order for entry in reports[rank].ledger}
+        same_stage = [rank for rank in order if stage_of[rank] == own and rank != number]
+        certain = {entry.iteration for rank in same_stage for entry in reports[rank].ledger}
         ledger = self._protection.memory.ledger
         ledger.forget_after(target)
         for iteration, entry in sorted(known.items()):
             found = ledger.get(iteration)
-            if found is None or _contradicts(entry, found):
+            if found is None or iteration in certain or _contradicts(entry, found):
                 ledger.append(entry)
 
     def run(
@@ -169,7 +172,8 @@ class StageReplay:
             if self.verification.forbids(self._rank.config.verify):
                 verified = self.verification.result()
                 raise WindowRefused(f'window {start}, replayed to iteration {target}: {verified}')
-            position.rebuilt()
+            if not self._protection.unjudged:  # else it is whole if no other rank refuses, either
+                position.rebuilt()
         self.replayed = target - start
         self.catch_up_s = time.perf_counter() - began - self.fetch_s - self.convert_s
 

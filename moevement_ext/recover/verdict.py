@@ -73,6 +73,8 @@ def decide_recovery(
     target = max(report.committed for report in survivors)
     if target == NOWHERE:
         return WholeJob('nothing is committed yet')
+    if any(report.unjudged for report in survivors):
+        return WholeJob('the recovery that was under way has not been verified')
     behind = [
         rank
         for rank, report in enumerate(reports)

@@ -10,7 +10,8 @@ What is in every slot (`OperatorSlices.always`) is not compared: a slot has it a
 it, and a replay comes to its state before that.
 """
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -20,6 +21,8 @@ from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.config import STOP
 from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.window.slot import Record, SlotHeader
+
+logger = logging.getLogger(__name__)
 
 _MOST_NAMES = 8
 
@@ -48,11 +51,10 @@ class Verified(NamedTuple):
     def __str__(self) -> str:
         if not self.verified:
             return 'verified: nothing (no newer capture was left)'
-        names = ', '.join(self.differing[:_MOST_NAMES])
-        more = ', ...' if len(self.differing) > _MOST_NAMES else ''
+        names = _listed(self.differing)
         return (
             f'verified: {self.verified} operators at iteration {self.verified_at}, '
-            f'differing: {len(self.differing)}' + (f' ({names}{more})' if names else '')
+            f'differing: {len(self.differing)}' + (f' ({names})' if names else '')
         )
 
 
@@ -98,6 +100,13 @@ class Verification:
             self._iteration = iteration
             if _checksum(source) != checksum:
                 self._differing.setdefault(key.operator, iteration)
+        new = [name for name, first in self._differing.items() if first == iteration]
+        if new:  # said at once: another failure may come before the end of this recovery
+            logger.warning(
+                'sparse checkpointing: the state after iteration %d is not what it had been: %s',
+                iteration,
+                _listed(new),
+            )
 
     def forbids(self, verify: str) -> bool:
         """What was recovered differs, and `--sparse-ckpt-verify` is to stop then."""
@@ -107,6 +116,10 @@ class Verification:
         """What was found so far."""
         names = [f'{name} from iteration {first}' for name, first in self._differing.items()]
         return Verified(len(self._compared), self._iteration, tuple(sorted(names)))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ', '.join(names[:_MOST_NAMES]) + (', ...' if len(names) > _MOST_NAMES else '')
 
 
 def _key_of_record(record: Record) -> _Key:

@@ -18,12 +18,13 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.name import HeldWindow, Window
+from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.settings import told
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.process.leaving import end_at_once
 from moevement_ext.recover import launched_alike, other_runs
+from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import Inventory, candidates, take_stock
 from moevement_ext.recover.sources import (
@@ -34,7 +35,6 @@ from moevement_ext.recover.sources import (
     make_room,
     verified_window,
 )
-from moevement_ext.recover.verification import Verified
 from moevement_ext.replicate.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def find(
         for item in rank.exchange('windows', msgspec.msgpack.encode(found_here))
     ]
     refused = launched_alike.check(rank, inventories)
-    own = str(newest_committed(store, rank.number)).encode()
+    own = str(newest_committed(store, rank.identity)).encode()
     committed = max(int(item) for item in rank.exchange('committed', own))
     on_disk = {part for inventory in inventories for part in inventory.disk}
     everything = on_disk.union(*(inventory.memory for inventory in inventories))
@@ -153,32 +153,42 @@ def obtain(
     return None
 
 
-def next_tier(reason: str, rank: Rank, dense_iteration: int) -> None:
-    """Say why host memory is not used and what is used instead."""
-    tier = (
-        f'the dense checkpoint of iteration {dense_iteration}'
-        if dense_iteration >= 0
-        else 'the start'
-    )
+def next_tier(reason: str, rank: Rank, dense_iteration: int, older: int | None = None) -> None:
+    """Say why the newest windows are not used and what is used instead: an older one, if any."""
+    tier = 'the start'
+    if older is not None:
+        tier = f'window {older}'
+    elif dense_iteration >= 0:
+        tier = f'the dense checkpoint of iteration {dense_iteration}'
     rank.events.emit(NextTier(reason=reason, tier=tier))
     if rank.number == 0:
         logger.warning('sparse checkpointing: recovering from %s: %s', tier, reason)
 
 
-def refuse(memory: HostMemory, verified: Verified, rank: Rank, dense_iteration: int) -> NoReturn:
+def refuse(
+    protection: Protection, window: WindowName, found: str, rank: Rank, predecessor: Predecessor
+) -> NoReturn:
     """The state that all stages came to differs, and `--sparse-ckpt-verify stop` forbids to use it.
 
-    Without the windows of this rank the next start takes the next tier.
+    All ranks do so, and the next start takes the next tier.
+
+    Args:
+        protection: of this rank.
+        window: what was recovered from.
+        found: in what the state differs.
+        rank: this rank.
+        predecessor: what could be recovered from.
     """
-    memory.forget_windows()
-    reason = f'the recovered state is not what it had been: {verified}'
-    next_tier(reason, rank, dense_iteration)
+    protection.refuse(window)
+    reason = f'the state recovered from window {window.start} is not what it had been: {found}'
+    older = [other.start for other in predecessor.candidates if other.start < window.start]
+    next_tier(reason, rank, predecessor.dense_iteration, max(older, default=None))
     end_at_once(EXIT_WHOLE_JOB)
 
 
-def newest_committed(store: NodeStore, rank: int) -> int:
+def newest_committed(store: NodeStore, identity: RankIdentity) -> int:
     """Newest iteration in the ledger of a rank's predecessor, -1 if there is none."""
-    entry = Ledger.read_newest(store.ledger_path(rank))
+    entry = Ledger.read_newest(store.ledger_path(identity.rank), identity)
     return entry.iteration if entry is not None else -1
 
 

@@ -30,9 +30,10 @@ from moevement_ext.memory.sizing import (
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import FileTooSmall, WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import Window
+from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.memory.witness import Witness
 from moevement_ext.replicate.address import host_identity, local_host
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import failure_domains, own_domain
@@ -67,8 +68,8 @@ class Member(msgspec.Struct, frozen=True):
 class Share(NamedTuple):
     """What one rank is to keep in host memory."""
 
-    rank: int
-    """Global rank."""
+    identity: RankIdentity
+    """Which rank it is, in which run."""
     capacity_bytes: int
     """Size of one window file of this rank."""
     logged: Logged = NOTHING_LOGGED
@@ -102,6 +103,7 @@ class HostMemory:
         plan: bytes of all ranks of this node.
         windows: the window files of this rank.
         ledger: its ledger.
+        witness: what it had captured before a recovery that is not judged yet.
         log: its upstream log, None if it keeps none.
         disk: where its windows are on disk, None if nowhere.
         server: serves all of that to the peers.
@@ -124,7 +126,8 @@ class HostMemory:
         exchange: Exchange,
         secret: bytes,
     ) -> None:
-        self.rank = share.rank
+        self.rank = share.identity.rank
+        self._identity = share.identity
         self._longest_window = config.longest_window
         self._log_lag = config.log_lag
         self._hosts_replicas = share.hosts_replicas
@@ -172,7 +175,8 @@ class HostMemory:
         if device.type == 'cuda':
             for file in self.windows.files():
                 pin(file)
-        self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS)
+        self.witness = Witness(self.store.holder_path(rank) / 'captured-before')
+        self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS, self._identity)
         log_bytes = self._log_bytes(own)
         if log_bytes:
             path = self.store.holder_path(rank) / 'upstream-log'
@@ -310,16 +314,17 @@ class HostMemory:
                 client.close()
         return found
 
-    def forget_windows(self) -> None:
-        """Drop every window of this rank, here and where replicas are held."""
-        self.windows.discard_after(-1)
-        for holder, client in self.peers().items():
-            try:
-                client.discard_after(self.rank, -1)
-            except (PeerLost, PeerRefused) as error:
-                logger.warning('rank %d may keep a window of this rank: %s', holder, error)
-            finally:
-                client.close()
+    def forget_window(self, name: WindowName) -> None:
+        """Drop a window in this rank's memory, its own part and those it holds for others.
+
+        All ranks do so, each its own: nobody need be asked who may have ended. What earlier lives
+        of the job kept on this node for ranks that are elsewhere now goes, too.
+        """
+        self.windows.discard(name)
+        self.server.discard(name)
+        for stored in self.store.scan():
+            if stored.name == name and stored.holder not in self.plan.ranks:
+                stored.path.unlink(missing_ok=True)
 
     def forget_former_places(self) -> None:
         """Free what earlier lives of the job kept on this node for ranks that are elsewhere now.

@@ -21,6 +21,7 @@ from moevement_ext.memory.upstream_log.record import LogGap
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import encode_frame
 from moevement_ext.replicate import greeting
@@ -112,6 +113,11 @@ class ReplicaServer:
     def serve_log(self, log: 'UpstreamLog | None') -> None:
         """Serve this log from now on; None: refuse requests for it."""
         self._log = log
+
+    def discard(self, name: WindowName) -> None:
+        """Drop the replicas of one window. Called by any thread."""
+        for inbox in self._inboxes.values():
+            inbox.windows.discard(name)
 
     def stop(self) -> None:
         """Stop listening and close all connections; files stay."""

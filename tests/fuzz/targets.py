@@ -31,6 +31,7 @@ from moevement_ext.store import wire
 from tests.unit.memory.samples import (
     SECRET,
     capacity,
+    identity_of,
     make_file,
     make_header,
     named,
@@ -123,12 +124,16 @@ class Targets:
         rest = (0).to_bytes(8, 'little') + len(record).to_bytes(8, 'little') + record
         checked = xxhash.xxh3_64_intdigest(rest).to_bytes(8, 'little') + rest
         preamble = ledger_module._PREAMBLE.pack(
-            ledger_module._MAGIC, ledger_module._VERSION, ledger_module.RECORD_BYTES, 1
+            ledger_module._MAGIC,
+            ledger_module._VERSION,
+            ledger_module.RECORD_BYTES,
+            ledger_module._digest(identity_of(0)),
+            1,
         ).ljust(ledger_module.PREAMBLE_BYTES, b'\0')
         padded = checked.ljust(ledger_module.RECORD_BYTES, b'\0')
         for content in (data, preamble + data, preamble + padded):
             self._ledger.write_bytes(content)
-            Ledger.read_newest(self._ledger)
+            Ledger.read_newest(self._ledger, identity_of(0))
 
     def server(self, data: bytes) -> None:
         """What a peer of the job sends; the first byte says whether it greets before."""

@@ -3,6 +3,8 @@
 
     free-<k>.window                nothing of value
     writing-<start>-<plan>.window  being filled, worthless until committed
+    unjudged-<start>-<plan>.window filled in a recovery that is not judged yet: worthless, whole or
+                                   not, also to compare with
     window-<start>-<plan>.window   committed: whole and immutable (invariant I3)
 
 Commit is a rename; a file gets another name *before* its first byte is overwritten. So the names
@@ -33,6 +35,11 @@ def writing_name(name: WindowName) -> str:
     if not _PLAN.fullmatch(name.plan):
         raise ValueError(f'plan digest {name.plan!r} must be letters, digits and "_" (file name)')
     return f'writing-{name}.window'
+
+
+def unjudged_name(name: WindowName) -> str:
+    """The same of a window that is captured in a recovery that is not judged yet."""
+    return f'unjudged-{writing_name(name).removeprefix("writing-")}'
 
 
 def committed_name(name: WindowName) -> str:

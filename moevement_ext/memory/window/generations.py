@@ -17,6 +17,7 @@ from moevement_ext.memory.window.file_names import (
     committed_in,
     committed_name,
     free_name,
+    unjudged_name,
     writing_name,
 )
 from moevement_ext.memory.window.name import StoredWindow, WindowName
@@ -29,7 +30,11 @@ logger = logging.getLogger(__name__)
 class _State(enum.Enum):
     FREE = 'free'
     WRITING = 'writing'
+    UNJUDGED = 'unjudged'
     COMMITTED = 'committed'
+
+
+_BEING_FILLED = _State.WRITING, _State.UNJUDGED
 
 
 class _Generation:
@@ -97,11 +102,16 @@ class OwnerWindows:
         """The newest window known to be persisted on every rank."""
         return self._agreed.persisted
 
-    def begin(self, name: WindowName) -> WindowFile | None:
+    def begin(self, name: WindowName, unjudged: bool = False) -> WindowFile | None:
         """Open a file for a new window.
 
         Takes a free file, else one of a window that is given up or older than the newest persisted
         one.
+
+        Args:
+            name: of the window.
+            unjudged: it is captured in a recovery that is still to be judged; until `judged` it is
+                nothing that anything can be recovered from, or compared with.
 
         Returns:
             The file, begun, or None when every file holds a window somebody may still need
@@ -112,7 +122,7 @@ class OwnerWindows:
             ValueError: this window is already here (after a rollback call `discard_after`), or its
                 plan's digest cannot be part of a file name.
         """
-        path = self.path / writing_name(name)
+        path = self.path / (unjudged_name(name) if unjudged else writing_name(name))
         with self._lock:
             if self._find(name) is not None:
                 raise ValueError(
@@ -124,7 +134,7 @@ class OwnerWindows:
                 return None
             # The rename comes first: what is named window-* is never written (invariant I3).
             chosen.file.rename(path)
-            chosen.state = _State.WRITING
+            chosen.state = _State.UNJUDGED if unjudged else _State.WRITING
             chosen.file.begin(name)
             return chosen.file
 
@@ -139,6 +149,13 @@ class OwnerWindows:
             self._generations.append(_Generation(file, self._next_index(), _State.WRITING))
             file.begin(name)
             return file
+
+    def judged(self, file: WindowFile) -> None:
+        """The recovery in which this window was begun is accepted: it is one like any other."""
+        with self._lock:
+            generation = self._being_filled(file)
+            file.rename(self.path / writing_name(file.required_name()))
+            generation.state = _State.WRITING
 
     def commit(self, file: WindowFile) -> None:
         """Make a completely sealed window permanent by renaming it.
@@ -156,7 +173,7 @@ class OwnerWindows:
     def abandon(self, file: WindowFile) -> None:
         """Give up a window being written; its file becomes free."""
         with self._lock:
-            self._free(self._writing(file))
+            self._free(self._being_filled(file))
 
     def agree(self, agreed: Agreed) -> None:
         """Note what all ranks agreed on; other windows may be recycled, up to the newest.
@@ -248,7 +265,8 @@ class OwnerWindows:
         their file is needed.
         """
         with self._lock:
-            files = [g.file for g in self._generations if g.state is not _State.FREE]
+            of_value = (_State.WRITING, _State.COMMITTED)
+            files = [g.file for g in self._generations if g.state in of_value]
             headers = [header for file in files for header in _readable_headers(file)]
             return [h for h in (*headers, *self._cut_off) if h.start > start]
 
@@ -256,7 +274,7 @@ class OwnerWindows:
         """Mapped file of a committed window, None if it is not here."""
         with self._lock:
             generation = self._find(name)
-            if generation is None or generation.state is _State.WRITING:
+            if generation is None or generation.state is not _State.COMMITTED:
                 return None
             return generation.file
 
@@ -273,8 +291,14 @@ class OwnerWindows:
         return None
 
     def _writing(self, file: WindowFile) -> _Generation:
+        generation = self._being_filled(file)
+        if generation.state is _State.UNJUDGED:
+            raise ValueError(f'{file.path}: the recovery that it was captured in is not judged yet')
+        return generation
+
+    def _being_filled(self, file: WindowFile) -> _Generation:
         for generation in self._generations:
-            if generation.file is file and generation.state is _State.WRITING:
+            if generation.file is file and generation.state in _BEING_FILLED:
                 return generation
         raise ValueError(f'{file.path} is not being written')
 
@@ -299,7 +323,7 @@ class OwnerWindows:
     def _is_needed(self, generation: _Generation) -> bool:
         """Its window is written, or a recovery may start from it."""
         if generation.state is not _State.COMMITTED:
-            return generation.state is _State.WRITING
+            return generation.state in _BEING_FILLED
         start = _start(generation)
         return not (self._agreed.is_outdated(start) or self._agreed.is_given_up(start))
 
@@ -359,7 +383,7 @@ class OwnerWindows:
         for path in sorted(self.path.glob('*.window')):
             if path.name.startswith('writing-'):
                 self._cut_off += _left_in(path)
-            if path.name.startswith(('free-', 'writing-')):
+            if path.name.startswith(('free-', 'writing-', 'unjudged-')):
                 self._adopt_free(path)
 
     def _adopt_free(self, path: Path) -> None:

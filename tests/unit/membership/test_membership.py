@@ -27,6 +27,7 @@ from moevement_ext.membership.rendezvous import (
 from moevement_ext.membership.report import Report
 from moevement_ext.membership.store_loss import StoreLoss
 from tests.unit.membership.way import Way
+from tests.unit.replicate.peers import wait_for
 
 REPOSITORY = Path(__file__).parents[3]
 TIMEOUT = timedelta(seconds=60)
@@ -114,6 +115,27 @@ def test_new_process_joins_again_while_it_sets_up(
     new.store.set('address/2', 'here')
     assert survivors[0].store.get('address/2') == b'here', 'all are in the same epoch'
     assert not job.store.check(['evict/2'])
+
+
+def test_a_process_of_an_earlier_life_of_the_job_ends(
+    job: Job, joined: tuple[list[Membership], Membership]
+) -> None:
+    joined[0][0].origin -= 1
+    job.move_on(joined[0][1])
+    with pytest.raises(FencedOut, match='started again without this process'):
+        job.move_on(joined[0][0]).result()
+
+
+def test_who_must_not_take_part_says_why(
+    job: Job, joined: tuple[list[Membership], Membership]
+) -> None:
+    survivors, new = joined
+    new.refuse('rank 2 has other flags')
+    moving = [job.move_on(member) for member in survivors]
+    here = f'here/{present_epoch(job.store)}'
+    wait_for(lambda: attendance.missing(job.store, here, WORLD) == [2])
+    assert [member.reason for member in survivors] == ['rank 2 has other flags'] * 2
+    assert job.start(2).result().joining and all(future.result() for future in moving)
 
 
 def test_after_the_set_up_only_the_training_thread_moves_on(

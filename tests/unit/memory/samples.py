@@ -15,7 +15,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import window_capacity
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
     Record,
@@ -30,6 +30,11 @@ PLAN = 'plan1'
 SECRET = bytes(range(32))
 WINDOW = 3
 TENSOR_BYTES = (1000, 64, 4096)
+
+
+def identity_of(rank: int) -> RankIdentity:
+    """Of a rank, in the run that the samples are of."""
+    return RankIdentity(RUN, TOPOLOGY, rank)
 
 
 def named(start: int = 0, plan: str = PLAN) -> WindowName:

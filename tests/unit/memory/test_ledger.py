@@ -19,9 +19,11 @@ from moevement_ext.memory.ledger import (
     Ledger,
     LedgerEntry,
 )
-from tests.unit.memory.samples import tmpfs_directory
+from moevement_ext.memory.window.name import RankIdentity
+from tests.unit.memory.samples import RUN, TOPOLOGY, identity_of, tmpfs_directory
 
 REPOSITORY = Path(__file__).parents[3]
+OWN = identity_of(1)
 
 
 @pytest.fixture
@@ -41,13 +43,35 @@ def entry(iteration: int, grad_norm: float = 1.5, overflow: bool = False) -> Led
 
 
 def newest(path: Path) -> LedgerEntry | None:
-    return Ledger.read_newest(path)
+    return Ledger.read_newest(path, OWN)
 
 
 def test_empty(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 4)
+    ledger = Ledger(shm / 'ledger', 4, OWN)
     assert newest(shm / 'ledger') is None
     assert ledger.get(0) is None
+
+
+@pytest.mark.parametrize(
+    'other',
+    [
+        RankIdentity('flags', TOPOLOGY, 1),
+        RankIdentity(RUN, 'layout', 1),
+        RankIdentity(RUN, TOPOLOGY, 2),
+    ],
+)
+def test_entries_of_another_run_layout_or_rank_are_not_read(
+    other: RankIdentity, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = Ledger(shm / 'ledger', 4, other)
+    before.append(entry(1))
+    assert newest(shm / 'ledger') is None
+    assert 'of another run or layout' in caplog.text
+    ledger = Ledger(shm / 'ledger', 4, OWN)
+    assert ledger.get(1) is None
+    ledger.append(entry(2))
+    assert Ledger.read_newest(shm / 'ledger', other) is None
+    assert newest(shm / 'ledger') == entry(2)
 
 
 def test_no_file_has_no_entry(shm: Path) -> None:
@@ -55,7 +79,7 @@ def test_no_file_has_no_entry(shm: Path) -> None:
 
 
 def test_ring_keeps_the_newest(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 4)
+    ledger = Ledger(shm / 'ledger', 4, OWN)
     for iteration in range(10):
         ledger.append(entry(iteration))
     assert newest(shm / 'ledger') == entry(9)
@@ -65,7 +89,7 @@ def test_ring_keeps_the_newest(shm: Path) -> None:
 
 
 def test_what_comes_after_the_begin_of_a_life_is_forgotten(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 4)
+    ledger = Ledger(shm / 'ledger', 4, OWN)
     for iteration in range(6, 10):
         ledger.append(entry(iteration))
     ledger.forget_after(7)
@@ -78,34 +102,34 @@ def test_what_comes_after_the_begin_of_a_life_is_forgotten(shm: Path) -> None:
 
 
 def test_reopened_with_any_capacity(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 4)
+    ledger = Ledger(shm / 'ledger', 4, OWN)
     for iteration in range(6):
         ledger.append(entry(iteration))
     ledger.close()
-    larger = Ledger(shm / 'ledger', 100)
+    larger = Ledger(shm / 'ledger', 100, OWN)
     assert newest(shm / 'ledger') == entry(5)
     assert larger.get(2) == entry(2)
     larger.append(entry(6))
     larger.close()
-    smaller = Ledger(shm / 'ledger', 2)
+    smaller = Ledger(shm / 'ledger', 2, OWN)
     assert newest(shm / 'ledger') == entry(6)
     assert smaller.get(5) == entry(5)
     assert smaller.get(4) is None
 
 
 def test_number_of_tokens_is_kept_and_zero_where_it_is_not_known(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 4)
+    ledger = Ledger(shm / 'ledger', 4, OWN)
     ledger.append(entry(1))
     counted = msgspec.structs.replace(entry(2), num_tokens=2**40 + 1)
     ledger.append(counted)
     ledger.close()
-    reopened = Ledger(shm / 'ledger', 4)
+    reopened = Ledger(shm / 'ledger', 4, OWN)
     assert [reopened.get(1), reopened.get(2)] == [entry(1), counted]
     assert entry(1).num_tokens == 0
 
 
 def test_an_iteration_entered_again_replaces_the_earlier_entry(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 16)
+    ledger = Ledger(shm / 'ledger', 16, OWN)
     for iteration in (4, 5, 6):
         ledger.append(entry(iteration))
     ledger.append(entry(5, overflow=True))
@@ -113,7 +137,7 @@ def test_an_iteration_entered_again_replaces_the_earlier_entry(shm: Path) -> Non
 
 
 def test_newest_is_the_last_appended_not_the_highest(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 16)
+    ledger = Ledger(shm / 'ledger', 16, OWN)
     for iteration in (6, 7, 3):
         ledger.append(entry(iteration))
     assert newest(shm / 'ledger') == entry(3)
@@ -122,7 +146,7 @@ def test_newest_is_the_last_appended_not_the_highest(shm: Path) -> None:
 @pytest.mark.parametrize('torn_at', range(0, RECORD_BYTES, 7))
 def test_torn_record_loses_only_itself(shm: Path, torn_at: int) -> None:
     """The first bytes are those of the new record, the rest still of the one it replaces."""
-    ledger = Ledger(shm / 'ledger', 2)
+    ledger = Ledger(shm / 'ledger', 2, OWN)
     for iteration in (0, 1):
         ledger.append(entry(iteration))
     before = (shm / 'ledger').read_bytes()
@@ -131,7 +155,7 @@ def test_torn_record_loses_only_itself(shm: Path, torn_at: int) -> None:
     ledger.close()
     cut = PREAMBLE_BYTES + torn_at
     (shm / 'ledger').write_bytes(after[:cut] + before[cut:])
-    torn = Ledger(shm / 'ledger', 2)
+    torn = Ledger(shm / 'ledger', 2, OWN)
     assert torn.get(1) == entry(1)
     assert newest(shm / 'ledger') in (entry(1), entry(2, grad_norm=9.25, overflow=True))
 
@@ -142,7 +166,7 @@ def test_garbage_file_is_replaced(
 ) -> None:
     (shm / 'ledger').touch(mode=0o600)
     (shm / 'ledger').write_bytes(garbage)
-    ledger = Ledger(shm / 'ledger', 4)
+    ledger = Ledger(shm / 'ledger', 4, OWN)
     assert newest(shm / 'ledger') is None
     assert 'no ledger' in caplog.text
     ledger.append(entry(1))
@@ -162,7 +186,7 @@ def test_floats_keep_their_bits(floats: tuple[float, ...], integers: tuple[int, 
     flags = [True, False]
     written = LedgerEntry(2**60, [*floats], flags, *integers)
     with tmpfs_directory() as shm:
-        Ledger(shm / 'ledger', 3).append(written)
+        Ledger(shm / 'ledger', 3, OWN).append(written)
         read = newest(shm / 'ledger')
     assert read is not None
     assert msgspec.structs.replace(read, grad_norms=written.grad_norms) == written
@@ -171,7 +195,7 @@ def test_floats_keep_their_bits(floats: tuple[float, ...], integers: tuple[int, 
 
 
 def test_scalars_of_many_optimizers_fit_and_too_many_are_refused(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 2)
+    ledger = Ledger(shm / 'ledger', 2, OWN)
     largest = msgspec.structs.replace(
         entry(2**62), consumed_samples=2**63, num_microbatches=2**32, num_tokens=2**63
     )
@@ -190,8 +214,8 @@ def test_scalars_of_many_optimizers_fit_and_too_many_are_refused(shm: Path) -> N
 _VICTIM = """
 import itertools, pathlib, sys
 from moevement_ext.memory.ledger import Ledger
-from tests.unit.memory.test_ledger import entry
-ledger = Ledger(pathlib.Path(sys.argv[1]), 64)
+from tests.unit.memory.test_ledger import OWN, entry
+ledger = Ledger(pathlib.Path(sys.argv[1]), 64, OWN)
 for iteration in itertools.count():
     ledger.append(entry(iteration))
     if iteration % 1000 == 0:
@@ -211,7 +235,7 @@ def test_survives_sigkill_in_the_middle_of_appending(shm: Path) -> None:
         for line in itertools.islice(victim.stdout, 5):
             reported = int(line)
         victim.kill()
-    ledger = Ledger(shm / 'ledger', 64)
+    ledger = Ledger(shm / 'ledger', 64, OWN)
     last = newest(shm / 'ledger')
     assert last is not None
     assert last.iteration >= reported

@@ -20,7 +20,14 @@ from moevement_ext.memory.sizing import GENERATIONS
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
-from tests.unit.memory.samples import PLAN, capacity, named, tmpfs_directory, write_window
+from tests.unit.memory.samples import (
+    PLAN,
+    capacity,
+    identity_of,
+    named,
+    tmpfs_directory,
+    write_window,
+)
 
 REPOSITORY = Path(__file__).parents[3]
 NOBODY = 65534
@@ -55,7 +62,7 @@ def modes(path: Path) -> list[int]:
 def test_all_that_is_made_is_closed_to_others(public: Path) -> None:
     store = NodeStore(public / 'memory', 'run1', 'node0')
     OwnerWindows(store, 0, 0, capacity())
-    Ledger(store.ledger_path(0), 4).close()
+    Ledger(store.ledger_path(0), 4, identity_of(0)).close()
     assert {mode & 0o077 for mode in modes(public / 'memory')} == {0}
     store.close()
 
@@ -133,8 +140,8 @@ def test_the_ledger_is_a_new_file_whatever_is_there(public: Path) -> None:
     theirs = victim(public)
     (public / 'ledger').symlink_to(theirs)
     (public / 'ledger.new').symlink_to(theirs)
-    assert Ledger.read_newest(public / 'ledger') is None
-    Ledger(public / 'ledger', 4).close()
+    assert Ledger.read_newest(public / 'ledger', identity_of(0)) is None
+    Ledger(public / 'ledger', 4, identity_of(0)).close()
     assert theirs.read_text() == TEXT
     assert not (public / 'ledger').is_symlink()
 

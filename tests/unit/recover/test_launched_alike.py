@@ -7,13 +7,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch.distributed import HashStore
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import UserError
+from moevement_ext.membership.report import Report
 from moevement_ext.memory.window import settings
+from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import RunSettings
 from moevement_ext.recover import launched_alike
-from moevement_ext.recover.inventory import Inventory
+from moevement_ext.recover.inventory import Inventory, launch_of
 
 OWN = RunSettings({'--seed': '1'}, environment={'NCCL_ALGO': 'Ring'})
 OTHER_SEED = msgspec.structs.replace(OWN, flags={'--seed': '2'})
@@ -58,3 +61,47 @@ def test_windows_of_another_launch_are_said(caplog: pytest.LogCaptureFixture) ->
     assert 'another launch: torch: was 2, is 3' in caplog.text
     with pytest.raises(UserError, match='--lr: was 1, is 2; torch: was 2, is 3. Launch it as'):
         check(OWN, OWN, strict=True, **found)
+
+
+def joined_by(*joining: RunSettings, run: str = 'run', strict: bool = False) -> list[str | None]:
+    """What is said to each new process of a job that `OWN` launched."""
+    store = HashStore()
+    first = RankIdentity('run', 'layout', 0, OWN)
+    launched_alike.leave(store, first)
+    reports = [Report(True, 'a', 1, [], launched=launch_of(first)), Report(False, 'b', 2, [])]
+    identities = [RankIdentity(run, 'layout', 1, one) for one in joining]
+    return [launched_alike.why_not(store, reports, one, strict) for one in identities]
+
+
+def test_who_joins_a_job_that_is_launched_alike_is_welcome() -> None:
+    assert joined_by(OWN) == [None]
+
+
+def test_who_joins_with_other_flags_is_told_which() -> None:
+    assert joined_by(OTHER_SEED) == [
+        'rank 1 is launched otherwise than the job it joins: --seed: the job 1, rank 1 2'
+    ]
+
+
+def test_a_loop_that_gives_digests_alone_is_told_of_these() -> None:
+    assert joined_by(OWN, run='other') == [
+        'rank 1 is launched otherwise than the job it joins: digest of the run: the job run, '
+        'rank 1 other'
+    ]
+
+
+def test_who_joins_in_another_environment_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert joined_by(OTHER_RINGS) == [None]
+    assert 'NCCL_ALGO: the job Ring, rank 1 absent' in caplog.text
+    assert joined_by(OTHER_RINGS, strict=True) == [
+        '--sparse-ckpt-strict: rank 1 is launched otherwise than the job it joins: NCCL_ALGO: the '
+        'job Ring, rank 1 absent'
+    ]
+
+
+def test_it_is_refused_also_where_nothing_says_how_the_job_was_launched() -> None:
+    survivor = Report(True, 'a', 1, [], launched='digest')
+    identity = RankIdentity('run', 'layout', 1, OWN)
+    said = launched_alike.why_not(HashStore(), [survivor], identity, strict=False)
+    assert said == 'rank 1 is launched otherwise than the job'

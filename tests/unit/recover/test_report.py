@@ -31,7 +31,9 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
         SimpleNamespace(number=0, identity=RankIdentity('run', 'pp1', 0)),
         SimpleNamespace(origin=0),
         SimpleNamespace(loop=SimpleNamespace(hand_over=lambda: b'')),
-        SimpleNamespace(memory=memory, present=PlanParameters(VERSION, ORIGIN, 4, shares)),
+        SimpleNamespace(
+            memory=memory, present=PlanParameters(VERSION, ORIGIN, 4, shares), unjudged=False
+        ),
         SimpleNamespace(),
         RankState(ORIGIN, Start(ORIGIN, b'state')),
     )

@@ -90,6 +90,17 @@ def test_a_ledger_that_another_life_left_on_a_node_is_not_believed(replay: Repla
     ]
 
 
+def test_what_others_of_its_stage_recorded_is_believed_whatever_a_node_has_kept(
+    replay: Replay,
+) -> None:
+    replay.memory.ledger.append(LedgerEntry(1, [1.0, 9.0], [], 2, 8))  # of two optimizers
+    recorded = LedgerEntry(1, [1.0], [], 2, 8)
+    survivor = Report(survivor=True, node='a', pid=1, windows=[], ledger=[recorded])
+    new = Report(survivor=False, node='b', pid=2, windows=[])
+    replay.of_stage.take_over_ledger(1, [survivor, new], [0, 0])
+    assert replay.memory.ledger.get(1) == recorded
+
+
 def test_a_window_that_does_not_come_is_not_waited_for(replay: Replay) -> None:
     replay.break_epoch()
     with silent_peer(greets=True) as address:

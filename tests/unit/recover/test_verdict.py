@@ -142,6 +142,13 @@ def localized(verdict: Verdict) -> Localized:
 # Who goes where
 
 
+@given(jobs())
+def test_what_was_not_verified_is_not_kept(job: Job) -> None:
+    """Not even by those that had no part in the failure: all had gone back together."""
+    reports = [msgspec.structs.replace(one, unjudged=one.survivor) for one in job.reports]
+    assert isinstance(job._replace(reports=reports).verdict(), WholeJob)
+
+
 @given(job=jobs())
 def test_the_newest_committed_iteration_wins(job: Job) -> None:
     verdict = job.verdict()

@@ -156,6 +156,8 @@ class Process:
         protected, self.protected = self.protected, None
         if protected is not None and protected.protection is not None:
             protected.protection.close(remove=False)
+        if protected is not None and protected._disk is not None:
+            protected._disk.close()
 
     # Its life
 
@@ -234,7 +236,9 @@ class Process:
         deadline = time.monotonic() + _PERSISTED_S
         while self.job.persisted < due and time.monotonic() < deadline:
             self.raise_if_dead()
-            if self.membership.broken:
+            protected = self.protected
+            unjudged = protected and protected.protection and protected.protection.unjudged
+            if self.membership.broken or unjudged:  # nothing is persisted before that is judged
                 return
             time.sleep(0.002)
 

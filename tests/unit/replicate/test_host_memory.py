@@ -27,6 +27,7 @@ from tests.unit.memory.samples import (
     WINDOW,
     capacity,
     digest,
+    identity_of,
     named,
     tmpfs_directory,
     write_window,
@@ -68,7 +69,7 @@ class Job:
             memory = HostMemory(
                 config,
                 'run1',
-                Share(rank, capacity(), logged[rank]),
+                Share(identity_of(rank), capacity(), logged[rank]),
                 CPU,
                 self.degraded.append,
                 lambda own: members,
@@ -98,7 +99,7 @@ class Job:
         monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
         members = [msgspec.structs.replace(member, salt=SECRET) for member in before.members]
         encoded = [msgspec.msgpack.encode(member) for member in members]
-        config, share = settings(shm, replicas=1), Share(0, nbytes, disk=before.disk)
+        config, share = settings(shm, replicas=1), Share(identity_of(0), nbytes, disk=before.disk)
         memory = HostMemory(config, 'run1', share, CPU, pytest.fail, lambda own: encoded, SECRET)
         memory.addresses = before.addresses
         self.ranks[0] = memory
@@ -199,7 +200,7 @@ def test_over_budget_is_refused_before_anything_is_reserved(
         HostMemory(
             config,
             'run1',
-            Share(0, capacity(), LOGGED),
+            Share(identity_of(0), capacity(), LOGGED),
             CPU,
             pytest.fail,
             lambda own: members,
@@ -220,7 +221,13 @@ def test_a_replacement_on_another_node_leaves_replicas_where_they_are(
     known = [msgspec.msgpack.encode(member) for member in first.members]
     config = settings(shm, replicas=1)
     memory = HostMemory(
-        config, 'run1', Share(0, capacity(), LOGGED), CPU, pytest.fail, lambda own: known, SECRET
+        config,
+        'run1',
+        Share(identity_of(0), capacity(), LOGGED),
+        CPU,
+        pytest.fail,
+        lambda own: known,
+        SECRET,
     )
     try:
         assert memory.holders == first.holders
@@ -315,7 +322,7 @@ def test_each_life_of_the_job_has_a_secret_of_its_own_by_what_rank_0_draws(
     config = SparseCheckpointConfig(dir=str(shm), replicas=1)
     for life in range(2):
         memory = HostMemory(
-            config, 'run1', Share(0, capacity()), CPU, pytest.fail, exchange, SECRET
+            config, 'run1', Share(identity_of(0), capacity()), CPU, pytest.fail, exchange, SECRET
         )
         client = ReplicaClient(memory.server.address, of_life(SECRET, drawn[life][0].salt), 20.0)
         assert client.fetch_headers(1, 0) == []
@@ -342,12 +349,24 @@ def test_what_cannot_be_used_costs_protection_and_not_training(
         config = SparseCheckpointConfig(dir=str(directory))
         with pytest.raises(HostMemoryError, match=str(directory)):
             HostMemory(
-                config, 'run1', Share(0, capacity()), CPU, pytest.fail, lambda own: members, SECRET
+                config,
+                'run1',
+                Share(identity_of(0), capacity()),
+                CPU,
+                pytest.fail,
+                lambda own: members,
+                SECRET,
             )
     config = SparseCheckpointConfig(dir=str(shm / 'memory'), interface='nosuch0')
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-interface nosuch0'):
         HostMemory(
-            config, 'run1', Share(0, capacity()), CPU, pytest.fail, lambda own: members, SECRET
+            config,
+            'run1',
+            Share(identity_of(0), capacity()),
+            CPU,
+            pytest.fail,
+            lambda own: members,
+            SECRET,
         )
     assert [path for path in (shm / 'memory').rglob('*') if path.is_file()] == []
     assert (shm / 'file').read_text() == 'not a directory'
@@ -371,7 +390,7 @@ def reserve(shm: Path, device: torch.device) -> HostMemory:
     """Host memory of a rank alone."""
     member = msgspec.msgpack.encode(Member(NODES[0], capacity(), NOTHING_LOGGED, 'host', SECRET))
     config = SparseCheckpointConfig(dir=str(shm), replicas=0, max_wait=0)
-    share = Share(0, capacity())
+    share = Share(identity_of(0), capacity())
     return HostMemory(config, 'run1', share, device, print, lambda own: [member], SECRET)
 
 
@@ -407,7 +426,7 @@ def test_a_replacement_needs_no_file_of_its_own_node(shm: Path, tmp_path: Path) 
     config = SparseCheckpointConfig(
         window=WINDOW, replicas=1, dir=str(shm), topology=str(tmp_path / 'missing')
     )
-    share = Share(0, capacity())
+    share = Share(identity_of(0), capacity())
     memory = HostMemory(
         config, 'run1', share, CPU, lambda reason: None, lambda own: members, SECRET
     )

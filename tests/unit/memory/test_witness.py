@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.memory import witness as module
+from moevement_ext.memory.witness import Witness
+from tests.unit.memory.samples import make_header, tmpfs_directory
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    with tmpfs_directory() as shm:
+        yield shm / 'captured-before'
+
+
+def test_the_process_after_this_one_is_judged_by_the_same(path: Path) -> None:
+    first, second = make_header(0), make_header(1)
+    Witness(path).remember([first])
+    after = Witness(path)
+    after.remember([first, second])
+    assert [header.slot for header in Witness(path).after(first.start - 1)] == [1, 0]
+    assert Witness(path).after(first.start) == []
+
+
+def test_what_is_forgotten_is_gone(path: Path) -> None:
+    witness = Witness(path)
+    witness.remember([make_header(0)])
+    witness.forget()
+    assert witness.after(-1) == Witness(path).after(-1) == []
+    assert not path.exists()
+
+
+@pytest.mark.parametrize('cut', [0, 4, 20, -1])
+def test_a_damaged_file_is_ignored(cut: int, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Witness(path).remember([make_header(0)])
+    path.write_bytes(path.read_bytes()[:cut])
+    assert Witness(path).after(-1) == []
+    assert 'is ignored' in caplog.text
+
+
+def test_without_room_this_process_remembers_alone(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(where: Path, content: bytes) -> None:
+        raise OSError('no space left on device')
+
+    monkeypatch.setattr(module, '_write', full)
+    witness = Witness(path)
+    witness.remember([make_header(0)])
+    assert len(witness.after(-1)) == 1
+    assert 'only this process' in caplog.text
