@@ -19,7 +19,7 @@ import xxhash
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
-from moevement_ext.memory.mapped import map_new
+from moevement_ext.memory.mapped import map_anew, map_existing
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,9 @@ _DECODER = msgspec.msgpack.Decoder(LedgerEntry)
 class Ledger:
     """A mapped ring of the newest `capacity_records` entries.
 
-    The training thread appends, once per iteration, and reads. If the file exists its entries move
-    to a new file, also when the capacity differs, so a process has one object per path.
+    The training thread appends, once per iteration, and reads. A file of an earlier process is
+    written on in place: host memory is planned for one, and a restart finds no room for another.
+    Where the capacity differs its entries are written anew. A process has one object per path.
 
     Args:
         path: file in the holder's directory (`NodeStore.ledger_path`), which is locked.
@@ -76,14 +77,15 @@ class Ledger:
         self._encoder = msgspec.msgpack.Encoder()
         self._scratch = bytearray(RECORD_BYTES)
         kept = _entries_in(path)
-        new_path = path.with_name(path.name + '.new')
-        new_path.unlink(missing_ok=True)  # left by a process that was killed here
-        self._map = map_new(new_path, self.bytes_needed(capacity_records))
+        if kept and os.stat(path).st_size == self.bytes_needed(capacity_records):
+            self._map = map_existing(path, writable=True)
+            self._sequence = kept[-1][0] + 1
+            return
+        self._map = _map_empty(path, self.bytes_needed(capacity_records))
         _PREAMBLE.pack_into(self._map, 0, _MAGIC, _VERSION, RECORD_BYTES, capacity_records)
         self._sequence = 0
-        for entry in kept:
+        for _, entry in kept:
             self.append(entry)
-        os.rename(new_path, path)  # the old file is whole until all is in the new one
 
     def append(self, entry: LedgerEntry) -> None:
         """Add one committed iteration; some microseconds, no system call.
@@ -124,7 +126,7 @@ class Ledger:
     def read_newest(path: Path) -> LedgerEntry | None:
         """Entry that was appended last to a file, which is not taken over; None if it has none."""
         kept = _entries_in(path)
-        return kept[-1] if kept else None
+        return kept[-1][1] if kept else None
 
     def close(self) -> None:
         """Unmap; the file stays."""
@@ -139,8 +141,20 @@ class Ledger:
         return PREAMBLE_BYTES + (iteration % self.capacity) * RECORD_BYTES
 
 
-def _entries_in(path: Path) -> list[LedgerEntry]:
-    """Entries that an earlier process has left, in the order in which they were appended."""
+def _map_empty(path: Path, nbytes: int) -> mmap.mmap:
+    """A file of zeros, in the place of what is there."""
+    try:
+        mapped = map_anew(path, nbytes)
+    except private.ForeignFileError as error:
+        logger.warning('removed: %s', error)
+        path.unlink()
+        mapped = map_anew(path, nbytes)
+    mapped[:] = bytes(nbytes)
+    return mapped
+
+
+def _entries_in(path: Path) -> list[tuple[int, LedgerEntry]]:
+    """What an earlier process has left: sequence numbers and entries, as they were appended."""
     try:
         with os.fdopen(private.open_file(path, os.O_RDONLY), 'rb') as file:
             content = file.read()
@@ -155,7 +169,7 @@ def _entries_in(path: Path) -> list[LedgerEntry]:
         return []
     regions = range(PREAMBLE_BYTES, len(content) - RECORD_BYTES + 1, RECORD_BYTES)
     found = [item for at in regions if (item := _decode(content, at)) is not None]
-    return [entry for _, entry in sorted(found, key=lambda item: item[0])]
+    return sorted(found, key=lambda item: item[0])
 
 
 def _decode(content: bytes | mmap.mmap, at: int) -> tuple[int, LedgerEntry] | None:
