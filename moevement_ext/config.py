@@ -69,6 +69,8 @@ class SparseCheckpointConfig:
     stuck_timeout: float = 600.0
     """Seconds without progress of its training thread, which waits for no other rank, after which
     a worker replaces itself; 0: never."""
+    forget: bool = False
+    """Start over although only some ranks still have windows that all had."""
     strict: bool = False
     """Fail instead of training on with reduced protection when memory cannot be set up."""
     events: str | None = None

@@ -31,6 +31,8 @@ PREAMBLE_BYTES = 64
 _MAGIC = b'MoEvLed\0'
 _VERSION = 2
 _PREAMBLE = struct.Struct('<8sIIQ')  # magic, version, record bytes, capacity in records
+_COMPLETE = struct.Struct('<Q')  # 1 + start of the newest window that all ranks had; 0: none
+_COMPLETE_AT = PREAMBLE_BYTES - _COMPLETE.size
 _PREFIX = struct.Struct('<QQQ')  # checksum of the rest, sequence number, entry bytes
 
 
@@ -76,10 +78,11 @@ class Ledger:
         self.capacity = capacity_records
         self._encoder = msgspec.msgpack.Encoder()
         self._scratch = bytearray(RECORD_BYTES)
-        kept = _entries_in(path)
-        if kept and os.stat(path).st_size == self.bytes_needed(capacity_records):
+        content = _content(path)
+        kept = _entries_in(content)
+        if len(content) == self.bytes_needed(capacity_records):
             self._map = map_existing(path, writable=True)
-            self._sequence = kept[-1][0] + 1
+            self._sequence = kept[-1][0] + 1 if kept else 0
             return
         self._map = _map_empty(path, self.bytes_needed(capacity_records))
         _PREAMBLE.pack_into(self._map, 0, _MAGIC, _VERSION, RECORD_BYTES, capacity_records)
@@ -112,11 +115,17 @@ class Ledger:
         found = _decode(self._map, self._region(iteration))
         return found[1] if found is not None and found[1].iteration == iteration else None
 
+    def note_complete(self, start: int) -> None:
+        """All ranks have the window that begins with iteration `start`. Any one thread."""
+        _COMPLETE.pack_into(self._map, _COMPLETE_AT, start + 1)
+
     def forget_after(self, iteration: int) -> None:
-        """Drop the entries of later iterations: they belong to a past that is not continued.
+        """Drop what is of later iterations: it belongs to a past that is not continued.
 
         Some milliseconds; for the begin of a life or of a recovery.
         """
+        if _COMPLETE.unpack_from(self._map, _COMPLETE_AT)[0] > iteration:
+            self.note_complete(-1)
         for at in range(PREAMBLE_BYTES, self.bytes_needed(self.capacity), RECORD_BYTES):
             found = _decode(self._map, at)
             if found is not None and found[1].iteration > iteration:
@@ -125,8 +134,14 @@ class Ledger:
     @staticmethod
     def read_newest(path: Path) -> LedgerEntry | None:
         """Entry that was appended last to a file, which is not taken over; None if it has none."""
-        kept = _entries_in(path)
+        kept = _entries_in(_content(path))
         return kept[-1][1] if kept else None
+
+    @staticmethod
+    def read_complete(path: Path) -> int:
+        """Start of the newest window that all ranks had, -1 if a file tells of none."""
+        content = _content(path)
+        return _COMPLETE.unpack_from(content, _COMPLETE_AT)[0] - 1 if content else -1
 
     def close(self) -> None:
         """Unmap; the file stays."""
@@ -153,23 +168,28 @@ def _map_empty(path: Path, nbytes: int) -> mmap.mmap:
     return mapped
 
 
-def _entries_in(path: Path) -> list[tuple[int, LedgerEntry]]:
+def _entries_in(content: bytes) -> list[tuple[int, LedgerEntry]]:
     """What an earlier process has left: sequence numbers and entries, as they were appended."""
+    regions = range(PREAMBLE_BYTES, len(content) - RECORD_BYTES + 1, RECORD_BYTES)
+    found = [item for at in regions if (item := _decode(content, at)) is not None]
+    return sorted(found, key=lambda item: item[0])
+
+
+def _content(path: Path) -> bytes:
+    """All of a ledger; empty if there is none that can be used."""
     try:
         with os.fdopen(private.open_file(path, os.O_RDONLY), 'rb') as file:
             content = file.read()
     except FileNotFoundError:
-        return []
+        return b''
     except (HostMemoryError, OSError) as error:
         logger.warning('the entries of an earlier ledger are ignored: %s', error)
-        return []
+        return b''
     known = (_MAGIC, _VERSION, RECORD_BYTES)
     if len(content) < PREAMBLE_BYTES or _PREAMBLE.unpack_from(content)[:3] != known:
         logger.warning('%s is no ledger of this format; its entries are ignored', path)
-        return []
-    regions = range(PREAMBLE_BYTES, len(content) - RECORD_BYTES + 1, RECORD_BYTES)
-    found = [item for at in regions if (item := _decode(content, at)) is not None]
-    return sorted(found, key=lambda item: item[0])
+        return b''
+    return content
 
 
 def _decode(content: bytes | mmap.mmap, at: int) -> tuple[int, LedgerEntry] | None:

@@ -17,6 +17,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.recover.absence import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Inventory(msgspec.Struct, frozen=True):
     """On its node, of all owners."""
     disk: list[HeldWindow]
     """Its own, on disk."""
+    traces: Traces
 
 
 def candidates(held: Collection[HeldWindow], world_size: int) -> list[Window]:
@@ -86,6 +88,20 @@ def windows_on_disk(disk: DiskWindows, identity: RankIdentity) -> list[HeldWindo
             continue
         found.append(HeldWindow(Window(stored.name, headers[0].window), stored.owner))
     return found
+
+
+def take_stock(store: NodeStore, disk: DiskWindows | None, identity: RankIdentity) -> Inventory:
+    """What a rank finds at the start of a job."""
+    own = [window for window in store.scan() if window.owner == identity.rank]
+    told = Ledger.read_complete(store.ledger_path(identity.rank))
+    if disk is not None:
+        own += disk.stored()
+        told = max(told, disk.newest_complete())
+    return Inventory(
+        held_windows(store, identity.run, identity.topology),
+        windows_on_disk(disk, identity) if disk is not None else [],
+        Traces(node_name(), told, bool(own)),
+    )
 
 
 def replacement_report(store: NodeStore, identity: RankIdentity) -> Report:

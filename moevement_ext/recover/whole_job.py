@@ -22,8 +22,9 @@ from moevement_ext.memory.window.name import HeldWindow, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.process.leaving import end_at_once
+from moevement_ext.recover.absence import refuse_to_forget
 from moevement_ext.recover.conversion import Conversion
-from moevement_ext.recover.inventory import Inventory, candidates, held_windows, windows_on_disk
+from moevement_ext.recover.inventory import Inventory, candidates, take_stock
 from moevement_ext.recover.sources import (
     TRIES,
     HolderLost,
@@ -77,12 +78,12 @@ def find(
         rank: this rank.
         dense_iteration: of the newest dense checkpoint that would be loaded, -1 if there is none.
         last_iteration: at which training ends, None if that is not known yet.
+
+    Raises:
+        AbsentWindows: no window is complete any more, and ranks are without any.
     """
     identity = rank.identity
-    found_here = Inventory(
-        held_windows(store, identity.run, identity.topology),
-        windows_on_disk(disk, identity) if disk is not None else [],
-    )
+    found_here = take_stock(store, disk, identity)
     inventories = [
         msgspec.msgpack.decode(item, type=Inventory)
         for item in rank.exchange('windows', msgspec.msgpack.encode(found_here))
@@ -106,6 +107,9 @@ def find(
         committed,
         dense_iteration,
     )
+    if not complete:
+        traces = [inventory.traces for inventory in inventories]
+        refuse_to_forget(everything, traces, dense_iteration, rank.config)
     if everything and not usable:
         reason = (
             f'the dense checkpoint of iteration {dense_iteration} is newer than every window'
