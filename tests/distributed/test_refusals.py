@@ -17,13 +17,14 @@ from moevement_ext.events import (
     WindowPersisted,
     WorkerStarted,
 )
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_whole_job_recovery import BASE, BF16, UNTIED
 
 Make = Callable[..., Cluster]
 TWO_STAGES = f'{BF16} --pipeline-model-parallel-size 2 {UNTIED} --train-iters 12'.split()
 SAVES = ['--save-interval', '5']
+TRACKER = 'latest_checkpointed_iteration.txt'
 
 
 def _windows(job: Cluster, node: int, holder: int, owner: int) -> list[Path]:
@@ -42,6 +43,11 @@ def _newest(job: Cluster, owner: int) -> list[Path]:
 def _besides_expert_rng(found: list[str]) -> list[str]:
     """Upstream's dense checkpoint keeps the expert RNG of one expert-parallel rank only."""
     return [name for name in found if not name.endswith('rng/expert-parallel-rng')]
+
+
+def _cut_off(dense: Path) -> None:
+    part = max((dense / 'iter_0000008').glob('*.distcp'), key=lambda path: path.stat().st_size)
+    os.truncate(part, part.stat().st_size // 2)
 
 
 def _flip_byte(path: Path, offset: int) -> None:
@@ -132,6 +138,15 @@ def test_windows_of_another_run_or_layout_are_refused(cluster: Make, change: str
     process = job.events_of(WorkerStarted)[-1].pid
     persisted = {e.start for e in job.events_of(WindowPersisted) if e.pid == process}
     assert {0, 3, 6} <= persisted, 'the refused windows do not stand in the way of new ones'
+
+
+# What happens to a folder of dense checkpoints between two launches.
+UNREADABLE = {
+    'an empty tracker file': lambda dense: os.truncate(dense / TRACKER, 0),
+    'a checkpoint that is gone': lambda dense: shutil.rmtree(dense / 'iter_0000008'),
+    'a checkpoint that is cut off': _cut_off,
+    'a folder that is not mounted': shutil.rmtree,
+}
 
 
 def _said_in_one_line(job: Cluster, message: str) -> None:
@@ -266,6 +281,21 @@ def test_unreadable_dense_checkpoint_is_no_job_that_is_done(cluster: Make, tmp_p
     assert job.run() == [EXIT_USER_ERROR]
     _said_in_one_line(job, 'instead of loading the dense checkpoint of --load; its own message')
     assert 'ERROR: Invalid metadata file' in job.output(life=0)
+
+
+@pytest.mark.parametrize('trouble', with_quick(UNREADABLE, 'an empty tracker file'))
+def test_what_cannot_be_read_of_the_dense_tier_ends_no_job_that_has_windows(
+    trouble: str, cluster: Make, reference: Callable, tmp_path: Path
+) -> None:
+    dense = tmp_path / 'dense'
+    flags = ['--save', str(dense), '--load', str(dense), '--save-interval', '4']
+    job = cluster(*TWO_STAGES, *flags, '--sparse-ckpt-window', '6', ranks=2)
+    assert -9 in job.run(fail_at='1:11:forward')
+    UNREADABLE[trouble](dense)
+    job.flags += ['--exit-on-missing-checkpoint']
+    job.finish()
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
+    assert job.events_of(Recovered)
 
 
 def test_second_live_job_with_the_same_run_id_is_refused(cluster: Make) -> None:

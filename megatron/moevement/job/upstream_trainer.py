@@ -12,8 +12,9 @@ import megatron.training.training as training
 import torch
 
 from megatron.moevement.facts import JobFacts, UpstreamArguments
+from megatron.moevement.job.local_files import missing_data
 from megatron.moevement.job.session import Session
-from megatron.moevement.seams import patches, post_step, upstream
+from megatron.moevement.seams import dense_tier, patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.seams.faults import armed_forward
 from moevement_ext import faults
@@ -51,6 +52,7 @@ class UpstreamTrainer:
         trainer = 'megatron.training.training'
         patches.wrap(f'{trainer}:setup_model_and_optimizer', self._set_up)
         patches.wrap(f'{trainer}:load_checkpoint', upstream.load_with_own_random_numbers)
+        patches.wrap(f'{trainer}:build_train_valid_test_data_iterators', self._open_data)
         patches.wrap(f'{trainer}:train', self._train)
         patches.wrap(f'{trainer}:train_step', self._train_step)
         patches.wrap(f'{trainer}:training_log', self._training_log)
@@ -78,7 +80,16 @@ class UpstreamTrainer:
     def _dense_iteration(self) -> int:
         if self._session.job.joining:  # what is to be loaded was settled long ago
             return -1
-        return upstream.dense_checkpoint_iteration(self._facts)
+        return dense_tier.dense_iteration(self._facts, self._session.job.rank.exchange)
+
+    def _open_data(self, original: Callable[..., Any], provider: Any) -> Any:
+        try:
+            return original(provider)
+        except Exception as error:
+            missing = missing_data(self._args)
+            if missing is None:
+                raise
+            raise missing from error
 
     def _train(
         self,
