@@ -105,15 +105,16 @@ class HostMemoryPlan:
         left = memory_left(process) if is_in_memory(directory) else None
         reserved = {rank: reserved_bytes(directory / str(rank)) for rank in self.ranks}
         adopted = sum(reserved.values())
-        missing = self.node_total - adopted
-        # A rank that was here before has that behind it: the others may have taken it since.
+        # Who was here before needs no more than its files, whatever others have taken since.
+        beside = sum(self.ranks[rank].beside for rank, found in reserved.items() if found)
+        missing = self.node_total - beside - adopted
         new = [self.ranks[rank].total for rank, found in reserved.items() if not found]
         margin = sum(map(_margin, new)) if _is_shared(directory) else 0
         if missing > 0 and missing + margin > free:
-            beside = f', and {gib(margin)} for what else lives in {SHARED},' if margin else ''
+            others = f', and {gib(margin)} for what else lives in {SHARED},' if margin else ''
             raise HostMemoryError(
                 f'{self.describe()}: {directory} needs {gib(missing)} more '
-                f'({gib(adopted)} already reserved there){beside} but only {gib(free)} are free. '
+                f'({gib(adopted)} already reserved there){others} but only {gib(free)} are free. '
                 f'{NO_SPACE_REMEDY}'
             )
         if left is not None and missing > left.nbytes:

@@ -96,6 +96,19 @@ def test_a_margin_stays_for_what_else_lives_there(
         HostMemoryPlan({0: msgspec.structs.replace(rank, replicas=free)}).check(None, shm)
 
 
+def test_a_restart_needs_no_room_beside_its_files(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others of `/dev/shm` may have taken what was free at the start."""
+    (shm / '0').mkdir()
+    (shm / '0' / 'ledger').write_bytes(b'x' * 8192)
+    monkeypatch.setattr(budget, 'free_bytes', lambda directory: 0)
+    rank = RankMemory(own_windows=0, replicas=0, ledger=8192, beside=4096)
+    HostMemoryPlan({0: rank}).check(None, shm)
+    with pytest.raises(HostMemoryError):
+        HostMemoryPlan({1: rank}).check(None, shm)
+
+
 def test_adopted_files_are_not_needed_again(shm: Path) -> None:
     store = NodeStore(shm, 'run1', 'node0')
     generations, size = 3, 64 * capacity()
