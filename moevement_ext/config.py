@@ -69,6 +69,8 @@ class SparseCheckpointConfig:
     stuck_timeout: float = 600.0
     """Seconds without progress of its training thread, which waits for no other rank, after which
     a worker replaces itself; 0: never."""
+    forget: bool = False
+    """Start over although only some ranks still have windows that all had."""
     strict: bool = False
     """Stop where memory cannot be set up, or windows found are of another launch, instead of
     training on with less protection, or from before them."""

@@ -342,6 +342,8 @@ class EventLog:
     Args:
         directory: `--sparse-ckpt-events`, or None: nothing is written.
         rank: global rank of this process.
+        required: refuse a directory that cannot be written to; else there is a warning. Whoever
+            joins a running job is needed more than its events are.
 
     Attributes:
         iteration: the newest one that this rank has committed.
@@ -351,7 +353,7 @@ class EventLog:
         UserError: the directory cannot be written to.
     """
 
-    def __init__(self, directory: str | None, rank: int) -> None:
+    def __init__(self, directory: str | None, rank: int, required: bool = True) -> None:
         self._rank = rank
         self._lock = threading.Lock()
         self._file: FileIO | None = None
@@ -362,10 +364,13 @@ class EventLog:
                 Path(directory).mkdir(parents=True, exist_ok=True)
                 self._file = _to_append(Path(directory) / f'rank{rank}.jsonl')
             except OSError as error:
-                raise UserError(
-                    f'--sparse-ckpt-events {directory}: events cannot be written there: {error}. '
-                    'Give a directory that this user can write to, or leave the flag out.'
-                ) from error
+                said = f'--sparse-ckpt-events {directory}: events cannot be written there: {error}.'
+                if required:
+                    raise UserError(
+                        f'{said} Give a directory that this user can write to, or leave the flag '
+                        'out.'
+                    ) from error
+                logger.warning('sparse checkpointing: rank %d goes on without: %s', rank, said)
 
     def emit(self, event: Event) -> None:
         """Write one event with time (seconds since the epoch), rank, pid and iteration."""

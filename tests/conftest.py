@@ -22,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         '--thorough', action='store_true', help='also tests of cases that others nearly cover'
     )
+    parser.addoption(
+        '--exact-memory',
+        action='store_true',
+        help='jobs of tests/distributed have a tmpfs of exactly the planned size a node (needs '
+        'root)',
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

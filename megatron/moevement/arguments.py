@@ -171,6 +171,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         'other worker (a data loader, a file system), before it is replaced; 0: for ever.',
     )
     group.add_argument(
+        '--sparse-ckpt-forget',
+        action='store_true',
+        help='Go on from the dense checkpoint, or the start, where only some ranks still have '
+        'windows that all had; without it the job does not start, and says which ranks have none.',
+    )
+    group.add_argument(
         '--sparse-ckpt-strict',
         action='store_true',
         help='Stop when windows or replicas cannot be set up, instead of training unprotected; or '

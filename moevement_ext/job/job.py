@@ -30,6 +30,7 @@ from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
+from moevement_ext.memory import limits
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import NOTHING_LOGGED
@@ -229,6 +230,7 @@ class Job:
                 optimizer writes (gradients are complete then), one when it has written, told
                 whether the update was skipped.
         """
+        self._check_limits()
         if self.membership is None:
             self._guard = self._guarded()
         if watchdog.under_torchrun():
@@ -251,6 +253,21 @@ class Job:
         """
         assert self._mode is not None
         return self._mode.step(iteration)
+
+    def _check_limits(self) -> None:
+        """All is connected: what a recovery takes besides is known, and training has not begun.
+
+        Raises:
+            HostMemoryError: there is less, on this rank, and protection is demanded.
+        """
+        if self.protection is None or self.joining:
+            return
+        ranks, backend = len(self.protection.memory.plan.ranks), self.rank.backend
+        for reason in limits.shortages(ranks, limits.over_infiniband(backend)):
+            if self.rank.config.strict:
+                raise HostMemoryError(reason)
+            self.rank.events.emit(ProtectionReduced(reason=reason))
+            logger.warning('sparse checkpointing: protection is reduced: %s', reason)
 
     def _guarded(self) -> Guard | None:
         """Hangs are noticed; None where no launcher's store is known. Collective."""

@@ -21,6 +21,13 @@ NO_SPACE_REMEDY = (
 )
 """What to do when the file system of the windows is full."""
 
+SHARED = Path('/dev/shm')
+"""Where libraries of communication and data loaders put what they share between processes."""
+MARGIN_BYTES = 4 * 2**20
+"""For those others, of each rank, where windows are in that file system..."""
+MARGIN_SHARE = 64
+"""...or so large a part of what windows take, if that is more."""
+
 
 class RankMemory(msgspec.Struct, frozen=True):
     """Bytes one rank keeps in host memory, by kind."""
@@ -33,6 +40,8 @@ class RankMemory(msgspec.Struct, frozen=True):
     """The ledger of committed iterations."""
     log_ring: int = 0
     """The upstream log (boundary activations and gradients)."""
+    beside: int = 0
+    """Locks, and what the ranks of a node share when all meet."""
 
     @property
     def total(self) -> int:
@@ -94,12 +103,18 @@ class HostMemoryPlan:
         # If others of the node reserve meanwhile, their bytes are both still left and adopted.
         free = free_bytes(directory)
         left = memory_left(process) if is_in_memory(directory) else None
-        adopted = sum(reserved_bytes(directory / str(rank)) for rank in self.ranks)
-        missing = self.node_total - adopted
-        if missing > free:
+        reserved = {rank: reserved_bytes(directory / str(rank)) for rank in self.ranks}
+        adopted = sum(reserved.values())
+        # Who was here before needs no more than its files, whatever others have taken since.
+        beside = sum(self.ranks[rank].beside for rank, found in reserved.items() if found)
+        missing = self.node_total - beside - adopted
+        new = [self.ranks[rank].total for rank, found in reserved.items() if not found]
+        margin = sum(map(_margin, new)) if _is_shared(directory) else 0
+        if missing > 0 and missing + margin > free:
+            others = f', and {gib(margin)} for what else lives in {SHARED},' if margin else ''
             raise HostMemoryError(
                 f'{self.describe()}: {directory} needs {gib(missing)} more '
-                f'({gib(adopted)} already reserved there) but only {gib(free)} are free. '
+                f'({gib(adopted)} already reserved there){others} but only {gib(free)} are free. '
                 f'{NO_SPACE_REMEDY}'
             )
         if left is not None and missing > left.nbytes:
@@ -124,9 +139,26 @@ def _gib_up(nbytes: int) -> str:
 
 def free_bytes(directory: Path) -> int:
     """Free bytes of the file system that has, or will have, `directory`."""
+    return shutil.disk_usage(_existing(directory)).free
+
+
+def _existing(directory: Path) -> Path:
+    """The directory, or the lowest one above it that is there."""
     while not directory.exists():
         directory = directory.parent
-    return shutil.disk_usage(directory).free
+    return directory
+
+
+def _margin(nbytes: int) -> int:
+    return max(MARGIN_BYTES, nbytes // MARGIN_SHARE)
+
+
+def _is_shared(directory: Path) -> bool:
+    """True if `directory` is, or will be, in the file system that other libraries use, too."""
+    try:
+        return os.stat(_existing(directory)).st_dev == os.stat(SHARED).st_dev
+    except OSError:
+        return False
 
 
 def reserved_bytes(directory: Path) -> int:

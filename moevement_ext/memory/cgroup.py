@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the limits of a container leave of the memory of a node.
+"""What the limits of a container leave of the memory of a node, and of its processes.
 
 Pages of a tmpfs are charged to the cgroup of the process that made them, like its own memory, and
 they cannot be written out. Over the limit the kernel kills. Page cache is charged as well, but it
@@ -58,8 +58,21 @@ def memory_left(process: Path = THIS_PROCESS) -> MemoryLeft | None:
     return min(found, default=None)
 
 
-def _hierarchies(process: Path) -> Iterator[tuple[_Version, Path, Path]]:
-    """Hierarchies that may limit memory: files, the group of the process, and the topmost one."""
+def processes_left(process: Path = THIS_PROCESS) -> int | None:
+    """Threads that may still be started, as for `memory_left`; None: as many as one wants."""
+    found = [
+        left
+        for _, lowest, highest in _hierarchies(process, 'pids')
+        for group in (lowest, *lowest.parents)
+        if group.is_relative_to(highest) and (left := _threads_left(group)) is not None
+    ]
+    return min(found, default=None)
+
+
+def _hierarchies(
+    process: Path, controller: str = 'memory'
+) -> Iterator[tuple[_Version, Path, Path]]:
+    """Hierarchies that may limit it: files, the group of the process, and the topmost one."""
     try:
         groups = [line.split(':', 2) for line in (process / 'cgroup').read_text().splitlines()]
         mounts = [line.split() for line in (process / 'mountinfo').read_text().splitlines()]
@@ -67,18 +80,18 @@ def _hierarchies(process: Path) -> Iterator[tuple[_Version, Path, Path]]:
         return
     for number, controllers, path in groups:
         version = _V2 if (number, controllers) == ('0', '') else _V1
-        if version is _V1 and 'memory' not in controllers.split(','):
+        if version is _V1 and controller not in controllers.split(','):
             continue
         for fields in mounts:
             # id, parent, device, root, mount point, options..., -, type, source, super options
             kind, _, options = fields[fields.index('-') + 1 :][:3]
-            if kind == 'cgroup2' if version is _V2 else _is_memory_v1(kind, options):
+            if kind == 'cgroup2' if version is _V2 else _is_v1(controller, kind, options):
                 top = Path(fields[4])
                 yield version, top / _below(path, fields[3]), top
 
 
-def _is_memory_v1(kind: str, options: str) -> bool:
-    return kind == 'cgroup' and 'memory' in options.split(',')
+def _is_v1(controller: str, kind: str, options: str) -> bool:
+    return kind == 'cgroup' and controller in options.split(',')
 
 
 def _below(path: str, root: str) -> PurePosixPath:
@@ -100,3 +113,11 @@ def _left_in(group: Path, version: _Version) -> int | None:
     figures = dict(line.split() for line in lines)
     cache = sum(int(figures.get(name, 0)) for name in version.cache)
     return max(limit - used + cache, 0)
+
+
+def _threads_left(group: Path) -> int | None:
+    try:
+        limit = int((group / 'pids.max').read_text())
+        return max(limit - int((group / 'pids.current').read_text()), 0)
+    except (OSError, ValueError):
+        return None

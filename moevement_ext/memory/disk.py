@@ -5,6 +5,7 @@
         window-<start>-<plan>.window     copied, read back and right
         writing-<start>-<plan>.window    under way, worthless
         aside-<start>-<plan>.window      of a past that was not continued: not recovered from
+        complete                         start of the newest window that all ranks had here
         lock                             held by the one process that may write here
 
 A copy has the bytes of the file in memory, whose unused end is a hole. It gets its name once it is
@@ -41,6 +42,7 @@ KEPT = 2
 LOCK_SECONDS = 10.0
 """A process of an earlier life of the job is waited for at most; it may be about to end."""
 
+_COMPLETE = 'complete'
 _FLAG = '--sparse-ckpt-disk'
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _LOCK_PAUSE_SECONDS = 0.1
@@ -159,17 +161,57 @@ class DiskWindows:
             if window.name.start > start and self._is_of(window, identity):
                 os.rename(window.path, self.path / f'aside-{window.name}.window')
                 logger.warning('%s is set aside: training goes on from before it', window.path)
+        if self.newest_complete() > start:
+            self.note_complete(start)
         _sync_directory(self.path)
 
+    def note_complete(self, start: int) -> None:
+        """All ranks have the window that begins with iteration `start` on disk; -1: none."""
+        written = self.path / f'{_COMPLETE}.new'
+        fd = private.open_file(written, os.O_WRONLY | os.O_CREAT)
+        try:
+            os.ftruncate(fd, 0)
+            os.write(fd, str(start).encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(written, self.path / _COMPLETE)
+        _sync_directory(self.path)
+
+    def newest_complete(self) -> int:
+        """What was noted last, -1 if that is nothing."""
+        try:
+            return int((self.path / _COMPLETE).read_text())
+        except (OSError, ValueError):
+            return -1
+
     def prune(self, kept: Collection[WindowName]) -> None:
-        """Delete all windows but these, also those of other runs and what was set aside."""
+        """Delete all windows but these that are older than the newest of them.
+
+        That includes those of other runs and what was set aside: this life of the job has come
+        past them. What is newer may be all that is left of an earlier one.
+        """
         names = {committed_name(name) for name in kept}
+        past = max(name.start for name in kept)
         for path in self.path.glob('*.window'):
-            if path.name not in names:
+            if path.name not in names and _start_of(path) < past:
                 path.unlink(missing_ok=True)
 
-    def remove(self) -> None:
-        """Delete everything of this rank, and the run if it is empty then."""
+    def remove(self, past: int) -> None:
+        """Delete everything of this rank, and the run if it is empty then.
+
+        Args:
+            past: iteration that the job has come to. Windows of an earlier life that begin later
+                stay.
+        """
+        newer = [path for path in self.path.glob('*.window') if _start_of(path) >= past]
+        if newer:
+            logger.warning('%s of an earlier life of the job stay', [str(path) for path in newer])
+            for path in self.path.glob('*.window'):
+                if path not in newer:
+                    path.unlink(missing_ok=True)
+            self.close()
+            return
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
         with suppress(OSError):  # NFS has kept the lock, which was open; or the run has others
@@ -190,6 +232,12 @@ class DiskWindows:
             logger.warning('refused: %s', refusal)
             return False
         return True
+
+
+def _start_of(path: Path) -> int:
+    """First iteration of a window, by the name of its file, also of one that is set aside."""
+    start = path.name.split('-')[1:2]
+    return int(start[0]) if start and start[0].isdecimal() else -1
 
 
 def _locked(path: Path) -> HolderLock | None:
@@ -218,7 +266,11 @@ def _copy(file: WindowFile, path: Path, advance: Advance) -> None:
     used = file.used_bytes()
     free = free_bytes(path.parent)
     if used > free:
-        raise OSError(f'{path.parent} has {gib(free)} free, and a window takes {gib(used)}')
+        aside = sum(1 for _ in path.parent.glob('aside-*'))
+        raise OSError(
+            f'{path.parent} has {gib(free)} free, and a window takes {gib(used)}'
+            + (f' ({aside} of an earlier life, aside-*, may be deleted there)' if aside else '')
+        )
     content = memoryview(file.array)[:used]
     fd = private.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:

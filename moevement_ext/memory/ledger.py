@@ -20,7 +20,7 @@ import xxhash
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
-from moevement_ext.memory.mapped import map_new
+from moevement_ext.memory.mapped import map_anew, map_existing
 from moevement_ext.memory.window.name import RankIdentity
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ PREAMBLE_BYTES = 64
 _MAGIC = b'MoEvLed\0'
 _VERSION = 3
 _PREAMBLE = struct.Struct('<8sIIQQ')  # magic, version, record bytes, whose, capacity in records
+_COMPLETE = struct.Struct('<Q')  # 1 + start of the newest window that all ranks had; 0: none
+_COMPLETE_AT = PREAMBLE_BYTES - _COMPLETE.size
 _PREFIX = struct.Struct('<QQQ')  # checksum of the rest, sequence number, entry bytes
 
 
@@ -59,8 +61,9 @@ _DECODER = msgspec.msgpack.Decoder(LedgerEntry)
 class Ledger:
     """A mapped ring of the newest `capacity_records` entries.
 
-    The training thread appends, once per iteration, and reads. If the file exists its entries move
-    to a new file, also when the capacity differs, so a process has one object per path.
+    The training thread appends, once per iteration, and reads. A file of an earlier process is
+    written on in place: host memory is planned for one, and a restart finds no room for another.
+    Where the capacity differs its entries are written anew. A process has one object per path.
 
     Args:
         path: file in the holder's directory (`NodeStore.ledger_path`), which is locked.
@@ -78,16 +81,18 @@ class Ledger:
         self.capacity = capacity_records
         self._encoder = msgspec.msgpack.Encoder()
         self._scratch = bytearray(RECORD_BYTES)
-        kept = _entries_in(path, identity)
-        new_path = path.with_name(path.name + '.new')
-        new_path.unlink(missing_ok=True)  # left by a process that was killed here
-        self._map = map_new(new_path, self.bytes_needed(capacity_records))
+        content = _content(path, identity)
+        kept = _entries_in(content)
+        if len(content) == self.bytes_needed(capacity_records):
+            self._map = map_existing(path, writable=True)
+            self._sequence = kept[-1][0] + 1 if kept else 0
+            return
+        self._map = _map_empty(path, self.bytes_needed(capacity_records))
         known = _MAGIC, _VERSION, RECORD_BYTES, _digest(identity)
         _PREAMBLE.pack_into(self._map, 0, *known, capacity_records)
         self._sequence = 0
-        for entry in kept:
+        for _, entry in kept:
             self.append(entry)
-        os.rename(new_path, path)  # the old file is whole until all is in the new one
 
     def append(self, entry: LedgerEntry) -> None:
         """Add one committed iteration; some microseconds, no system call.
@@ -114,11 +119,17 @@ class Ledger:
         found = _decode(self._map, self._region(iteration))
         return found[1] if found is not None and found[1].iteration == iteration else None
 
+    def note_complete(self, start: int) -> None:
+        """All ranks have the window that begins with iteration `start`. Any one thread."""
+        _COMPLETE.pack_into(self._map, _COMPLETE_AT, start + 1)
+
     def forget_after(self, iteration: int) -> None:
-        """Drop the entries of later iterations: they belong to a past that is not continued.
+        """Drop what is of later iterations: it belongs to a past that is not continued.
 
         Some milliseconds; for the begin of a life or of a recovery.
         """
+        if _COMPLETE.unpack_from(self._map, _COMPLETE_AT)[0] > iteration:
+            self.note_complete(-1)
         for at in range(PREAMBLE_BYTES, self.bytes_needed(self.capacity), RECORD_BYTES):
             found = _decode(self._map, at)
             if found is not None and found[1].iteration > iteration:
@@ -127,8 +138,14 @@ class Ledger:
     @staticmethod
     def read_newest(path: Path, identity: RankIdentity) -> LedgerEntry | None:
         """Entry that was appended last to a file, which is not taken over; None if it has none."""
-        kept = _entries_in(path, identity)
-        return kept[-1] if kept else None
+        kept = _entries_in(_content(path, identity))
+        return kept[-1][1] if kept else None
+
+    @staticmethod
+    def read_complete(path: Path, identity: RankIdentity) -> int:
+        """Start of the newest window that all ranks had, -1 if a file tells of none."""
+        content = _content(path, identity)
+        return _COMPLETE.unpack_from(content, _COMPLETE_AT)[0] - 1 if content else -1
 
     def close(self) -> None:
         """Unmap; the file stays."""
@@ -143,26 +160,43 @@ class Ledger:
         return PREAMBLE_BYTES + (iteration % self.capacity) * RECORD_BYTES
 
 
-def _entries_in(path: Path, identity: RankIdentity) -> list[LedgerEntry]:
-    """Entries that an earlier process has left, in the order in which they were appended."""
+def _map_empty(path: Path, nbytes: int) -> mmap.mmap:
+    """A file of zeros, in the place of what is there."""
+    try:
+        mapped = map_anew(path, nbytes)
+    except private.ForeignFileError as error:
+        logger.warning('removed: %s', error)
+        path.unlink()
+        mapped = map_anew(path, nbytes)
+    mapped[:] = bytes(nbytes)
+    return mapped
+
+
+def _entries_in(content: bytes) -> list[tuple[int, LedgerEntry]]:
+    """What an earlier process has left: sequence numbers and entries, as they were appended."""
+    regions = range(PREAMBLE_BYTES, len(content) - RECORD_BYTES + 1, RECORD_BYTES)
+    found = [item for at in regions if (item := _decode(content, at)) is not None]
+    return sorted(found, key=lambda item: item[0])
+
+
+def _content(path: Path, identity: RankIdentity) -> bytes:
+    """All of a ledger of this run, layout and rank; empty if there is none."""
     try:
         with os.fdopen(private.open_file(path, os.O_RDONLY), 'rb') as file:
             content = file.read()
     except FileNotFoundError:
-        return []
+        return b''
     except (HostMemoryError, OSError) as error:
         logger.warning('the entries of an earlier ledger are ignored: %s', error)
-        return []
+        return b''
     known = (_MAGIC, _VERSION, RECORD_BYTES)
     if len(content) < PREAMBLE_BYTES or _PREAMBLE.unpack_from(content)[:3] != known:
         logger.warning('%s is no ledger of this format; its entries are ignored', path)
-        return []
+        return b''
     if _PREAMBLE.unpack_from(content)[3] != _digest(identity):
         logger.warning('%s is of another run or layout; its entries are ignored', path)
-        return []
-    regions = range(PREAMBLE_BYTES, len(content) - RECORD_BYTES + 1, RECORD_BYTES)
-    found = [item for at in regions if (item := _decode(content, at)) is not None]
-    return [entry for _, entry in sorted(found, key=lambda item: item[0])]
+        return b''
+    return content
 
 
 def _digest(identity: RankIdentity) -> int:

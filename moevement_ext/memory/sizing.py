@@ -5,6 +5,7 @@ Without torch. Bytes everywhere, per rank unless it says otherwise.
 """
 
 import math
+import mmap
 from collections.abc import Iterable
 
 import msgspec
@@ -20,6 +21,10 @@ captured or received. A file becomes free when its successor is persisted; until
 begins (see `protect.lifecycle`)."""
 
 LEDGER_RECORDS = 4096
+
+BESIDE_BYTES = 64 * 1024
+"""What a rank has in the tmpfs besides: its lock, and its share of what the ranks of a node have
+brought to the meeting of all (`membership.node_copy`)."""
 
 SLOT_ROOM_BYTES = 128 * 1024
 """For the header of a slot and the small state in it."""
@@ -94,8 +99,14 @@ def rank_memory(
         disk: windows are copied to disk: one is held for that while two take turns.
     """
     return RankMemory(
-        own_windows=(GENERATIONS + disk) * window_file,
-        replicas=GENERATIONS * sum(replica_files),
-        ledger=Ledger.bytes_needed(LEDGER_RECORDS),
-        log_ring=log_ring,
+        own_windows=(GENERATIONS + disk) * in_pages(window_file),
+        replicas=GENERATIONS * sum(map(in_pages, replica_files)),
+        ledger=in_pages(Ledger.bytes_needed(LEDGER_RECORDS)),
+        log_ring=in_pages(log_ring),
+        beside=BESIDE_BYTES,
     )
+
+
+def in_pages(nbytes: int) -> int:
+    """Bytes that a file of `nbytes` takes of a tmpfs, which gives whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

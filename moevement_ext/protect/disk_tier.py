@@ -226,6 +226,7 @@ class DiskTier:
             self._tried = None
         if newest not in self._complete and self._disk.has(newest):
             self._complete = [*self._complete, newest][-KEPT:]
+            self._disk.note_complete(newest.start)
             self._statistics.on_disk = newest.start
             self._statistics.events.emit(WindowOnDisk(start=newest.start, plan=newest.plan))
             if len(self._complete) == KEPT:

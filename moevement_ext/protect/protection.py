@@ -352,11 +352,12 @@ class Protection:
             if self._disk is not None:
                 self._disk.stop()
         if remove and self.memory.disk is not None and not keep_disk:
-            self.memory.disk.remove()
+            self.memory.disk.remove(self._rank.events.iteration)
         self.memory.close(remove)
 
     def _persisted(self, window: WindowName) -> None:
         """All ranks and holders have a newer window. Called by the board's thread."""
+        self.memory.ledger.note_complete(window.start)
         if self.memory.log is not None:
             self.memory.log.drop_until(window.start)
         if self._disk is not None:

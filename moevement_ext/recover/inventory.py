@@ -22,8 +22,9 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, StoredWindow, Window
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import OtherSettings, RefusedWindow
-from moevement_ext.replicate.secret import marks_here
 from moevement_ext.memory.window.settings import digest_of, encode
+from moevement_ext.recover.absence import Traces
+from moevement_ext.replicate.secret import marks_here
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Inventory(msgspec.Struct, frozen=True):
     """On its node, of all owners."""
     disk: list[HeldWindow]
     """Its own, on disk."""
+    traces: Traces
     refused: list[str] = []
     """Why windows of other settings are of no use, by name, with both values."""
     doubtful: list[str] = []
@@ -132,10 +134,20 @@ def take_stock(store: NodeStore, disk: DiskWindows | None, identity: RankIdentit
     return Inventory(
         sorted(memory.windows),
         [] if disk is None else sorted(found[1].windows, reverse=True),
+        _traces(store, disk, identity),
         sorted(set().union(*(one.other_settings for one in found))),
         sorted(set().union(*(one.doubtful for one in found))),
         digest_of(identity.settings),
     )
+
+
+def _traces(store: NodeStore, disk: DiskWindows | None, identity: RankIdentity) -> Traces:
+    own = [window for window in store.scan() if window.owner == identity.rank]
+    told = Ledger.read_complete(store.ledger_path(identity.rank), identity)
+    if disk is not None:
+        own += disk.stored()
+        told = max(told, disk.newest_complete())
+    return Traces(node_name(), told, bool(own))
 
 
 def launch_of(identity: RankIdentity) -> str:

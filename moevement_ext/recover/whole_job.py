@@ -23,8 +23,9 @@ from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.settings import told
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.process.leaving import end_at_once
-from moevement_ext.recover import launched_alike, other_runs
 from moevement_ext.protect.protection import Protection
+from moevement_ext.recover import launched_alike, other_runs
+from moevement_ext.recover.absence import refuse_to_forget
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import Inventory, candidates, take_stock
 from moevement_ext.recover.sources import (
@@ -82,6 +83,7 @@ def find(
 
     Raises:
         UserError: ranks were launched differently (see `launched_alike.check`).
+        AbsentWindows: no window is complete any more, and ranks are without any.
     """
     found_here = take_stock(store, disk, rank.identity)
     inventories = [
@@ -110,6 +112,9 @@ def find(
     )
     if rank.number == 0 and not (everything or refused):
         other_runs.say(store, rank)
+    if not complete:
+        traces = [inventory.traces for inventory in inventories]
+        refuse_to_forget(everything, traces, dense_iteration, rank.config)
     if (everything or refused) and not usable:
         next_tier(_why_none(complete, refused, dense_iteration), rank, dense_iteration)
     return predecessor

@@ -78,14 +78,21 @@ def cluster(
 ) -> Iterator[Callable[..., Cluster]]:
     """Makes clusters with given extra flags; their host memory is removed afterwards."""
     made: list[Cluster] = []
+    exactly = request.config.getoption('--exact-memory')
     request.node.stash[JOBS] = made
 
     def make(
-        *flags: str, sparse: bool = True, ranks: int = 4, nodes: int = 2, backend: str = backend
+        *flags: str,
+        sparse: bool = True,
+        ranks: int = 4,
+        nodes: int = 2,
+        backend: str = backend,
+        exact_memory: bool = exactly,
     ) -> Cluster:
         directory = tmp_path / f'run{len(made)}'
         chosen = backend if sparse else 'gloo'
-        new = Cluster([], directory, ranks=ranks, nodes=nodes, backend=chosen)
+        exact = exact_memory and sparse
+        new = Cluster([], directory, ranks, nodes, backend=chosen, exact_memory=exact)
         digest = ['--sparse-ckpt-digest', str(directory / 'digest.json')]
         batch = [] if '--step-batch-size-schedule' in flags else ['--global-batch-size', '4']
         new.flags = [*MODEL, *TRAINING, *batch, *text, *flags, *digest]

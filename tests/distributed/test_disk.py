@@ -69,6 +69,41 @@ def test_job_whose_memory_is_all_lost_comes_back_from_disk(
     assert list(disk.iterdir()) == [], 'at a clean end disks are given back, too'
 
 
+def test_a_disk_that_is_not_mounted_yet_stops_the_start_and_costs_nothing(
+    cluster: Make, reference: Callable[..., dict], disk: Path, tmp_path: Path
+) -> None:
+    job = dead_job(cluster, disk)
+    shutil.rmtree(job.memory)
+    kept = {path.name for folder in rank_folders(job, disk) for path in windows(folder)}
+    mounted = rank_folders(job, disk)[3]
+    mounted.rename(tmp_path / 'away')
+    assert job.run(all_end=True) == [2] * job.ranks
+    said = job.output(life=1)
+    assert f'all ranks had window {NEWEST}, and none is complete now' in said
+    assert 'of rank 3 (node node1); ranks 0, 1, 2 (nodes node0, node1) have windows' in said
+    shutil.rmtree(mounted)
+    (tmp_path / 'away').rename(mounted)
+    assert {path.name for folder in rank_folders(job, disk) for path in windows(folder)} == kept
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+    assert sources(job) == [('disk', NEWEST)] * job.ranks
+
+
+@pytest.mark.thorough
+def test_what_is_to_be_forgotten_stays_until_the_job_has_come_past_it(
+    cluster: Make, reference: Callable[..., dict], disk: Path
+) -> None:
+    job = dead_job(cluster, disk)
+    shutil.rmtree(job.memory)
+    shutil.rmtree(rank_folders(job, disk)[3])
+    job.flags += ['--sparse-ckpt-forget']
+    job.run(fail_at='1:5:forward', mutation=WAITS, timeout_s=400.0)
+    aside = [[*folder.glob(f'aside-{NEWEST}-*')] for folder in rank_folders(job, disk)]
+    assert [len(paths) for paths in aside] == [1, 1, 1, 0]
+    job.finish()
+    assert differences(reference(*BASE), read_digest(job)) == []
+
+
 def test_a_stage_that_is_lost_right_after_comes_back_alone(
     cluster: Make, reference: Callable[..., dict], disk: Path
 ) -> None:

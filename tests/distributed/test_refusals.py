@@ -18,13 +18,14 @@ from moevement_ext.events import (
     WindowPersisted,
     WorkerStarted,
 )
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_whole_job_recovery import BASE, BF16, UNTIED
 
 Make = Callable[..., Cluster]
 TWO_STAGES = f'{BF16} --pipeline-model-parallel-size 2 {UNTIED} --train-iters 12'.split()
 SAVES = ['--save-interval', '5']
+TRACKER = 'latest_checkpointed_iteration.txt'
 
 
 def _windows(job: Cluster, node: int, holder: int, owner: int) -> list[Path]:
@@ -38,6 +39,11 @@ def _newest(job: Cluster, owner: int) -> list[Path]:
     copies = list(job.memory.rglob(f'{owner}/window-*.window'))
     newest = max(int(path.name.split('-')[1]) for path in copies)
     return [path for path in copies if int(path.name.split('-')[1]) == newest]
+
+
+def _cut_off(dense: Path) -> None:
+    part = max((dense / 'iter_0000008').glob('*.distcp'), key=lambda path: path.stat().st_size)
+    os.truncate(part, part.stat().st_size // 2)
 
 
 def _flip_byte(path: Path, offset: int) -> None:
@@ -152,6 +158,15 @@ def test_a_blend_that_changed_under_its_path_is_refused(cluster: Make, tmp_path:
     assert job.events_of(Recovered) == []
     (tier,) = job.events_of(NextTier)
     assert re.search(r'--data-args-path \S+: was 0\.7 .*, is 0\.2 ', tier.reason)
+
+
+# What happens to a folder of dense checkpoints between two launches.
+UNREADABLE = {
+    'an empty tracker file': lambda dense: os.truncate(dense / TRACKER, 0),
+    'a checkpoint that is gone': lambda dense: shutil.rmtree(dense / 'iter_0000008'),
+    'a checkpoint that is cut off': _cut_off,
+    'a folder that is not mounted': shutil.rmtree,
+}
 
 
 def _said_in_one_line(job: Cluster, message: str) -> None:
@@ -286,6 +301,21 @@ def test_unreadable_dense_checkpoint_is_no_job_that_is_done(cluster: Make, tmp_p
     assert job.run() == [EXIT_USER_ERROR]
     _said_in_one_line(job, 'instead of loading the dense checkpoint of --load; its own message')
     assert 'ERROR: Invalid metadata file' in job.output(life=0)
+
+
+@pytest.mark.parametrize('trouble', with_quick(UNREADABLE, 'an empty tracker file'))
+def test_what_cannot_be_read_of_the_dense_tier_ends_no_job_that_has_windows(
+    trouble: str, cluster: Make, reference: Callable, tmp_path: Path
+) -> None:
+    dense = tmp_path / 'dense'
+    flags = ['--save', str(dense), '--load', str(dense), '--save-interval', '4']
+    job = cluster(*TWO_STAGES, *flags, '--sparse-ckpt-window', '6', ranks=2)
+    assert -9 in job.run(fail_at='1:11:forward')
+    UNREADABLE[trouble](dense)
+    job.flags += ['--exit-on-missing-checkpoint']
+    job.finish()
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
+    assert job.events_of(Recovered)
 
 
 def test_second_live_job_with_the_same_run_id_is_refused(cluster: Make) -> None:

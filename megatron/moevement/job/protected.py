@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts, UpstreamArguments
 from megatron.moevement.job import identity
+from megatron.moevement.job.local_files import refuse_missing
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.job.unsupported import hazard, not_localized
@@ -50,8 +51,10 @@ def protected_job(
 
     Raises:
         InstallationError: upstream is not the one this package was checked against.
+        ConfigurationError: a file that all ranks read is not on this node.
     """
     patches.check()
+    refuse_missing(args)
     danger = hazard(args)
     if danger and facts.rank == 0:
         logger.warning('sparse checkpointing: %s', danger)
@@ -67,7 +70,7 @@ def protected_job(
         run_id=run_id,
         backend=facts.distributed_backend,
         config=config,
-        events=EventLog(config.events, facts.rank),
+        events=EventLog(config.events, facts.rank, required=not joining),
         exchange=Exchange(membership.archive if membership else None, joining),
     )
     around = Surroundings(ScalarRecorder(), data, PostStep(facts, counters), operations)

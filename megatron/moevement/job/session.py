@@ -18,7 +18,7 @@ from megatron.moevement.facts import JobFacts, UpstreamArguments
 from megatron.moevement.job import log_line
 from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.job.trainer import MegatronTrainer
-from megatron.moevement.seams import upstream
+from megatron.moevement.seams import data_caches, upstream
 from megatron.moevement.state import parameter_groups
 from megatron.moevement.state.global_scalars import check_room
 from megatron.moevement.state.training_state import TrainingState
@@ -67,6 +67,7 @@ class Session:
             args: all settings of the job; upstream reads there that a process connects to nobody.
         """
         self.around.recorder.install()
+        data_caches.install()
         faults.arm(self._facts.rank)
         if self.job.joining:
             self._alone.enter_context(upstream.without_connections(args))

@@ -13,8 +13,9 @@ import torch
 
 from megatron.moevement.facts import JobFacts, UpstreamArguments
 from megatron.moevement.job import identity
+from megatron.moevement.job.local_files import missing_data
 from megatron.moevement.job.session import Session
-from megatron.moevement.seams import patches, post_step, upstream
+from megatron.moevement.seams import dense_tier, patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.seams.faults import armed_forward
 from megatron.moevement.state.dense_random import DenseRandom
@@ -55,6 +56,7 @@ class UpstreamTrainer:
         random_numbers = DenseRandom(self._args, identity.topology_identity(self._args))
         patches.wrap(f'{trainer}:load_checkpoint', random_numbers.load)
         patches.wrap(f'{trainer}:save_checkpoint', random_numbers.save)
+        patches.wrap(f'{trainer}:build_train_valid_test_data_iterators', self._open_data)
         patches.wrap(f'{trainer}:train', self._train)
         patches.wrap(f'{trainer}:train_step', self._train_step)
         patches.wrap(f'{trainer}:training_log', self._training_log)
@@ -82,7 +84,16 @@ class UpstreamTrainer:
     def _dense_iteration(self) -> int:
         if self._session.job.joining:  # what is to be loaded was settled long ago
             return -1
-        return upstream.dense_checkpoint_iteration(self._facts)
+        return dense_tier.dense_iteration(self._facts, self._session.job.rank.exchange)
+
+    def _open_data(self, original: Callable[..., Any], provider: Any) -> Any:
+        try:
+            return original(provider)
+        except Exception as error:
+            missing = missing_data(self._args)
+            if missing is None:
+                raise
+            raise missing from error
 
     def _train(
         self,

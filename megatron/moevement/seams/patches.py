@@ -139,6 +139,10 @@ UPSTREAM = {
         'new_state', 'device', 'graph_safe',
     ),
     'megatron.core.datasets.utils:compile_helpers': (),
+    'megatron.core.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices': (
+        'self',
+    ),
+    'megatron.core.datasets.blended_dataset:BlendedDataset._build_indices': ('self',),
 }  # fmt: skip
 """Parameters by part, which is written as `module:function` or `module:Class.method`."""
 

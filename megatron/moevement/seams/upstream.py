@@ -4,7 +4,6 @@
 Checked against megatron-core 0.19.2.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP, SEPARATE_GRAD
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.moevement.counters import Counters
-from megatron.moevement.facts import JobFacts, UpstreamArguments
+from megatron.moevement.facts import UpstreamArguments
 from megatron.moevement.seams import patches
 from moevement_ext.regroup.process_groups import stand_in_for
 
@@ -68,40 +67,6 @@ def detaches_heads(config: Any) -> bool:
 def floating_point_operations(args: UpstreamArguments) -> float:
     """What upstream counts for training on one sample of full length."""
     return float(training.num_floating_point_operations(args, 1))
-
-
-def dense_checkpoint_iteration(facts: JobFacts) -> int:
-    """Iteration that `--load` would go on from, -1 if there is no dense checkpoint."""
-    if facts.load is None:
-        return -1
-    newest = max(_kept_iteration(facts, facts.load), _not_kept_iteration(facts, facts.load))
-    return 0 if facts.finetune and newest >= 0 else newest
-
-
-def _kept_iteration(facts: JobFacts, load: str) -> int:
-    from megatron.training.checkpointing import (
-        checkpoint_exists,
-        get_checkpoint_tracker_filename,
-        read_metadata,
-    )
-
-    if not checkpoint_exists(load):
-        return -1
-    if facts.ckpt_step is not None:
-        return facts.ckpt_step
-    iteration, _ = read_metadata(get_checkpoint_tracker_filename(load))
-    return int(iteration)
-
-
-def _not_kept_iteration(facts: JobFacts, load: str) -> int:
-    """Iteration of the one that `--non-persistent-save-interval` has left, -1 without one."""
-    from megatron.training import checkpointing
-
-    if facts.non_persistent_ckpt_type != 'global':
-        return -1
-    within = os.path.join(load, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
-    directory = facts.non_persistent_global_ckpt_dir or within
-    return int(checkpointing._get_non_persistent_iteration(directory, facts))
 
 
 def saved_iteration(save: str | None) -> int:

@@ -29,6 +29,7 @@ from moevement_ext.events import Event, decode
 from moevement_ext.local_cluster.statements import told_finished
 from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.replicate import secret
+from tests.distributed.harness import exact_memory
 from tools.lab.evidence import kind_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,6 +57,8 @@ def _worker(
     multiprocessing.set_start_method('fork', force=True)  # as in a program started by itself
     sys.argv = [f'{program}.py', *argv]
     module = import_module(program)
+    if exact_memory.wanted():
+        exact_memory.install()
     if os.environ[BACKEND] == NCCL_LIKE:
         import_module('tests.distributed.harness.nccl_like').install()
     if mutation is not None:
@@ -76,6 +79,7 @@ class Cluster:
         program: module whose `main` each rank runs.
         backend: of `torch.distributed`: 'gloo', or `NCCL_LIKE` (see `nccl_like`).
         gives_secret: `survive` does so, as the launchers of this project do, and torchrun does not.
+        exact_memory: the tmpfs of each node is as large as the plan says.
     """
 
     flags: list[str]
@@ -85,8 +89,14 @@ class Cluster:
     program: str = 'pretrain_gpt'
     backend: str = 'gloo'
     gives_secret: bool = True
+    exact_memory: bool = False
     name: str = field(default_factory=lambda: f'test-{uuid.uuid4().hex[:12]}')
     lives: int = 0
+
+    def __post_init__(self) -> None:
+        if self.exact_memory:
+            for node in range(self.nodes):
+                exact_memory.mount(self.node_memory(node))
 
     @property
     def memory(self) -> Path:
@@ -293,6 +303,9 @@ class Cluster:
 
     def remove(self) -> None:
         """Delete what the run left in host memory."""
+        if self.exact_memory:
+            for node in range(self.nodes):
+                exact_memory.unmount(self.node_memory(node))
         shutil.rmtree(self.memory, ignore_errors=True)
 
     def _environment(self, rank: int, port: int, fail_at: str) -> dict[str, str]:
@@ -306,6 +319,7 @@ class Cluster:
             'MOEVEMENT_NODE': f'node{rank * self.nodes // self.ranks}',
             'MOEVEMENT_FAIL_AT': fail_at,
             BACKEND: self.backend,
+            **(exact_memory.environment() if self.exact_memory else {}),
         }
 
     def _supervise(

@@ -4,9 +4,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory import budget
 from moevement_ext.memory.budget import GIB, HostMemoryPlan, RankMemory, reserved_bytes
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -36,10 +38,11 @@ def test_sums() -> None:
         'replicas': 11 * GIB,
         'ledger': 2000,
         'log_ring': 0,
+        'beside': 0,
     }
     assert plan.describe() == (
         'host memory 16.00 GiB on this node (own windows 5.00 GiB, replicas 11.00 GiB, '
-        'ledger 2000 bytes, log ring 0 bytes); 2 ranks, largest 9.00 GiB'
+        'ledger 2000 bytes, log ring 0 bytes, beside 0 bytes); 2 ranks, largest 9.00 GiB'
     )
 
 
@@ -71,6 +74,39 @@ def test_over_the_file_system(shm: Path) -> None:
     rank = RankMemory(own_windows=2 * free, replicas=0, ledger=0)
     with pytest.raises(HostMemoryError, match=rf'{shm}.* needs .* free.*tmpfs'):
         HostMemoryPlan({0: rank}).check(None, shm / 'run1' / 'node0')
+
+
+def test_a_margin_stays_for_what_else_lives_there(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = shutil.disk_usage(shm).free
+    monkeypatch.setattr(budget, 'free_bytes', lambda directory: free)
+    fitting = free - free // (budget.MARGIN_SHARE + 1)
+    rank = RankMemory(own_windows=fitting, replicas=0, ledger=0)
+    HostMemoryPlan({0: rank}).check(None, shm)
+    full = HostMemoryPlan({0: msgspec.structs.replace(rank, replicas=budget.MARGIN_SHARE)})
+    with pytest.raises(HostMemoryError, match=r'for what else lives in /dev/shm, but only'):
+        full.check(None, shm)
+    (shm / '0').mkdir()
+    (shm / '0' / 'ledger').write_bytes(b'x' * 8192)
+    full.check(None, shm)  # the margin was there when that began
+    monkeypatch.setattr(budget, 'SHARED', Path('/proc'))
+    full.check(None, shm / 'elsewhere')
+    with pytest.raises(HostMemoryError):
+        HostMemoryPlan({0: msgspec.structs.replace(rank, replicas=free)}).check(None, shm)
+
+
+def test_a_restart_needs_no_room_beside_its_files(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others of `/dev/shm` may have taken what was free at the start."""
+    (shm / '0').mkdir()
+    (shm / '0' / 'ledger').write_bytes(b'x' * 8192)
+    monkeypatch.setattr(budget, 'free_bytes', lambda directory: 0)
+    rank = RankMemory(own_windows=0, replicas=0, ledger=8192, beside=4096)
+    HostMemoryPlan({0: rank}).check(None, shm)
+    with pytest.raises(HostMemoryError):
+        HostMemoryPlan({1: rank}).check(None, shm)
 
 
 def test_adopted_files_are_not_needed_again(shm: Path) -> None:

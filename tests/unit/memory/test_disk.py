@@ -62,7 +62,7 @@ def starts(disk: DiskWindows) -> list[int]:
 
 
 def names(disk: DiskWindows) -> set[str]:
-    return {path.name for path in disk.path.iterdir() if path.name != 'lock'}
+    return {path.name for path in disk.path.iterdir() if path.name not in ('lock', 'complete')}
 
 
 def test_a_copy_has_the_bytes_of_the_window(disk: DiskWindows, tmp_path: Path) -> None:
@@ -190,11 +190,18 @@ except OSError as error:
     assert names(disk) == set()
 
 
-def test_pruning_leaves_what_is_kept_and_nothing_else(disk: DiskWindows, tmp_path: Path) -> None:
+def test_pruning_deletes_nothing_that_is_newer_than_what_is_kept(
+    disk: DiskWindows, tmp_path: Path
+) -> None:
+    """It may be all that is left of an earlier life, which this one has not come past."""
     write(disk, tmp_path, 0, 3, 6, 9)
     disk.set_aside_after(6, IDENTITY)
     disk.prune([named(3), named(6)])
-    assert names(disk) == {'window-3-plan1.window', 'window-6-plan1.window'}
+    kept = {'window-3-plan1.window', 'window-6-plan1.window'}
+    assert names(disk) == {*kept, 'aside-9-plan1.window'}
+    write(disk, tmp_path, 12)
+    disk.prune([named(6), named(12)])
+    assert starts(disk) == [12, 6] and not any(name.startswith('aside') for name in names(disk))
 
 
 def test_windows_of_a_past_that_is_not_continued_are_set_aside(
@@ -211,10 +218,19 @@ def test_windows_of_a_past_that_is_not_continued_are_set_aside(
 def test_at_the_end_nothing_is_left(disk: DiskWindows, tmp_path: Path) -> None:
     other = DiskWindows(tmp_path / 'disk', 'run1', 1)
     write(disk, tmp_path, 0)
-    disk.remove()
+    disk.remove(past=3)
     assert [path.name for path in (tmp_path / 'disk' / 'run1').iterdir()] == ['rank1']
-    other.remove()
+    other.remove(past=3)
     assert list((tmp_path / 'disk').iterdir()) == []
+
+
+def test_at_the_end_windows_that_the_job_has_not_come_past_stay(
+    disk: DiskWindows, tmp_path: Path
+) -> None:
+    write(disk, tmp_path, 0, 3, 6)
+    disk.set_aside_after(0, IDENTITY)
+    disk.remove(past=6)
+    assert {name for name in names(disk) if name.endswith('.window')} == {'aside-6-plan1.window'}
 
 
 def test_what_cannot_be_a_disk_is_named_with_its_flag(tmp_path: Path) -> None:

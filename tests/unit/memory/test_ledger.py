@@ -117,6 +117,23 @@ def test_reopened_with_any_capacity(shm: Path) -> None:
     assert smaller.get(4) is None
 
 
+def test_a_restart_takes_no_room_besides(shm: Path) -> None:
+    """A tmpfs of the planned size has none."""
+    ledger = Ledger(shm / 'ledger', 4)
+    for iteration in range(6):
+        ledger.append(entry(iteration))
+    ledger.close()
+    before = (shm / 'ledger').stat()
+    again = Ledger(shm / 'ledger', 4)
+    assert (shm / 'ledger').stat().st_ino == before.st_ino
+    again.append(entry(6))
+    assert newest(shm / 'ledger') == entry(6)
+    assert [again.get(iteration) for iteration in range(2, 7)] == [
+        None,
+        *(entry(iteration) for iteration in range(3, 7)),
+    ]
+
+
 def test_number_of_tokens_is_kept_and_zero_where_it_is_not_known(shm: Path) -> None:
     ledger = Ledger(shm / 'ledger', 4, OWN)
     ledger.append(entry(1))

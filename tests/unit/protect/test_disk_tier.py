@@ -310,7 +310,9 @@ def test_what_cannot_be_set_aside_is_before_anything_is_copied(make: Callable[..
 
 
 def names(rank: Rank) -> list[str]:
-    return sorted(path.name for path in rank.disk.path.iterdir() if path.name != 'lock')
+    return sorted(
+        path.name for path in rank.disk.path.iterdir() if path.name not in ('lock', 'complete')
+    )
 
 
 def test_a_new_process_goes_on_where_the_one_before_died(make: Callable[..., Job]) -> None:

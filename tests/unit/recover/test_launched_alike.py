@@ -16,6 +16,7 @@ from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import RunSettings
 from moevement_ext.recover import launched_alike
+from moevement_ext.recover.absence import Traces
 from moevement_ext.recover.inventory import Inventory, launch_of
 
 OWN = RunSettings({'--seed': '1'}, environment={'NCCL_ALGO': 'Ring'})
@@ -31,7 +32,10 @@ def check(*launched: RunSettings, strict: bool = False, **found: Any) -> list[st
         config=SparseCheckpointConfig(strict=strict),
         exchange=lambda name, own: [settings.encode(one) for one in launched],
     )
-    inventories = [Inventory([], [], settings=settings.digest_of(one)) for one in launched]
+    inventories = [
+        Inventory([], [], Traces('node0', -1, False), settings=settings.digest_of(one))
+        for one in launched
+    ]
     inventories[-1] = msgspec.structs.replace(inventories[-1], **found)
     return launched_alike.check(rank, inventories)  # type: ignore[arg-type]
 

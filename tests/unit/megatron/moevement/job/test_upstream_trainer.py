@@ -30,7 +30,9 @@ class Rank:
         counters = Namespace(load=None, consumed_valid_samples=0)
         session: Any = SimpleNamespace(
             around=SimpleNamespace(post_step=PostStep(FACTS, counters)),
-            job=SimpleNamespace(joining=joining, restarted=False),
+            job=SimpleNamespace(
+                joining=joining, restarted=False, rank=SimpleNamespace(exchange=None)
+            ),
             set_up=lambda build, load_dense, dense_iteration: None,
             train=lambda enter: [enter() for _ in tuple(self._logs)],
             report=lambda iteration: None,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a restart would go on from is what upstream would load."""
+"""What the adapter asks of upstream's trainer."""
 
 from argparse import Namespace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,49 +18,6 @@ from megatron.core.optimizer.optimizer import (  # noqa: E402
 from megatron.training import training  # noqa: E402
 
 from megatron.moevement.seams import upstream  # noqa: E402
-from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402
-
-
-@pytest.fixture
-def dense(tmp_path: Path) -> Path:
-    """A folder whose newest dense checkpoint is of iteration 10."""
-    (tmp_path / 'latest_checkpointed_iteration.txt').write_text('10')
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ('flags', 'iteration'), [('', 10), ('--ckpt-step 4', 4), ('--finetune', 0)]
-)
-def test_dense_checkpoint_is_the_one_that_flags_ask_for(
-    flags: str, iteration: int, dense: Path
-) -> None:
-    args = parsed('--load', str(dense), *flags.split())
-    assert upstream.dense_checkpoint_iteration(args) == iteration
-
-
-NOT_KEPT = '--non-persistent-ckpt-type global --non-persistent-save-interval 5'.split()
-
-
-@pytest.mark.parametrize(('not_kept', 'newest'), [(15, 15), (5, 10)])
-@pytest.mark.parametrize('elsewhere', [False, True])
-def test_a_dense_checkpoint_that_is_not_kept_counts_if_it_is_newer(
-    not_kept: int, newest: int, elsewhere: bool, dense: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / ('elsewhere' if elsewhere else 'non_persistent')
-    folder.mkdir()
-    (folder / 'latest_checkpointed_iteration.txt').write_text(str(not_kept))
-    where = ['--non-persistent-global-ckpt-dir', str(folder)] if elsewhere else []
-    args = parsed('--load', str(dense), *NOT_KEPT, *where)
-    assert upstream.dense_checkpoint_iteration(args) == newest
-    (dense / 'latest_checkpointed_iteration.txt').unlink()
-    assert upstream.dense_checkpoint_iteration(args) == not_kept
-
-
-def test_without_a_dense_checkpoint_there_is_none(tmp_path: Path) -> None:
-    assert upstream.dense_checkpoint_iteration(parsed()) == -1
-    assert upstream.dense_checkpoint_iteration(parsed('--load', str(tmp_path / 'new'))) == -1
-    finetuned = parsed('--finetune', '--load', str(tmp_path / 'new'))
-    assert upstream.dense_checkpoint_iteration(finetuned) == -1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which dense checkpoint `--load` would go on from, asked without upstream ending the program.
+
+Upstream's own way to ask is to load: what it cannot read ends the job there and then, whatever
+windows there are. So each rank looks by itself, and what one of them cannot read is left out.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from megatron.training import checkpointing
+from megatron.training.checkpointing import (
+    get_checkpoint_name,
+    get_checkpoint_tracker_filename,
+    maybe_msc,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from megatron.moevement.facts import JobFacts
+
+logger = logging.getLogger(__name__)
+
+_RELEASE = 'release'
+_NAMED = 3
+
+
+class DenseTier(NamedTuple):
+    """What one rank sees of the newest dense checkpoint."""
+
+    iteration: int
+    """-1: there is none, or it cannot be read."""
+    problem: str = ''
+    """Why it cannot be read."""
+
+
+_NONE = DenseTier(-1)
+
+
+def dense_iteration(facts: JobFacts, exchange: Callable[[str, bytes], list[bytes]]) -> int:
+    """Iteration that `--load` would go on from, -1 if there is nothing that all ranks can read.
+
+    Collective. What cannot be read is named in the log; a job that has nothing else still tries.
+
+    Args:
+        facts: of the job.
+        exchange: gives the others some bytes under a name, and returns those of all ranks.
+    """
+    if facts.load is None:
+        return -1
+    own = msgspec.msgpack.encode(_seen(facts, facts.load))
+    seen = [msgspec.msgpack.decode(item, type=DenseTier) for item in exchange('dense', own)]
+    newest = max(tier.iteration for tier in seen)
+    problems = {rank: tier.problem for rank, tier in enumerate(seen) if tier.problem}
+    if newest >= 0:
+        problems |= {
+            rank: f'no dense checkpoint in {facts.load}'
+            for rank, tier in enumerate(seen)
+            if tier == _NONE
+        }
+    if problems:
+        if facts.rank == 0:
+            reasons = [f'rank {rank}: {text}' for rank, text in list(problems.items())[:_NAMED]]
+            logger.warning(
+                'sparse checkpointing: the dense checkpoint of --load is left out unless nothing '
+                'else is left, as %d of %d ranks cannot read it: %s',
+                len(problems),
+                len(seen),
+                '; '.join(reasons),
+            )
+        return -1
+    return 0 if facts.finetune and newest >= 0 else newest
+
+
+def _seen(facts: JobFacts, load: str) -> DenseTier:
+    look_inside = facts.rank == 0
+    found = [_newest_in(load, facts.ckpt_step, look_inside)]
+    if facts.non_persistent_ckpt_type == 'global':
+        within = os.path.join(load, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
+        directory = facts.non_persistent_global_ckpt_dir or within
+        found.append(_newest_in(directory, None, look_inside))
+    return next((tier for tier in found if tier.problem), max(found))
+
+
+def _newest_in(directory: str, step: int | None, look_inside: bool) -> DenseTier:
+    """The one that the tracker file of a directory names, or that of iteration `step`."""
+    tracker = get_checkpoint_tracker_filename(directory)
+    try:
+        if not maybe_msc.os.path.isfile(tracker):
+            return _NONE
+        with maybe_msc.open(tracker, 'r') as file:
+            text = file.read().strip()
+        if text != _RELEASE and not text.isdecimal():
+            return DenseTier(-1, f'{tracker} says {text!r}, which is no iteration')
+        iteration = 0 if text == _RELEASE else int(text)
+        if step is not None:
+            iteration = step
+        named = get_checkpoint_name(directory, iteration, text == _RELEASE, return_base_dir=True)
+        if not maybe_msc.os.path.isdir(named):
+            return DenseTier(-1, f'{named}, which {tracker} names, is not there')
+        missing = _missing_in(Path(named)) if look_inside else None
+    except OSError as error:
+        return DenseTier(-1, f'{tracker}: {error}')
+    if missing is not None:
+        return DenseTier(-1, missing)
+    return DenseTier(iteration)
+
+
+def _missing_in(folder: Path) -> str | None:
+    """A file of a checkpoint in torch's distributed format that is not there, or cut off."""
+    if not (folder / 'metadata.json').is_file() or not folder.is_dir():
+        return None  # of another format, or in an object store
+    try:
+        parts = FileSystemReader(folder).read_metadata().storage_data or {}
+    except Exception as error:  # whatever damaged bytes are taken for
+        return f'{folder} cannot be read: {error!r}'
+    sizes: dict[str, int] = {}
+    for part in parts.values():
+        end = part.offset + part.length
+        sizes[part.relative_path] = max(sizes.get(part.relative_path, 0), end)
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size < size:
+            return f'{path} is cut off, or not there'
+    return None

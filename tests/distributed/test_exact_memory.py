@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recoveries in a tmpfs of exactly the planned size: none takes more than the plan says.
+
+`--exact-memory` gives all tests of this folder such a tmpfs.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.events import ProtectionReduced, Recovered
+from tests.distributed.conftest import differences, read_digest, with_quick
+from tests.distributed.harness.cluster import Cluster
+
+BASE = (
+    '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
+    '--expert-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 12'
+).split()
+SURVIVED = {
+    'one worker': ('1:8:forward', ()),
+    'one worker, twice': ('1:8:forward,1:9:forward:1', ()),
+    'a stage with the memory of its node': ('2:8:forward,3:8:forward', (1,)),
+}
+
+
+@pytest.fixture
+def job(cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
+    """With everything that host memory is taken for."""
+    disk = tmp_path / 'disk'
+    disk.mkdir()
+    flags = ['--sparse-ckpt-disk', str(disk), '--sparse-ckpt-disk-every', '3']
+    return cluster(*BASE, '--sparse-ckpt-window', '3', *flags, exact_memory=True)
+
+
+@pytest.mark.parametrize('lost', with_quick(SURVIVED, 'one worker, twice'))
+def test_localized(lost: str, job: Cluster, reference: Callable[..., dict]) -> None:
+    fail_at, wiped = SURVIVED[lost]
+    assert job.survive(fail_at=fail_at, wipe=wiped)
+    check(job, reference)
+
+
+def test_whole_job_twice(job: Cluster, reference: Callable[..., dict]) -> None:
+    assert -9 in job.run(fail_at='1:8:forward')
+    assert -9 in job.run(fail_at='2:10:backward')
+    job.finish()
+    check(job, reference)
+
+
+def check(job: Cluster, reference: Callable[..., dict]) -> None:
+    """The bits are right, and nothing that was planned was left out."""
+    assert differences(reference(*BASE), read_digest(job)) == []
+    for rank in range(job.ranks):
+        assert job.events_of(ProtectionReduced, rank) == []
+    assert job.events_of(Recovered, rank=3)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replacement comes to a node that has less than the one that was lost."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.test_whole_job_recovery import BASE
+
+
+def test_a_replacement_does_without_what_its_node_lacks(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
+) -> None:
+    """Caches of data, dense checkpoints to load, windows on disk, a folder for events."""
+    local = {name: tmp_path / name for name in ('cache', 'load', 'disk')}
+    local['disk'].mkdir()
+    job = cluster(*BASE, '--sparse-ckpt-window', '3', '--load', str(local['load']))
+    job.flags += ['--data-cache-path', str(local['cache'])]
+    job.flags += ['--sparse-ckpt-disk', str(local['disk'])]
+    events = job.directory / 'events'
+
+    def another_node(rank: int, nodes: object) -> None:
+        for folder in local.values():
+            if folder.exists():
+                folder.rename(folder.with_name(f'{folder.name}-elsewhere'))
+        events.rename(events.with_name('events-elsewhere'))
+        events.touch()
+
+    job._wipe = another_node
+    assert job.survive(fail_at='3:8:forward') == {3: 1}
+    assert differences(reference(*BASE), read_digest(job)) == []
+    output = job.output(life=0)
+    assert 'the data cache cannot be used on node1' in output
+    assert 'goes on without: --sparse-ckpt-events' in output
+    assert f'--sparse-ckpt-disk {local["disk"]} is no directory' in output
+    assert 'recovered at iteration: ' in output

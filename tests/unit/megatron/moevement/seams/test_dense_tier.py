@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a restart would go on from is what upstream would load, if all ranks can read it."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.moevement.seams.dense_tier import DenseTier, dense_iteration  # noqa: E402
+from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402
+
+TRACKER = 'latest_checkpointed_iteration.txt'
+NOT_KEPT = '--non-persistent-ckpt-type global --non-persistent-save-interval 5'.split()
+
+
+def checkpoint(folder: Path, iteration: int) -> Path:
+    """The newest one in that folder."""
+    named = folder / f'iter_{iteration:07d}'
+    named.mkdir(parents=True)
+    (folder / TRACKER).write_text(str(iteration))
+    return named
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    """A folder whose newest dense checkpoint is of iteration 10."""
+    checkpoint(tmp_path, 10)
+    return tmp_path
+
+
+def among(*others: DenseTier) -> Callable[[str, bytes], list[bytes]]:
+    return lambda name, own: [own, *map(msgspec.msgpack.encode, others)]
+
+
+def found(args: Namespace, *others: DenseTier) -> int:
+    """By rank 0 and these."""
+    args.rank = 0
+    return dense_iteration(args, among(*others))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ('flags', 'iteration'), [('', 10), ('--ckpt-step 4', 4), ('--finetune', 0)]
+)
+def test_dense_checkpoint_is_the_one_that_flags_ask_for(
+    flags: str, iteration: int, dense: Path
+) -> None:
+    (dense / 'iter_0000004').mkdir()
+    assert found(parsed('--load', str(dense), *flags.split())) == iteration
+
+
+@pytest.mark.parametrize(('not_kept', 'newest'), [(15, 15), (5, 10)])
+@pytest.mark.parametrize('elsewhere', [False, True])
+def test_a_dense_checkpoint_that_is_not_kept_counts_if_it_is_newer(
+    not_kept: int, newest: int, elsewhere: bool, dense: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / ('elsewhere' if elsewhere else 'non_persistent')
+    checkpoint(folder, not_kept)
+    where = ['--non-persistent-global-ckpt-dir', str(folder)] if elsewhere else []
+    args = parsed('--load', str(dense), *NOT_KEPT, *where)
+    assert found(args) == newest
+    (dense / TRACKER).unlink()
+    assert found(args) == not_kept
+
+
+def test_without_a_dense_checkpoint_there_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert found(parsed()) == -1
+    assert found(parsed('--load', str(tmp_path / 'new')), DenseTier(-1)) == -1
+    assert found(parsed('--finetune', '--load', str(tmp_path / 'new'))) == -1
+    assert caplog.text == ''
+
+
+@pytest.mark.parametrize('text', ['', 'ten', '-3', '11'])
+def test_what_the_tracker_file_says_may_be_nothing(
+    text: str, dense: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (dense / TRACKER).write_text(text)
+    assert found(parsed('--load', str(dense)), DenseTier(10)) == -1
+    assert '--load is left out' in caplog.text and TRACKER in caplog.text
+    assert 'as 1 of 2 ranks cannot read it: rank 0: ' in caplog.text
+
+
+def test_a_rank_that_does_not_see_it_is_named(
+    dense: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = parsed('--load', str(dense))
+    assert found(args, DenseTier(10), DenseTier(8)) == 10
+    assert found(args, DenseTier(10), DenseTier(-1)) == -1
+    assert f'rank 2: no dense checkpoint in {dense}' in caplog.text
+
+
+def test_a_file_that_is_cut_off_is_named(dense: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = dense / 'iter_0000010'
+    save({'weight': torch.ones(1000)}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    (folder / 'metadata.json').write_text('{}')
+    args = parsed('--load', str(dense))
+    assert found(args) == 10 and 'left out' not in caplog.text
+    (part,) = folder.glob('*.distcp')
+    with open(part, 'r+b') as file:
+        file.truncate(100)
+    assert found(args) == -1
+    assert f'{part} is cut off' in caplog.text
+    (folder / '.metadata').write_bytes(b'x')
+    assert found(args) == -1
+    assert f'{folder} cannot be read' in caplog.text

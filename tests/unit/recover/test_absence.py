@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where parts of windows are not there a job refuses to start, rather than forget the others."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
+from moevement_ext.recover.absence import AbsentWindows, Traces, refuse_to_forget
+from moevement_ext.recover.inventory import take_stock
+from tests.unit.memory.samples import (
+    RUN,
+    TOPOLOGY,
+    WINDOW,
+    capacity,
+    make_file,
+    named,
+    tmpfs_directory,
+    write_window,
+)
+
+CONFIG = SparseCheckpointConfig(disk='/mnt/windows')
+IDENTITY = RankIdentity(RUN, TOPOLOGY, 0)
+
+
+def held(start: int, *owners: int) -> list[HeldWindow]:
+    return [HeldWindow(Window(named(start), WINDOW), owner) for owner in owners]
+
+
+def traces(*known: int, files: tuple[int, ...] = ()) -> list[Traces]:
+    return [Traces(f'node{rank}', start, rank in files) for rank, start in enumerate(known)]
+
+
+def refusal(*arguments: object) -> str:
+    with pytest.raises(AbsentWindows) as refused:
+        refuse_to_forget(*arguments)  # type: ignore[arg-type]
+    assert '\n' not in str(refused.value)
+    return str(refused.value)
+
+
+def test_who_has_nothing_and_what_the_others_have_is_named() -> None:
+    parts = [*held(24, 0, 2), *held(27, 0, 2)]
+    said = refusal(parts, traces(27, -1, 27, files=(0, 2)), -1, CONFIG)
+    assert 'all ranks had window 27' in said and '--sparse-ckpt-disk /mnt/windows' in said
+    assert 'of rank 1 (node node1)' in said
+    assert 'ranks 0, 2 (nodes node0, node2) have windows 24, 27' in said
+    assert '--sparse-ckpt-forget goes on from the start' in said
+
+
+def test_a_node_with_windows_of_long_ago_has_none_either() -> None:
+    parts = [*held(24, 0, 2), *held(27, 0, 2), *held(3, 1)]
+    refuse_to_forget(parts, traces(27, 3, 27, files=(0, 1, 2)), -1, CONFIG)  # it is damaged there
+    assert 'rank 1' in refusal(parts, traces(27, 3, 27, files=(0, 2)), -1, CONFIG)
+
+
+def test_many_ranks_are_not_all_listed() -> None:
+    ranks = range(100)
+    said = refusal(held(27, *ranks[:50]), traces(*[27] * 50, *[-1] * 50), 20, CONFIG)
+    assert 'ranks 50, 51, 52, 53, 54, 55, 56, 57 and 42 more' in said
+    assert 'from the dense checkpoint of iteration 20' in said
+
+
+@pytest.mark.parametrize(
+    ('known', 'dense_iteration', 'files', 'forget'),
+    [
+        (-1, -1, (), False),
+        (27, 28, (), False),
+        (27, -1, (1,), False),
+        (27, -1, (), True),
+    ],
+    ids=['none was complete', 'dense is newer', 'what is there is refused', 'told to forget'],
+)
+def test_nothing_is_waited_for_in_vain(
+    known: int, dense_iteration: int, files: tuple[int, ...], forget: bool
+) -> None:
+    config = SparseCheckpointConfig(forget=forget)
+    refuse_to_forget(held(27, 0), traces(known, -1, files=files), dense_iteration, config)
+    if known >= 0:
+        refuse_to_forget([], traces(known, -1), -1, SparseCheckpointConfig())
+
+
+@pytest.fixture
+def store() -> Iterator[NodeStore]:
+    with tmpfs_directory() as shm:
+        yield NodeStore(shm, 'run1', 'node0')
+
+
+def test_that_a_window_was_complete_is_remembered_in_memory(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity())
+    assert take_stock(store, None, IDENTITY).traces.newest_complete == -1
+    ledger = Ledger(store.ledger_path(0), 4, IDENTITY)
+    ledger.note_complete(0)
+    file = windows.begin(named(0))
+    assert file is not None
+    write_window(file)
+    windows.commit(file)
+    ledger.close()
+    found = take_stock(store, None, IDENTITY).traces
+    assert found.newest_complete == 0 and found.files
+    again = Ledger(store.ledger_path(0), 4, IDENTITY)
+    again.forget_after(1)
+    assert Ledger.read_complete(store.ledger_path(0), IDENTITY) == 0
+    again.forget_after(0)
+    assert Ledger.read_complete(store.ledger_path(0), IDENTITY) == -1
+    store.close()
+
+
+def test_that_a_window_was_complete_is_remembered_on_disk(store: NodeStore, tmp_path: Path) -> None:
+    disk = DiskWindows(tmp_path, 'run1', 0)
+    assert not take_stock(store, disk, IDENTITY).traces.files
+    disk.write(make_file(tmp_path / 'memory', 6), IDENTITY)
+    disk.note_complete(6)
+    disk.close()
+    disk = DiskWindows(tmp_path, 'run1', 0)
+    found = take_stock(store, disk, IDENTITY).traces
+    assert found.newest_complete == 6 and found.files
+    disk.set_aside_after(3, IDENTITY)
+    assert disk.newest_complete() == 3
+    disk.close()
