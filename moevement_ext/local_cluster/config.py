@@ -57,7 +57,7 @@ class LaunchConfig:
     share_gpu: bool = False
     """All workers use the first GPU, each as a host of its own."""
     grace_s: float = 10.0
-    """Seconds from SIGTERM to SIGKILL when the job is stopped."""
+    """Seconds from the first signal to SIGKILL when the job is stopped."""
 
     def __post_init__(self) -> None:
         _at_least('--nodes', self.nodes, 1)
