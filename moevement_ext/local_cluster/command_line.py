@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.local_cluster.config import Action, LaunchConfig, StagedFault
-from moevement_ext.local_cluster.exit_signal import stop_at_signals
+from moevement_ext.process.exit_signal import stop_at_signals
 from moevement_ext.process.name_lookups import ask_again_soon
 
 _DESCRIPTION = """\

@@ -36,7 +36,6 @@ from moevement_ext.local_cluster.events import (
     WorkerStopped,
     WorkerUndead,
 )
-from moevement_ext.local_cluster.exit_signal import listened_for
 from moevement_ext.local_cluster.loop import Loop
 from moevement_ext.local_cluster.newcomers import Newcomers
 from moevement_ext.local_cluster.output import LogTail, Relay, say
@@ -47,6 +46,7 @@ from moevement_ext.local_cluster.statements import told_finished, told_memory, t
 from moevement_ext.local_cluster.worker import BadEnd, Worker
 from moevement_ext.membership.eviction import evictions, take_eviction
 from moevement_ext.membership.rendezvous import announce_failure
+from moevement_ext.process.exit_signal import listened_for
 from moevement_ext.store import flag, outside
 from moevement_ext.store.answers import AnswerWatch
 

@@ -16,8 +16,8 @@ from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.local_cluster.command_line import add_faults, given_faults
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event
-from moevement_ext.local_cluster.exit_signal import stop_at_signals
 from moevement_ext.local_cluster.output import say
+from moevement_ext.process.exit_signal import stop_at_signals
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.slurm.allocation import call_before_end, hostnames
 from moevement_ext.slurm.requeue import History, go_back

@@ -37,8 +37,7 @@ from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
-from moevement_ext.local_cluster import exit_signal
-from moevement_ext.process import user_errors
+from moevement_ext.process import exit_signal, user_errors
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.store import flag
 from moevement_ext.store.node_leader import NodeLeader

@@ -331,25 +331,6 @@ def test_stop_asks_first_even_those_that_hang(job: Job) -> None:
     assert ended(job) == {0: [-15], 1: [-15]}
 
 
-@pytest.mark.parametrize(
-    ('flags', 'number'),
-    [
-        ('--exit-signal-handler', signal.SIGTERM),
-        ('--exit-signal-handler --exit-signal SIGUSR1', signal.SIGUSR1),
-        ('--exit-signal=SIGUSR2 --exit-signal-handler', signal.SIGUSR2),
-        ('--exit-signal SIGUSR1', signal.SIGTERM),
-        ('--exit-signal-handler --exit-signal SIGNOTHING', signal.SIGTERM),
-    ],
-)
-def test_stop_asks_with_what_the_workers_listen_for(
-    job: Job, flags: str, number: signal.Signals
-) -> None:
-    job.on_event = lambda event: job.running.stop(143) if len(job.started()) == 2 else None
-    job.finish_when = lambda: False
-    assert job.run(*flags.split(), nodes=2) == 143
-    assert ended(job) == {0: [-number], 1: [-number]}
-
-
 def test_stop_kills_who_does_not_listen(job: Job) -> None:
     job.finish_when = lambda: False
     job.on_event = lambda event: job.running.stop(130) if isinstance(event, FaultStaged) else None
