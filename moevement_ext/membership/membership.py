@@ -478,7 +478,9 @@ class Membership:
         lost does not count, nor before the newest iteration: they had not left then.
         """
         got_on_to: int | None = None
-        while not (self.broken or self._closed.wait(HEARTBEAT_SECONDS)):
+        while self._loss.lost.is_set() and not self._closed.wait(HEARTBEAT_SECONDS):
+            if self.broken:
+                return
             thread = self._training_thread
             if thread is None:
                 continue
