@@ -101,7 +101,7 @@ class Localized(WholeJob):
 
     def failed(self, error: Exception) -> None:
         """The program has failed; if another rank died, and training is over, all start again."""
-        if self._trained and self.recovery.caused_by_others(error):
+        if self._trained and self.recovery.announced():  # whatever the error says
             self.recovery.give_up('a worker died after training had ended')
 
     @property

@@ -3,7 +3,6 @@
 
 import argparse
 import re
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.local_cluster.config import Action, LaunchConfig, StagedFault
+from moevement_ext.process.exit_signal import stop_at_signals
 from moevement_ext.process.name_lookups import ask_again_soon
 
 _DESCRIPTION = """\
@@ -62,20 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         supervisor = Supervisor(config)
     except ConfigurationError as error:
         _parser().error(str(error))
-    stop_at_signals(supervisor.stop)
+    stop_at_signals(supervisor.stop, config.flags)
     return supervisor.run()
-
-
-def stop_at_signals(stop: Callable[[int], None]) -> None:
-    """Let a launcher end its workers when it is asked to, or its terminal is gone.
-
-    Args:
-        stop: called with the exit status.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-            continue  # it was started with nohup
-        signal.signal(number, lambda received, _: stop(128 + received))
 
 
 def _parser() -> argparse.ArgumentParser:

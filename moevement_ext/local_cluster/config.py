@@ -58,7 +58,7 @@ class LaunchConfig:
     share_gpu: bool = False
     """All workers use the first GPU, each as a host of its own."""
     grace_s: float = 10.0
-    """Seconds from SIGTERM to SIGKILL when the job is stopped."""
+    """Seconds from the first signal to SIGKILL when the job is stopped."""
     launch: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
     """Name of this launch; what is said of its processes is said under it."""
 

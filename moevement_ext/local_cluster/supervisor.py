@@ -47,6 +47,7 @@ from moevement_ext.local_cluster.worker import BadEnd, Worker
 from moevement_ext.membership.eviction import evictions, take_eviction
 from moevement_ext.membership.launch import of_launch
 from moevement_ext.membership.rendezvous import announce_failure
+from moevement_ext.process.exit_signal import listened_for
 from moevement_ext.store import flag, outside
 from moevement_ext.store.answers import AnswerWatch
 
@@ -144,7 +145,7 @@ class Supervisor:
         return self._exit_code or self._announced_code
 
     def stop(self, exit_code: int) -> None:
-        """End all workers, with SIGTERM at first, and let `run` return `exit_code`; any thread."""
+        """End all workers, asking them at first, and let `run` return `exit_code`; any thread."""
         self._exit_code = exit_code
 
     def _supervise(self) -> None:
@@ -351,11 +352,12 @@ class Supervisor:
     # The end
 
     def _terminate(self) -> None:
-        """Ask all workers to end, and wait for them a while."""
+        """Ask all workers to end, by what they listen for, and wait for them a while."""
+        asked = listened_for(self.config.flags)
         for worker in self._living():
             # Nobody is replaced any more.
             self._loop.watch(worker.child.death, partial(self._reap, worker))
-            worker.child.signal(signal.SIGTERM)
+            worker.child.signal(asked)
             worker.child.signal(signal.SIGCONT)  # for one that is stopped
         deadline = time.monotonic() + self.config.grace_s
         while self._living() and time.monotonic() < deadline:

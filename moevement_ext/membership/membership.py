@@ -100,7 +100,7 @@ class Membership:
         self._groups: ProcessGroups | None = None
         self._training_thread: TrainingThread | None = None
         self._setting_up_thread = TrainingThread()
-        self.joining = self._at_barrier = False
+        self.joining = self._at_barrier = self.ended_epoch = False
         self._unblocked_at: float | None = None
         self._seen = self._published = (NOWHERE, NOWHERE)
         """Epoch and newest committed iteration: as last looked at, and as others know."""
@@ -210,11 +210,12 @@ class Membership:
         Ends the process if its GPU is lost: a report would promise a state that is gone.
 
         `reason` and `detect_s` then say why the epoch ended and how long before this call that was
-        announced: by the launcher, which saw a worker die, or by another rank.
+        announced: by the launcher, which saw a worker die, or by another rank; `ended_epoch` that
+        it was by this call.
         """
         if self._groups is not None:
             self._groups.end_calls()
-        epoch = self._meeting.epoch
+        epoch, self.ended_epoch = self._meeting.epoch, False
         while not self._announced(epoch, reason):
             pass
         self._watch.wait_until_woken()
@@ -231,7 +232,7 @@ class Membership:
         self._store = self._rendezvous.store = store
         try:
             if not self.broken:
-                break_epoch(store, epoch, reason)
+                self.ended_epoch = break_epoch(store, epoch, reason)
                 found = how_broken(store, epoch) or Ending(time.time(), reason)
                 self._watch.conclude(found.reason, found.since)
         except DistError:
@@ -487,7 +488,9 @@ class Membership:
         lost does not count, nor before the newest iteration: they had not left then.
         """
         got_on_to: int | None = None
-        while not (self.broken or self._closed.wait(HEARTBEAT_SECONDS)):
+        while self._loss.lost.is_set() and not self._closed.wait(HEARTBEAT_SECONDS):
+            if self.broken:
+                return
             thread = self._training_thread
             if thread is None:
                 continue

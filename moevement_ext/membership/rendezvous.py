@@ -93,15 +93,16 @@ def present_epoch(store: Store) -> int:
     return store.add('epoch', 0)
 
 
-def break_epoch(store: Store, epoch: int, reason: str) -> None:
-    """End `epoch`, once, whoever asks first; anybody can do what is left after a kill half-way."""
+def break_epoch(store: Store, epoch: int, reason: str) -> bool:
+    """End `epoch`, once; anybody can do what is left after a kill half-way. True: nobody had."""
     if is_over(store, epoch):
-        return
+        return False
     announced = f'{time.time():.6f} {reason or "unknown"}'
     if store.compare_set(_broken(epoch), '', announced) == announced.encode():
         _finish_breaking(store, epoch)
-    else:
-        see_to_the_end(store, epoch)
+        return True
+    see_to_the_end(store, epoch)
+    return False
 
 
 def _finish_breaking(store: Store, epoch: int) -> None:

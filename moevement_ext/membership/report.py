@@ -42,6 +42,10 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     """Further state that a replacement takes over, opaque here."""
     unjudged: bool = False
     """All stages recover together, and that may still be refused: its state is not to be kept."""
+    fruitless: int = 0
+    """Recoveries in a row that brought nothing, this one included."""
+    own_error: bool = False
+    """An error of its own has ended the epoch that it comes from."""
     midway: bool = False
     """A new process that is setting up to join a running job, and can do nothing else any more."""
     launch: str = ''

@@ -4,7 +4,8 @@
 Connections are lost, and made anew; those with a store that does not answer are cut (see
 `store.answers`). The store itself is lost when it is out of reach for longer than a process may be
 silent, or when another one answers in its place: that knows nothing of this
-life of the job, and belongs to the next.
+life of the job, and belongs to the next. One that stood still with its launcher, and answers again,
+is not lost any more.
 """
 
 import logging
@@ -27,6 +28,8 @@ _TO_CONNECT_S = 15.0
 _LEAST_TO_ANSWER_S = 10.0
 """All ranks ask at the same time when they meet."""
 _PAUSE_S = 0.2
+_MOST_A_LOOK_S = 2.0
+"""Beyond the time that an answer may take: all of this process may have been stopped, too."""
 
 
 class StoreLost(SparseCheckpointError):
@@ -39,11 +42,11 @@ class StoreLoss:
     Args:
         store: a connection; of the thread that makes this object.
         patience_s: seconds out of reach after which the store is lost.
-        on_lost: called once then, on a thread of this object's own.
+        on_lost: called then, on a thread of this object's own.
 
     Attributes:
         life: names this life of the store, the same for all.
-        lost: set when the store is lost; it stays so.
+        lost: set while the store is lost.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class StoreLoss:
         self._answers = AnswerWatch(self._store, self._to_answer_s)
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._looking = False
+        self._looking = self._replaced = False
+        self._closed = threading.Event()
 
     def connect(self) -> Store:
         """A new connection; its timeout is short.
@@ -66,6 +70,8 @@ class StoreLoss:
         Raises:
             DistError: there is none now, or the store is lost.
         """
+        if self.lost.is_set():
+            raise DistStoreError('the store is lost')
         try:
             return self._connect()
         except DistError:
@@ -87,13 +93,13 @@ class StoreLoss:
 
     def close(self) -> None:
         """The job is over: a store that goes is not missed."""
+        self._closed.set()
         self._answers.close()
 
     def _connect(self) -> Store:
-        if self.lost.is_set():
-            raise DistStoreError('the store is lost')
         store, life = in_time(self._another, self._to_answer_s)
         if life != self.life.encode():
+            self._replaced = True
             self._conclude('another one answers in its place')
             raise DistStoreError('this is another store')
         return store
@@ -110,20 +116,26 @@ class StoreLoss:
         threading.Thread(target=self._look, name='sparse-ckpt-store', daemon=True).start()
 
     def _look(self) -> None:
-        deadline = time.monotonic() + self._patience_s
-        while not self.lost.is_set():
+        """Until it is found, or another one in its place."""
+        waited_s, looked = 0.0, time.monotonic()
+        while not self._closed.wait(_PAUSE_S):
             try:
                 self._connect()
                 break
             except DistError as error:
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                waited_s += min(now - looked, self._to_answer_s + _MOST_A_LOOK_S)
+                looked = now
+                if self._replaced:
+                    return
+                if waited_s > self._patience_s:
                     self._conclude(f'it is out of reach for {self._patience_s:g} s: {error}')
-            self.lost.wait(_PAUSE_S)
-        if self.lost.is_set():
-            self._on_lost()
-            return
         with self._lock:
             self._looking = False
+            was_lost = self.lost.is_set()
+            self.lost.clear()
+        if was_lost and not self._closed.is_set():
+            logger.warning('sparse checkpointing: the store of the job is there again')
 
     def _conclude(self, why: str) -> None:
         with self._lock:
@@ -131,6 +143,7 @@ class StoreLoss:
             self.lost.set()
         if not known:
             logger.warning('sparse checkpointing: the store of the job is lost: %s', why)
+            threading.Thread(target=self._on_lost, name='sparse-ckpt-lost', daemon=True).start()
 
 
 def _life_of(store: Store) -> str:

@@ -139,7 +139,8 @@ class EpochWatch:
                 except DistError as error:
                     self._say_lost(error)
                 self._stopping.wait(delay)
-                delay = min(2 * delay, _LAST_RETRY_SECONDS)
+                # Others may be there again before this one: they are not to take it for hung.
+                delay = min(2 * delay, _LAST_RETRY_SECONDS, self._hang_timeout_s / 4)
 
         thread = threading.Thread(target=run, name='sparse-ckpt-watch', daemon=True)
         self._threads.append(thread)

@@ -16,7 +16,6 @@ import errno
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ from pathlib import Path
 from moevement_ext.errors import UserError
 from moevement_ext.memory import private
 from moevement_ext.memory.budget import free_bytes, gib
-from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError
+from moevement_ext.memory.holder_lock import HolderLock, taken
 from moevement_ext.memory.node_store import require_directory_name
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
@@ -39,13 +38,10 @@ logger = logging.getLogger(__name__)
 KEPT = 2
 """Windows that stay on disk, of those that all ranks have there; one more while it is written."""
 
-LOCK_SECONDS = 10.0
-"""A process of an earlier life of the job is waited for at most; it may be about to end."""
 
 _COMPLETE = 'complete'
 _FLAG = '--sparse-ckpt-disk'
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-_LOCK_PAUSE_SECONDS = 0.1
 _SYNC_BYTES = 256 * 2**20
 """Written at most before the medium has it: else the last sync takes as long as all the writing,
 and pages that nobody reads again fill the memory of the node."""
@@ -246,19 +242,13 @@ def _locked(path: Path) -> HolderLock | None:
     Raises:
         StoreInUseError: a live process has it, and kept it while this one waited.
     """
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            return HolderLock(path)
-        except StoreInUseError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(_LOCK_PAUSE_SECONDS)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            logger.warning('%s: %s; two jobs of one run id would not notice', path, error)
-            return None
+    try:
+        return taken(path)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        logger.warning('%s: %s; two jobs of one run id would not notice', path, error)
+        return None
 
 
 def _copy(file: WindowFile, path: Path, advance: Advance) -> None:

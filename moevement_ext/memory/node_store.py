@@ -16,7 +16,7 @@ from pathlib import Path
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
-from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError
+from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, taken
 from moevement_ext.memory.window.file_names import committed_in
 from moevement_ext.memory.window.name import StoredWindow
 
@@ -63,6 +63,8 @@ class NodeStore:
     def lock(self, holder: int) -> None:
         """Claim the directory of `holder` for this object, until `close` or the process ends.
 
+        A process of an earlier life that is still there is waited for.
+
         Raises:
             StoreInUseError: another live job uses the same run id on this node.
             ForeignFileError: a directory on the way is not this user's own.
@@ -70,7 +72,7 @@ class NodeStore:
         if holder not in self._locks:
             path = self.holder_path(holder)
             private.make_directories(self.root, path)
-            self._locks[holder] = HolderLock(path / 'lock')
+            self._locks[holder] = taken(path / 'lock')
 
     def scan(self) -> list[StoredWindow]:
         """List all committed windows on this node, of whichever holder, newest first.

@@ -35,6 +35,7 @@ from moevement_ext.membership.store_loss import StoreLost
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import Window
 from moevement_ext.protect.protection import Protection
+from moevement_ext.recover.fruitless import Fruitless
 from moevement_ext.recover.giving_up import start_the_whole_job_again
 from moevement_ext.recover.inventory import held_windows, launch_of
 from moevement_ext.recover.log_line import recovered_line
@@ -130,6 +131,7 @@ class LocalizedRecovery:
         self._replay = StageReplay(rank, trainer, protection, self._enters, self._raise_if_broken)
         self._refused: list[Window] = []
         self._lost_sources = 0
+        self._fruitless = Fruitless()
         self._phases = Phases()
         self._first_iteration = False
 
@@ -172,6 +174,7 @@ class LocalizedRecovery:
             return
         self._membership.not_updating.set()
         self._membership.committed = start.iteration
+        self._fruitless.progressed()
         self._trainer.loop.committed(start.iteration)
         if self._first_iteration:
             self._first_iteration = False
@@ -195,9 +198,10 @@ class LocalizedRecovery:
         if not again:
             self._watch()
         while True:
+            verdict = self._decide() if again else None
             try:
-                if again:
-                    self._enter()
+                if verdict is not None:
+                    self._enter(verdict)
                 result = run()
                 if self.pending():  # all iterations were committed before the failure
                     self.carry_out(_no_iteration)
@@ -206,6 +210,7 @@ class LocalizedRecovery:
                 if not self.caused_by_others(error):
                     raise
                 self._leave(f'{type(error).__name__}: {error}')
+                self._fruitless.failed(error, self._membership.ended_epoch)
             self._meet()
             again = True
 
@@ -257,9 +262,13 @@ class LocalizedRecovery:
     # Failure
 
     def caused_by_others(self, error: BaseException) -> bool:
-        """True if `error` came of the loss of another rank, which may be announced any moment."""
+        """True if `error` came of the loss of another rank, as far as can be known."""
+        return lost_peer(error) or self.announced()
+
+    def announced(self) -> bool:
+        """True if another rank was lost, which may be announced any moment."""
         deadline = time.monotonic() + _ANNOUNCEMENT_SECONDS
-        while not (lost_peer(error) or self._membership.broken):
+        while not self._membership.broken:
             if time.monotonic() > deadline:
                 return self._membership.broken_in_the_store()
             time.sleep(_POLL_SECONDS)
@@ -320,6 +329,8 @@ class LocalizedRecovery:
             unjudged=self._protection.unjudged,
             address=memory.addresses[self._rank.number],
             ledger=self._entries(),
+            fruitless=self._fruitless.count,
+            own_error=self._fruitless.own_error,
             details=msgspec.msgpack.encode(handover),
             launch=own_launch(),
             marks=[memory.mark],
@@ -332,8 +343,8 @@ class LocalizedRecovery:
         found = [memory.ledger.get(t) for t in range(oldest + 1, newest + 1)]
         return [entry for entry in found if entry is not None]
 
-    def _enter(self) -> None:
-        """Decide, and have the loop start at the newest committed iteration."""
+    def _decide(self) -> Localized:
+        """What follows from all reports; the error of this rank, if recovery does not help."""
         reports = self._membership.reports
         # Also should who has refused them be lost: its successor does not know.
         self._refused = sorted({window for report in reports for window in report.refused})
@@ -345,8 +356,15 @@ class LocalizedRecovery:
             self._stages.replicas,
             interleaved=self._trainer.place.interleaved,
         )
+        verdict = self._fruitless.met(reports, verdict)
         if isinstance(verdict, WholeJob):
             self.give_up(verdict.reason)
+        return verdict
+
+    def _enter(self, verdict: Localized) -> None:
+        """Have the loop start at the newest committed iteration."""
+        self._fruitless.pause(lambda: self._membership.broken)
+        reports = self._membership.reports
         self._position.decided(verdict, self._rank.number)
         self._replay.take_over_ledger(verdict.target, reports, self._stages.stage_of)
         if not self._membership.joining:
@@ -399,11 +417,13 @@ class LocalizedRecovery:
             self._replay.run(verdict, self._membership.reports, iterate, self._position)
         except self._replay.Refused as refusal:
             self._refused.append(window)
+            self._fruitless.progressed()  # another one comes next
             raise EpochBroken(str(refusal)) from refusal
         except self._replay.SourceLost as lost:
             self._lost_sources += 1
             if self._lost_sources >= TRIES:
                 self._refused.append(window)
+                self._fruitless.progressed()
             raise EpochBroken(str(lost)) from lost
         self._phases.fetch = self._replay.fetch_s
         self._phases.convert = self._replay.convert_s

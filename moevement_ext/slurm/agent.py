@@ -227,8 +227,9 @@ def connect(
 def main() -> None:
     """Body of the process."""
     ask_again_soon()
-    # Slurm sends it to workers and supervisor, too, of whom the latter decides what it means.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    # Slurm sends them to workers and supervisor, too, of whom the latter decides what they mean.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)
     address = Address.parse(os.environ.pop(ADDRESS_VARIABLE))
     host = os.environ['SLURMD_NODENAME']
     devices = Devices(nvml.of_this_node())

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.local_cluster.command_line import add_faults, given_faults, stop_at_signals
+from moevement_ext.local_cluster.command_line import add_faults, given_faults
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event
 from moevement_ext.local_cluster.output import say
+from moevement_ext.process.exit_signal import stop_at_signals
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.slurm.allocation import call_before_end, hostnames
 from moevement_ext.slurm.requeue import History, go_back
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         supervisor = Supervisor(job.launch, note, starter)
     except ConfigurationError as error:
         _parser().error(str(error))
-    stop_at_signals(supervisor.stop)
+    stop_at_signals(supervisor.stop, job.launch.flags)
     if job.before_end_s is not None:
         threading.Thread(
             target=call_before_end,
@@ -164,14 +165,14 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar='SECONDS',
         default=90.0,
-        help='From SIGTERM, which is handed on to the workers, to SIGKILL. Default: %(default)s.',
+        help='From the signal that is handed on to the workers to SIGKILL. Default: %(default)s.',
     )
     add(
         '--before-end',
         type=float,
         metavar='SECONDS',
-        help='So long before the time of the allocation is up, hand SIGTERM on to the workers as '
-        'if it had come; where Slurm sends none, as to what salloc runs. Default: never.',
+        help='So long before the time of the allocation is up, end the workers as if a '
+        'signal had come; where Slurm sends none, as to what salloc runs. Default: never.',
     )
     add(
         '--log-dir',

@@ -16,6 +16,8 @@ from moevement_ext.slurm.messages import Alive
 
 _HEARTBEAT_S = 1.0
 _MESSAGE_S = 10.0
+_MOST_BETWEEN_LOOKS_S = 2.0
+"""That count as silence: who looks, or all of the allocation, may have stood still (suspended)."""
 
 
 class Link[Received]:
@@ -38,17 +40,22 @@ class Link[Received]:
         self._sending = threading.Lock()
         self._closed = False
         self._decoder = decoder
-        self._heard = time.monotonic()
+        self._silent_s, self._looked = 0.0, time.monotonic()
         self._sent = 0.0
 
     @property
     def silent_s(self) -> float:
         """Seconds since the last message of the other side; 0 while one waits to be received.
 
-        So one's own being busy is not taken for the silence of the other.
+        So one's own being busy, or stopped, is not taken for the silence of the other.
         """
-        waits = _is_ready(self.fd, select.POLLIN)
-        return 0.0 if waits else time.monotonic() - self._heard
+        now = time.monotonic()
+        if _is_ready(self.fd, select.POLLIN):
+            self._silent_s = 0.0
+        else:
+            self._silent_s += min(now - self._looked, _MOST_BETWEEN_LOOKS_S)
+        self._looked = now
+        return self._silent_s
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message; it is small, so that this does not wait."""
@@ -59,7 +66,7 @@ class Link[Received]:
         """Wait for a message, a few seconds at most."""
         self._connection.set_deadline(_MESSAGE_S)
         message = self._connection.receive(self._decoder)
-        self._heard = time.monotonic()
+        self._silent_s, self._looked = 0.0, time.monotonic()
         return message
 
     def heartbeat(self) -> None:

@@ -10,7 +10,7 @@ from moevement_ext.local_cluster.child import Child
 from moevement_ext.slurm.messages import Signal, Start
 
 _TO_START_S = 300.0
-_IN_ONE_GO = signal.SIGKILL, signal.SIGTERM
+_NOT_AN_END = signal.SIGSTOP, signal.SIGCONT
 
 
 class Commands(Protocol):
@@ -85,7 +85,7 @@ class RemoteChild(Child):
             return
         if self.node is not None:
             self.node.send(Signal(self.order.key, number))
-        elif number in _IN_ONE_GO:
+        elif number not in _NOT_AN_END:
             self.end(-number)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ Checked against torch 2.15.
 
 import os
 import re
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -35,7 +37,7 @@ from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
-from moevement_ext.process import user_errors
+from moevement_ext.process import exit_signal, user_errors
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.store import flag
 from moevement_ext.store.node_leader import NodeLeader
@@ -114,7 +116,15 @@ class OutsideStore(RendezvousHandler):
 
 
 class Agent(LocalElasticAgent):
-    """Torch's agent, which starts nobody again with a mistake of the user."""
+    """Torch's agent, which starts nobody again with a mistake of the user.
+
+    Whatever signal has asked it to end, it hands on the one that the workers listen for.
+    """
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if isinstance(sys.exception(), SignalException):  # else they are to start again
+            death_sig = exit_signal.listened_for(self._worker_group.spec.args)
+        super()._shutdown(death_sig, timeout)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """How the workers are; torch asks every `--monitor-interval` seconds.
@@ -159,6 +169,11 @@ def parse(argv: Sequence[str]) -> Namespace:
     rank = f'rank={args.node_rank}'
     args.rdzv_conf = f'{args.rdzv_conf},{rank}' if args.rdzv_conf else rank
     args.node_rank = 0  # torchrun warns that it ignores it
+    asking = {*exit_signal.ASKING, exit_signal.listened_for(args.training_script_args)}
+    given = args.signals_to_handle.split(',')
+    args.signals_to_handle = ','.join(
+        dict.fromkeys([*given, *(one.name for one in sorted(asking))])
+    )
     return args
 
 

@@ -118,7 +118,11 @@ def in_a_terminal() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures('in_a_terminal')
-@pytest.mark.parametrize('asked', [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    'asked',
+    [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2],
+    ids=lambda asked: asked.name,
+)
 def test_interrupt_ends_all_workers(job: Job, asked: signal.Signals) -> None:
     """Or the end of the terminal; asked twice, too."""
     with launched(job) as (process, family):

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistError, TCPStore
 
+from moevement_ext.membership import store_loss
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
+from tests.unit.store.processes import Server
 
 REPOSITORY = Path(__file__).parents[3]
 WAIT_S = 60.0
@@ -69,6 +72,29 @@ def test_store_that_stays_out_of_reach_is_lost(loss_of: Lose) -> None:
     assert called.wait(WAIT_S)
     with pytest.raises(DistError, match='the store is lost'):
         loss.connect()
+
+
+def test_a_store_that_stood_still_for_too_long_is_not_lost_for_ever(
+    loss_of: Lose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher was stopped, say, and goes on: the next failure is recovered from as before."""
+    monkeypatch.setattr(store_loss, '_LEAST_TO_ANSWER_S', 0.5)
+    server = Server()
+    try:
+        called = threading.Event()
+        loss = loss_of(client(server.port), PATIENCE_S, called.set)
+        server.stand_still()
+        with pytest.raises(DistError):
+            loss.connect()
+        assert called.wait(WAIT_S) and loss.lost.is_set()
+        server.go_on()
+        deadline = time.monotonic() + WAIT_S
+        while loss.lost.is_set():
+            assert time.monotonic() < deadline, 'it stays lost'
+            time.sleep(0.01)
+        assert loss.reconnect().add('counter', 1) == 1
+    finally:
+        server.close()
 
 
 def test_another_store_in_its_place_is_not_taken_for_it(loss_of: Lose) -> None:

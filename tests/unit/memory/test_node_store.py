@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.memory import holder_lock
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected
@@ -65,7 +66,8 @@ def test_forked_child_does_not_keep_the_lock(store: NodeStore) -> None:
         os.close(starting)
 
 
-def test_other_rank_is_not_locked_out(store: NodeStore) -> None:
+def test_other_rank_is_not_locked_out(store: NodeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holder_lock, 'LOCK_SECONDS', 0.0)
     store.lock(0)
     other = NodeStore(store.root, store.run_id, 'node0')
     other.lock(1)

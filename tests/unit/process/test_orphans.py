@@ -32,6 +32,7 @@ print(*end_orphans(Path('/dev/shm/runs/a')))
 
 def environment(rank: int, port: str = '4711') -> dict[str, str]:
     place = {'RANK': str(rank), 'LOCAL_RANK': '0'}
+    place['MOEVEMENT_NODE'] = f'node{os.getpid()}'  # others may run this test beside
     return {**os.environ, **place, 'MASTER_PORT': port, 'MASTER_ADDR': '127.0.0.1'}
 
 
@@ -51,6 +52,32 @@ def workers() -> Iterator[dict[int, tuple[subprocess.Popen, psutil.Process]]]:
         worker.wait()
         if child.is_running():
             child.kill()
+
+
+_IN_A_WRAPPER = """
+(setsid sleep 600 > /dev/null & echo $!)
+{python} -c "{program}"
+echo wrapped $?
+"""
+"""Two commands at least: a shell that has one only becomes it."""
+
+
+@pytest.fixture
+def started() -> Iterator[list[psutil.Process]]:
+    """What a test starts and is to be ended after it."""
+    processes: list[psutil.Process] = []
+    yield processes
+    for process in processes:
+        if process.is_running():
+            process.kill()
+
+
+def wrapped(program: str, rank: int, port: str = '4711') -> subprocess.Popen:
+    """A worker below a script that stays, and has left another process behind."""
+    script = _IN_A_WRAPPER.format(python=sys.executable, program=program)
+    return subprocess.Popen(
+        ['bash', '-c', script], env=environment(rank, port), stdout=subprocess.PIPE, text=True
+    )
 
 
 def succeed(rank: int, port: str = '4711') -> list[int]:
@@ -74,3 +101,38 @@ def test_the_successor_of_a_killed_worker_ends_its_orphans_only(workers: dict, p
 def test_a_worker_that_lives_keeps_its_children(workers: dict, port: str) -> None:
     assert succeed(0, port) == []
     assert all(child.is_running() for _, child in workers.values())
+
+
+@pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
+def test_what_runs_a_worker_and_what_it_has_started_beside_is_no_orphan(
+    workers: dict, port: str, started: list[psutil.Process]
+) -> None:
+    lost, orphan = workers[0]
+    os.kill(lost.pid, signal.SIGKILL)
+    lost.wait()
+    wrapper = wrapped(_SUCCESSOR, 0, port)
+    assert wrapper.stdout is not None
+    beside = psutil.Process(int(wrapper.stdout.readline()))
+    started.append(beside)
+    rest = wrapper.stdout.read().split()
+    assert rest[-2:] == ['wrapped', '0'] and wrapper.wait() == 0
+    assert str(orphan.pid) in rest and str(beside.pid) not in rest
+    assert beside.is_running()
+
+
+@pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
+def test_a_wrapper_whose_worker_lives_is_left_to_its_launcher(
+    port: str, started: list[psutil.Process]
+) -> None:
+    predecessor = wrapped('import time; print(); time.sleep(600)', 0)
+    started.append(psutil.Process(predecessor.pid))
+    assert predecessor.stdout is not None
+    started.append(psutil.Process(int(predecessor.stdout.readline())))
+    predecessor.stdout.readline()
+    started += psutil.Process(predecessor.pid).children()
+    successor = wrapped(_SUCCESSOR, 0, port)
+    assert successor.stdout is not None
+    started.append(psutil.Process(int(successor.stdout.readline())))
+    ended = successor.stdout.read().split()[:-2]
+    assert str(predecessor.pid) not in ended and successor.wait() == 0
+    assert predecessor.poll() is None

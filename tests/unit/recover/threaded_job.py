@@ -251,6 +251,7 @@ class ThreadedJob:
         iterations: to train.
         schedule: faults that strike one after the other: the next is armed when one has struck.
         expected: states of a fault-free run by rank and iteration, to compare with.
+        most_errors: of processes, after which a launcher replaces them; the next ends the job.
     """
 
     def __init__(
@@ -259,8 +260,12 @@ class ThreadedJob:
         iterations: int,
         schedule: Sequence[Fault] = (),
         expected: Expected | None = None,
+        most_errors: int = 0,
     ) -> None:
         self.directory = directory
+        self.most_errors = most_errors
+        self.errors: list[tuple[int, BaseException]] = []
+        """With the rank."""
         self.iterations = iterations
         self.schedule = deque(schedule)
         self.expected = expected
@@ -308,7 +313,9 @@ class ThreadedJob:
                 if process is not running[process.rank] or process.finished:
                     continue  # of a life of the job that is over
                 if process.error is not None:
-                    raise process.error
+                    self.errors.append((process.rank, process.error))
+                    if len(self.errors) > self.most_errors:
+                        raise process.error
                 if process.code == EXIT_WHOLE_JOB or (process.fault and process.fault.all_die):
                     running = self._start_all_again(running, process)
                 else:

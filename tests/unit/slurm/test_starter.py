@@ -273,6 +273,32 @@ def test_stop_reaches_the_workers(job: SlurmJob) -> None:
     assert codes(job, 0) == [-15]
 
 
+def test_stop_reaches_a_worker_that_has_no_node_yet(job: SlurmJob) -> None:
+    """By whatever signal it would be asked with."""
+    child = remote.RemoteChild(messages.Start(0, 0, {}), 0)
+    child.signal(signal.SIGCONT)
+    assert not child.is_over
+    child.signal(signal.SIGUSR1)
+    assert child.reap() == -signal.SIGUSR1
+
+
+def test_an_agent_leaves_it_to_the_supervisor_what_a_signal_means(job: SlurmJob) -> None:
+    """Slurm may send it to all processes of a step."""
+
+    def send_all(event: Event) -> None:
+        if isinstance(event, WorkerStarted):
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+                job.steps['a'][-1]._process.send_signal(number)
+            job.running.stop(138)
+
+    job.finish_when = lambda: False
+    job.on_event = send_all
+    flags = '--exit-signal-handler', '--exit-signal', 'SIGUSR1'
+    assert job.on_hosts('a', *flags, nodes=1).run() == 138
+    assert codes(job, 0) == [-signal.SIGUSR1]
+    assert lost(job) == []
+
+
 def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
     """Neither who does not listen, nor what a worker has started."""
     job.finish_when = lambda: False

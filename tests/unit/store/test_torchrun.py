@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When an agent of `moevement_ext.store.torchrun` starts its workers again."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,3 +51,40 @@ def test_a_mistake_of_the_user_ends_the_agent_if_none_was_started_again(
     assert sorted(begun) == [f'{rank}:{life}' for rank in range(2) for life in range(lives)]
     assert ('ended with exit status 2: it refuses' in ended.stderr) == (status == 2)
     assert 'Traceback' not in ended.stderr
+
+
+ASKED = """
+import os, signal, sys, time
+def note(number, frame):
+    with open(sys.argv[1], 'a') as heard:
+        heard.write(f'{signal.Signals(number).name} ')
+    sys.exit(0)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, note)
+print('listens', flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ('sent', 'expected'),
+    [
+        (signal.SIGTERM, signal.SIGUSR1),
+        (signal.SIGUSR1, signal.SIGUSR1),
+        (signal.SIGUSR2, signal.SIGTERM),
+    ],
+)
+def test_an_agent_hands_on_the_signal_that_its_workers_listen_for(
+    sent: signal.Signals, expected: signal.Signals, store: Server, tmp_path: Path
+) -> None:
+    program, heard = tmp_path / 'program.py', tmp_path / 'heard'
+    program.write_text(ASKED)
+    command = [sys.executable, '-m', 'moevement_ext.store.torchrun', str(program), str(heard)]
+    command += ['--sparse-ckpt-store', f'127.0.0.1:{store.port}']
+    command += ['--exit-signal-handler', '--exit-signal', expected.name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == 'listens\n'
+        agent.send_signal(sent)
+        agent.wait(WAIT_S)
+    assert heard.read_text().split() == [expected.name]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory import holder_lock
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.agreed import Agreed
@@ -258,7 +259,10 @@ def start_victim(shm: Path) -> 'subprocess.Popen[str]':
     return victim
 
 
-def test_committed_window_survives_sigkill(shm: Path, store: NodeStore) -> None:
+def test_committed_window_survives_sigkill(
+    shm: Path, store: NodeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder_lock, 'LOCK_SECONDS', 0.0)
     victim = start_victim(shm)
     with victim:
         with pytest.raises(StoreInUseError, match='--sparse-ckpt-run-id') as refusal:

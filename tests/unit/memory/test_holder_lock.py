@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory that two processes take for theirs, on disk or in memory: real locks."""
+
+import errno
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.errors import UserError
+from moevement_ext.memory import holder_lock as module
+from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.node_store import NodeStore
+from tests.distributed.conftest import mounted_tmpfs
+
+pytestmark = pytest.mark.timeout(120)
+
+EARLIER = """
+import sys
+from pathlib import Path
+from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.node_store import NodeStore
+
+root = Path(sys.argv[1])
+memory = NodeStore(root / 'memory', 'run1', 'node0')
+memory.lock(0)
+disk = DiskWindows(root, 'run1', 0)
+(disk.path / 'writing-6-plan1.window').write_bytes(b'under way')
+print('has it', flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has the directories of a rank, and copies a window."""
+    process = subprocess.Popen(
+        [sys.executable, '-c', EARLIER, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == 'has it\n'
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released each time that a lock was tried."""
+    take, tries = module.HolderLock, threading.Semaphore(0)
+
+    def noted(path: Path) -> module.HolderLock:
+        try:
+            return take(path)
+        finally:
+            tries.release()
+
+    monkeypatch.setattr(module, 'HolderLock', noted)
+    return tries
+
+
+def take_disk(root: Path) -> DiskWindows:
+    return DiskWindows(root, 'run1', 0)
+
+
+def take_memory(root: Path) -> NodeStore:
+    store = NodeStore(root / 'memory', 'run1', 'node0')
+    store.lock(0)
+    return store
+
+
+Take = Callable[[Path], DiskWindows | NodeStore]
+either = pytest.mark.parametrize('take', [take_disk, take_memory])
+
+
+class Waiting:
+    """A rank that takes what another process has, on a thread of its own."""
+
+    def __init__(self, take: Take, root: Path) -> None:
+        self._thread = threading.Thread(target=lambda: self._found.append(take(root)))
+        self._found: list[DiskWindows | NodeStore] = []
+        self._thread.start()
+
+    def close(self) -> None:
+        """It has come to have it."""
+        self._thread.join(60)
+        self._found[0].close()
+
+
+def test_what_a_live_process_writes_is_left_alone(
+    earlier: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, 'LOCK_SECONDS', 0.0)
+    with pytest.raises(UserError, match=f'in use by the live process {earlier.pid} on .*--sparse'):
+        DiskWindows(tmp_path, 'run1', 0)
+    assert (tmp_path / 'run1' / 'rank0' / 'writing-6-plan1.window').exists()
+    DiskWindows(tmp_path, 'run1', 1).close()
+
+
+@either
+def test_a_process_that_dies_is_waited_for(
+    take: Take,
+    earlier: subprocess.Popen[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tried: threading.Semaphore,
+) -> None:
+    """And what it left under way is worthless then."""
+    monkeypatch.setattr(module, 'LOCK_SECONDS', 100.0)
+    waiting = Waiting(take, tmp_path)
+    assert tried.acquire(timeout=60)
+    earlier.kill()
+    waiting.close()
+    if take is take_disk:
+        assert not list((tmp_path / 'run1' / 'rank0').glob('writing-*'))
+
+
+@either
+def test_one_that_is_known_to_die_is_waited_for_longer(
+    take: Take,
+    earlier: subprocess.Popen[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tried: threading.Semaphore,
+) -> None:
+    """A process with much pinned memory is killed, and takes its time."""
+    monkeypatch.setattr(module, 'LOCK_SECONDS', 0.0)
+    monkeypatch.setattr(module, '_dies', lambda who: who.startswith(f'{earlier.pid} on '))
+    waiting = Waiting(take, tmp_path)
+    assert tried.acquire(timeout=60) and tried.acquire(timeout=60)
+    earlier.kill()
+    waiting.close()
+
+
+@either
+def test_one_that_never_dies_is_named_with_what_is_to_be_done(
+    take: Take,
+    earlier: subprocess.Popen[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, 'TO_DIE_SECONDS', 0.0)
+    monkeypatch.setattr(module, '_dies', lambda who: True)
+    with pytest.raises(UserError, match=f'process {earlier.pid} on .* does not die: .*restarted'):
+        take(tmp_path)
+
+
+def test_who_is_about_to_end_is_known_on_its_own_machine(
+    earlier: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    lock = tmp_path / 'run1' / 'rank0' / 'lock'
+    who = lock.read_text()
+    assert not module._dies(who)
+    earlier.kill()
+    os.waitid(os.P_PID, earlier.pid, os.WEXITED | os.WNOWAIT)  # it ends, and is still to be seen
+    assert module._dies(who)
+    assert not module._dies(who + 'elsewhere')
+    earlier.wait()
+    assert not module._dies(who) and not module._dies('')
+
+
+def test_closed_or_removed_it_is_free(tmp_path: Path) -> None:
+    first = DiskWindows(tmp_path, 'run1', 0)
+    first.close()
+    second = DiskWindows(tmp_path, 'run1', 0)
+    second.remove()
+    assert list(tmp_path.iterdir()) == []
+    DiskWindows(tmp_path, 'run1', 0).close()
+
+
+def test_a_full_disk_can_be_locked_and_read(tmp_path: Path) -> None:
+    """A job that starts again finds its windows there, whatever can be written."""
+    with mounted_tmpfs(tmp_path / 'full', '16k') as root:
+        DiskWindows(root, 'run1', 0).close()
+        with open(root / 'hog', 'wb', buffering=0) as hog, pytest.raises(OSError, match='No space'):
+            while True:
+                hog.write(bytes(4096))
+        (root / 'run1' / 'rank0' / 'lock').write_bytes(b'')
+        with open(root / 'hog', 'ab', buffering=0) as hog, suppress(OSError):
+            hog.write(bytes(4096))
+        disk = DiskWindows(root, 'run1', 0)
+        assert disk.stored() == []
+        disk.close()
+
+
+def test_a_file_system_without_locks_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, 'No locks available')
+
+    monkeypatch.setattr(fcntl, 'flock', flock)
+    with caplog.at_level(logging.WARNING):
+        disk = DiskWindows(tmp_path, 'run1', 0)
+    assert 'No locks available' in caplog.text
+    disk.remove()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An error of a rank's own that looks like a lost peer is not recovered from for ever.
+
+Processes are threads, as in `test_recovery.py`; the middle stage of the pipeline raises.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch.distributed import DistBackendError
+
+from moevement_ext.membership.rendezvous import EpochBroken
+from moevement_ext.membership.report import Report
+from moevement_ext.recover import fruitless
+from moevement_ext.recover.fruitless import MOST, Fruitless
+from moevement_ext.recover.verdict import Localized, WholeJob
+from tests.unit.memory.samples import tmpfs_directory
+from tests.unit.recover.fake_trainer import FakeTrainer
+from tests.unit.recover.threaded_job import (
+    STAGES,
+    Expected,
+    Process,
+    ThreadedJob,
+    _present,
+    install,
+)
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    # A thread of a dead one may look at it once more, as none of a dead process does.
+    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
+]
+
+ITERATIONS = 12
+FAILS_AT = 7
+FOR_EVER = 60
+
+KINDS: dict[str, Callable[[], Exception]] = {
+    'a data server that refuses': lambda: ConnectionRefusedError(111, 'data server'),
+    'a size that gloo refuses': lambda: RuntimeError('[enforce fail at gloo/transport] 8 vs 4'),
+    'stdout without a reader': lambda: BrokenPipeError(32, 'stdout'),
+    'a call that NCCL refuses': lambda: DistBackendError('NCCL error: invalid argument'),
+}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def threads_are_processes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        install(monkeypatch)
+        monkeypatch.setattr(fruitless, '_FIRST_PAUSE_S', 0.01)
+        yield
+
+
+@pytest.fixture(scope='module')
+def fault_free(threads_are_processes: None) -> Expected:
+    with tmpfs_directory() as directory:
+        job = ThreadedJob(directory, ITERATIONS)
+        job.run()
+    return job.states
+
+
+class Faulty:
+    """Has the middle stage raise at the beginning of an iteration, as `when` says."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        when: Callable[[Process, int], bool],
+        kind: Callable[[], Exception] = KINDS['a data server that refuses'],
+        method: str = 'iterate',
+    ) -> None:
+        self.raised: list[Process] = []
+        original = getattr(FakeTrainer, method)
+
+        def fail(trainer: FakeTrainer, *args: object) -> object:
+            process = _present()
+            if trainer.stage == 1 and process is not None and when(process, trainer.iteration):
+                self.raised.append(process)
+                assert len(self.raised) < FOR_EVER, 'it is recovered from for ever'
+                raise kind()
+            return original(trainer, *args)
+
+        monkeypatch.setattr(FakeTrainer, method, fail)
+
+
+def run(expected: Expected, most_errors: int = 0) -> ThreadedJob:
+    with tmpfs_directory() as directory:
+        job = ThreadedJob(directory, ITERATIONS, (), expected, most_errors)
+        job.run()
+    assert {rank for rank, iteration in job.states if iteration == ITERATIONS} == set(range(STAGES))
+    return job
+
+
+@pytest.mark.parametrize('kind', KINDS.values(), ids=KINDS.keys())
+def test_it_ends_the_rank_after_a_few_recoveries(
+    kind: Callable[[], Exception], fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = Faulty(monkeypatch, lambda process, iteration: iteration == FAILS_AT, kind)
+    with pytest.raises(type(kind())) as ended:
+        run(fault_free)
+    assert str(ended.value) == str(kind())
+    assert 'in fail\n' in ended.value.__notes__[0]
+    assert len(faulty.raised) == MOST and {process.rank for process in faulty.raised} == {1}
+
+
+def test_a_new_process_in_its_place_may_do(
+    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = Faulty(
+        monkeypatch,
+        lambda process, iteration: iteration == FAILS_AT
+        and (not faulty.raised or process is faulty.raised[0]),
+    )
+    job = run(fault_free, most_errors=1)
+    assert [rank for rank, _ in job.errors] == [1]
+    assert len(faulty.raised) == MOST and job.restarts == 0
+
+
+def test_else_the_whole_job_starts_again(
+    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def when(process: Process, iteration: int) -> bool:
+        return iteration == FAILS_AT and process.job.restarts == 0
+
+    faulty = Faulty(monkeypatch, when)
+    job = run(fault_free, most_errors=2)
+    assert [rank for rank, _ in job.errors][:1] == [1] and job.restarts == 1
+    assert len(faulty.raised) == 2 * MOST
+
+
+def test_errors_between_which_training_gets_on_are_not_counted(
+    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    struck: set[int] = set()
+
+    def when(process: Process, iteration: int) -> bool:
+        first = iteration >= ITERATIONS - MOST - 2 and iteration not in struck
+        struck.add(iteration)
+        return first
+
+    faulty = Faulty(monkeypatch, when)
+    job = run(fault_free)
+    assert len(faulty.raised) == MOST + 2 and not job.errors and job.restarts == 0
+
+
+def test_what_leaves_nothing_to_recover_from_is_no_reason_to_start_all_again_for_ever(
+    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of an update, before the first window."""
+    faulty = Faulty(monkeypatch, lambda process, iteration: iteration == 1, method='_write')
+    with pytest.raises(ConnectionRefusedError):
+        run(fault_free, most_errors=2)
+    assert len(faulty.raised) >= 3
+
+
+# The count
+
+GO_ON = Localized(7, frozenset(), frozenset(), frozenset(), None)
+NO_WINDOW = WholeJob('no window')
+
+
+def report(fruitless: int = 0, own_error: bool = False, survivor: bool = True) -> Report:
+    return Report(survivor, 'node', 1, [], fruitless=fruitless, own_error=own_error)
+
+
+def failed(times: int, error: Exception | None = None) -> Fruitless:
+    made = Fruitless()
+    for _ in range(times):
+        made.failed(error or EpochBroken('rank 1 left'), ended_epoch=error is not None)
+    return made
+
+
+def test_a_death_is_no_fruitless_recovery() -> None:
+    made = failed(MOST, ConnectionResetError('by a dead peer'))
+    assert made.met([report(MOST, own_error=True), report(survivor=False)], GO_ON) == GO_ON
+    assert made.count == MOST - 1
+    own = failed(1, ConnectionResetError('by a dead peer'))
+    assert own.met([report(1, own_error=True), report(survivor=False)], NO_WINDOW) == NO_WINDOW
+
+
+def test_the_first_to_fail_is_to_blame_and_nobody_else() -> None:
+    blamed, other = failed(MOST, ConnectionResetError('x')), failed(MOST)
+    reports = [report(MOST), report(MOST, own_error=True)]
+    assert other.met(reports, GO_ON) == GO_ON
+    with pytest.raises(ConnectionResetError):
+        blamed.met(reports, GO_ON)
+
+
+def test_an_error_that_leaves_nothing_ends_its_rank_at_once() -> None:
+    reports = [report(1), report(1, own_error=True)]
+    assert failed(1).met(reports, NO_WINDOW) == NO_WINDOW
+    with pytest.raises(ConnectionResetError):
+        failed(1, ConnectionResetError('x')).met(reports, NO_WINDOW)
+
+
+def test_where_nobody_is_to_blame_the_whole_job_starts_again() -> None:
+    """All have waited for each other for as long as is allowed, say."""
+    few, enough = failed(MOST - 1), failed(MOST)
+    assert few.met(2 * [report(MOST - 1)], GO_ON) == GO_ON
+    verdict = enough.met(2 * [report(MOST)], GO_ON)
+    assert verdict == WholeJob(f'{MOST} recoveries in a row have brought nothing')
+
+
+def test_progress_on_one_rank_is_progress() -> None:
+    made = failed(MOST - 1)
+    made.progressed()
+    made.failed(ConnectionResetError('x'), ended_epoch=True)
+    assert made.met([report(1, own_error=True), report(MOST)], GO_ON) == GO_ON
+    assert made.count == 1
