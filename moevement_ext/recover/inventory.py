@@ -9,6 +9,7 @@ import msgspec
 
 from moevement_ext.config import node_name
 from moevement_ext.membership.report import NOWHERE, Report
+from moevement_ext.memory.deaths import Death
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
@@ -28,6 +29,8 @@ class Inventory(msgspec.Struct, frozen=True):
     """On its node, of all owners."""
     disk: list[HeldWindow]
     """Its own, on disk."""
+    deaths: list[Death] = []
+    """Processes of an earlier life that ended on its node, as noted there."""
 
 
 def candidates(held: Collection[HeldWindow], world_size: int) -> list[Window]:

@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import msgspec
@@ -36,7 +35,8 @@ from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.giving_up import start_the_whole_job_again
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.recover.log_line import recovered_line
-from moevement_ext.recover.lost_peer import lost_peer
+from moevement_ext.recover.lost_peer import in_words, lost_peer
+from moevement_ext.recover.outage import Outage, Phases
 from moevement_ext.recover.rank_state import RankState, Running
 from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.stage_replay import StageReplay
@@ -84,19 +84,6 @@ class Stages(Protocol):
         """By rank, the other ranks that hold the same state."""
 
 
-@dataclass
-class Phases:
-    """Seconds of each phase of a localized recovery on this rank."""
-
-    detect: float = 0.0
-    unblock: float = 0.0
-    respawn: float = 0.0
-    regroup: float = 0.0
-    fetch: float = 0.0
-    convert: float = 0.0
-    catch_up: float = 0.0
-
-
 class LocalizedRecovery:
     """Brings this rank through failures of others, or into the place of a lost one.
 
@@ -129,6 +116,7 @@ class LocalizedRecovery:
         self._lost_sources = 0
         self._phases = Phases()
         self._first_iteration = False
+        self._outage = Outage(rank.number)
 
     # Notes of the training thread, in every iteration
 
@@ -173,6 +161,7 @@ class LocalizedRecovery:
         if self._first_iteration:
             self._first_iteration = False
             self._enters('over')
+            self._outage.say()
 
     def converted(self, start: Start) -> None:
         """All stages have converted their windows together, to `start`."""
@@ -198,11 +187,12 @@ class LocalizedRecovery:
                 result = run()
                 if self.pending():  # all iterations were committed before the failure
                     self.carry_out(_no_iteration)
+                self._outage.say()
                 return result
             except Exception as error:
                 if not self.caused_by_others(error):
                     raise
-                self._leave(f'{type(error).__name__}: {error}')
+                self._leave(in_words(error))
             self._meet()
             again = True
 
@@ -234,10 +224,13 @@ class LocalizedRecovery:
             self._protection.withdraw_after(verdict.window.name)
         self._exchange_addresses(verdict)
         self._phases.respawn += time.perf_counter() - began
-        if self._rank.number in verdict.ranks:
-            self._replay_stage(verdict, iterate)
-        faults.point(Phase.REPLAYED)
-        self._membership.barrier('replayed')
+        with self._outage.replay():
+            if self._rank.number in verdict.ranks:
+                self._replay_stage(verdict, iterate)
+                verified = self._replay.verification.result()
+                self._outage.tell_verified(self._membership.store, verified)
+            faults.point(Phase.REPLAYED)
+            self._membership.barrier('replayed')
         faults.point(Phase.REGROUP)
         began = time.perf_counter()
         self._enters('regroup')
@@ -282,6 +275,9 @@ class LocalizedRecovery:
         unblock = time.perf_counter() - began
         self._phases = Phases(detect=self._membership.detect_s, unblock=unblock)
         self._rank.events.emit(FailureDetected(reason=self._membership.reason))
+        self._outage.begins(
+            self._membership.reason, self._membership.detect_s, self._membership.reports
+        )
         logger.warning('sparse checkpointing: recovering: %s', self._membership.reason)
 
     def _meet(self) -> None:
@@ -291,6 +287,7 @@ class LocalizedRecovery:
             self._membership.meet(self._report)
         except StoreLost as lost:
             self.give_up(f'{lost}, in a meeting')
+        self._outage.met(self._membership.reports)
         self._phases.respawn = time.perf_counter() - began
 
     def _report(self) -> Report:
@@ -458,6 +455,9 @@ class LocalizedRecovery:
                 differing=list(verified.differing),
                 seconds={name: round(value, 3) for name, value in vars(self._phases).items()},
             )
+        )
+        self._outage.is_over(
+            self._membership.store, verdict, self._membership.reports, self._phases.in_words()
         )
         self._first_iteration = True
         self._enters('first-iteration')

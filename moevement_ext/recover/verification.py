@@ -47,7 +47,7 @@ class Verified(NamedTuple):
 
     def __str__(self) -> str:
         if not self.verified:
-            return 'verified: nothing (no newer capture was left)'
+            return 'verified: checksums of the window (it is the newest that was captured)'
         names = ', '.join(self.differing[:_MOST_NAMES])
         more = ', ...' if len(self.differing) > _MOST_NAMES else ''
         return (

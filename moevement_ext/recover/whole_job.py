@@ -15,6 +15,8 @@ import msgspec
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import FailureDetected, NextTier
 from moevement_ext.membership.rank import Rank
+from moevement_ext.memory import deaths
+from moevement_ext.memory.deaths import Death
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
@@ -52,6 +54,8 @@ class Predecessor:
     """Newest iteration that any rank committed, -1 if nothing is known."""
     dense_iteration: int
     """Iteration of the newest dense checkpoint that would be loaded, -1 if there is none."""
+    first_death: Death | None = None
+    """The first process of the earlier life to end, where that was noted."""
 
 
 class Source(NamedTuple):
@@ -82,6 +86,7 @@ def find(
     found_here = Inventory(
         held_windows(store, identity.run, identity.topology),
         windows_on_disk(disk, identity) if disk is not None else [],
+        deaths.noted(store.shared),
     )
     inventories = [
         msgspec.msgpack.decode(item, type=Inventory)
@@ -105,7 +110,9 @@ def find(
         usable,
         committed,
         dense_iteration,
+        min((death for one in inventories for death in one.deaths), default=None),
     )
+    deaths.forget(store.shared)  # all have read theirs: `rank.exchange` is collective
     if everything and not usable:
         reason = (
             f'the dense checkpoint of iteration {dense_iteration} is newer than every window'

@@ -16,7 +16,6 @@ from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.local_cluster.command_line import add_faults, given_faults, stop_at_signals
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event
-from moevement_ext.local_cluster.output import say
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.slurm.allocation import call_before_end, hostnames
 from moevement_ext.slurm.requeue import History, go_back
@@ -87,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit status: 0 if all workers ended with 0."""
     ask_again_soon()
     job = parse(sys.argv[1:] if argv is None else argv)
-    from moevement_ext.local_cluster.supervisor import Supervisor  # torch: too slow for --help
+    from moevement_ext.local_cluster.outcome import print_event  # torch: too slow for --help
+    from moevement_ext.local_cluster.supervisor import Supervisor
     from moevement_ext.slurm.starter import SlurmStarter
     from moevement_ext.store.server import allow_many_connections
 
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     history = History()
 
     def note(event: Event) -> None:
-        say(sys.stderr, f'[launcher] {event}\n')
+        print_event(event)
         history.note(event)
 
     try:
