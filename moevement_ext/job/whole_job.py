@@ -242,17 +242,16 @@ class WholeJob:
             'loading': seconds['find'] + seconds['obtain'] + seconds['load'],
             'replaying': seconds['convert'] + seconds['catch_up'],
         }
-        here = {'starting processes': time.time() - began - sum(here.values()), **here}
 
         def summary(cause: str, since: float | None, spares: str) -> Summary:
-            first = {} if since is None else {'ending the old processes': began - since}
+            starting = time.time() - (began if since is None else since) - sum(here.values())
             return Summary(
                 iteration=self._catch_up_to,
                 cause=f'the whole job: {cause}',
                 lost=None if committed < 0 else 0,  # what was committed is computed again
                 replayed=replayed,
                 away_s=None if since is None else time.time() - since,
-                seconds={**first, **here},
+                seconds={'starting processes': starting, **here},
                 source=f'window {restart.conversion.window.start} from {restart.source}',
                 verified=verified,
                 spares=spares,

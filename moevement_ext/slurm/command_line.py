@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -40,6 +41,10 @@ class SlurmJob:
     hosts: tuple[str, ...]
     requeue: bool
     before_end_s: float | None
+    step_flags: tuple[str, ...] = ()
+    """More flags of `srun` for the agents."""
+    agent_python: tuple[str, ...] = (sys.executable,)
+    """Words that run Python on the nodes."""
 
 
 def parse(argv: Sequence[str]) -> SlurmJob:
@@ -79,7 +84,9 @@ def parse(argv: Sequence[str]) -> SlurmJob:
             )
     except ConfigurationError as error:
         parser.error(str(error))
-    return SlurmJob(launch, hosts, args.requeue, args.before_end)
+    step_flags = tuple(shlex.split(args.step_flags))
+    python = tuple(shlex.split(args.agent_python)) or (sys.executable,)
+    return SlurmJob(launch, hosts, args.requeue, args.before_end, step_flags, python)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from moevement_ext.store.server import allow_many_connections
 
     allow_many_connections()
-    starter = partial(SlurmStarter, job.hosts, slurm_step)
+    start_step = partial(slurm_step, flags=job.step_flags, python=job.agent_python)
+    starter = partial(SlurmStarter, job.hosts, start_step)
     history = History()
 
     def note(event: Event) -> None:
@@ -172,6 +180,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar='SECONDS',
         help='So long before the time of the allocation is up, hand SIGTERM on to the workers as '
         'if it had come; where Slurm sends none, as to what salloc runs. Default: never.',
+    )
+    add(
+        '--step-flags',
+        default='',
+        metavar='FLAGS',
+        help='More flags of the srun that starts the agent of a node, such as "--container-image '
+        'IMAGE". Default: none.',
+    )
+    add(
+        '--agent-python',
+        default='',
+        metavar='COMMAND',
+        help='Runs agents and workers on the nodes, such as "apptainer exec --nv IMAGE.sif python"'
+        '. Default: the Python of this launcher.',
     )
     add(
         '--log-dir',
