@@ -235,6 +235,7 @@ class Job:
         self._device_watch = own_device.watch(self.rank.events, self._lose_device)
         self._mode = self._start()
         if self._observer is not None and self.protection is not None:
+            self._observer.aim(self.trainer.last_iteration)
             self._observer.watch(self.protection.figures)
         if not isinstance(self._mode, Unprotected):
             around_update(self._mode.before_update, self._mode.updating, self._mode.stepped)
