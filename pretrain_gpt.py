@@ -8,15 +8,18 @@ Without `--sparse-ckpt` this is plain Megatron.
 
 from __future__ import annotations
 
+import sys
 import time
 
 _PROGRAM_START = time.time()
 
-from megatron.moevement.seams import cpu_device, dataset_helpers, preflight
+from megatron.moevement.seams import cpu_device, dataset_helpers, preflight, quiet
 from moevement_ext.process import user_errors
 
 with user_errors.in_one_line():
     preflight.check_installation()
+    if __name__ == '__main__' and cpu_device.needed():
+        quiet.refuse_without_gpu(sys.argv[1:])
 if cpu_device.needed():
     cpu_device.install()
 
@@ -194,6 +197,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 def main() -> None:
     """Parse the command line and train."""
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
+    quiet.arguments_once()
     args = parse_and_validate_args(extra_args_provider=add_arguments)
     with user_errors.in_one_line():
         fp8_masters.take_place(args)

@@ -347,6 +347,7 @@ class EventLog:
 
     Attributes:
         iteration: the newest one that this rank has committed.
+        recoveries: how many this process has come through.
         listeners: called with every event, by the thread that emits it; they must not fail.
 
     Raises:
@@ -358,6 +359,7 @@ class EventLog:
         self._lock = threading.Lock()
         self._file: FileIO | None = None
         self.iteration = 0
+        self.recoveries = 0
         self.listeners: list[Callable[[Event], None]] = []
         if directory is not None:
             try:
@@ -385,6 +387,7 @@ class EventLog:
         with self._lock:
             if self._file is not None:
                 self._write(self._file, msgspec.json.encode(line) + b'\n')
+        self.recoveries += isinstance(event, Recovered)
         for listener in self.listeners:
             listener(event)
 

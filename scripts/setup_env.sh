@@ -77,7 +77,10 @@ create_environment() {
 install_packages() {
     # compat: a plain path entry instead of an import hook, so that what reads paths (mypy,
     # pkgutil) sees our megatron/ beside the installed one too.
-    "$VENV/bin/python" -m pip install --disable-pip-version-check \
+    # In a log, its bars and 300 lines of what it collects are in the way of what comes after.
+    local quiet=()
+    [[ -t 2 ]] || quiet=(--quiet --progress-bar off)
+    "$VENV/bin/python" -m pip install --disable-pip-version-check "${quiet[@]}" \
         --config-settings editable_mode=compat --editable ".[$EXTRAS]"
 }
 

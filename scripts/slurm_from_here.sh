@@ -11,7 +11,8 @@
 # (120) seconds before the time is up the workers get SIGTERM, and save with --exit-signal-handler.
 
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+MOEVEMENT_HOME=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export MOEVEMENT_HOME
 
 allocation=()
 while (($#)) && [[ $1 != -- ]]; do
@@ -22,4 +23,4 @@ done
 export BEFORE_END=${BEFORE_END:-120}
 exec salloc --job-name=moevement --nodes=5 --ntasks-per-node=1 --gpus-per-node=8 \
     --cpus-per-task=96 --mem=0 --exclusive --no-kill "${allocation[@]}" \
-    bash scripts/slurm_pretrain.sbatch "${@:2}"
+    bash "$MOEVEMENT_HOME/scripts/slurm_pretrain.sbatch" "${@:2}"

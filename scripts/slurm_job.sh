@@ -1,7 +1,17 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# What the batch scripts have in common: the launcher, and flags for who gives none.
+# What the batch scripts have in common: the launcher, and flags for who gives none. Variables:
+#
+#   MOEVEMENT_HOME  the checkout, on a file system that all nodes see (where sbatch is called)
+#   PYTHON          runs the launcher on the batch host (its .venv/bin/python)
+#   AGENT_PYTHON    runs agents and workers on the nodes (the same); words before it wrap it
+#   STEP_FLAGS      more flags of the srun that starts them
+#
+# In an image, with the checkout at the same path in it (both examples bring /dev/shm along):
+#
+#   pyxis:     AGENT_PYTHON=python STEP_FLAGS="--container-image=IMAGE --container-mounts=$PWD:$PWD"
+#   apptainer: AGENT_PYTHON="apptainer exec --nv --bind $PWD IMAGE.sif python"
 
 # train [flags of the launcher] -- [flags of pretrain_gpt.py, else those of the example]
 train() {
@@ -16,9 +26,12 @@ train() {
         example
     fi
     surroundings
+    local program=pretrain_gpt.py
+    [[ ${MOEVEMENT_HOME:-.} -ef . ]] || program=$MOEVEMENT_HOME/pretrain_gpt.py
     # The launcher takes the place of this shell, so that signals of Slurm reach it.
-    exec .venv/bin/python -m moevement_ext.slurm \
-        --workers-per-node "$(gpus_per_node)" "${launch[@]}" -- pretrain_gpt.py "${flags[@]}"
+    exec "$PYTHON" -m moevement_ext.slurm --workers-per-node "$(gpus_per_node)" \
+        ${STEP_FLAGS:+"--step-flags=$STEP_FLAGS"} ${AGENT_PYTHON:+"--agent-python=$AGENT_PYTHON"} \
+        "${launch[@]}" -- "$program" "${flags[@]}"
 }
 
 # The one is set on nodes of the job, the other by salloc where it runs: such as 8, or h100:8.
@@ -29,8 +42,10 @@ gpus_per_node() {
 
 # What all programs of a job find in their environment.
 surroundings() {
+    local home=${MOEVEMENT_HOME:-$PWD}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHON=${PYTHON:-$home/.venv/bin/python}
 }
 
 # Sets `flags`: a 16-expert MoE GPT on 4 nodes of 8 GPUs.

@@ -234,12 +234,14 @@ class Job:
         if self.membership is None:
             self._guard = self._guarded()
         if watchdog.under_torchrun():
-            named = self.kept_in if self.rank.number == 0 else None  # one line, not one a rank
-            self._watchdog = watchdog.Watchdog(self.rank.config.hang_timeout, named)
+            says = self.rank.number == 0  # one line, not one a rank
+            hang_timeout = self.rank.config.hang_timeout
+            self._watchdog = watchdog.Watchdog(hang_timeout, self.kept_in, says)
         watchdog.set_up_is_over()
         self._device_watch = own_device.watch(self.rank.events, self._lose_device)
         self._mode = self._start()
         if self._observer is not None and self.protection is not None:
+            self._observer.aim(self.trainer.last_iteration)
             self._observer.watch(self.protection.figures)
         if not isinstance(self._mode, Unprotected):
             around_update(self._mode.before_update, self._mode.updating, self._mode.stepped)

@@ -7,21 +7,24 @@ one, the first iteration converts them, all stages together.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import psutil
 
 from moevement_ext.events import Recovered
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import NOWHERE
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.protect.protection import Protection
-from moevement_ext.recover import whole_job
+from moevement_ext.recover import outage, whole_job
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.giving_up import start_the_whole_job_again
 from moevement_ext.recover.log_line import conversion_line, recovered_line
+from moevement_ext.recover.summary import Summary
 from moevement_ext.recover.trainer import Start, Trainer
-from moevement_ext.recover.verification import Verification
+from moevement_ext.recover.verification import Verification, Verified
 
 _OTHERS_S = 2.0
 """In which ranks that are a little behind receive what this one sent them last, and come to the
@@ -225,7 +228,11 @@ class WholeJob:
                 seconds={name: round(value, 3) for name, value in seconds.items()},
             )
         )
-        print(recovered_line(self._catch_up_to, replayed, verified), flush=True)
+        speaks = self.rank.number == self.rank.world_size - 1
+        if speaks or verified.differing:
+            print(recovered_line(self._catch_up_to, replayed, verified), flush=True)
+        if speaks:
+            self._sum_up(replayed, verified, seconds)
 
     def _judge(self, verified: str) -> None:
         """With `--sparse-ckpt-verify stop`, by all ranks: what one refuses, no other goes on from.
@@ -243,3 +250,29 @@ class WholeJob:
             told = '; '.join(refused[:_MOST_TOLD])
             whole_job.refuse(self.protection, window, told, self.rank, predecessor)
         self.protection.accept()
+
+    def _sum_up(self, replayed: int, verified: Verified, seconds: Mapping[str, float]) -> None:
+        """Say what all that came to; on one rank, of what it has seen itself."""
+        assert self._restart is not None
+        restart, committed = self._restart, self._restart.predecessor.committed
+        began = psutil.Process().create_time()
+        here = {
+            'loading': seconds['find'] + seconds['obtain'] + seconds['load'],
+            'replaying': seconds['convert'] + seconds['catch_up'],
+        }
+
+        def summary(cause: str, since: float | None, spares: str) -> Summary:
+            starting = time.time() - (began if since is None else since) - sum(here.values())
+            return Summary(
+                iteration=self._catch_up_to,
+                cause=f'the whole job: {cause}',
+                lost=None if committed < 0 else 0,  # what was committed is computed again
+                replayed=replayed,
+                away_s=None if since is None else time.time() - since,
+                seconds={'starting processes': starting, **here},
+                source=f'window {restart.conversion.window.start} from {restart.source}',
+                verified=verified,
+                spares=spares,
+            )
+
+        outage.of_the_whole_job(restart.predecessor.first_death, summary)

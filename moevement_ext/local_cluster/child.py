@@ -31,6 +31,7 @@ class Child(ABC):
         output: read end of its stdout, if that is a pipe.
         ended: `reap` was called.
         last_lines: what it printed last, if somebody else has read its stdout.
+        lost_with: the host that is lost, and with it this process; empty while it is not.
     """
 
     def __init__(self, pid: int, death: int, output: int | None) -> None:
@@ -39,6 +40,7 @@ class Child(ABC):
         self.output = output
         self.ended = False
         self.last_lines: list[str] = []
+        self.lost_with = ''
         self._killed_at: float | None = None
 
     def signal(self, number: int) -> None:

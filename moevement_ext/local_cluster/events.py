@@ -247,6 +247,54 @@ class DevicesFailing:
 
 
 @dataclass(frozen=True)
+class JobRecovered:
+    """All workers are back after a failure; they say so in a line."""
+
+    line: str
+    spares: str
+    """What is left to take the place of the next that is lost."""
+
+    def __str__(self) -> str:
+        line = self.line.strip().removeprefix('sparse ckpt | ').removesuffix(' |')
+        kept = [field for field in line.split(' | ') if not field.startswith('spares left: ')]
+        return ' | '.join([*kept[1:], f'spares left: {self.spares}'])  # it has a time of its own
+
+    @property
+    def nothing_lost(self) -> bool:
+        """No iteration, and no bit that was compared."""
+        differs = ', differing: ' in self.line and ', differing: 0' not in self.line
+        return ' lost iterations: 0 ' in self.line and not differs
+
+
+@dataclass(frozen=True)
+class JobEnded:
+    """All workers are gone: the last thing that a launcher says of a job, but for its memory."""
+
+    code: int
+    seconds: float
+    failures: int
+    """Workers that were replaced alone, or new starts of all."""
+    recoveries: int
+    """How often all ranks have said that they are back."""
+
+    def __str__(self) -> str:
+        how = 'ended well' if self.code == 0 else f'ended with exit status {self.code}'
+        return (
+            f'the job {how} after {in_words(self.seconds)} | workers lost: {self.failures} | '
+            f'recoveries: {self.recoveries}'
+        )
+
+
+def in_words(seconds: float) -> str:
+    """A duration for a person, such as `2 h 03 min` or `12 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f'{hours} h {minutes:02d} min'
+    return f'{minutes} min {rest:02d} s' if minutes else f'{rest} s'
+
+
+@dataclass(frozen=True)
 class JobFailed:
     """The job is given up; all its processes are killed."""
 
@@ -289,6 +337,8 @@ Event = (
     | NodeLost
     | NodeMissing
     | DevicesFailing
+    | JobRecovered
+    | JobEnded
     | JobFailed
     | MemoryKept
 )

@@ -3,11 +3,14 @@
 
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
+
+from moevement_ext.process.terminal import highlighted
 
 _CHUNK = 1 << 16
 _LAST_LINES = 15
@@ -86,6 +89,17 @@ def say(stream: TextIO, text: str) -> None:
     with suppress(OSError, ValueError):  # the latter: closed, or of another encoding
         stream.write(text)
         stream.flush()
+
+
+def say_of_launcher(what: object, good: bool | None = None) -> None:
+    """A line of a launcher on stderr, with the time of day.
+
+    Args:
+        what: it says.
+        good: stands out on a terminal, as good news or bad; None: as any other line.
+    """
+    line = f'[launcher {time.strftime("%H:%M:%S")}] {what}'
+    say(sys.stderr, (line if good is None else highlighted(line, sys.stderr, good)) + '\n')
 
 
 def last_lines(log: Path) -> list[str]:

@@ -76,6 +76,11 @@ class SparePool:
                 return spare
         return None
 
+    @property
+    def count(self) -> tuple[int, int]:
+        """How many are ready, and how many are about to be."""
+        return len(self._ready), len(self._importing)
+
     def close(self) -> None:
         """Kill all spares."""
         for spare in [*self._importing, *self._ready]:

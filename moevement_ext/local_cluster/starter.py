@@ -39,6 +39,9 @@ class Starter(Protocol):
     def keep_spares(self) -> None:
         """All workers are started: so may be hot spares, which have time."""
 
+    def spares_left(self) -> str:
+        """What is ready to take the place of the next that is lost, in words."""
+
     def look(self) -> None:
         """Do what is due; called ten times a second.
 
@@ -120,6 +123,12 @@ class LocalStarter:
         assert self._spares is not None
         for _ in range(self._config.spares):
             self._spares.start()
+
+    def spares_left(self) -> str:
+        """Hot spares; another process is always to be had, and starts more slowly."""
+        ready, starting = (0, 0) if self._spares is None else self._spares.count
+        more = f' ({starting} starting)' if starting else ''
+        return f'{ready} hot{more}' if self._config.spares else '0 hot (none asked for)'
 
     def look(self) -> None:
         """Nothing is ever due."""

@@ -8,7 +8,6 @@ process takes the place of the dead one. So it is for a program that says that i
 """
 
 import signal
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -38,7 +37,8 @@ from moevement_ext.local_cluster.events import (
 )
 from moevement_ext.local_cluster.loop import Loop
 from moevement_ext.local_cluster.newcomers import Newcomers
-from moevement_ext.local_cluster.output import LogTail, Relay, say
+from moevement_ext.local_cluster.outcome import Outcome, print_event
+from moevement_ext.local_cluster.output import LogTail, Relay
 from moevement_ext.local_cluster.replacements import Replacements
 from moevement_ext.local_cluster.staged_faults import StagedFaults
 from moevement_ext.local_cluster.starter import LocalStarter, Starter
@@ -60,11 +60,6 @@ _WITHOUT_STORE_S = 600.0
 """So long a dead worker waits for the store; ours may be started anew elsewhere meanwhile."""
 _SETTLE_S = 1.0
 """A worker that fails because another one is lost may be seen to end before that one."""
-
-
-def print_event(event: Event) -> None:
-    """Tell the person who waits."""
-    say(sys.stderr, f'[launcher] {event}\n')
 
 
 class Supervisor:
@@ -101,6 +96,7 @@ class Supervisor:
         self._open_store()
         self.workers: list[Worker] = []
         self._report = on_event
+        self._outcome = Outcome(on_event, self._starter.spares_left)
         self._faults = StagedFaults(config)
         self._exit_code: int | None = None
         self._announced_code = 0
@@ -132,17 +128,20 @@ class Supervisor:
             0, or the exit status that the workers had announced; that of the `LaunchError` if the
             job was given up; what `stop` was given if that was called.
         """
+        code = 1  # of an error of this program
         try:
             self._supervise()
+            code = self._exit_code or self._announced_code
         except LaunchError as failure:
             self._report(JobFailed(str(failure)))
-            return failure.exit_code
+            code = failure.exit_code
         finally:
             self._kill_all()
+            self._outcome.ended(code)
             self._report_memory()
             if self._answers is not None:
                 self._answers.close()
-        return self._exit_code or self._announced_code
+        return code
 
     def stop(self, exit_code: int) -> None:
         """End all workers, asking them at first, and let `run` return `exit_code`; any thread."""
@@ -292,6 +291,7 @@ class Supervisor:
         """The others live on."""
         while self._bad_ends:
             end = self._bad_ends[0]
+            self._outcome.lost(self.store, end)
             announce_failure(self.store, end.worker.rank, end.how)
             self._replacements.add(end, [end.worker])
             self._bad_ends.pop(0)
@@ -309,8 +309,9 @@ class Supervisor:
         except ConfigurationError as error:
             raise LaunchError(str(error)) from error
         self._bad_ends.clear()
-        self._starter.open(self.store.port)
         restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
+        self._outcome.all_lost(self.store, cause, restarts)
+        self._starter.open(self.store.port)
         for any_worker in self.workers:
             self._start_again(any_worker, restarts)
         self._starter.keep_spares()
@@ -393,6 +394,7 @@ class Supervisor:
             if self._look_for_store_at is None or self._look_for_store():
                 self._evict()
                 self._kill_the_late()
+                self._outcome.look(self.store)
         except DistError:
             self._lose_store()
 

@@ -65,4 +65,10 @@ class BadEnd:
     @property
     def how(self) -> str:
         """What to tell a person."""
-        return f'rank {self.worker.rank} (pid {self.worker.pid}) {describe_exit(self.code)}'
+        return f'rank {self.worker.rank} (pid {self.worker.pid}) {self.fate}'
+
+    @property
+    def fate(self) -> str:
+        """The same without the name of the process."""
+        host = self.worker.child.lost_with
+        return f'was lost with host {host}' if host else describe_exit(self.code)

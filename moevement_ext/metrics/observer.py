@@ -9,6 +9,7 @@ from moevement_ext.events import (
     DeviceProblem,
     Event,
     FailureDetected,
+    Finished,
     NextTier,
     ProtectionReduced,
     Recovered,
@@ -59,6 +60,11 @@ class Observer:
         )
         self._thread.start()
 
+    def aim(self, iteration: int) -> None:
+        """Training is to end at this iteration. Called by the training thread, once."""
+        self._set(of.TARGET, iteration)
+        self._set(of.FINISHED, 0)
+
     def close(self) -> None:
         """Look a last time; nothing is recorded any more."""
         self._stopping.set()
@@ -83,6 +89,8 @@ class Observer:
                 self._add(of.REDUCED)
             case FailureDetected():
                 self._add(of.FAILURES)
+            case Finished():
+                self._set(of.FINISHED, 1)
             case DeviceProblem():
                 self._add(of.DEVICE_PROBLEMS, 1, event.harm)
             case NextTier():

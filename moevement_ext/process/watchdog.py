@@ -47,17 +47,18 @@ class Watchdog:
 
     Args:
         silent_s: seconds without a sign of life after which this process is killed.
-        kept_in: directory of the windows that stay if this process dies, to be said then; None to
-            say nothing.
+        kept_in: directory of the run on this node, in which the death of this process is noted;
+            None: nowhere.
+        says: that the windows there stay is then said, too.
     """
 
-    def __init__(self, silent_s: float, kept_in: Path | None) -> None:
+    def __init__(self, silent_s: float, kept_in: Path | None, says: bool = False) -> None:
         self._stopping = threading.Event()
         self._dog: subprocess.Popen[bytes] | None = None
         rank = os.environ.get('RANK', '?')
         command = [sys.executable, '-I', '-S', str(_PROGRAM)]
         command += [str(os.getpid()), str(silent_s), rank]
-        command += [] if kept_in is None else [str(kept_in)]
+        command += [] if kept_in is None else [str(kept_in), str(int(says))]
         try:
             self._dog = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills the process that has started it when that gives no sign of life for too long.
 
-    watchdog_process.py <process id> <seconds> <rank> [<directory>]
+    watchdog_process.py <process id> <seconds> <rank> [<directory> <say>]
 
 Signs of life are bytes on stdin. It runs as a file, without any package, and ends with the process
-that it watches. When that dies, it says that the windows in the directory are still there: the
-process itself, terminated in the middle of a step, cannot.
+that it watches. When that dies, it notes so in the directory of the run, for the next life of the
+job (see `memory/deaths.py`); with `say` 1 it says that the windows there stay: the process itself,
+terminated in the middle of a step, cannot.
 """
 
 import contextlib
+import json
 import os
 import select
 import signal
 import sys
+import time
 
 _LOOK_S = 0.5
 
@@ -21,6 +24,7 @@ def main() -> None:
     """Returns when the process is dead."""
     pid, silent_s, rank = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     directory = sys.argv[4] if len(sys.argv) > 4 else ''
+    says = sys.argv[5:] == ['1']
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -32,7 +36,7 @@ def main() -> None:
         # Counted in looks, not by a clock: the whole machine may have stood still in between.
         ready = select.select([*signs, process], [], [], _LOOK_S)[0]
         if process in ready:
-            _say_what_stays(pid, rank, directory)
+            _note_death(pid, rank, directory, says)
             return
         if not ready:
             looks += 1
@@ -42,14 +46,26 @@ def main() -> None:
             signs.clear()
     signal.pidfd_send_signal(process, signal.SIGKILL)  # first: saying so may fail, or wait
     _say(f'rank {rank} (pid {pid}) has given no sign of life for {silent_s:g} s: killed')
-    _say_what_stays(pid, rank, directory)
+    _note_death(pid, rank, directory, says)
 
 
-def _say_what_stays(pid: int, rank: str, directory: str) -> None:
-    if directory and os.path.isdir(directory):
+def _note_death(pid: int, rank: str, directory: str, says: bool) -> None:
+    if not (rank.isdigit() and directory and os.path.isdir(directory)):
+        return
+    line = json.dumps({'time': time.time(), 'rank': int(rank), 'pid': pid}) + '\n'
+    shared = os.path.join(directory, 'shared')
+    with contextlib.suppress(OSError):
+        os.makedirs(shared, mode=0o700, exist_ok=True)
+        path = os.path.join(shared, 'deaths.jsonl')
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(file, line.encode())
+        finally:
+            os.close(file)
+    if says:  # by one rank, which need not be the one that died first
         _say(
-            f'rank {rank} (pid {pid}) is dead; windows of this run stay in {directory}: the same '
-            'job, launched again, goes on from them'
+            f'this run was cut off; windows of this run stay in {directory}: it goes on from them '
+            'when torchrun starts it again, or when the same job is launched again'
         )
 
 

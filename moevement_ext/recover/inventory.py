@@ -14,6 +14,7 @@ import xxhash
 from moevement_ext.config import node_name
 from moevement_ext.membership.launch import own_launch
 from moevement_ext.membership.report import NOWHERE, Report
+from moevement_ext.memory.deaths import Death
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
@@ -43,6 +44,8 @@ class Inventory(msgspec.Struct, frozen=True):
     """In what else the jobs that captured windows differ from this one: bits may."""
     settings: str = ''
     """Digest of what this rank was launched with."""
+    deaths: list[Death] = []
+    """Processes of an earlier life that ended on its node, as noted there."""
 
 
 def candidates(held: Collection[HeldWindow], world_size: int) -> list[Window]:

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import msgspec
@@ -39,7 +38,8 @@ from moevement_ext.recover.fruitless import Fruitless
 from moevement_ext.recover.giving_up import start_the_whole_job_again
 from moevement_ext.recover.inventory import held_windows, launch_of
 from moevement_ext.recover.log_line import recovered_line
-from moevement_ext.recover.lost_peer import lost_peer
+from moevement_ext.recover.lost_peer import in_words, lost_peer
+from moevement_ext.recover.outage import Outage, Phases
 from moevement_ext.recover.rank_state import RankState, Running
 from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.stage_replay import StageReplay
@@ -87,19 +87,6 @@ class Stages(Protocol):
         """By rank, the other ranks that hold the same state."""
 
 
-@dataclass
-class Phases:
-    """Seconds of each phase of a localized recovery on this rank."""
-
-    detect: float = 0.0
-    unblock: float = 0.0
-    respawn: float = 0.0
-    regroup: float = 0.0
-    fetch: float = 0.0
-    convert: float = 0.0
-    catch_up: float = 0.0
-
-
 class LocalizedRecovery:
     """Brings this rank through failures of others, or into the place of a lost one.
 
@@ -134,6 +121,7 @@ class LocalizedRecovery:
         self._fruitless = Fruitless()
         self._phases = Phases()
         self._first_iteration = False
+        self._outage = Outage(rank.number)
 
     # Notes of the training thread, in every iteration
 
@@ -179,6 +167,7 @@ class LocalizedRecovery:
         if self._first_iteration:
             self._first_iteration = False
             self._enters('over')
+            self._outage.say()
 
     def converted(self, start: Start) -> None:
         """All stages have converted their windows together, to `start`."""
@@ -205,11 +194,12 @@ class LocalizedRecovery:
                 result = run()
                 if self.pending():  # all iterations were committed before the failure
                     self.carry_out(_no_iteration)
+                self._outage.say()
                 return result
             except Exception as error:
                 if not self.caused_by_others(error):
                     raise
-                self._leave(f'{type(error).__name__}: {error}')
+                self._leave(in_words(error))
                 self._fruitless.failed(error, self._membership.ended_epoch)
             self._meet()
             again = True
@@ -242,9 +232,11 @@ class LocalizedRecovery:
             self._protection.withdraw_after(verdict.window.name)
         self._exchange_addresses(verdict)
         self._phases.respawn += time.perf_counter() - began
-        with self._on_trial(verdict):
+        with self._outage.replay(), self._on_trial(verdict):
             if self._rank.number in verdict.ranks:
                 self._replay_stage(verdict, iterate)
+                verified = self._replay.verification.result()
+                self._outage.tell_verified(self._membership.store, verified)
             faults.point(Phase.REPLAYED)
             self._membership.barrier('replayed')  # where no rank comes that refuses its replay
         if self._position.rebuilding and self._rank.number in verdict.ranks:
@@ -297,6 +289,9 @@ class LocalizedRecovery:
         unblock = time.perf_counter() - began
         self._phases = Phases(detect=self._membership.detect_s, unblock=unblock)
         self._rank.events.emit(FailureDetected(reason=self._membership.reason))
+        self._outage.begins(
+            self._membership.reason, self._membership.detect_s, self._membership.reports
+        )
         logger.warning('sparse checkpointing: recovering: %s', self._membership.reason)
 
     def _meet(self) -> None:
@@ -306,6 +301,7 @@ class LocalizedRecovery:
             self._membership.meet(self._report)
         except StoreLost as lost:
             self.give_up(f'{lost}, in a meeting')
+        self._outage.met(self._membership.reports)
         self._phases.respawn = time.perf_counter() - began
 
     def _report(self) -> Report:
@@ -495,6 +491,9 @@ class LocalizedRecovery:
                 differing=list(verified.differing),
                 seconds={name: round(value, 3) for name, value in vars(self._phases).items()},
             )
+        )
+        self._outage.is_over(
+            self._membership.store, verdict, self._membership.reports, self._phases.in_words()
         )
         self._first_iteration = True
         self._enters('first-iteration')

@@ -1,12 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose fault is an exception: this rank's own, or that of another rank that is gone?"""
 
+import re
+
 from torch.distributed import DistError
 
 from moevement_ext.membership.rendezvous import EpochBroken
 from moevement_ext.recover.sources import ArrivalStopped
 from moevement_ext.regroup.process_groups import RegroupError
 from moevement_ext.replicate.log_reader import ReaderClosed
+
+_PLACE_IN_GLOO = re.compile(r'^\[[^\]]*\.(?:cc|h):\d+\]\s*')
+_ADVICE_OF_GLOO = re.compile(
+    r'\s*This (?:is probably due|may be|could be)\b.*|\s*GLHF!.*', re.DOTALL
+)
+_LONGEST = 300
+
+
+def in_words(error: BaseException) -> str:
+    """What an exception says, for a person: that a connection is lost is no defect of the program.
+
+    Of gloo's messages, place in the source and advice are left out.
+    """
+    lines = str(error).splitlines() or ['no reason given']
+    text = _ADVICE_OF_GLOO.sub('', _PLACE_IN_GLOO.sub('', lines[0]))
+    text = ''.join(letter for letter in text if letter.isprintable() and ord(letter) < 0xE000)
+    text = text.strip()[:_LONGEST]
+    if isinstance(error, RuntimeError) and 'gloo' in str(error).lower():
+        return f'the connection to another rank is lost (gloo: {text})'
+    return f'{type(error).__name__}: {text}'
 
 
 def lost_peer(error: BaseException) -> bool:

@@ -50,7 +50,7 @@ class Verified(NamedTuple):
 
     def __str__(self) -> str:
         if not self.verified:
-            return 'verified: nothing (no newer capture was left)'
+            return 'verified: checksums of the window (it is the newest that was captured)'
         names = _listed(self.differing)
         return (
             f'verified: {self.verified} operators at iteration {self.verified_at}, '

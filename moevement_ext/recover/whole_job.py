@@ -15,6 +15,8 @@ import msgspec
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import FailureDetected, NextTier
 from moevement_ext.membership.rank import Rank
+from moevement_ext.memory import deaths
+from moevement_ext.memory.deaths import Death
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
@@ -55,6 +57,8 @@ class Predecessor:
     """Newest iteration that any rank committed, -1 if nothing is known."""
     dense_iteration: int
     """Iteration of the newest dense checkpoint that would be loaded, -1 if there is none."""
+    first_death: Death | None = None
+    """The first process of the earlier life to end, where that was noted."""
 
 
 class Source(NamedTuple):
@@ -85,7 +89,9 @@ def find(
         UserError: ranks were launched differently (see `launched_alike.check`).
         AbsentWindows: no window is complete any more, and ranks are without any.
     """
-    found_here = take_stock(store, disk, rank.identity)
+    found_here = msgspec.structs.replace(
+        take_stock(store, disk, rank.identity), deaths=deaths.noted(store.shared)
+    )
     inventories = [
         msgspec.msgpack.decode(item, type=Inventory)
         for item in rank.exchange('windows', msgspec.msgpack.encode(found_here))
@@ -109,7 +115,9 @@ def find(
         usable,
         committed,
         dense_iteration,
+        min((death for one in inventories for death in one.deaths), default=None),
     )
+    deaths.forget(store.shared)  # all have read theirs: `rank.exchange` is collective
     if rank.number == 0 and not (everything or refused):
         other_runs.say(store, rank)
     if not complete:

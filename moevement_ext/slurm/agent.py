@@ -22,7 +22,7 @@ from moevement_ext.local_cluster.child import SpawnedChild
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event, SpareReady
 from moevement_ext.local_cluster.loop import Loop
-from moevement_ext.local_cluster.output import Relay, last_lines, say
+from moevement_ext.local_cluster.output import Relay, last_lines, say_of_launcher
 from moevement_ext.local_cluster.spare_pool import SparePool
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.process.name_lookups import ask_again_soon
@@ -188,7 +188,7 @@ class Agent:
         if isinstance(event, SpareReady):
             self._link.send(messages.SpareIsReady(event.pid))
         else:
-            say(sys.stderr, f'[launcher] {event}\n')
+            say_of_launcher(event)
 
     def _tell_of_devices(self) -> None:
         for message in self._devices.take():

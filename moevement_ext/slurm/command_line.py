@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -16,7 +17,6 @@ from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.local_cluster.command_line import add_faults, given_faults
 from moevement_ext.local_cluster.config import LaunchConfig
 from moevement_ext.local_cluster.events import Event
-from moevement_ext.local_cluster.output import say
 from moevement_ext.process.exit_signal import stop_at_signals
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.slurm.allocation import call_before_end, hostnames
@@ -42,6 +42,10 @@ class SlurmJob:
     hosts: tuple[str, ...]
     requeue: bool
     before_end_s: float | None
+    step_flags: tuple[str, ...] = ()
+    """More flags of `srun` for the agents."""
+    agent_python: tuple[str, ...] = (sys.executable,)
+    """Words that run Python on the nodes."""
 
 
 def parse(argv: Sequence[str]) -> SlurmJob:
@@ -81,23 +85,27 @@ def parse(argv: Sequence[str]) -> SlurmJob:
             )
     except ConfigurationError as error:
         parser.error(str(error))
-    return SlurmJob(launch, hosts, args.requeue, args.before_end)
+    step_flags = tuple(shlex.split(args.step_flags))
+    python = tuple(shlex.split(args.agent_python)) or (sys.executable,)
+    return SlurmJob(launch, hosts, args.requeue, args.before_end, step_flags, python)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit status: 0 if all workers ended with 0."""
     ask_again_soon()
     job = parse(sys.argv[1:] if argv is None else argv)
-    from moevement_ext.local_cluster.supervisor import Supervisor  # torch: too slow for --help
+    from moevement_ext.local_cluster.outcome import print_event  # torch: too slow for --help
+    from moevement_ext.local_cluster.supervisor import Supervisor
     from moevement_ext.slurm.starter import SlurmStarter
     from moevement_ext.store.server import allow_many_connections
 
     allow_many_connections()
-    starter = partial(SlurmStarter, job.hosts, slurm_step)
+    start_step = partial(slurm_step, flags=job.step_flags, python=job.agent_python)
+    starter = partial(SlurmStarter, job.hosts, start_step)
     history = History()
 
     def note(event: Event) -> None:
-        say(sys.stderr, f'[launcher] {event}\n')
+        print_event(event)
         history.note(event)
 
     try:
@@ -173,6 +181,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar='SECONDS',
         help='So long before the time of the allocation is up, end the workers as if a '
         'signal had come; where Slurm sends none, as to what salloc runs. Default: never.',
+    )
+    add(
+        '--step-flags',
+        default='',
+        metavar='FLAGS',
+        help='More flags of the srun that starts the agent of a node, such as "--container-image '
+        'IMAGE". Default: none.',
+    )
+    add(
+        '--agent-python',
+        default='',
+        metavar='COMMAND',
+        help='Runs agents and workers on the nodes, such as "apptainer exec --nv IMAGE.sif python"'
+        '. Default: the Python of this launcher.',
     )
     add(
         '--log-dir',

@@ -2,7 +2,6 @@
 """The way of a job back to the queue, when a node is missing and no spare one is left."""
 
 import os
-import sys
 
 from moevement_ext.local_cluster.events import (
     Event,
@@ -11,7 +10,7 @@ from moevement_ext.local_cluster.events import (
     NodeReady,
     WorkerStarted,
 )
-from moevement_ext.local_cluster.output import say
+from moevement_ext.local_cluster.output import say_of_launcher
 from moevement_ext.slurm.allocation import requeue, wait_until_noticed
 
 _MOST_RESTARTS = 10
@@ -63,4 +62,4 @@ def go_back(history: History) -> None:
 
 
 def _tell(what: str) -> None:
-    say(sys.stderr, f'[launcher] {what}\n')
+    say_of_launcher(what)

@@ -130,6 +130,12 @@ class SlurmStarter:
     def keep_spares(self) -> None:
         """Spare nodes have nothing else to do: they had them from the start."""
 
+    def spares_left(self) -> str:
+        """Nodes of the allocation that wait to take the place of another."""
+        spare = [node.host for node in self._nodes.values() if node.is_spare]
+        names = f' ({" ".join(spare)})' if spare else ''
+        return f'{len(spare)} nodes{names}'
+
     def look(self) -> None:
         """Do what is due: lost nodes, free hosts, agents that do not come.
 
@@ -261,6 +267,7 @@ class SlurmStarter:
         for key, child in list(self._children.items()):
             if child.node is node:
                 del self._children[key]
+                child.lost_with = node.host
                 child.end(_LOST)
 
     def _missed(self, node: Node, why: str) -> None:

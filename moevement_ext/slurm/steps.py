@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from moevement_ext.local_cluster.child import bound
 from moevement_ext.slurm.address import ADDRESS_VARIABLE, Address
 
-AGENT = (sys.executable, '-m', 'moevement_ext.slurm.agent')
+AGENT = ('-m', 'moevement_ext.slurm.agent')
 _SHARES = (
     'SLURM_GPUS',
     'SLURM_GPUS_PER_SOCKET',
@@ -59,10 +59,21 @@ StartStep = Callable[[str, Address], Step]
 """Starts the agent of a host, which is to connect to an address."""
 
 
-def slurm_step(host: str, address: Address) -> Step:
+def slurm_step(
+    host: str,
+    address: Address,
+    flags: Sequence[str] = (),
+    python: Sequence[str] = (sys.executable,),
+) -> Step:
     """A step on one node of the allocation, with all that the job has there.
 
     That other steps, or nodes, fail does not concern it.
+
+    Args:
+        host: the node.
+        address: to which its agent connects.
+        flags: more of them for `srun`, such as the image to run in.
+        python: words that run Python on the node, such as that of an image.
     """
     command = ['srun', '--no-kill', '--overlap', '--nodes=1', '--ntasks=1', f'--nodelist={host}']
     command += ['--kill-on-bad-exit=0', '--mem=0', '--export=ALL']  # not as sbatch was told
@@ -71,7 +82,9 @@ def slurm_step(host: str, address: Address) -> Step:
         command += [f'--gpus-per-node={os.environ["SLURM_GPUS_ON_NODE"]}']
     if 'SLURM_CPUS_PER_TASK' in os.environ:  # srun has not read it since Slurm 22.05
         command += [f'--cpus-per-task={int(os.environ["SLURM_CPUS_PER_TASK"]) * _tasks()}']
-    return Step([*command, *AGENT], {**environment, ADDRESS_VARIABLE: str(address)})
+    return Step(
+        [*command, *flags, *python, *AGENT], {**environment, ADDRESS_VARIABLE: str(address)}
+    )
 
 
 def _tasks() -> int:

@@ -137,7 +137,7 @@ def test_plain_program_with_a_wrong_flag_ends_at_once_with_the_reason(
     code, output = launch(job)
     assert code == EXIT_USER_ERROR
     assert 'start again' not in output
-    _, _, reason = output.partition('[launcher] job failed: rank ')
+    _, _, reason = output.partition('] job failed: rank ')
     assert 'it refuses what it was started with; its last lines:' in reason
     assert 'error: unrecognized arguments: --no-such-flag' in reason
 
@@ -148,7 +148,7 @@ def test_plain_program_starts_again_as_a_whole(
     job = cluster(*TWO_STAGES, sparse=False, ranks=2)
     code, output = launch(job, '--kill', '0@4')
     assert code == 0, output[-5000:]
-    assert '[launcher] all workers start again, since rank 0' in output
+    assert '] all workers start again, since rank 0' in output
     assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
 
 
@@ -187,7 +187,7 @@ def test_exit_of_the_rerun_machine_keeps_the_windows(
     code, output = launch(job, mutation='ending.result_refused_in_iteration_6')
     assert code == 17, output[-5000:]
     assert f'exit at iteration: 5 | windows: kept in {job.memory} |' in output
-    assert f'[launcher] windows of this run stay in {job.memory}: launch the same job' in output
+    assert f'] windows of this run stay in {job.memory}: launch the same job' in output
     assert 'start again' not in output
     code, output = launch(job)
     assert code == 0, output[-5000:]

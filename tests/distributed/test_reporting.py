@@ -30,7 +30,8 @@ FLAGS = (
 WINDOW = ['--sparse-ckpt-window', '3']
 OURS = re.compile(
     r' sparse ckpt \| window: 3 \| slot bytes: \d+ \| exposed \(ms\): \d+\.\d'
-    r' \| persisted: (none|\d+) \| skipped windows: 0 \| failures: 0 \|'
+    r' \| persisted: (none|\d+) \| skipped windows: 0'
+    r' \| protection reduced: 0 \| recoveries: 0 \|'
 )
 RECOVERY_PHASES = ('find', 'obtain', 'load', 'convert', 'catch_up')
 
@@ -89,7 +90,15 @@ def check_our_lines(job: Cluster) -> None:
 def check_scalars(plain: Path, sparse: Path) -> None:
     theirs, all_scalars = scalars(plain), scalars(sparse)
     ours = {tag: v for tag, v in all_scalars.items() if tag.startswith('sparse-ckpt/')}
-    names = ('window', 'slot-bytes', 'exposed-ms', 'skipped-windows', 'failures', 'persisted')
+    names = (
+        'window',
+        'slot-bytes',
+        'exposed-ms',
+        'skipped-windows',
+        'protection-reduced',
+        'recoveries',
+        'persisted',
+    )
     assert ours.keys() == {f'sparse-ckpt/{name}' for name in names}
     logged = list(range(LOG_INTERVAL, ITERATIONS + 1, LOG_INTERVAL))
     assert ours['sparse-ckpt/window'] == [(step, 3.0) for step in logged]

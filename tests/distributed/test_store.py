@@ -201,7 +201,7 @@ def test_the_launcher_goes_on_in_another_store(
         code, output = launch(job, mutation='store.waits_in_iteration_7_until_the_store_is_lost')
         losing.result()
     assert code == 0, output[-5000:]
-    assert '[launcher] all workers start again, since rank' in output
+    assert '] all workers start again, since rank' in output
     assert differences(reference(*FLAGS, ranks=2), read_digest(job)) == []
     (recovered,) = job.events_of(Recovered)
     assert recovered.scope != 'localized'

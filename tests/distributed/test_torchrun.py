@@ -108,7 +108,7 @@ def test_a_job_that_is_terminated_says_where_its_windows_are(
         wait_until(lambda: all(job.events_of(WindowPersisted, rank) for rank in range(2)), [log])
         process.terminate()
         assert process.wait(START_S) != 0
-    said = f'is dead; windows of this run stay in {job.memory}'
+    said = f'this run was cut off; windows of this run stay in {job.memory}'
     wait_until(lambda: said in log.read_text(), [log])
     with agent(launch, job.flags, log) as process:
         assert process.wait(START_S) == 0, tails([log])

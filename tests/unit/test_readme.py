@@ -37,7 +37,7 @@ PAGES = sorted(
         *(p for f in ('docs', 'tests', 'examples', 'deploy') for p in (ROOT / f).rglob('*.md')),
     ]
 )
-MOST_LINES = 180
+MOST_LINES = 190
 MOST_CHARACTERS = 100
 
 # Programs that the pages name already; to be taken off when they are there.

@@ -228,6 +228,7 @@ def slurm_command(
         'SLURM_JOB_NAME': 'moevement',
         'SLURM_GPUS_ON_NODE': '8',
         'SLURM_JOB_ID': '42',
+        'PYTHON': str(tmp_path / '.venv' / 'bin' / 'python'),
     }
     result = run('bash', ROOT / 'scripts' / script, *flags, env=slurm)
     assert result.returncode == 0, result.stderr
@@ -292,7 +293,8 @@ def test_slurm_check_uses_flags_that_exist(tmp_path: Path) -> None:
 def test_slurm_from_here_runs_the_batch_script_in_an_allocation(tmp_path: Path) -> None:
     salloc = slurm_command('slurm_from_here.sh', tmp_path, '--nodes=9', '--', '--num-layers', '4')
     program = salloc.index('bash')
-    assert salloc[program:] == ['bash', 'scripts/slurm_pretrain.sbatch', '--num-layers', '4']
+    script = str(ROOT / 'scripts' / 'slurm_pretrain.sbatch')
+    assert salloc[program:] == ['bash', script, '--num-layers', '4']
     assert '--no-kill' in salloc[:program]
     assert [flag for flag in salloc if flag.startswith('--nodes=')][-1] == '--nodes=9'
 
@@ -310,6 +312,7 @@ def test_slurm_from_here_has_the_launcher_look_for_the_end(
     monkeypatch.chdir(ROOT)
     assert command[:2] == ['-m', 'moevement_ext.slurm']
     assert parse(command[2:]).before_end_s == 120.0
+    assert command[command.index('--') + 1] == str(ROOT / 'pretrain_gpt.py')
 
 
 def test_workers_of_a_node_are_as_many_as_gpus_were_asked_for() -> None:
@@ -336,3 +339,10 @@ def test_dockerfile_copies_what_exists() -> None:
         if line.startswith('COPY '):
             *sources, _ = line.split()[1:]
             assert all((ROOT / source).exists() for source in sources), line
+
+
+def test_dockerfile_installs_by_its_own_constraints_and_has_a_home_for_any_user() -> None:
+    """NVIDIA's bases set PIP_CONSTRAINT; a user without a name has / as home."""
+    text = (ROOT / 'Dockerfile').read_text('utf-8')
+    assert "PIP_CONSTRAINT='' pip install" in text and '\nENV HOME=/tmp' in text
+    assert '--ulimit memlock=-1' in text

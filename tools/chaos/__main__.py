@@ -232,6 +232,7 @@ def _campaign(args: argparse.Namespace, results: Results, console: Console) -> C
             kinds=args.kinds,
             aimed=args.aimed if args.cover else 0.0,
             patient=bool(args.configurations),
+            longest_window=0 if args.configurations or args.window != RANDOM else LONGEST_WINDOW,
         ),
         results=results,
         coverage=coverage,

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +59,8 @@ class Plan(NamedTuple):
     """Share of the faults that a second one is aimed after."""
     patient: bool
     """Go on with the next job when one failed."""
+    longest_window: int = 0
+    """The longest that jobs of one configuration draw: the length of all follows from it."""
 
 
 @dataclass(frozen=True)
@@ -188,11 +191,13 @@ class Campaign:
 
     def _plain(self, number: int, attempt: int, configuration: Configuration) -> _Plain:
         """Run plain Megatron to its end, once for each configuration."""
-        folder = self.output / f'plain{number}-{attempt}'
+        iterations = self._iterations(configuration)
+        # What it trains is part of its name: a state is compared with that of the same flags only.
+        trained = ' '.join(configuration.training_flags(self.data, iterations, Path()))
+        folder = self.output / f'plain{number}-{attempt}-{sha256(trained.encode()).hexdigest()[:8]}'
         digest = folder / 'digest.json'
         if not digest.exists():
             self._anew(folder.name)
-            iterations = self._iterations(configuration)
             flags = configuration.training_flags(self.data, iterations, folder)
             with Job(configuration.launch(folder, flags)) as job:
                 job.finish()
@@ -200,8 +205,8 @@ class Campaign:
         return _Plain(read_digest(digest), max(log.wall_seconds(warm_up=1)))
 
     def _iterations(self, configuration: Configuration) -> int:
-        """That each job trains: enough for all its faults."""
-        first_window = 2 * configuration.longest_window
+        """That each job trains: enough for all its faults, and as many as its reference."""
+        first_window = 2 * max(configuration.longest_window, self.plan.longest_window)
         return first_window + self.plan.faults_per_job * _ITERATIONS_PER_FAULT + LAST_ITERATIONS
 
     def _anew(self, name: str) -> Path:

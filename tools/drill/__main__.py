@@ -86,6 +86,8 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
         console.print(f'drill: the {name} job, in {own}', soft_wrap=True)
         status = _run([*command, *drill_flags(flags, args.iterations, f'{run_id}-{name}', own)])
         if status != 0:
+            if not staged:  # nothing was tried yet: wrong flags, say
+                raise LabError(f'the {name} job ended with status {status}; see its output above')
             console.print(f'drill NOT passed: the {name} job ended with status {status}')
             return 1
     return _report(folder, job, len(faults) // 2, console)

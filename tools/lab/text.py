@@ -2,6 +2,7 @@
 """Figures as people read them."""
 
 import math
+import re
 
 _UNITS = ('KiB', 'MiB', 'GiB', 'TiB')
 
@@ -29,3 +30,10 @@ def size(nbytes: float) -> str:
     return (
         f'{value:.0f} {_UNITS[power - 1]}' if value >= 100 else f'{value:.3g} {_UNITS[power - 1]}'
     )
+
+
+def readable(reason: str) -> str:
+    """What a survivor noticed, without gloo's place in its source and its good wishes."""
+    text = re.sub(r'\[[^\]]*\.(cc|h):\d+\]\s*', '', reason)
+    text = re.sub(r'\s*GLHF!.*', '', text, flags=re.DOTALL)
+    return ''.join(letter for letter in text if letter.isprintable() and ord(letter) < 0xE000)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tools.lab.history import Episode, History, shares
-from tools.lab.text import duration, size
+from tools.lab.text import duration, readable, size
 from tools.report import lanes, protection
 from tools.report.forecast import Plan, compare
 
@@ -155,7 +155,8 @@ def _recovery(
         'seconds': end - episode.start,
         'over': episode.end is not None,
         'scope': episode.scope,
-        'reasons': episode.reasons,
+        'headline': _headline(episode, history),
+        'reasons': [readable(reason) for reason in episode.reasons],
         'replaced': episode.replaced,
         'stages': episode.stages,
         'replayed': episode.replayed,
@@ -170,6 +171,25 @@ def _recovery(
         'timeline': lanes.timeline(drawn, episode.start - margin, end + margin)
         if detailed else None,
     }  # fmt: skip
+
+
+def _headline(episode: Episode, history: History) -> str:
+    """What was lost, before what survivors noticed of it."""
+    if not episode.reasons:
+        return 'all workers were started again'
+    named = [reason for reason in episode.reasons if reason.startswith('rank ')]
+    if named or not episode.replaced:  # the launcher's words, which saw it
+        return '; '.join(readable(reason) for reason in named or episode.reasons)
+    nodes: dict[str, list[int]] = {}
+    for rank in episode.replaced:
+        place = history.places.get(rank)
+        nodes.setdefault(place.node if place else '', []).append(rank)
+    words = []
+    for node, ranks in sorted(nodes.items()):
+        plural = 's' if len(ranks) > 1 else ''
+        where = f' (now on {node})' if node else ''
+        words.append(f'rank{plural} {" ".join(map(str, ranks))}{where}')
+    return f'{", ".join(words)} replaced'
 
 
 def _notes(history: History) -> list[str]:

@@ -25,15 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from moevement_ext.memory.budget import gib
+from tools.lab.text import size
 from tools.windows.export import TORCH_DIST, ExportError, export, source
 from tools.windows.found import Found, complete, find
 from tools.windows.pruning import prunable, remove
 
 _KEEP = 2
+_WIDE = 100
+_ONLY_WIDE = ('slots', 'held by', 'state')
 _END = '--'
 
 
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(_as_json(found))).decode() + '\n')
     else:
-        _print(found, Console())
+        _print(found, args.directory, Console())
     return int(any(one.problem is not None and one.state == 'committed' for one in found))
 
 
@@ -107,23 +110,33 @@ def _as_json(found: Sequence[Found]) -> dict[str, Any]:
     return {'files': files, 'complete': complete(found)}
 
 
-def _print(found: Sequence[Found], console: Console) -> None:
-    table = Table()
-    for heading in ('run', 'rank', 'window', 'slots', 'size', 'held by', 'state', 'checksums'):
+def _print(found: Sequence[Found], directory: Path, console: Console) -> None:
+    """All of it where there is room; else without what is least asked for."""
+    if not found:
+        console.print(f'no windows in {directory}', highlight=False, soft_wrap=True)
+        return
+    table = Table(box=None if console.width < _WIDE else HEAVY_HEAD, pad_edge=False)
+    headings = ['run', 'rank', 'window', 'slots', 'size', 'held by', 'state', 'checksums']
+    shown = [name for name in headings if console.width >= _WIDE or name not in _ONLY_WIDE]
+    for heading in shown:
         table.add_column(
-            heading, justify='right' if heading in ('rank', 'slots', 'size') else 'left'
+            heading,
+            justify='right' if heading in ('rank', 'slots', 'size') else 'left',
+            overflow='fold',
         )
     for one in found:
-        table.add_row(
-            one.run,
-            str(one.rank),
-            one.window,
-            '' if one.slots is None else str(one.slots),
-            gib(one.nbytes),
-            one.held_by,
-            one.state,
-            one.problem or ('right' if one.verified else 'of headers right' if one.slots else ''),
-        )
+        values = {
+            'run': one.run,
+            'rank': str(one.rank),
+            'window': one.window,
+            'slots': '' if one.slots is None else str(one.slots),
+            'size': size(one.nbytes),
+            'held by': one.held_by,
+            'state': one.state,
+            'checksums': one.problem
+            or ('right' if one.verified else 'headers right' if one.slots else ''),
+        }
+        table.add_row(*(values[name] for name in shown))
     console.print(table)
     for run, windows in complete(found).items():
         ranks = len({one.rank for one in found if one.run == run})
@@ -135,14 +148,14 @@ def _prune(found: Sequence[Found], args: argparse.Namespace) -> int:
     pruned = prunable(found, args.keep)
     for run in pruned.live:
         print(f'{run}: a process lives, nothing is deleted')
-    size = gib(pruned.nbytes)
+    freed = size(pruned.nbytes)
     if args.yes:
         remove(pruned.files, args.directory)
-        print(f'deleted: {len(pruned.files)} files, {size}')
+        print(f'deleted: {len(pruned.files)} files, {freed}')
         return 0
     for path in pruned.files:
         print(path)
-    print(f'would delete: {len(pruned.files)} files, {size}; with --yes it does')
+    print(f'would delete: {len(pruned.files)} files, {freed}; with --yes it does')
     return 0
 
 

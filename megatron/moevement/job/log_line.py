@@ -1,32 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sparse checkpointing says in the log and in TensorBoard."""
+"""What sparse checkpointing says in the log, in TensorBoard and in Weights & Biases."""
 
 from typing import Any
 
 from megatron.training import print_rank_last
-from megatron.training.global_vars import get_tensorboard_writer
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.statistics import CaptureStatistics
 
 
 def log_interval(iteration: int, checkpointer: SparseCheckpointer) -> None:
-    """One line, and scalars for TensorBoard, per log interval. All ranks call it."""
+    """One line, and scalars for TensorBoard and W&B, per log interval. All ranks call it."""
     statistics = checkpointer.statistics
     exposed_ms = statistics.exposed_ms()
     print_rank_last(_line(checkpointer, statistics, exposed_ms))
-    writer = get_tensorboard_writer()
-    if writer:
-        window = checkpointer.schedule.plan.window
-        writer.add_scalar('sparse-ckpt/window', window, iteration)
-        writer.add_scalar('sparse-ckpt/slot-bytes', statistics.slot_bytes, iteration)
-        writer.add_scalar('sparse-ckpt/exposed-ms', exposed_ms, iteration)
-        writer.add_scalar('sparse-ckpt/skipped-windows', statistics.skipped_windows, iteration)
-        writer.add_scalar('sparse-ckpt/failures', statistics.failures, iteration)
-        if statistics.persisted is not None:
-            writer.add_scalar('sparse-ckpt/persisted', statistics.persisted, iteration)
-        if statistics.on_disk is not None:
-            writer.add_scalar('sparse-ckpt/on-disk', statistics.on_disk, iteration)
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    scalars = _scalars(checkpointer, statistics, exposed_ms) if tensorboard or wandb else {}
+    if tensorboard:
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, iteration)
+    if wandb:
+        wandb.log(scalars, iteration)
+
+
+def _scalars(
+    checkpointer: SparseCheckpointer, statistics: CaptureStatistics, exposed_ms: float
+) -> dict[str, float]:
+    values = {
+        'window': checkpointer.schedule.plan.window,
+        'slot-bytes': statistics.slot_bytes,
+        'exposed-ms': exposed_ms,
+        'skipped-windows': statistics.skipped_windows,
+        'protection-reduced': statistics.failures,
+        'recoveries': statistics.events.recoveries,
+        'persisted': statistics.persisted,
+        'on-disk': statistics.on_disk,
+    }
+    return {f'sparse-ckpt/{name}': value for name, value in values.items() if value is not None}
 
 
 def _line(
@@ -40,7 +51,8 @@ def _line(
         'persisted': persisted,
         **({} if statistics.on_disk is None else {'on disk': statistics.on_disk}),
         'skipped windows': statistics.skipped_windows,
-        'failures': statistics.failures,
+        'protection reduced': statistics.failures,
+        'recoveries': statistics.events.recoveries,
     }
     return ' sparse ckpt | ' + ' | '.join(f'{key}: {value}' for key, value in fields.items()) + ' |'
 

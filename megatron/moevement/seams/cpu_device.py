@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron.moevement.seams import patches
+from megatron.moevement.seams import patches, quiet
 
 CPU = torch.device('cpu')
 
@@ -44,6 +44,7 @@ def needed() -> bool:
 def install() -> None:
     """Redirect CUDA requests to the CPU. To be called before the first megatron import."""
     os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
+    quiet.on_a_cpu()
     hide_transformer_engine()
     _redirect_devices()
     _redirect_cuda_module()

@@ -34,6 +34,7 @@ UPSTREAM = {
         'get_position_embedding_ranks', 'store', 'skip_model_parallel_init', 'seed_pp_group',
         'seed_dp_group', 'seed_tp_group', 'seed_ep_group', 'seed_etp_group', 'skip_random_seed',
     ),
+    'megatron.training.arguments:_print_args': ('title', 'args'),
     'megatron.training.training:setup_model_and_optimizer': (
         'model_type', 'model_provider_func', 'checkpointing_context', 'cfg_container',
         'pg_collection',

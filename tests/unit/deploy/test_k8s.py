@@ -165,3 +165,20 @@ def test_flags_are_those_of_the_program(jobset: dict[str, Any]) -> None:
     assert parsed.sparse_ckpt
     ranks = int(args.nnodes) * int(args.nproc_per_node)
     assert ranks % (parsed.pipeline_model_parallel_size * parsed.expert_model_parallel_size) == 0
+
+
+def test_prometheus_is_told_of_the_port_that_shows_metrics(jobset: dict[str, Any]) -> None:
+    monitor = yaml.safe_load((EXAMPLE.parent / 'podmonitor.yaml').read_text('utf-8'))
+    (container,) = pod(jobset)['containers']
+    (flag,) = (flag for flag in container['args'] if flag.startswith('--sparse-ckpt-metrics='))
+    (port,) = container['ports']
+    assert port == {'name': 'metrics', 'containerPort': int(flag.partition('=')[2])}
+    assert [one['port'] for one in monitor['spec']['podMetricsEndpoints']] == [port['name']]
+    labels = job(jobset)['template']['metadata']['labels']
+    assert monitor['spec']['selector']['matchLabels'].items() <= labels.items()
+
+
+def test_the_port_of_the_store_is_the_one_that_it_serves(jobset: dict[str, Any]) -> None:
+    (store,) = job(jobset, 'store')['template']['spec']['containers']
+    assert store['ports'] == [{'name': 'store', 'containerPort': 29400}]
+    assert '--port=29400' in store['command']

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command: its flags, and that nothing outlives it."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,7 @@ def launched(job: Job) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Proc
             while wanted:
                 line = process.stdout.readline()
                 assert line, f'ended without {wanted}'
+                line = re.sub(r'^\[launcher \d\d:\d\d:\d\d\]', '[launcher]', line)
                 wanted -= {text for text in wanted if line.startswith(text)}
             family = psutil.Process(process.pid).children()
             yield process, family

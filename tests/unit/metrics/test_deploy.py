@@ -46,6 +46,8 @@ def expressions() -> Iterator[tuple[str, str]]:
     for panel in panels():
         for target in panel['targets']:
             yield panel['title'], target['expr']
+    for one in dashboard()['annotations']['list']:
+        yield one['name'], one['expr']
     for rule in rules():
         yield rule['alert'], rule['expr']
     page = (ROOT / 'docs' / 'operations.md').read_text('utf-8')
@@ -58,6 +60,12 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
         for name in METRIC.findall(target['expr'])
     }  # fmt: skip
     assert asked == BY_NAME.keys()
+
+
+def test_the_dashboard_marks_failures_in_all_panels() -> None:
+    (mark,) = dashboard()['annotations']['list']
+    assert mark['enable'] and mark['datasource']['uid'] == '${datasource}'
+    assert METRIC.findall(mark['expr']) == ['moevement_failures_detected_total']
 
 
 def test_alerts_ask_for_metrics_that_exist() -> None:

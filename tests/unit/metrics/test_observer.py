@@ -3,7 +3,7 @@
 
 import pytest
 
-from moevement_ext.events import FailureDetected
+from moevement_ext.events import FailureDetected, Finished
 from moevement_ext.metrics.instruments import INSTRUMENTS, Instrument, Kind
 from moevement_ext.metrics.observer import Observer
 from moevement_ext.protect.statistics import Figures
@@ -56,3 +56,13 @@ def test_no_window_is_younger_than_now(iteration: int, age: int) -> None:
     observer.watch(lambda: Figures(iteration=iteration, persisted=8))
     observer.close()
     assert recorder.values['moevement_window_age_iterations'] == age
+
+
+def test_whether_a_job_came_to_its_end_can_be_asked() -> None:
+    recorder = Noted()
+    observer = Observer([recorder])
+    observer.aim(500)
+    assert recorder.values == {'moevement_train_iterations': 500, 'moevement_finished': 0}
+    observer.event(Finished(removed=True))
+    assert recorder.values['moevement_finished'] == 1
+    observer.close()

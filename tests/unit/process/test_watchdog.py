@@ -14,6 +14,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
+from moevement_ext.memory.deaths import noted
 from moevement_ext.process.watchdog import under_torchrun
 from tests.unit.readable import readable
 
@@ -26,7 +27,7 @@ import ctypes, sys, time
 from pathlib import Path
 from moevement_ext.process.watchdog import Watchdog
 
-dog = Watchdog(float(sys.argv[2]), Path(sys.argv[3]) if sys.argv[3:] else None)
+dog = Watchdog(float(sys.argv[2]), Path(sys.argv[3]) if sys.argv[3:] else None, says=True)
 print(dog._dog.pid, flush=True)
 if sys.argv[1] == 'holds the lock':
     time.sleep(1.0)
@@ -134,11 +135,15 @@ def test_it_ends_with_the_process() -> None:
 
 @pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGSTOP])
 def test_who_dies_leaves_windows_that_are_named(how: signal.Signals, tmp_path: Path) -> None:
+    before = time.time()
     with watched('sleeps', tmp_path) as (process, _):
         time.sleep(1.0)
         process.send_signal(how)
         said = process.communicate(timeout=120.0)[1].splitlines()[-1]
-        assert f'(pid {process.pid}) is dead; windows of this run stay in {tmp_path}: ' in said
+        assert f'this run was cut off; windows of this run stay in {tmp_path}: ' in said
+        assert 'rank 3' not in said  # which need not have died first
+        (death,) = noted(tmp_path / 'shared')
+        assert (death.rank, death.pid) == (3, process.pid) and before < death.time < time.time()
 
 
 def test_windows_that_are_given_back_are_not_named(tmp_path: Path) -> None:

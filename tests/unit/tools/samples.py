@@ -40,5 +40,5 @@ def slot_line(nbytes: int, window: int = 2) -> str:
     """As sparse checkpointing writes it."""
     return (
         f'[rank1]:  sparse ckpt | window: {window} | slot bytes: {nbytes} | exposed (ms): 0.3 | '
-        'persisted: none | skipped windows: 0 | failures: 0 |\n'
+        'persisted: none | skipped windows: 0 | protection reduced: 0 | recoveries: 0 |\n'
     )

@@ -4,19 +4,20 @@
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from moevement_ext.events import ProtectionReduced
+from moevement_ext.events import FailureDetected, ProtectionReduced, WorkerStarted
 from tests.unit.tools.runs import localized_run, restarted_run, write
 from tests.unit.tools.samples import event
-from tools.lab.history import History
+from tools.lab.history import Episode, History
 from tools.plan import __main__ as plan
 from tools.report.__main__ import main
 from tools.report.lanes import of_run, timeline
-from tools.report.page import render
+from tools.report.page import _headline, render
 
 
 class Page(HTMLParser):
@@ -163,3 +164,15 @@ def test_mistakes_end_in_one_line(
     assert main(flags) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith('report: ') and re.search(message, line)
+
+
+def test_what_survivors_of_gloo_say_is_no_headline() -> None:
+    """The ranks that were replaced are; else the words of a launcher, which saw the death."""
+    noticed = 'RuntimeError: [/w/gloo/pair.cc:5] Read error: reset by peer. GLHF!'
+    events = [FailureDetected(reason=noticed, rank=0), WorkerStarted(rank=2), WorkerStarted(rank=3)]
+    history = SimpleNamespace(places={2: SimpleNamespace(node='n2'), 3: SimpleNamespace(node='n2')})
+    found = _headline(Episode(0.0, 1.0, events), history)  # type: ignore[arg-type]
+    assert found == 'ranks 2 3 (now on n2) replaced'
+    seen = FailureDetected(reason='rank 2 (pid 7) was killed by SIGKILL', rank=0)
+    found = _headline(Episode(0.0, 1.0, [*events, seen]), history)  # type: ignore[arg-type]
+    assert found == 'rank 2 (pid 7) was killed by SIGKILL'

@@ -318,3 +318,20 @@ def test_the_command_belongs_to_export_alone(root: Path) -> None:
         with pytest.raises(SystemExit) as end:
             main(argv)
         assert end.value.code == 2
+
+
+def test_at_80_columns_nothing_is_cut_off(
+    root: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('COLUMNS', '80')
+    assert main(['list', str(root)]) == 0
+    output = capsys.readouterr().out
+    assert f'3-{PLAN}' in output and 'headers right' in output and '…' not in output
+    assert max(len(line) for line in output.splitlines()) <= 80
+
+
+def test_a_folder_without_windows_is_said_to_have_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(['list', str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f'no windows in {tmp_path}\n'

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A line that stands out, for a person at a terminal."""
+
+import os
+from typing import TextIO
+
+_GOOD, _BAD, _END = '\033[1;32m', '\033[1;33m', '\033[0m'
+
+
+def highlighted(text: str, stream: TextIO, good: bool = True) -> str:
+    """The text, in colour if the stream is a terminal and `NO_COLOR` is not set.
+
+    Args:
+        text: one line.
+        stream: where it will be printed.
+        good: nothing is lost by what it says.
+    """
+    try:
+        shown = stream.isatty()
+    except ValueError:  # closed
+        shown = False
+    if not shown or os.environ.get('NO_COLOR'):
+        return text
+    return f'{_GOOD if good else _BAD}{text}{_END}'

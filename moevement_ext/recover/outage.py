@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows outages on this rank, to say in one line how each came out. Training thread only.
+
+One rank speaks for all: after a localized recovery the first that survived, since it knows what was
+there before, and once the first iteration after it is committed, so that no rank has anything to
+say any more; after one of the whole job the last, as upstream does.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+from torch.distributed import Store
+
+from moevement_ext.membership import failures
+from moevement_ext.membership.rendezvous import launcher_store
+from moevement_ext.membership.report import Report
+from moevement_ext.memory.deaths import Death
+from moevement_ext.process.terminal import highlighted
+from moevement_ext.recover.summary import Gone, Summary, deaths, together
+from moevement_ext.recover.verdict import Localized
+from moevement_ext.recover.verification import Verified
+
+logger = logging.getLogger(__name__)
+
+_TO_CONNECT = timedelta(seconds=20)
+
+
+@dataclass
+class Phases:
+    """Seconds of each phase of a localized recovery on this rank."""
+
+    detect: float = 0.0
+    unblock: float = 0.0
+    respawn: float = 0.0
+    regroup: float = 0.0
+    fetch: float = 0.0
+    convert: float = 0.0
+    catch_up: float = 0.0
+
+    def in_words(self) -> dict[str, float]:
+        """Those in which all ranks are, for a person."""
+        return {
+            'noticing it': self.detect + self.unblock,
+            'starting processes': self.respawn,
+            'connecting': self.regroup,
+        }
+
+
+class Outage:
+    """Outages of a localized recovery, one after another; a failure in one belongs to it.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._since: float | None = None
+        self._reason = ''
+        self._before: Sequence[Report] = []
+        self._gone: dict[int, tuple[str, int]] = {}
+        """Node and process that died, by rank."""
+        self._replay_s = 0.0
+        self._unsaid: Summary | None = None
+
+    def begins(self, reason: str, detect_s: float, reports: Sequence[Report]) -> None:
+        """This rank has left the epoch in which all had reported that.
+
+        Args:
+            reason: of the failure.
+            detect_s: since it was announced.
+            reports: of the present processes, by rank.
+        """
+        self._before = list(reports)
+        if self._since is None:
+            self._since, self._reason, self._gone = time.time() - detect_s, reason, {}
+
+    def met(self, reports: Sequence[Report]) -> None:
+        """All ranks have met anew: those without anything are new."""
+        for rank, (before, now) in enumerate(zip(self._before, reports, strict=False)):
+            if not now.survivor and (before.pid, before.node) != (now.pid, now.node):
+                self._gone.setdefault(rank, (before.node, before.pid))
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Within it some ranks replay, and the others wait for them."""
+        began = time.perf_counter()
+        yield
+        self._replay_s = time.perf_counter() - began
+
+    def tell_verified(self, store: Store, verified: Verified) -> None:
+        """On a rank that replayed, before the others go on.
+
+        Args:
+            store: of the epoch.
+            verified: on this rank.
+        """
+        store.set(_verified(self._rank), msgspec.msgpack.encode(verified))  # type: ignore[arg-type]
+
+    def is_over(
+        self,
+        store: Store,
+        verdict: Localized,
+        reports: Sequence[Report],
+        seconds: Mapping[str, float],
+    ) -> None:
+        """All ranks are connected again, at `verdict.target`.
+
+        Args:
+            store: of the epoch.
+            verdict: of all ranks.
+            reports: of all ranks.
+            seconds: what the time went into on this rank, by words for a person.
+        """
+        since, self._since = self._since, None
+        speaker = next((rank for rank, report in enumerate(reports) if report.survivor), None)
+        if speaker != self._rank or since is None:
+            return
+        away_s = time.time() - since
+        if verdict.window is not None:
+            seconds = {**seconds, 'replaying': self._replay_s}
+        self._unsaid = _never_fails(lambda: self._summary(store, verdict, away_s, seconds))
+
+    def say(self) -> None:
+        """The first iteration is committed, or there is none any more."""
+        summary, self._unsaid = self._unsaid, None
+        if summary is not None:
+            say(summary)
+
+    def _summary(
+        self, store: Store, verdict: Localized, away_s: float, seconds: Mapping[str, float]
+    ) -> Summary:
+        launcher = launcher_store(_TO_CONNECT)
+        cause = f'no process died: {self._reason}'
+        if self._gone:
+            gone = [_gone(launcher, rank, *was) for rank, was in sorted(self._gone.items())]
+            cause = deaths(gone)
+        verified = None
+        replayed = 0
+        if verdict.window is not None:
+            found = store.multi_get([_verified(rank) for rank in sorted(verdict.ranks)])
+            verified = together([msgspec.msgpack.decode(one, type=Verified) for one in found])
+            replayed = verdict.target - verdict.window.start
+        return Summary(
+            iteration=verdict.target,
+            cause=cause,
+            lost=0,  # the newest iteration that any survivor had committed is the target
+            replayed=replayed,
+            away_s=away_s,
+            seconds=seconds,
+            source=_source(verdict),
+            verified=verified,
+            spares='' if launcher is None else failures.told_spares(launcher),
+        )
+
+
+def of_the_whole_job(
+    first_death: Death | None, summary: Callable[[str, float | None, str], Summary]
+) -> None:
+    """Say how a recovery of the whole job came out; on one rank.
+
+    Args:
+        first_death: what the watchdogs of the life before noted, if any did.
+        summary: makes it of the cause, the time of the failure, and the spares that are left.
+    """
+
+    def make() -> Summary:
+        launcher = launcher_store(_TO_CONNECT)
+        restarts = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'))
+        told = None if launcher is None else failures.told_cause(launcher, restarts)
+        spares = '' if launcher is None else failures.told_spares(launcher)
+        if told is not None:
+            gone = Gone(told.rank, '', f'(pid {told.pid}) {told.how}', told.at)
+            return summary(deaths([gone]), told.at, spares)
+        if first_death is not None:
+            how = f'(pid {first_death.pid}) was the first to end,'
+            gone = Gone(first_death.rank, '', how, first_death.time)
+            return summary(deaths([gone]), first_death.time, spares)
+        return summary('the job was launched again', None, spares)
+
+    found = _never_fails(make)
+    if found is not None:
+        say(found)
+
+
+def say(summary: Summary) -> None:
+    """Print it, and tell the launcher."""
+    line = summary.line(time.time())
+    print(highlighted(line, sys.stdout, summary.is_exact), flush=True)
+
+    def tell() -> None:
+        launcher = launcher_store(_TO_CONNECT)
+        if launcher is not None:
+            failures.tell_recovered(launcher, line)
+
+    _never_fails(tell)
+
+
+def _never_fails[T](make: Callable[[], T]) -> T | None:
+    """To say something is never a reason to end training (invariant I6)."""
+    try:
+        return make()
+    except Exception:
+        logger.warning('sparse checkpointing: a recovery is not summed up', exc_info=True)
+        return None
+
+
+def _gone(launcher: Store | None, rank: int, node: str, pid: int) -> Gone:
+    told = None if launcher is None else failures.told_end(launcher, rank, pid)
+    if told is None:
+        return Gone(rank, node, '')
+    return Gone(rank, node, told.how, told.at)
+
+
+def _source(verdict: Localized) -> str:
+    if verdict.window is not None:
+        stages = ', '.join(map(str, sorted(verdict.stages)))
+        plural = 's' if len(verdict.stages) > 1 else ''
+        return (
+            f'window {verdict.window.start} and the logs on stage{plural} {stages}, '
+            'their own state on the others'
+        )
+    if verdict.copies:
+        copied = ', '.join(map(str, sorted(verdict.copies)))
+        return f'the state of data-parallel replicas on ranks {copied}, their own on the others'
+    return 'the state that every rank still has'
+
+
+def _verified(rank: int) -> str:
+    return f'verified/{rank}'

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one line that says how a recovery came out: the last of the burst, said by one rank.
+
+sparse ckpt | 2026-01-31 04:32:52 | RECOVERED at iteration 37 | rank 1 on node0 was killed by
+SIGKILL at 04:32:41 | lost iterations: 0 | computed again: 6 | away: 11.2 s (starting processes
+7.9, replaying 2.8, connecting 0.3, the rest 0.2) | goes on from: window 31, checksums right |
+verified: ... | spares left: 0 |
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moevement_ext.recover.verification import Verified
+
+_MOST_DEATHS = 4
+
+
+class Gone(NamedTuple):
+    """A process that died."""
+
+    rank: int
+    node: str
+    """Empty if that is not known."""
+    how: str
+    """Such as `was killed by SIGKILL`; empty if nobody saw it."""
+    at: float | None = None
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What there is to say after a recovery."""
+
+    iteration: int
+    """That all ranks go on from."""
+    cause: str
+    """What died when and of what, or what else happened."""
+    lost: int | None
+    """Committed iterations that are not there any more; None: unknown, all counts are lost."""
+    replayed: int
+    """Iterations that were computed again."""
+    away_s: float | None
+    """From the failure to here; None: nobody knows when it was."""
+    seconds: Mapping[str, float]
+    """What that time went into, by words for a person."""
+    source: str
+    """The state that the job goes on from."""
+    verified: Verified | None
+    """None if nothing was computed again, so that there is nothing to verify."""
+    spares: str = ''
+    """What is left, in words; empty if the launcher has not said."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Nothing is lost, and nothing was found to differ."""
+        return self.lost == 0 and not (self.verified and self.verified.differing)
+
+    def line(self, now: float) -> str:
+        """For the log, in the grammar of Megatron's lines.
+
+        Args:
+            now: seconds since the epoch.
+        """
+        lost = (
+            'unknown, as the memory that counted them is lost' if self.lost is None else self.lost
+        )
+        fields = [
+            time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now)),
+            f'RECOVERED at iteration {self.iteration}',
+            self.cause,
+            f'lost iterations: {lost}',
+            f'computed again: {self.replayed}',
+            f'away: {_away(self.away_s, self.seconds)}',
+            f'goes on from: {self.source}',
+        ]
+        if self.verified is not None:
+            fields.append(str(self.verified))
+        if self.spares:
+            fields.append(f'spares left: {self.spares}')
+        return ' sparse ckpt | ' + ' | '.join(fields) + ' |'
+
+
+def deaths(gone: Iterable[Gone]) -> str:
+    """What died, the ranks of a node together; times are those of the first of them."""
+    alike: dict[tuple[str, str], list[Gone]] = {}
+    for one in sorted(gone):
+        alike.setdefault((one.node, one.how), []).append(one)
+    words = [_died(node, how, together) for (node, how), together in alike.items()]
+    more = f' and {len(words) - _MOST_DEATHS} more' if len(words) > _MOST_DEATHS else ''
+    return ', '.join(words[:_MOST_DEATHS]) + more
+
+
+def together(verified: Sequence[Verified]) -> Verified:
+    """What several ranks found, as one."""
+    return Verified(
+        sum(one.verified for one in verified),
+        max((one.verified_at for one in verified), default=-1),
+        tuple(sorted({name for one in verified for name in one.differing})),
+    )
+
+
+def _died(node: str, how: str, gone: Sequence[Gone]) -> str:
+    where = f' on {node}' if node else ''
+    first = min((one.at for one in gone if one.at is not None), default=None)
+    when = '' if first is None else time.strftime(' at %H:%M:%S', time.localtime(first))
+    plural = len(gone) > 1
+    how = how or 'died'
+    if plural:
+        how = how.replace('was ', 'were ', 1) if how.startswith('was ') else how
+    return f'rank{"s" if plural else ""} {_ranges([one.rank for one in gone])}{where} {how}{when}'
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Such as `0-7, 12`, of ascending numbers."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] + 1 == rank:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ', '.join(str(run[0]) if len(run) == 1 else f'{run[0]}-{run[-1]}' for run in runs)
+
+
+def _away(away_s: float | None, seconds: Mapping[str, float]) -> str:
+    known = {name: value for name, value in seconds.items() if value >= 0.05}
+    parts = [f'{name} {value:.1f}' for name, value in known.items()]
+    if away_s is None:
+        return f'since a time that nothing here has seen ({", ".join(parts)} s)'
+    rest = away_s - sum(known.values())
+    if rest >= 0.05:
+        parts.append(f'the rest {rest:.1f}')
+    return f'{away_s:.1f} s' + (f' ({", ".join(parts)})' if parts else '')

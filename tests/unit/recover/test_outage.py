@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank says for all how an outage came out, with what launcher and watchdogs have seen."""
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from moevement_ext.membership import failures
+from moevement_ext.membership.report import Report
+from moevement_ext.memory.deaths import Death, forget, noted
+from moevement_ext.memory.window.name import Window, WindowName
+from moevement_ext.recover.outage import Outage, of_the_whole_job
+from moevement_ext.recover.summary import Summary
+from moevement_ext.recover.verdict import Localized
+from moevement_ext.recover.verification import Verified
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
+    """Its store, which this process finds."""
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv('TORCHELASTIC_USE_AGENT_STORE', 'True')
+    monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
+    monkeypatch.setenv('MASTER_PORT', str(store.port))
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
+    yield store
+
+
+def report(pid: int, survivor: bool = True, node: str = 'n0') -> Report:
+    return Report(survivor=survivor, node=node, pid=pid, windows=[])
+
+
+WINDOW = Window(WindowName(3, 'plan'), 3)
+LOST_STAGE = Localized(8, frozenset({1}), frozenset({1, 2}), frozenset({2}), WINDOW)
+
+
+def recover(launcher: TCPStore, rank: int, verdict: Localized = LOST_STAGE) -> Outage:
+    """Ranks 1 and 2 are a stage, of which process 12 dies; a failure in the recovery, too."""
+    store = PrefixStore('epoch/7', launcher)
+    outage = Outage(rank)
+    outage.begins('rank 2 is gone', 1.5, [report(10), report(11), report(12)])
+    now = [report(10), report(11), report(22, survivor=False, node='n1')]
+    outage.met(now)
+    outage.begins('the network', 0.0, now)
+    outage.met(now)
+    with outage.replay():
+        for other in verdict.ranks:
+            Outage(other).tell_verified(store, Verified(4 + other, 7, ()))
+    outage.is_over(store, verdict, now, {'starting processes': 1.2})
+    return outage
+
+
+def test_the_first_survivor_says_it_once(
+    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures.tell_end(launcher, 2, 12, 'was killed by SIGKILL')
+    failures.tell_spares(launcher, '1 hot')
+    outages = [recover(launcher, rank) for rank in range(3)]
+    assert capsys.readouterr().out == ''  # nobody speaks before all are back
+    for outage in outages * 2:
+        outage.say()
+    (line,) = capsys.readouterr().out.splitlines()
+    died = time.strftime('%H:%M')
+    assert f'| RECOVERED at iteration 8 | rank 2 on n0 was killed by SIGKILL at {died}' in line
+    assert ' | lost iterations: 0 | computed again: 5 | away: ' in line
+    away = re.search(r'away: ([\d.]+) s \(starting processes 1\.2, .*the rest ', line)
+    assert away is not None and float(away[1]) >= 1.5
+    assert 'window 3 and the logs on stage 1, their own state on the others' in line
+    assert '| verified: 11 operators at iteration 7, differing: 0 | spares left: 1 hot |' in line
+    assert failures.told_recovered(launcher) == line
+
+
+def test_the_end_of_another_process_of_the_rank_is_not_believed(
+    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures.tell_end(launcher, 2, 5, 'was killed by SIGKILL')
+    recover(launcher, 0).say()
+    assert '| rank 2 on n0 died | lost' in capsys.readouterr().out
+
+
+def test_where_nobody_died_the_reason_is_said(
+    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outage = Outage(0)
+    reports = [report(10), report(11)]
+    outage.begins('the network', 0.0, reports)
+    outage.met(reports)
+    nothing = Localized(8, frozenset(), frozenset(), frozenset(), None)
+    outage.is_over(PrefixStore('epoch/7', launcher), nothing, reports, {})
+    outage.say()
+    out = capsys.readouterr().out
+    assert 'no process died: the network' in out and 'verified' not in out
+    assert 'goes on from: the state that every rank still has' in out
+
+
+def test_a_lost_store_does_not_end_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv('TORCHELASTIC_USE_AGENT_STORE', 'True')
+    monkeypatch.setenv('MASTER_ADDR', 'no.such.host.invalid')
+    monkeypatch.setenv('MASTER_PORT', 'none')
+    of_the_whole_job(None, lambda *_: pytest.fail('it knows nothing'))
+    assert capsys.readouterr().out == ''
+
+
+def whole_job(first: Death | None, capsys: pytest.CaptureFixture[str]) -> str:
+    def make(cause: str, since: float | None, spares: str) -> Summary:
+        away = None if since is None else time.time() - since
+        return Summary(8, cause, 0, 5, away, {}, 'window 3', Verified(0, -1, ()), spares)
+
+    of_the_whole_job(first, make)
+    return capsys.readouterr().out
+
+
+def test_the_launcher_knows_why_all_started_again(
+    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures.tell_cause(launcher, 1, 3, 77, 'was killed by SIGKILL')
+    out = whole_job(Death(time.time(), 0, 5), capsys)
+    assert '| rank 3 (pid 77) was killed by SIGKILL at ' in out and ' s | goes on' in out
+
+
+def test_the_reason_of_another_start_is_not_believed(
+    launcher: TCPStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store elsewhere outlives a launcher."""
+    failures.tell_cause(launcher, 2, 3, 77, 'was killed by SIGKILL')
+    assert '| the job was launched again | ' in whole_job(None, capsys)
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '0')
+    failures.tell_cause(launcher, 0, 3, 77, 'was killed by SIGKILL')
+    assert '| the job was launched again | ' in whole_job(None, capsys)
+
+
+def test_else_the_process_that_ended_first_is_named(
+    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = whole_job(Death(time.time() - 60, 1, 5599), capsys)
+    assert '| rank 1 (pid 5599) was the first to end, at ' in out and '| away: 6' in out
+
+
+def test_notes_of_deaths(tmp_path: Path) -> None:
+    """The newest of each rank; what a kill cut off is passed over."""
+    assert noted(tmp_path) == []
+    lines = ['{"time": 2.0, "rank": 1, "pid": 5}', '{"time": 9.0, "rank": 0, "pid": 4}']
+    lines += ['{"time": 8.5, "rank": 1, "pid": 6}', 'nonsense', '{"time": 1']
+    (tmp_path / 'deaths.jsonl').write_text('\n'.join(lines))
+    assert min(noted(tmp_path)) == Death(8.5, 1, 6)
+    forget(tmp_path)
+    assert os.listdir(tmp_path) == []
+    forget(tmp_path)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a campaign compares its jobs with: a run that trains the same."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tools.chaos import campaign as campaigns
+from tools.chaos.__main__ import _campaign, parse_arguments
+from tools.chaos.campaign import Campaign
+from tools.chaos.results import Results
+
+PLAINEST = ['--faults', '24', '--seed', '90210', '--fork']
+JOBS = range(1, 13)
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr('tools.chaos.__main__.prepare_text', lambda prefix: prefix)
+
+    def make(*flags: str) -> Campaign:
+        args = parse_arguments([*flags, '--output', str(tmp_path)])
+        return _campaign(args, Results(tmp_path / 'campaign.jsonl'), Console(quiet=True))
+
+    return make
+
+
+def trained(campaign: Campaign, job: int) -> list[str]:
+    configuration = campaign.plan.draw(job, 0, 0)
+    return configuration.training_flags(Path(), campaign._iterations(configuration), Path())
+
+
+@pytest.mark.parametrize('flags', [PLAINEST, [*PLAINEST, '--window', '5']])
+def test_jobs_that_draw_their_windows_all_train_what_the_one_reference_trains(
+    made, flags: list[str]
+) -> None:
+    campaign = made(*flags)
+    windows = {campaign.plan.draw(job, 0, 0).window for job in JOBS}
+    assert len(windows) == (1 if '--window' in flags else len(windows)) and windows
+    assert len({tuple(trained(campaign, job)) for job in JOBS}) == 1
+
+
+def test_the_windows_differ(made) -> None:
+    campaign = made(*PLAINEST)
+    assert len({campaign.plan.draw(job, 0, 0).window for job in JOBS}) > 2
+
+
+def test_a_reference_of_other_flags_is_not_taken(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a campaign that goes on with another version of this tool."""
+    campaign = made(*PLAINEST)
+    folders = []
+
+    class NoJob:
+        """Notes where it would run."""
+
+        def __init__(self, launch: object) -> None:
+            raise InterruptedError
+
+    monkeypatch.setattr(campaigns, 'Job', NoJob)
+    monkeypatch.setattr(Campaign, '_anew', lambda self, name: folders.append(name))
+    configuration = campaign.plan.draw(1, 0, 0)
+    for length in (72, 72, 74):
+        monkeypatch.setattr(Campaign, '_iterations', lambda self, _, length=length: length)
+        with pytest.raises(InterruptedError):
+            campaign._plain(0, 0, configuration)
+    assert folders[0] == folders[1] != folders[2]
