@@ -24,7 +24,7 @@ from moevement_ext.local_cluster.events import (
 )
 from tests.unit.local_cluster.conftest import Job
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(120)]
 
 
 class OutsideStore:

@@ -26,6 +26,8 @@ from moevement_ext.membership.report import Report, encode
 from moevement_ext.membership.signs import Signs
 from tests.unit.membership.way import Way
 
+pytestmark = pytest.mark.timed
+
 HANG_S = 1.0
 TIMEOUT = timedelta(seconds=60)
 

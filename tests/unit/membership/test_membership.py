@@ -28,6 +28,8 @@ from moevement_ext.membership.report import Report
 from moevement_ext.membership.store_loss import StoreLoss
 from tests.unit.membership.way import Way
 
+pytestmark = pytest.mark.timed
+
 REPOSITORY = Path(__file__).parents[3]
 TIMEOUT = timedelta(seconds=60)
 HANG_S = 2.0

@@ -40,6 +40,8 @@ from tests.unit.membership.lives import (
     report_of,
 )
 
+pytestmark = pytest.mark.timed
+
 REPOSITORY = Path(__file__).parents[3]
 SHORT = timedelta(seconds=0.2)
 

@@ -23,6 +23,8 @@ from moevement_ext.membership.watch import EpochWatch
 from moevement_ext.store.connections import Connections
 from tools.bench.control_plane_members import RANKS_PER_NODE, CountedStore, Layout, Tally
 
+pytestmark = pytest.mark.timed
+
 WORLD = 4
 MIB = 1 << 20
 TIMEOUT = timedelta(seconds=60)

@@ -14,6 +14,8 @@ from torch.distributed import DistError, TCPStore
 
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 
+pytestmark = pytest.mark.timed
+
 REPOSITORY = Path(__file__).parents[3]
 WAIT_S = 60.0
 PATIENCE_S = 1.0

@@ -22,6 +22,8 @@ from moevement_ext.membership.signs import Signs, hear
 from moevement_ext.membership.watch import EpochWatch
 from moevement_ext.store.connections import Connections
 
+pytestmark = pytest.mark.timed
+
 REPOSITORY = Path(__file__).parents[3]
 DEADLINE_S = 60.0
 """How long a test waits for something that comes soon."""

@@ -18,7 +18,7 @@ from moevement_ext.memory import disk as module
 from moevement_ext.memory.disk import DiskWindows
 from tests.distributed.conftest import mounted_tmpfs
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(120)]
 
 EARLIER = """
 import sys

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 _WORKER = """
 import multiprocessing, os, sys, time

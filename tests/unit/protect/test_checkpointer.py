@@ -26,6 +26,8 @@ from tests.unit.protect.training import (
     verified,
 )
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.fixture
 def shm() -> Iterator[Path]:

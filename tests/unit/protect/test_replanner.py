@@ -18,6 +18,8 @@ from tests.unit.protect.distant_store import DistantStore
 from tests.unit.protect.stage_plans import FIRST, planned, stage_plan
 from tests.unit.replicate.peers import wait_for
 
+pytestmark = pytest.mark.timed
+
 DEADLINE_S = 20.0
 """How long a test waits for something that comes at once."""
 BALANCED = {f'layer1.expert{expert}': 25 for expert in range(4)}

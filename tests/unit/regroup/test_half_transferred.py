@@ -20,6 +20,8 @@ from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import DEADLINE, Job, cluster
 
+pytestmark = pytest.mark.timed
+
 MIB = 1 << 20
 OUT_SECONDS = 2.0
 """For a training thread to get out of an operation; gloo alone takes the group's 77 s, or 30 s."""

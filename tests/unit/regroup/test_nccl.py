@@ -19,6 +19,8 @@ from moevement_ext.regroup.process_groups import ProcessGroups
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import Failed, Job, cluster
 
+pytestmark = pytest.mark.timed
+
 SECONDS = 5.0
 """Far more than it takes to end all waits."""
 SHORT = timedelta(seconds=6)

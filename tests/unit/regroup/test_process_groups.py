@@ -13,6 +13,8 @@ from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import Failed, Job, Rank, cluster
 
+pytestmark = pytest.mark.timed
+
 SECOND = 1.0
 """All of unblocking takes a small part of it."""
 MIB = 1 << 20

@@ -25,6 +25,8 @@ from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import SECRET
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, ask, connected, serving, wait_for
 
+pytestmark = pytest.mark.timed
+
 ANOTHER_SECRET = bytes(32)
 _CHALLENGE = msgspec.msgpack.Decoder(Challenge)
 _ANSWER = msgspec.msgpack.Decoder(Refused)

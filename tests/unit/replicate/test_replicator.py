@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
@@ -35,6 +37,8 @@ from tests.unit.replicate.peers import (
     stored,
     wait_for,
 )
+
+pytestmark = pytest.mark.timed
 
 
 class Events:

@@ -18,6 +18,8 @@ from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import SECRET, named, tmpfs_directory
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, ask, connected, serving
 
+pytestmark = pytest.mark.timed
+
 
 def closed_by_server(server: ReplicaServer, data: bytes) -> bool:
     """Send raw bytes to the server; say whether it hangs up without any answer."""

@@ -22,6 +22,8 @@ from moevement_ext.store.wire import Kind, Request, encoded
 from tests.unit.store.processes import WAIT_S, Leader, Server, until
 from tests.unit.store.relay import Relay
 
+pytestmark = pytest.mark.timed
+
 NODES = 6
 BRANCHES = 2
 

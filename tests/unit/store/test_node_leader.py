@@ -17,6 +17,8 @@ from moevement_ext.store.wire import Kind, Request
 from tests.unit.store.processes import WAIT_S, Leader, Server, until
 from tests.unit.store.relay import Relay
 
+pytestmark = pytest.mark.timed
+
 RANKS = 8
 KEYS = st.sampled_from(['a', 'b', 'c/d'])
 NUMBERS = ['n', 'm']

@@ -10,6 +10,8 @@ import pytest
 
 from tests.unit.store.processes import WAIT_S, Server
 
+pytestmark = pytest.mark.timed
+
 ENDS = """
 import os, sys, time
 life, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['RANK']

@@ -15,6 +15,8 @@ from tools.gpu_check.settings import Settings
 from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
 
+pytestmark = pytest.mark.timed
+
 PASSED = StageResult(True, 3.2, {'gb_s': 51.234567, 'gpu': 'X', 'table': {'a': 1}}, [])
 FAILED = StageResult(False, 61.0, {}, ['a sum was wrong', 'and another'])
 

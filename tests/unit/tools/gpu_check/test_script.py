@@ -11,6 +11,10 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.timed
+
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = ROOT / 'scripts' / 'gpu_check.sh'
 PROGRAMS = ('tools/gpu_check', 'tests/gpu', 'scripts/local_cluster.py', 'pretrain_gpt.py')

@@ -10,6 +10,8 @@ from tools.lab.launch import Death, Launch
 from tools.lab.local_cluster import LocalCluster
 from tools.lab.torchrun import Agents
 
+pytestmark = pytest.mark.timed
+
 
 def launch(tmp_path: Path, **fields: int) -> Launch:
     return Launch(tmp_path, ['--bf16'], **{'nodes': 2, 'workers_per_node': 2, **fields})
