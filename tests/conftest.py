@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from megatron.moevement.seams import cpu_device
 from moevement_ext.process.name_lookups import ask_again_soon
@@ -34,6 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if not all(any(map(path.is_relative_to, BY_THEMSELVES)) for path in paths):
         os.environ['CUDA_VISIBLE_DEVICES'] = ''
         cpu_device.hide_transformer_engine()
+    # Examples are not judged by their time, which depends on what else is running.
+    settings.register_profile(
+        'chosen',
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=150 if config.getoption('--thorough') else 25,
+    )
+    settings.load_profile('chosen')
     outcomes = config.getoption('--outcomes')
     if outcomes is not None and not hasattr(config, 'workerinput'):  # one file, not one a worker
         config.pluginmanager.register(Outcomes(outcomes))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.memory.window.agreed import Agreed
@@ -43,7 +43,6 @@ def test_strangers_are_cut_off(server: ReplicaServer, client: ReplicaClient) -> 
     ask(client)
 
 
-@settings(deadline=None, max_examples=50)
 @given(messages=st.lists(st.binary(max_size=200), max_size=3))
 def test_garbage_after_hello_never_stops_the_server(
     shared_server: ReplicaServer, messages: list[bytes]

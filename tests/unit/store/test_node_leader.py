@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import DistError, DistStoreError, Store
 
@@ -60,7 +60,6 @@ def answers(store: Store, questions: list[tuple]) -> list[object]:
     return [*found, keys, store.num_keys(), [store.get(key) for key in keys], store.multi_get(keys)]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(QUESTIONS, max_size=12))
 def test_a_leader_answers_as_the_store_does(stores: tuple[Store, Store], asked: list) -> None:
     direct, led = stores
