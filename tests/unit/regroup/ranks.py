@@ -3,7 +3,6 @@
 
 import multiprocessing
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -199,8 +198,8 @@ def all_reduce(job: Job, group: str) -> float:
     return tensor.item()
 
 
-def unblocked_seconds(job: Job, operation: str, peer: int) -> float:
-    """How long it takes to get a thread out of an operation that ``peer`` never enters.
+def end_by_unblocking(job: Job, operation: str, peer: int) -> None:
+    """Get a thread out of an operation that ``peer`` never enters.
 
     Raises:
         TimeoutError: it is still waiting.
@@ -219,13 +218,11 @@ def unblocked_seconds(job: Job, operation: str, peer: int) -> float:
     errors: list[str] = []
     waiting = threading.Thread(target=_collect_error, args=(work.wait, errors), daemon=True)
     waiting.start()
-    start = time.monotonic()
     job.process_groups.unblock()
     waiting.join(DEADLINE.total_seconds() / 2)
     if waiting.is_alive():
         raise TimeoutError(operation)
     assert len(errors) == 1, f'{operation} returned'
-    return time.monotonic() - start
 
 
 def errors_of_operations(job: Job) -> list[str]:
