@@ -72,7 +72,7 @@ def phases(thorough: bool) -> list[Phase]:
     unit = ('tests/unit', 'tests/fuzz')
     train = ('tests/distributed',)
     found = [
-        Phase('timed', unit, ('-m', 'timed', '-n', many, '--dist', 'loadscope'), 'timed', True),
+        Phase('timed', unit, ('-m', 'timed', '-n', many, '--dist', 'worksteal'), 'timed', True),
         Phase('unit', unit, ('-m', 'not timed', '-n', few, '--dist', 'loadfile')),
         Phase(
             'train',

@@ -94,7 +94,7 @@ def test_store_that_stands_still_is_lost_until_it_goes_on(
     job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernel takes connections and requests all the same."""
-    monkeypatch.setattr(supervisor, '_TO_ANSWER_S', 1.0)
+    monkeypatch.setattr(supervisor, '_TO_ANSWER_S', 4.0)
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerStarted) and event.rank == 1:

@@ -143,7 +143,7 @@ def test_who_hears_that_an_epoch_ends_leaves_the_steps_to_that_to_who_announced_
         EpochWatch(Connections(job.connect), 0, rank, pids, 600.0, lambda reason: woken.release())
         for rank in range(WORLD)
     ]
-    time.sleep(1.0)  # for all to wait
+    come_to_rest(job)  # all wait
     job.store.compare_set('broken/0', '', '12.5 rank 7 died')
     for _ in watches:
         assert woken.acquire(timeout=TIMEOUT.total_seconds())

@@ -187,7 +187,7 @@ def _observe_until_adopted(
 ) -> list[StagePlan]:
     """Publish the same load window after window, as training does, until all have a new plan."""
     found: list[StagePlan | None] = [None] * len(replanners)
-    for turn in range(20):
+    for turn in range(200):  # as long as it takes, which is a few of them
         for replanner in replanners:
             replanner.observe(seen(start + 2 * turn, tokens))
         for rank in range(len(replanners)):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A peer dies, or stops, in the middle of a big message or of connecting: nobody waits for it."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from moevement_ext.regroup.gloo import Gloo
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
+from tests.unit.forks import context
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import DEADLINE, Failed, Job, cluster
 
@@ -157,8 +157,7 @@ def get_out_of_collective(job: Job, operation: str) -> None:
 def test_peer_that_dies_when_it_has_published_its_address_is_not_waited_for() -> None:
     """Whoever of the two turns out to be the one that listens: several tries."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context('forkserver')
-    peer = context.Process(target=publish, args=(store.port,), daemon=True)
+    peer = context().Process(target=publish, args=(store.port,), daemon=True)
     peer.start()
     store.wait(['group/0/1'], DEADLINE)
     peer.kill()

@@ -172,9 +172,9 @@ def test_a_silent_stranger_is_dropped_soon(server: ReplicaServer) -> None:
 
 
 def test_a_peer_may_stay_silent(server: ReplicaServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, '_GREETING_SECONDS', 0.2)
+    monkeypatch.setattr(server_module, '_GREETING_SECONDS', 1.0)
     connection = connected(server)
-    time.sleep(0.4)
+    time.sleep(1.5)
     connection.send(FetchHeaders(OWNER, 0))
     assert connection.receive_reply()
 

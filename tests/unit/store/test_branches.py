@@ -96,7 +96,7 @@ def test_what_all_nodes_ask_at_once_a_branch_asks_once(
     server.stand_still()
     with ThreadPoolExecutor(NODES) as threads:
         told = [threads.submit(client.add, 'n', 1) for client in clients]
-        threading.Event().wait(1.0)  # all have asked; else more follow, which is no error
+        threading.Event().wait(2.0)  # all have asked; else more follow, which is no error
         server.go_on()
         assert sorted(one.result(WAIT_S) for one in told) == list(range(2, NODES + 2))
     assert relay.nbytes - before <= 4 * bytes_of_one

@@ -114,7 +114,7 @@ def test_what_all_ask_at_once_is_asked_once(server: Server) -> None:
     server.stand_still()
     with ThreadPoolExecutor(RANKS) as threads:
         told = [threads.submit(store.add, 'count', 1) for store in stores]
-        time.sleep(1.0)  # all have asked; else more than two requests follow, which is no error
+        time.sleep(2.0)  # all have asked; else more than two requests follow, which is no error
         server.go_on()
         assert sorted(one.result() for one in told) == list(range(2, RANKS + 2))
     assert relay.nbytes - relay_before <= 4 * bytes_of_one
