@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ _WORKER = """
 import multiprocessing, os, sys, time
 
 if __name__ == '__main__':
-    os.environ['MOEVEMENT_RUN'] = '/dev/shm/runs/a'  # as end_orphans() has set it
+    os.environ['MOEVEMENT_RUN'] = sys.argv[1]  # as end_orphans() has set it
     context = multiprocessing.get_context('spawn')
     child = context.Process(target=time.sleep, args=(600,))
     child.start()
@@ -24,24 +25,32 @@ if __name__ == '__main__':
     time.sleep(600)
 """
 _SUCCESSOR = """
+import sys
 from pathlib import Path
 from moevement_ext.process.orphans import end_orphans
-print(*end_orphans(Path('/dev/shm/runs/a')))
+print(*end_orphans(Path(sys.argv[1])))
 """
+Workers = dict[int, tuple[subprocess.Popen[bytes], psutil.Process]]
 
 
-def environment(rank: int, port: str = '4711') -> dict[str, str]:
+LAUNCHERS = ['', '-launched-again']
+
+
+def environment(rank: int, launcher: Path | str) -> dict[str, str]:
+    """No other launcher on this machine has the port, whatever runs beside this."""
     place = {'RANK': str(rank), 'LOCAL_RANK': '0'}
-    return {**os.environ, **place, 'MASTER_PORT': port, 'MASTER_ADDR': '127.0.0.1'}
+    return {**os.environ, **place, 'MASTER_PORT': str(launcher), 'MASTER_ADDR': '127.0.0.1'}
 
 
 @pytest.fixture
-def workers() -> Iterator[dict[int, tuple[subprocess.Popen, psutil.Process]]]:
+def workers(tmp_path: Path) -> Iterator[Workers]:
     """Two ranks, each with a child."""
     started = {}
     for rank in (0, 1):
         worker = subprocess.Popen(
-            [sys.executable, '-c', _WORKER], env=environment(rank), stdout=subprocess.PIPE
+            [sys.executable, '-c', _WORKER, str(tmp_path)],
+            env=environment(rank, tmp_path),
+            stdout=subprocess.PIPE,
         )
         assert worker.stdout is not None
         started[rank] = worker, psutil.Process(int(worker.stdout.readline()))
@@ -53,24 +62,29 @@ def workers() -> Iterator[dict[int, tuple[subprocess.Popen, psutil.Process]]]:
             child.kill()
 
 
-def succeed(rank: int, port: str = '4711') -> list[int]:
+def succeed(run: Path, launcher: str) -> list[int]:
+    """Of rank 0."""
     output = subprocess.check_output(
-        [sys.executable, '-c', _SUCCESSOR], env=environment(rank, port)
+        [sys.executable, '-c', _SUCCESSOR, str(run)], env=environment(0, f'{run}{launcher}')
     )
     return [int(pid) for pid in output.split()]
 
 
-@pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
-def test_the_successor_of_a_killed_worker_ends_its_orphans_only(workers: dict, port: str) -> None:
+@pytest.mark.parametrize('launcher', LAUNCHERS)
+def test_the_successor_of_a_killed_worker_ends_its_orphans_only(
+    workers: Workers, launcher: str, tmp_path: Path
+) -> None:
     (lost, orphan), (_, other) = workers[0], workers[1]
     os.kill(lost.pid, signal.SIGKILL)
     lost.wait()
-    assert orphan.pid in succeed(0, port)
+    assert orphan.pid in succeed(tmp_path, launcher)
     orphan.wait(120)
     assert other.is_running() and other.status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
-def test_a_worker_that_lives_keeps_its_children(workers: dict, port: str) -> None:
-    assert succeed(0, port) == []
+@pytest.mark.parametrize('launcher', LAUNCHERS)
+def test_a_worker_that_lives_keeps_its_children(
+    workers: Workers, launcher: str, tmp_path: Path
+) -> None:
+    assert succeed(tmp_path, launcher) == []
     assert all(child.is_running() for _, child in workers.values())
