@@ -64,6 +64,7 @@ def test_without_a_gpu_nothing_is_claimed(tmp_path, capsys, monkeypatch) -> None
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 def test_a_stage_is_run_apart_kept_and_not_run_again(tmp_path, capfd) -> None:
     passed = dict.fromkeys(('environment', 'copies', 'nccl', 'one-rank', 'four-rank'), PASSED)
     command = ['--cpu', '--output', str(tmp_path)]

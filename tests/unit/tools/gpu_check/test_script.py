@@ -99,6 +99,7 @@ def test_a_folder_without_wheels_is_named(tmp_path: Path) -> None:
     assert refused.stderr == f'gpu_check: --wheels {tmp_path}: there is no wheel in it\n'
 
 
+@pytest.mark.thorough
 def test_wheels_are_installed_where_the_versions_of_packages_are_held(tmp_path: Path) -> None:
     """NVIDIA's images have such constraints in the environment of every pip."""
     (tmp_path / 'scripts').mkdir()
