@@ -6,6 +6,7 @@ either, wherever they run.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test is imported, and before CUDA is asked for GPUs: it looks only once."""
-    paths = [Path(arg.partition('::')[0]).resolve() for arg in config.args]
-    if not all(any(map(path.is_relative_to, BY_THEMSELVES)) for path in paths):
-        os.environ['CUDA_VISIBLE_DEVICES'] = ''
-        cpu_device.hide_transformer_engine()
+    hide_devices(config.args)
     # Examples are not judged by their time, which depends on what else is running.
     settings.register_profile(
         'chosen',
@@ -46,6 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
     outcomes = config.getoption('--outcomes')
     if outcomes is not None and not hasattr(config, 'workerinput'):  # one file, not one a worker
         config.pluginmanager.register(Outcomes(outcomes))
+
+
+def hide_devices(arguments: Sequence[str]) -> None:
+    """Unless all that is run is for them."""
+    paths = [Path(argument.partition('::')[0]).resolve() for argument in arguments]
+    if not all(any(map(path.is_relative_to, BY_THEMSELVES)) for path in paths):
+        os.environ['CUDA_VISIBLE_DEVICES'] = ''
+        cpu_device.hide_transformer_engine()
 
 
 @pytest.hookimpl(trylast=True)  # of those that are left when -m and -k have chosen
