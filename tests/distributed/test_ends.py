@@ -130,7 +130,6 @@ TWO_STAGES = (
 ).split()
 
 
-@pytest.mark.thorough
 def test_plain_program_with_a_wrong_flag_ends_at_once_with_the_reason(
     cluster: Callable[..., Cluster],
 ) -> None:
@@ -143,7 +142,6 @@ def test_plain_program_with_a_wrong_flag_ends_at_once_with_the_reason(
     assert 'error: unrecognized arguments: --no-such-flag' in reason
 
 
-@pytest.mark.launcher
 def test_plain_program_starts_again_as_a_whole(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -181,7 +179,6 @@ def test_job_that_ends_every_few_iterations_gets_on_from_launch_to_launch(
     assert not job.memory.exists()
 
 
-@pytest.mark.launcher
 def test_exit_of_the_rerun_machine_keeps_the_windows(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -199,7 +196,6 @@ def test_exit_of_the_rerun_machine_keeps_the_windows(
     assert not job.memory.exists()
 
 
-@pytest.mark.thorough
 def test_what_the_rerun_machine_found_out_is_gone_on_from(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-from tests.distributed.conftest import differences, read_digest, with_quick
+from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster, free_port
 from tools.lab.history import read_history, shares
 from tools.report.page import render
@@ -60,7 +60,7 @@ def test_upstream_says_and_saves_what_it_does_without_us(
 EVERY_ITERATION = [*FLAGS, '--log-interval', '1']  # the last of a flag counts
 
 
-@pytest.mark.parametrize('mutation', with_quick(['', 'metrics_of_a_replay_are_kept'], ''))
+@pytest.mark.parametrize('mutation', ['', 'metrics_of_a_replay_are_kept'])
 def test_log_lines_after_a_recovery_are_those_of_a_fault_free_run(
     mutation: str, cluster: Callable[..., Cluster]
 ) -> None:

@@ -240,10 +240,16 @@ MUTATIONS = {
     'rng_not_restored': _flags(SETUPS['cyclic-data-dropout'][0]),
     'router_bias_not_restored': _flags(SETUPS['router-bias'][0]),
 }
+QUICK_MUTATIONS = (
+    'overflow_not_replayed',
+    'moments_not_restored',
+    'norm_not_replayed',
+    'frozen_weights_from_wrong_slot',
+    'rng_not_restored',
+)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize('mutation', MUTATIONS)
+@pytest.mark.parametrize('mutation', with_quick(MUTATIONS, *QUICK_MUTATIONS))
 def test_leaving_out_a_step_of_recovery_is_noticed(
     mutation: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
