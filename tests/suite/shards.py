@@ -3,13 +3,15 @@
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 DURATIONS = Path(__file__).with_name('durations.json')
-"""Seconds by test file, of those that take one or more; `scripts/test.sh --record` writes them."""
-UNKNOWN_S = 0.5
+"""Seconds by test file; `scripts/test.sh --record` writes them."""
+UNKNOWN_S = 5.0
+"""For each case of a file that is not recorded."""
 
 
 class Shard(NamedTuple):
@@ -33,13 +35,15 @@ class Shard(NamedTuple):
     def __str__(self) -> str:
         return f'{self.number}/{self.parts}'
 
-    def files(self, all_files: Iterable[str], seconds: Mapping[str, float]) -> set[str]:
+    def files(self, files_of_cases: Iterable[str], seconds: Mapping[str, float]) -> set[str]:
         """Those of this part: the longest go first, each to the part that has least so far."""
+        cases = Counter(files_of_cases)
+        weights = {file: seconds.get(file, count * UNKNOWN_S) for file, count in cases.items()}
         loads = [0.0] * self.parts
         mine = set()
-        for file in sorted(set(all_files), key=lambda file: (-seconds.get(file, UNKNOWN_S), file)):
+        for file in sorted(weights, key=lambda file: (-weights[file], file)):
             least = loads.index(min(loads))
-            loads[least] += seconds.get(file, UNKNOWN_S)
+            loads[least] += weights[file]
             if least == self.number - 1:
                 mine.add(file)
         return mine
@@ -57,5 +61,5 @@ def record(seconds_of_cases: Mapping[str, float]) -> None:
         file = case.partition('::')[0]
         found[file] = found.get(file, 0.0) + seconds
     merged = {**recorded(), **found}
-    kept = {file: round(seconds, 1) for file, seconds in sorted(merged.items()) if seconds >= 1}
+    kept = {file: round(seconds, 1) for file, seconds in sorted(merged.items())}
     DURATIONS.write_text(json.dumps(kept, indent=0) + '\n', 'utf-8')
