@@ -52,6 +52,7 @@ setup(
         'test': [
             'pytest',
             'pytest-timeout',
+            'pytest-xdist',
             'hypothesis',
             'black',
             'isort',

@@ -3,7 +3,7 @@
 #
 # Creates .venv in this checkout with everything the trainer, the tools and the tests need.
 # A second call is instant; a change of setup.py or of the Python version installs again.
-# Safe to call from several processes at once, and after a call that was interrupted.
+# Safe to call from several processes at once; goes on after a call that was interrupted.
 #
 #   scripts/setup_env.sh && .venv/bin/python pretrain_gpt.py --help
 
@@ -84,9 +84,26 @@ install_packages() {
         --config-settings editable_mode=compat --editable ".[$EXTRAS]"
 }
 
+# An interrupted run has left it: what is installed stays. pip says who installed a package when
+# all of its files are there; those of a part of a package are written again.
+take_up() {
+    local info
+    if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+        step "removing $VENV, left half-built without pip by an interrupted run" rm -rf "$VENV"
+        return
+    fi
+    log "going on with $VENV, left half-built by an interrupted run"
+    for info in "$VENV"/lib/python*/site-packages/*.dist-info; do
+        if [[ ! -e $info/INSTALLER ]]; then
+            rm -rf "$info"
+        fi
+    done
+    rm -rf "$VENV"/lib/python*/site-packages/~*  # what pip had moved out of the way
+}
+
 build() {
     if [[ -e $BUILDING ]]; then
-        step "removing $VENV, left half-built by an interrupted run" rm -rf "$VENV"
+        take_up
     fi
     if [[ -e $VENV ]] && ! is_usable "$VENV/bin/python"; then
         step "removing $VENV, whose Python does not run or is older than 3.12" rm -rf "$VENV"

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests marked `thorough` run with `--thorough`, or when they are named on the command line.
+"""Tests marked `thorough` run with `--thorough`, or when they are named with `::`.
 
 Those that need a GPU or Transformer Engine run by themselves: all others train on the CPU, without
 either, wherever they run.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from megatron.moevement.seams import cpu_device
 from moevement_ext.process.name_lookups import ask_again_soon
+from tests.suite.sessions import Outcomes
+from tests.suite.shards import Shard, recorded
 
 BY_THEMSELVES = [Path(__file__).resolve().parent / name for name in ('gpu', 'transformer_engine')]
 
@@ -28,21 +32,50 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help='jobs of tests/distributed have a tmpfs of exactly the planned size a node (needs '
         'root)',
     )
+    parser.addoption('--shard', type=Shard.parse, metavar='I/N', help='only this part of all files')
+    parser.addoption('--outcomes', type=Path, metavar='FILE', help='where to write them, as JSON')
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test is imported, and before CUDA is asked for GPUs: it looks only once."""
-    paths = [Path(arg.partition('::')[0]).resolve() for arg in config.args]
+    hide_devices(config.args)
+    # Examples are not judged by their time, which depends on what else is running.
+    settings.register_profile(
+        'chosen',
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=150 if config.getoption('--thorough') else 25,
+    )
+    settings.load_profile('chosen')
+    outcomes = config.getoption('--outcomes')
+    if outcomes is not None and not hasattr(config, 'workerinput'):  # one file, not one a worker
+        config.pluginmanager.register(Outcomes(outcomes))
+
+
+def hide_devices(arguments: Sequence[str]) -> None:
+    """Unless all that is run is for them."""
+    paths = [Path(argument.partition('::')[0]).resolve() for argument in arguments]
     if not all(any(map(path.is_relative_to, BY_THEMSELVES)) for path in paths):
         os.environ['CUDA_VISIBLE_DEVICES'] = ''
         cpu_device.hide_transformer_engine()
 
 
+@pytest.hookimpl(trylast=True)  # of those that are left when -m and -k have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes long, unless it is asked for."""
-    named = config.option.keyword or any('::' in arg for arg in config.args)
-    if config.getoption('--thorough') or named:
-        return
-    left_out = [item for item in items if item.get_closest_marker('thorough')]
-    items[:] = [item for item in items if item not in set(left_out)]
-    config.hook.pytest_deselected(items=left_out)
+    """Leave out what takes long, unless it is asked for, and what other shards run."""
+    named = any('::' in arg for arg in config.args)
+    chosen = list(items)
+    if not (named or config.getoption('--thorough')):
+        chosen = [item for item in chosen if not item.get_closest_marker('thorough')]
+    shard = config.getoption('--shard')
+    if shard is not None:
+        files = shard.files(map(_file, chosen), recorded())
+        chosen = [item for item in chosen if _file(item) in files]
+    left_out = set(items) - set(chosen)
+    if left_out:
+        items[:] = chosen
+        config.hook.pytest_deselected(items=list(left_out))
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition('::')[0]

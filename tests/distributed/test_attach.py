@@ -60,6 +60,7 @@ def test_what_an_own_loop_draws_between_steps_leaves_its_bits_alone(
     assert differences(expected, read_digest(job)) == []
 
 
+@pytest.mark.thorough
 def test_data_that_is_not_moved_back_shows(own_loop: Callable[[], Cluster], expected: dict) -> None:
     job = own_loop()
     job.survive(fail_at='0:11:p2p', mutation='mutations.localized:own_data_not_moved_back')

@@ -14,7 +14,7 @@ from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import ROOT, Cluster
 from tools.windows.__main__ import main
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1200)]
 
 MODEL = '--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights --train-iters 14'
 ONE_STAGE = MODEL.split()

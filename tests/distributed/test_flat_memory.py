@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import pytest
 
 from moevement_ext.events import WindowPersisted
 from tests.distributed.harness.cluster import Cluster
+
+pytestmark = pytest.mark.thorough
 
 ITERATIONS = 300
 FLAGS = (

@@ -10,6 +10,8 @@ import pytest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.probes import training as probes
 
+pytestmark = pytest.mark.thorough
+
 WINDOW = 4
 MICRO_BATCHES = 4
 LAYOUT = (

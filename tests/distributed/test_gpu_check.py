@@ -12,6 +12,8 @@ from tools.gpu_check.report import NAME, Report, StageResult, save, together
 from tools.gpu_check.settings import Settings
 from tools.lab.hardware import Hardware
 
+pytestmark = pytest.mark.thorough
+
 HAS_PASSED = StageResult(True, 1.0, {'kept': True}, [])
 
 

@@ -46,6 +46,7 @@ def kind(path: Path) -> str:
     return {'upstream-log': 'log_ring', 'ledger': 'ledger'}.get(path.name, 'beside')
 
 
+@pytest.mark.thorough
 def test_plan_says_to_the_byte_what_a_job_reserves(
     cluster: Callable[..., Cluster], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

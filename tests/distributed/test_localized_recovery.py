@@ -478,7 +478,7 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize('mutation', MUTATIONS)
+@pytest.mark.parametrize('mutation', with_quick(MUTATIONS, 'log_of_neighbour_changed'))
 def test_leaving_out_a_step_of_localized_recovery_is_noticed(
     mutation: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -79,6 +79,7 @@ def test_survivor_whose_gpu_is_lost_is_replaced(make: Make, reference: Callable[
     check_localized(job)
 
 
+@pytest.mark.thorough
 def test_garbage_that_is_not_looked_for_gives_wrong_bits(
     make: Make, reference: Callable[..., dict]
 ) -> None:

@@ -12,6 +12,8 @@ import pytest
 from moevement_ext.memory.file_system import is_in_memory
 from tests.distributed.harness.cluster import ROOT, free_port
 
+pytestmark = pytest.mark.thorough
+
 PLAN = """--num-layers 4 --hidden-size 64 --num-attention-heads 2 --seq-length 64
  --max-position-embeddings 64 --vocab-size 256 --num-experts 4 --micro-batch-size 1
  --global-batch-size 4 --pipeline-model-parallel-size 2 --bf16""".split()

@@ -14,7 +14,7 @@ from moevement_ext.config import SparseCheckpointConfig
 from tests.distributed.harness.cluster import ROOT
 from tests.distributed.harness.commands import run_to_end
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 API = (ROOT / 'docs' / 'api.md').read_text('utf-8')
 README = (ROOT / 'README.md').read_text('utf-8')
 MAIN = "if __name__ == '__main__':\n"

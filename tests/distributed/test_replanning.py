@@ -3,10 +3,14 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from moevement_ext.events import Recovered, Replanned, WindowPersisted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_whole_job_recovery import BF16, PP_EP, UNTIED
+
+pytestmark = pytest.mark.thorough
 
 FLAGS = f'{BF16} {PP_EP} {UNTIED} --train-iters 20'.split()
 # Any change of any expert's share re-plans.

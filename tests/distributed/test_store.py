@@ -98,6 +98,7 @@ def test_when_the_store_dies_the_job_comes_back_with_all_that_was_committed(
     assert differences(reference(*FLAGS, ranks=2), read_digest(job)) == []
 
 
+@pytest.mark.thorough
 def test_who_leaves_in_the_middle_of_a_window_loses_it(
     store: OutsideStore, cluster: Callable[..., Cluster]
 ) -> None:
@@ -145,6 +146,7 @@ class Nodes:
         return file
 
 
+@pytest.mark.launcher
 def test_job_goes_on_when_the_first_node_dies_with_its_agent(
     store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -185,6 +187,7 @@ def test_agents_go_on_in_another_store(
 # Under the project's launchers
 
 
+@pytest.mark.thorough
 def test_the_launcher_goes_on_in_another_store(
     store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -14,7 +14,7 @@ from moevement_ext.events import Recovered
 from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 
-pytestmark = ON_BOTH_BACKENDS
+pytestmark = [pytest.mark.thorough, ON_BOTH_BACKENDS]
 
 FLAGS = """--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2
  --untie-embeddings-and-output-weights --train-iters 12 --sparse-ckpt-window 3""".split()

@@ -260,6 +260,7 @@ def is_action(method: ast.FunctionDef) -> bool:
     return nothing and not method.name.startswith('_')
 
 
+@pytest.mark.thorough
 def test_constructors_take_few_arguments() -> None:
     counts = [count for tree in sources(*PRODUCT).values() for count in constructor_arguments(tree)]
     over = {name for name, count in counts if count > MAX_CONSTRUCTOR_ARGUMENTS}
@@ -334,6 +335,7 @@ def public_surface() -> set[str]:
     return set(getattr(moevement_ext, '__all__', ()))
 
 
+@pytest.mark.thorough
 def test_every_public_name_of_the_engine_is_needed_by_the_product() -> None:
     trees = sources(*PRODUCT)
     by_file = {file: mentions(tree) for file, tree in trees.items()}

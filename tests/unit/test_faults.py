@@ -12,6 +12,8 @@ from moevement_ext import faults
 from moevement_ext.config import ConfigurationError
 from moevement_ext.faults import Phase
 
+pytestmark = pytest.mark.timed
+
 REPOSITORY = Path(__file__).parents[2]
 
 _WORKER = """

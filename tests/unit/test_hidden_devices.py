@@ -3,7 +3,6 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -31,5 +30,5 @@ def test_folders_that_are_run_decide(
     run: list[str], seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NAME, '3')
-    conftest.pytest_configure(SimpleNamespace(args=[f'{TESTS}/{folder}' for folder in run]))
+    conftest.hide_devices([f'{TESTS}/{folder}' for folder in run])
     assert os.environ[NAME] == seen

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from megatron.moevement.seams import cpu_device
+from tests.unit.each import each
 
 if cpu_device.needed():
     cpu_device.install()
@@ -37,7 +38,6 @@ PAGES = sorted(
         *(p for f in ('docs', 'tests', 'examples', 'deploy') for p in (ROOT / f).rglob('*.md')),
     ]
 )
-MOST_LINES = 190
 MOST_CHARACTERS = 100
 
 # Programs that the pages name already; to be taken off when they are there.
@@ -230,11 +230,7 @@ def test_every_failure_that_is_recovered_from_has_its_tests() -> None:
 # ---- form
 
 
-def test_readme_is_short() -> None:
-    assert len(README.read_text('utf-8').splitlines()) < MOST_LINES
-
-
-@pytest.mark.parametrize('page', PAGES, ids=name_of)
+@each('page', PAGES)
 def test_lines_are_short(page: Path) -> None:
     """But for tables, also those that a program prints, and links."""
     long = [
@@ -245,7 +241,7 @@ def test_lines_are_short(page: Path) -> None:
     assert not long
 
 
-@pytest.mark.parametrize('page', PAGES, ids=name_of)
+@each('page', PAGES)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r'\]\(([^)\s]+)\)', page.read_text('utf-8')):
         if '://' in target:
@@ -263,7 +259,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r'[^\w -]', '', title).lower().replace(' ', '-') for title in titles}
 
 
-@pytest.mark.parametrize('page', PAGES, ids=name_of)
+@each('page', PAGES)
 def test_programs_are_there(page: Path) -> None:
     text = page.read_text('utf-8')
     for module in re.findall(r'python -m ((?:tools|tests)\.[\w.]*\w)', text):

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.capture.layout import (
@@ -87,7 +87,6 @@ def test_what_is_always_captured_is_in_every_slot_once() -> None:
 SIZES = st.tuples(st.integers(0, 200), st.sampled_from(DTYPES), st.booleans())
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(SIZES, max_size=12))
 def test_places_are_aligned_disjoint_and_inside(
     sizes: list[tuple[int, torch.dtype, bool]],
@@ -137,7 +136,6 @@ def test_views_are_made_once_for_each_place_and_not_kept_without_end() -> None:
     assert layout.copies(places[0], volatile=False) is not first
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 60), max_size=8),
     dtype=st.sampled_from(DTYPES),

@@ -10,6 +10,8 @@ from moevement_ext.devices.watch import DeviceWatch
 from moevement_ext.devices.xids import Harm
 from tests.unit.devices.conftest import Devices
 
+pytestmark = pytest.mark.timed
+
 A = 'GPU-a1'
 
 

@@ -23,6 +23,8 @@ from moevement_ext.memory.window.name import RankIdentity
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.fake_trainer import Alone, FakePipeline, FakeTrainer
 
+pytestmark = pytest.mark.timed
+
 WINDOW = 3
 ITERATIONS = 2 * WINDOW
 

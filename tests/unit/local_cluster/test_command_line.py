@@ -16,7 +16,7 @@ from moevement_ext.local_cluster.command_line import main, parse
 from moevement_ext.local_cluster.config import Action, StagedFault
 from tests.unit.local_cluster.conftest import Job, dies
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).resolve().parents[3] / 'scripts' / 'local_cluster.py'
 
 

@@ -19,7 +19,7 @@ from moevement_ext.local_cluster.shared_gpu import DEFAULTS
 from tests.unit.local_cluster.conftest import Job
 from tools.lab.launch import Launch
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 
 def test_workers_find_what_torchrun_gives(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from moevement_ext.local_cluster.events import (
 )
 from tests.unit.local_cluster.conftest import Job
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(120)]
 
 
 class OutsideStore:
@@ -94,7 +94,7 @@ def test_store_that_stands_still_is_lost_until_it_goes_on(
     job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernel takes connections and requests all the same."""
-    monkeypatch.setattr(supervisor, '_TO_ANSWER_S', 1.0)
+    monkeypatch.setattr(supervisor, '_TO_ANSWER_S', 4.0)
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerStarted) and event.rank == 1:

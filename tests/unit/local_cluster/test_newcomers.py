@@ -7,7 +7,7 @@ from moevement_ext.local_cluster import newcomers
 from moevement_ext.local_cluster.events import Event, WorkerEnded, WorkerLate, WorkerStarted
 from tests.unit.local_cluster.conftest import Job
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
 
 
 def lives_that_join(job: Job, *lives: tuple[int, int]) -> None:

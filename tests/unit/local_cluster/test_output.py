@@ -12,6 +12,8 @@ from moevement_ext.local_cluster.output import LogTail, Relay, last_lines
 from moevement_ext.local_cluster.supervisor import print_event
 from tests.unit.readable import readable
 
+pytestmark = pytest.mark.timed
+
 
 def test_relay_prints_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
     reader, writer = os.pipe()

@@ -7,7 +7,7 @@ from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.local_cluster.events import JobFailed
 from tests.unit.local_cluster.conftest import Job
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize('survive', [True, False])

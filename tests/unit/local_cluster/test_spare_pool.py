@@ -18,7 +18,7 @@ from moevement_ext.local_cluster.events import (
 )
 from tests.unit.local_cluster.conftest import Job
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 
 def spares_ended(job: Job) -> list[SpareEnded]:

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import pytest
+
 from moevement_ext.local_cluster.config import Action, LaunchConfig, StagedFault
 from moevement_ext.local_cluster.staged_faults import StagedFaults
+
+pytestmark = pytest.mark.timed
 
 KILL, STOP = StagedFault(Action.KILL, 0, 8), StagedFault(Action.STOP, 1, 8)
 

@@ -28,7 +28,7 @@ from moevement_ext.membership.rendezvous import present_epoch, why_broken
 from tests.unit.local_cluster.conftest import Job, dies
 from tools.bench.control_plane_members import CountedStore, Tally
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 
 def failure(job: Job) -> str:

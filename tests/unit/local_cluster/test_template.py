@@ -16,7 +16,7 @@ from moevement_ext.local_cluster.template import Template
 from tests.unit.local_cluster.conftest import Job, dies
 from tests.unit.readable import readable
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 
 def ended(job: Job) -> list[tuple[int, int]]:

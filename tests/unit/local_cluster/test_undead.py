@@ -8,7 +8,7 @@ from moevement_ext.local_cluster.events import Event, JobFailed, WorkerStarted, 
 from moevement_ext.membership.eviction import evict
 from tests.unit.local_cluster.conftest import Job, dies, undead
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
 
 
 def test_a_job_does_not_wait_for_ever_for_the_end_of_a_worker(

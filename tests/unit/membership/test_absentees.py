@@ -24,7 +24,10 @@ from moevement_ext.membership.rendezvous import (
 )
 from moevement_ext.membership.report import Report, encode
 from moevement_ext.membership.signs import Signs
+from tests.unit.membership.clock import Clock
 from tests.unit.membership.way import Way
+
+pytestmark = pytest.mark.timed
 
 HANG_S = 1.0
 TIMEOUT = timedelta(seconds=60)
@@ -152,28 +155,33 @@ def test_who_stood_still_does_not_count_that_time(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 is late, and stood still for as long as who looks for it."""
-    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
-    stood_still = threading.Event()
-    reads = iter(range(1, 4))
+    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.01)
+    clock = Clock()
+    monkeypatch.setattr(absentees, 'time', clock)
+    looks = 0
 
-    class Slow(TCPStore):
-        def add(self, key: str, amount: int) -> int:
-            found = super().add(key, amount)
-            if key == 'beat/0/0' and next(reads, None) == 3:
-                time.sleep(5.0)
-                stood_still.set()
-            return found
+    def is_ours() -> bool:
+        nonlocal looks
+        looks += 1
+        return True
+
+    def pass_by(seconds: float) -> None:
+        clock.now += seconds
+        seen = looks
+        while looks < seen + 3:  # the one that is under way may have read the clock before
+            time.sleep(0.001)
 
     assert Rendezvous(store, 0, 2)._join(1, b'', False)
-    slow = Slow('127.0.0.1', store.port, is_master=False, timeout=TIMEOUT)
-    found = Absentees(lambda: slow, 2, 4.0, lambda: True)
-    assert stood_still.wait(TIMEOUT.total_seconds())
-    time.sleep(0.5)  # it is looked for again before rank 1 has had its turn
+    found = Absentees(store.clone, 2, 4.0, is_ours)
     signs = Signs(store, 0, 1)
-    for _ in range(10):
+    for _ in range(3):
         signs.give()
-        time.sleep(0.1)
+        pass_by(1.0)
+        pass_by(1000.0)  # counts for two seconds
     assert not store.check(['evict/1'])
+    pass_by(1000.0)
+    pass_by(1000.0)
+    assert store.check(['evict/1'])
     found.stop()
 
 

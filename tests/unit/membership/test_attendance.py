@@ -2,14 +2,13 @@
 """Who has come, as a real store keeps it."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from moevement_ext.membership import attendance
 
 
-@settings(deadline=None)
 @given(st.integers(1, 130), st.data())
 def test_who_has_not_come_is_missing(world_size: int, data: st.DataObject) -> None:
     ranks = range(world_size)
@@ -22,7 +21,6 @@ def test_who_has_not_come_is_missing(world_size: int, data: st.DataObject) -> No
     assert {rank for rank in ranks if attendance.has_signed(store, 'here', rank)} == came
 
 
-@settings(deadline=None)
 @given(st.integers(1, 130).flatmap(lambda world: st.permutations(range(world))))
 def test_one_is_the_last_and_all_but_few_ask_once(order: list[int]) -> None:
     asked, store = [], HashStore()
@@ -39,7 +37,6 @@ def test_one_is_the_last_and_all_but_few_ask_once(order: list[int]) -> None:
     assert sum(one.order == 1 for one in found) == counters
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 19), max_size=60), st.just(20))
 def test_of_the_processes_of_a_rank_one_is_the_first(came: list[int], world_size: int) -> None:
     store, seen = HashStore(), set[int]()

@@ -29,6 +29,8 @@ from moevement_ext.membership.store_loss import StoreLoss
 from tests.unit.membership.way import Way
 from tests.unit.replicate.peers import wait_for
 
+pytestmark = pytest.mark.timed
+
 REPOSITORY = Path(__file__).parents[3]
 TIMEOUT = timedelta(seconds=60)
 HANG_S = 2.0
@@ -108,7 +110,11 @@ def test_new_process_joins_again_while_it_sets_up(
         break_epoch(job.store, epoch, 'rank 1 lost a peer')
         moving = [job.move_on(member) for member in survivors]
         for future in moving:
-            assert [r.survivor for r in future.result(HANG_S * 10)] == [True, True, False]
+            assert [r.survivor for r in future.result(TIMEOUT.total_seconds())] == [
+                True,
+                True,
+                False,
+            ]
     new.settle()
     assert [report.survivor for report in new.reports] == [True, True, False]
     assert new.joining and new.origin == survivors[0].origin
@@ -227,7 +233,7 @@ def test_new_process_that_loses_its_connection_in_a_meeting_meets_the_others_all
     job.way.cut()
     moving = [job.move_on(member) for member in survivors]
     for future in moving:
-        assert [r.survivor for r in future.result(HANG_S * 10)] == [True, True, False]
+        assert [r.survivor for r in future.result(TIMEOUT.total_seconds())] == [True, True, False]
     new.settle()
     assert [report.midway for report in new.reports] == [False, False, True]
     assert {member._meeting.epoch for member in (new, *survivors)} == {present_epoch(job.store)}
@@ -244,7 +250,7 @@ def test_survivor_whose_connection_is_lost_in_a_meeting_meets_the_others_all_the
     job.store.wait([f'join/{epoch + 1}/{rank}' for rank in range(2)], TIMEOUT)
     job.way.cut()  # that of rank 1
     moving.append(job.move_on(new))
-    found = [future.result(HANG_S * 10) for future in moving]
+    found = [future.result(TIMEOUT.total_seconds()) for future in moving]
     assert [len(reports) for reports in found] == [WORLD] * WORLD
     assert len({member._meeting.epoch for member in (new, *survivors)}) == 1
 

@@ -14,6 +14,8 @@ from torch.distributed import DistStoreError
 from moevement_ext.membership import node_copy
 from moevement_ext.membership.node_copy import NodeCopy, digest_of
 
+pytestmark = pytest.mark.timed
+
 CONTENT = bytes(range(256)) * 100
 DIGEST = digest_of(CONTENT)
 RANKS = 8

@@ -40,8 +40,11 @@ from tests.unit.membership.lives import (
     report_of,
 )
 
+pytestmark = pytest.mark.timed
+
 REPOSITORY = Path(__file__).parents[3]
-SHORT = timedelta(seconds=0.2)
+SHORT = timedelta(seconds=1)
+"""For what would take long otherwise; by then all that can come has come."""
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ from moevement_ext.membership.watch import EpochWatch
 from moevement_ext.store.connections import Connections
 from tools.bench.control_plane_members import RANKS_PER_NODE, CountedStore, Layout, Tally
 
+pytestmark = pytest.mark.timed
+
 WORLD = 4
 MIB = 1 << 20
 TIMEOUT = timedelta(seconds=60)
@@ -141,7 +143,7 @@ def test_who_hears_that_an_epoch_ends_leaves_the_steps_to_that_to_who_announced_
         EpochWatch(Connections(job.connect), 0, rank, pids, 600.0, lambda reason: woken.release())
         for rank in range(WORLD)
     ]
-    time.sleep(1.0)  # for all to wait
+    come_to_rest(job)  # all wait
     job.store.compare_set('broken/0', '', '12.5 rank 7 died')
     for _ in watches:
         assert woken.acquire(timeout=TIMEOUT.total_seconds())

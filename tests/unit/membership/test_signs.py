@@ -2,7 +2,7 @@
 """Each rank is heard of by its own signs, which it gives together with its neighbours."""
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
@@ -17,7 +17,6 @@ def store() -> TCPStore:
     return TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
 
 
-@settings(max_examples=30, deadline=None)
 @given(given=st.lists(st.sampled_from([0, 6, 7, 8, 19]), max_size=40), begun=st.integers(0, 127))
 @example(given=[6, 7, 6], begun=127)
 def test_a_rank_is_heard_of_by_its_own_signs_only(

@@ -17,6 +17,8 @@ from moevement_ext.membership import store_loss
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from tests.unit.store.processes import Server
 
+pytestmark = pytest.mark.timed
+
 REPOSITORY = Path(__file__).parents[3]
 WAIT_S = 60.0
 PATIENCE_S = 1.0

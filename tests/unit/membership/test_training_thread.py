@@ -23,6 +23,8 @@ from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.memory import cuda_driver
 from moevement_ext.regroup import waits
 
+pytestmark = pytest.mark.timed
+
 LOOKS = 20
 
 

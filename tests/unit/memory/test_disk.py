@@ -30,6 +30,8 @@ from tests.unit.memory.samples import (
     write_window,
 )
 
+pytestmark = pytest.mark.timed
+
 IDENTITY = RankIdentity(RUN, TOPOLOGY, 0)
 
 

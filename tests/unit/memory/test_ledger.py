@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.memory.ledger import (
@@ -197,7 +197,6 @@ _FLOATS = st.one_of(
 _INTEGERS = st.integers(0, 2**63)
 
 
-@settings(deadline=None)
 @given(floats=st.tuples(_FLOATS, _FLOATS), integers=st.tuples(_INTEGERS, _INTEGERS, _INTEGERS))
 def test_floats_keep_their_bits(floats: tuple[float, ...], integers: tuple[int, int, int]) -> None:
     flags = [True, False]

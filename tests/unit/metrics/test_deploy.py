@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from moevement_ext.metrics.instruments import INSTRUMENTS, Instrument, Kind
+from tests.unit.each import each
 
 ROOT = Path(__file__).resolve().parents[3]
 DASHBOARD = ROOT / 'deploy' / 'grafana' / 'moevement.json'
@@ -74,7 +75,7 @@ def test_alerts_ask_for_metrics_that_exist() -> None:
         assert asked and asked <= BY_NAME.keys(), rule['alert']
 
 
-@pytest.mark.parametrize(('name', 'expression'), list(expressions()), ids=lambda value: value[:30])
+@each('name, expression', list(expressions()))
 def test_expressions_fit_their_metrics(name: str, expression: str) -> None:
     """Labels that are grouped by exist; counters are not shown as if they were gauges."""
     metrics = [BY_NAME[metric] for metric in METRIC.findall(expression)]
@@ -86,7 +87,7 @@ def test_expressions_fit_their_metrics(name: str, expression: str) -> None:
         assert not (rated and one.kind is Kind.GAUGE), f'{name}: {one.name} is a gauge'
 
 
-@pytest.mark.parametrize(('name', 'expression'), list(expressions()), ids=lambda value: value[:30])
+@each('name, expression', list(expressions()))
 def test_a_rank_that_moved_is_not_still(name: str, expression: str) -> None:
     """The host that it has left shows its counters on, at rest: the least rate would be 0."""
     least = re.findall(r'min by \([^)]*\) \((.*)', expression)

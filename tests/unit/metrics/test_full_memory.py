@@ -14,7 +14,7 @@ from tests.distributed.conftest import mounted_tmpfs
 from tests.unit.metrics.test_prometheus import Process, port
 
 __all__ = ['port']
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(120)]
 
 NAMES = {one: name for name, one in vars(instruments).items() if isinstance(one, Instrument)}
 TRAINER = """

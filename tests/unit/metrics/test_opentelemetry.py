@@ -21,7 +21,7 @@ from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.metrics import opentelemetry
 from moevement_ext.metrics.start import observe
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 RANK = """
 from moevement_ext.metrics import instruments as of, opentelemetry

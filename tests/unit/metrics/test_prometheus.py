@@ -27,7 +27,7 @@ from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.metrics.instruments import INSTRUMENTS, Kind
 from moevement_ext.metrics.start import observe
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 RANK = """
 import sys

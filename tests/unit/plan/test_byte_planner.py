@@ -6,7 +6,7 @@ from itertools import combinations_with_replacement, pairwise
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.plan.byte_planner import (
@@ -23,8 +23,6 @@ from moevement_ext.plan.byte_planner import (
     plan_stages,
     window_bytes_bound,
 )
-
-BOUNDED = settings(max_examples=150, deadline=None)
 
 
 @st.composite
@@ -84,7 +82,6 @@ def fits(operators, window, budgets):
     return any(largest(operators, slots, budgets) <= 1 for slots in partitions(operators, window))
 
 
-@BOUNDED
 @given(operators_lists(), st.integers(1, 9))
 def test_every_operator_is_full_exactly_once_and_in_order(operators, window):
     plan = balanced(operators, window)
@@ -93,7 +90,6 @@ def test_every_operator_is_full_exactly_once_and_in_order(operators, window):
     assert plan.slot_of() == {name: i for i, slot in enumerate(plan.slots) for name in slot}
 
 
-@BOUNDED
 @given(operators_lists(), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_slot_bytes_are_own_full_and_later_light(operators, window, random):
     plan = balanced(operators, window)
@@ -103,7 +99,6 @@ def test_slot_bytes_are_own_full_and_later_light(operators, window, random):
     )
 
 
-@BOUNDED
 @given(operators_and_budgets())
 def test_fewest_is_feasible_and_fewest_or_infeasible_for_a_stated_reason(case):
     operators, budgets = case
@@ -121,7 +116,6 @@ def test_fewest_is_feasible_and_fewest_or_infeasible_for_a_stated_reason(case):
     assert plan.window == 1 or not fits(operators, plan.window - 1, budgets)
 
 
-@BOUNDED
 @given(operators_and_budgets(), st.integers(1, 4))
 def test_balanced_has_the_smallest_largest_slot(case, window):
     operators, budgets = case
@@ -130,7 +124,6 @@ def test_balanced_has_the_smallest_largest_slot(case, window):
     assert in_scaled_bytes(found, budgets) == in_scaled_bytes(best, budgets)
 
 
-@BOUNDED
 @given(operators_lists(), st.integers(1, 4))
 def test_balanced_without_budget_is_minimal_to_the_byte(operators, window):
     ones = [1] * len(operators[0].full)
@@ -138,7 +131,6 @@ def test_balanced_without_budget_is_minimal_to_the_byte(operators, window):
     assert largest(operators, balanced(operators, window).slots, ones) == best
 
 
-@BOUNDED
 @given(operators_and_budgets())
 def test_fewest_is_balanced_at_its_window(case):
     operators, budgets = case
@@ -151,7 +143,6 @@ def test_fewest_is_balanced_at_its_window(case):
     assert in_scaled_bytes(found, budgets) == in_scaled_bytes(best, budgets)
 
 
-@BOUNDED
 @given(operators_lists(), st.integers(1, 120))
 def test_fewest_slots_follow_from_the_largest_slot_of_each_window(operators, budget):
     """So ranks need not know the operators of other stages to find the window of all."""
@@ -166,7 +157,6 @@ def test_fewest_slots_follow_from_the_largest_slot_of_each_window(operators, bud
     assert fitting[:1] == expected
 
 
-@BOUNDED
 @given(operators_lists(), st.integers(1, 10))
 def test_largest_slots_are_those_of_each_window(operators, longest):
     """Also of windows that have more slots than there are operators."""
@@ -175,7 +165,6 @@ def test_largest_slots_are_those_of_each_window(operators, longest):
     assert largest_slots(operators, longest) == expected
 
 
-@BOUNDED
 @given(st.lists(operators_lists(ranks=2, most=5), min_size=1, max_size=3), st.integers(40, 150))
 def test_stages_share_the_fewest_window_that_fits_all(stages, budget):
     fewest = []
@@ -214,7 +203,6 @@ def test_stages_take_a_budget_each_and_per_rank():
         plan_stages([stage, stage], window=None, budget=[24])
 
 
-@BOUNDED
 @given(operators_lists(), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_window_bytes_bound_holds_for_every_order(operators, window, random):
     bound = window_bytes_bound(operators, window)

@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.plan.ordering import changed_enough, order_by_popularity
@@ -22,7 +22,6 @@ def test_ties_keep_the_given_order():
     assert order_by_popularity(['b', 'a', 'c'], {'a': 0.5, 'b': 0.5, 'c': 0.1}) == ['c', 'b', 'a']
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.permutations(NAMES),
     st.dictionaries(st.sampled_from([*NAMES, 'elsewhere']), st.integers(0, 3).map(float)),

@@ -13,7 +13,7 @@ import pytest
 from moevement_ext.process import forks
 from tests.unit.readable import readable
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[3]
 
 PROGRAM = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[3]
 
 # The object is deleted while the interpreter is taken down; that takes long enough to be woken up.

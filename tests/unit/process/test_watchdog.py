@@ -18,7 +18,7 @@ from moevement_ext.memory.deaths import noted
 from moevement_ext.process.watchdog import under_torchrun
 from tests.unit.readable import readable
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[3]
 SILENT_S = 5.0
 LONG_ENOUGH_S = 1.5 * SILENT_S

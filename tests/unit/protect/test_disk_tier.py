@@ -32,7 +32,7 @@ from tests.unit.memory.samples import (
     write_window,
 )
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 FAST = 1e12
 """Bytes a second."""

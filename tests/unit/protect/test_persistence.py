@@ -16,6 +16,8 @@ from tests.unit.protect.distant_store import DistantStore
 from tests.unit.replicate.peers import wait_for
 from tools.bench.control_plane_members import CountedStore, Tally
 
+pytestmark = pytest.mark.timed
+
 WORLD = 3
 DEADLINE_S = 20.0
 """How long a test waits for something that comes at once."""

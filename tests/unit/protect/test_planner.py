@@ -19,6 +19,8 @@ from moevement_ext.protect import stage_plan
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.stage_plan import StagePlan, publish, published
 
+pytestmark = pytest.mark.timed
+
 HELD = [
     {'embedding': 'rest', 'expert0': 'expert', 'expert1': 'expert'},
     {'embedding': 'rest', 'expert2': 'expert', 'expert3': 'expert'},

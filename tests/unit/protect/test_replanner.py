@@ -18,6 +18,8 @@ from tests.unit.protect.distant_store import DistantStore
 from tests.unit.protect.stage_plans import FIRST, planned, stage_plan
 from tests.unit.replicate.peers import wait_for
 
+pytestmark = pytest.mark.timed
+
 DEADLINE_S = 20.0
 """How long a test waits for something that comes at once."""
 BALANCED = {f'layer1.expert{expert}': 25 for expert in range(4)}
@@ -185,7 +187,7 @@ def _observe_until_adopted(
 ) -> list[StagePlan]:
     """Publish the same load window after window, as training does, until all have a new plan."""
     found: list[StagePlan | None] = [None] * len(replanners)
-    for turn in range(20):
+    for turn in range(200):  # as long as it takes, which is a few of them
         for replanner in replanners:
             replanner.observe(seen(start + 2 * turn, tokens))
         for rank in range(len(replanners)):

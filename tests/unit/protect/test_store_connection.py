@@ -10,6 +10,8 @@ from moevement_ext.protect.store_connection import StoreConnection
 from tests.unit.protect.distant_store import DistantStore
 from tests.unit.replicate.peers import wait_for
 
+pytestmark = pytest.mark.timed
+
 TIMEOUT = timedelta(seconds=20)
 
 

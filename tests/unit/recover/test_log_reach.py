@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.membership.report import Report
@@ -141,7 +141,6 @@ def running(shape: Shape, sizes: list[int]) -> Iterator[tuple[Job, list[str]]]:
         yield Job(shape, logs), complaints
 
 
-@settings(max_examples=30, deadline=None)
 @given(shapes(), st.integers(0, 60), st.integers(0, STAGES - 1), st.none() | st.integers(0, 2))
 def test_whatever_the_verdict_asks_for_is_in_the_log(
     shape: Shape, sends: int, lost: int, ahead: int | None

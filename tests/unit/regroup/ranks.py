@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks of a small job, one process each, that do what a test tells them; and what they do."""
 
-import multiprocessing
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,14 +17,12 @@ from torch.distributed import PrefixStore, ProcessGroup, TCPStore
 from megatron.moevement.seams import cpu_device
 from moevement_ext.regroup.process_groups import ProcessGroups, stand_in_for
 from tests.distributed.harness import nccl_like
+from tests.unit.forks import context
 
 DEADLINE = timedelta(seconds=30)
 """For what takes well under a second."""
 OPERATION_TIMEOUT = timedelta(seconds=77)
 """Of the process groups; nothing may wait for it."""
-
-_context = multiprocessing.get_context('forkserver')
-_PRELOAD = ['torch.distributed', 'torch.testing._internal.distributed.fake_pg', 'psutil', 'xxhash']
 
 
 class Failed(Exception):
@@ -49,8 +45,9 @@ class Rank:
     """The test's handle of one process."""
 
     def __init__(self, rank: int, size: int, port: int, fake: bool, backend: str) -> None:
-        self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(
+        forked = context()
+        self._pipe, theirs = forked.Pipe()
+        self._process = forked.Process(
             target=_serve, args=(rank, size, port, fake, backend, theirs), daemon=True
         )
         self._process.start()
@@ -91,8 +88,6 @@ class Cluster:
     """All ranks of a job, and the store that outlives them."""
 
     def __init__(self, size: int, backend: str) -> None:
-        # Not on import: the server is that of the whole run, and other tests have their preload.
-        _context.set_forkserver_preload(_PRELOAD)
         self.size = size
         self.backend = backend
         self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
@@ -199,8 +194,8 @@ def all_reduce(job: Job, group: str) -> float:
     return tensor.item()
 
 
-def unblocked_seconds(job: Job, operation: str, peer: int) -> float:
-    """How long it takes to get a thread out of an operation that ``peer`` never enters.
+def end_by_unblocking(job: Job, operation: str, peer: int) -> None:
+    """Get a thread out of an operation that ``peer`` never enters.
 
     Raises:
         TimeoutError: it is still waiting.
@@ -219,13 +214,11 @@ def unblocked_seconds(job: Job, operation: str, peer: int) -> float:
     errors: list[str] = []
     waiting = threading.Thread(target=_collect_error, args=(work.wait, errors), daemon=True)
     waiting.start()
-    start = time.monotonic()
     job.process_groups.unblock()
     waiting.join(DEADLINE.total_seconds() / 2)
     if waiting.is_alive():
         raise TimeoutError(operation)
     assert len(errors) == 1, f'{operation} returned'
-    return time.monotonic() - start
 
 
 def errors_of_operations(job: Job) -> list[str]:

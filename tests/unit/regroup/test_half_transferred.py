@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A peer dies, or stops, in the middle of a big message or of connecting: nobody waits for it."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -17,12 +16,16 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from moevement_ext.regroup.gloo import Gloo
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
+from tests.unit.forks import context
 from tests.unit.regroup import ranks
-from tests.unit.regroup.ranks import DEADLINE, Job, cluster
+from tests.unit.regroup.ranks import DEADLINE, Failed, Job, cluster
+
+pytestmark = pytest.mark.timed
 
 MIB = 1 << 20
-OUT_SECONDS = 2.0
-"""For a training thread to get out of an operation; gloo alone takes the group's 77 s, or 30 s."""
+TRIES = 5
+"""On a busy machine all of a message can have come before its peer is struck."""
+NOT_HALF_WAY = 'was not half-way'
 STRIKES = {'kill': signal.SIGKILL, 'stop': signal.SIGSTOP}
 
 
@@ -30,19 +33,34 @@ STRIKES = {'kill': signal.SIGKILL, 'stop': signal.SIGSTOP}
 @pytest.mark.parametrize('strike', STRIKES)
 @pytest.mark.parametrize('operation', ['recv', 'send'])
 def test_half_transferred_message_is_not_waited_for(operation: str, strike: str, mib: int) -> None:
-    with cluster(2) as job:
+    def begin(job: ranks.Cluster) -> None:
         (pid,) = job.all(process_id, ranks=[1])
         job.ranks[1].start(peer_of, operation, mib, strike)
-        assert job.ranks[0].call(seconds_out_of, operation, mib, strike, pid) < OUT_SECONDS
-        assert_goes_on_with_another(job)
+        job.ranks[0].call(get_out_of, operation, mib, strike, pid)
+
+    assert_is_not_waited_for(begin)
 
 
 @pytest.mark.parametrize('operation', ['all_reduce', 'reduce_scatter', 'all_gather'])
 def test_half_transferred_collective_is_not_waited_for(operation: str) -> None:
-    with cluster(2) as job:
+    def begin(job: ranks.Cluster) -> None:
         job.ranks[1].start(stop_in_collective, operation)
-        assert job.ranks[0].call(seconds_out_of_collective, operation) < OUT_SECONDS
-        assert_goes_on_with_another(job)
+        job.ranks[0].call(get_out_of_collective, operation)
+
+    assert_is_not_waited_for(begin)
+
+
+def assert_is_not_waited_for(begin: Callable[[ranks.Cluster], None]) -> None:
+    for _ in range(TRIES):
+        with cluster(2) as job:
+            try:
+                begin(job)
+            except Failed as error:
+                if NOT_HALF_WAY not in str(error):
+                    raise
+                continue
+            return assert_goes_on_with_another(job)
+    pytest.fail(f'the message {NOT_HALF_WAY}, {TRIES} times')
 
 
 def assert_goes_on_with_another(job: ranks.Cluster) -> None:
@@ -77,8 +95,8 @@ def strike_when_moving(data: torch.Tensor, pid: int, strike: str) -> None:
     os.kill(pid, STRIKES[strike])
 
 
-def seconds_out_of(job: Job, operation: str, mib: int, strike: str, peer: int) -> float:
-    """How long a thread still waits after `unblock`, when the peer was struck half-way."""
+def get_out_of(job: Job, operation: str, mib: int, strike: str, peer: int) -> None:
+    """Have a thread wait, and `unblock`, when the peer was struck half-way."""
     data = torch.ones(mib * MIB, dtype=torch.uint8)
     if operation == 'recv':
         data.zero_()
@@ -87,22 +105,21 @@ def seconds_out_of(job: Job, operation: str, mib: int, strike: str, peer: int) -
     else:
         work = dist.isend(data, 1)
     assert work is not None
-    seconds = seconds_to_end(job, work.wait)
+    end(job, work.wait)
     if operation == 'recv':
-        assert not data.all(), 'it was not half-way'
-    return seconds
+        assert not data.all(), f'it {NOT_HALF_WAY}'
 
 
-def seconds_to_end(job: Job, wait: Callable[[], Any]) -> float:
+def end(job: Job, wait: Callable[[], Any]) -> None:
+    """In half of the deadline; gloo alone takes the group's 77 s, or 30 s."""
     errors: list[str] = []
     waiting = threading.Thread(target=ranks._collect_error, args=(wait, errors), daemon=True)
     waiting.start()
     waiting.join(0.5)
-    began = time.monotonic()
+    assert waiting.is_alive() or errors, f'it {NOT_HALF_WAY}'
     job.process_groups.unblock()
     waiting.join(DEADLINE.total_seconds() / 2)
     assert len(errors) == 1, 'it is still waited for' if waiting.is_alive() else 'it returned'
-    return time.monotonic() - began
 
 
 def begin_collective(job: Job, operation: str) -> tuple[Any, torch.Tensor]:
@@ -129,9 +146,9 @@ def stop_in_collective(job: Job, operation: str) -> None:
     work.wait()
 
 
-def seconds_out_of_collective(job: Job, operation: str) -> float:
+def get_out_of_collective(job: Job, operation: str) -> None:
     work, _ = begin_collective(job, operation)
-    return seconds_to_end(job, work.wait)
+    end(job, work.wait)
 
 
 # ---- connecting
@@ -140,8 +157,7 @@ def seconds_out_of_collective(job: Job, operation: str) -> float:
 def test_peer_that_dies_when_it_has_published_its_address_is_not_waited_for() -> None:
     """Whoever of the two turns out to be the one that listens: several tries."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context('forkserver')
-    peer = context.Process(target=publish, args=(store.port,), daemon=True)
+    peer = context().Process(target=publish, args=(store.port,), daemon=True)
     peer.start()
     store.wait(['group/0/1'], DEADLINE)
     peer.kill()
@@ -153,7 +169,7 @@ def test_peer_that_dies_when_it_has_published_its_address_is_not_waited_for() ->
         began = time.monotonic()
         with pytest.raises(RuntimeError):
             Gloo().connect(mine, 0, 2, DEADLINE, None, DEADLINE, broken.is_set)
-        assert time.monotonic() - began < OUT_SECONDS
+        assert time.monotonic() - began < DEADLINE.total_seconds() / 2
     connecting = [t for t in threading.enumerate() if t.name == 'sparse-ckpt-connect']
     assert len(connecting) <= 6, 'one thread is left for each'
 

@@ -19,6 +19,8 @@ from tests.unit.replicate.peers import (
     stored,
 )
 
+pytestmark = pytest.mark.timed
+
 
 def test_replica_is_byte_identical(
     shm: Path, own: OwnerWindows, server: ReplicaServer, client: ReplicaClient

@@ -49,6 +49,8 @@ from tests.unit.replicate.peers import (
     stored,
 )
 
+pytestmark = pytest.mark.timed
+
 
 def test_restarted_owner_gets_its_window_back(
     shm: Path, own: OwnerWindows, server: ReplicaServer, client: ReplicaClient

@@ -18,6 +18,8 @@ from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import SECRET
 from tests.unit.replicate.peers import DEADLINE_S, connected, logging, silent_peer
 
+pytestmark = pytest.mark.timed
+
 DOWN, UP = Direction.DOWN, Direction.UP
 
 

@@ -25,6 +25,8 @@ from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import SECRET
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, ask, connected, serving, wait_for
 
+pytestmark = pytest.mark.timed
+
 ANOTHER_SECRET = bytes(32)
 _CHALLENGE = msgspec.msgpack.Decoder(Challenge)
 _ANSWER = msgspec.msgpack.Decoder(Refused)
@@ -170,9 +172,9 @@ def test_a_silent_stranger_is_dropped_soon(server: ReplicaServer) -> None:
 
 
 def test_a_peer_may_stay_silent(server: ReplicaServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, '_GREETING_SECONDS', 0.2)
+    monkeypatch.setattr(server_module, '_GREETING_SECONDS', 1.0)
     connection = connected(server)
-    time.sleep(0.4)
+    time.sleep(1.5)
     connection.send(FetchHeaders(OWNER, 0))
     assert connection.receive_reply()
 

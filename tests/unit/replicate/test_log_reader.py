@@ -23,6 +23,8 @@ from tests.unit.replicate.peers import (
     wait_for,
 )
 
+pytestmark = pytest.mark.timed
+
 DOWN, UP = Direction.DOWN, Direction.UP
 
 type OpenReader = Callable[..., LogReader]

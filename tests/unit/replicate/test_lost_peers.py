@@ -27,6 +27,8 @@ from tests.unit.replicate.peers import (
     stored,
 )
 
+pytestmark = pytest.mark.timed
+
 REPOSITORY = Path(__file__).parents[3]
 
 

@@ -7,13 +7,11 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.replicate import placement
 from moevement_ext.replicate.placement import place_replicas, survival_probability
-
-BOUNDED = settings(max_examples=100, deadline=None)
 
 any_domains = st.lists(st.sampled_from('abcde'), min_size=1, max_size=14)
 equal_domains = st.integers(1, 6).flatmap(
@@ -48,7 +46,6 @@ def smallest_largest_load(domains, replicas):
     return best
 
 
-@BOUNDED
 @given(any_domains, st.integers(0, 4))
 def test_owner_and_holders_are_all_in_different_domains(domains, replicas):
     holders = place_replicas(domains, replicas)
@@ -58,7 +55,6 @@ def test_owner_and_holders_are_all_in_different_domains(domains, replicas):
         assert len({domains[rank] for rank in (owner, *held_by)}) == len(held_by) + 1
 
 
-@BOUNDED
 @given(equal_domains, st.integers(0, 4), st.data())
 def test_equal_domains_load_every_rank_alike(domains, replicas, data):
     ranks = range(len(domains))
@@ -69,7 +65,6 @@ def test_equal_domains_load_every_rank_alike(domains, replicas, data):
     assert holders == place_replicas(domains, replicas, groups=groups, distance=distance)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from('abcd'), min_size=2, max_size=6), st.integers(1, 2))
 def test_unequal_domains_are_loaded_as_equally_as_possible(domains, replicas):
     if len(set(domains)) > 1:
@@ -102,7 +97,6 @@ def test_links_that_are_only_near_in_pairs_are_found():
     assert holders == [(1,), (0,), (3,), (2,)]
 
 
-@settings(max_examples=40, deadline=None)
 @given(equal_domains, st.integers(1, 3), st.integers(0, 99))
 def test_exchanges_keep_the_laws_and_never_cost_more(domains, replicas, seed):
     lengths = np.random.default_rng(seed).integers(0, 9, (len(domains), len(domains))).tolist()
@@ -169,7 +163,6 @@ def test_negative_replicas_are_refused():
         place_replicas(['a', 'b'], -1)
 
 
-@BOUNDED
 @given(any_domains, st.integers(0, 3), st.data())
 def test_survival_matches_plain_enumeration(domains, replicas, data):
     names = sorted(set(domains))
@@ -186,7 +179,6 @@ def test_survival_matches_plain_enumeration(domains, replicas, data):
     assert survival_probability(domains, holders, failed) == survived / len(sets)
 
 
-@BOUNDED
 @given(any_domains, st.integers(1, 3))
 def test_any_loss_within_the_number_of_holders_is_survived(domains, replicas):
     copies = min(replicas, len(set(domains)) - 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.memory.window.agreed import Agreed
@@ -17,6 +17,8 @@ from moevement_ext.replicate.protocol import MAX_MESSAGE_BYTES, FetchHeaders, Pu
 from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import SECRET, named, tmpfs_directory
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, ask, connected, serving
+
+pytestmark = pytest.mark.timed
 
 
 def closed_by_server(server: ReplicaServer, data: bytes) -> bool:
@@ -41,7 +43,6 @@ def test_strangers_are_cut_off(server: ReplicaServer, client: ReplicaClient) -> 
     ask(client)
 
 
-@settings(deadline=None, max_examples=50)
 @given(messages=st.lists(st.binary(max_size=200), max_size=3))
 def test_garbage_after_hello_never_stops_the_server(
     shared_server: ReplicaServer, messages: list[bytes]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.simulate.closed_form import Dense, Sparse, attempts_s
@@ -67,7 +67,6 @@ def test_frozen_shares_replace_the_uniform_ones() -> None:
     assert replace(uniform, frozen_shares=(0.9, 0.6, 0.3, 0.0)).active_iterations() == 3.1
 
 
-@settings(max_examples=50, deadline=None)
 @given(iteration_s=SECONDS, window=st.integers(1, 30))
 def test_recovery_of_windows_back_to_back(iteration_s: float, window: int) -> None:
     system = Sparse(iteration_s, window, overhead_s=0.7)
@@ -77,7 +76,6 @@ def test_recovery_of_windows_back_to_back(iteration_s: float, window: int) -> No
     assert most == pytest.approx(2 * window * iteration_s)
 
 
-@settings(max_examples=50, deadline=None)
 @given(system=DENSE | SPARSE)
 def test_without_failures_only_the_overhead_counts(system: Dense | Sparse) -> None:
     never = replace(system, mtbf_s=math.inf)
@@ -90,7 +88,6 @@ def test_without_failures_only_the_overhead_counts(system: Dense | Sparse) -> No
     assert replace(system, mtbf_s=1e13).ettr_exact() == pytest.approx(limit, rel=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
 @given(system=DENSE | SPARSE)
 def test_exact_and_first_order_agree_when_failures_are_rare(system: Dense | Sparse) -> None:
     rare = replace(system, mtbf_s=1e9)
@@ -103,7 +100,6 @@ def test_exact_and_first_order_agree_when_failures_are_rare(system: Dense | Spar
     assert low * 0.999 - 1e-12 <= lost <= low * slower * 1.001 + 1e-12
 
 
-@settings(max_examples=50, deadline=None)
 @given(system=DENSE | SPARSE, factor=st.floats(1.01, 3))
 def test_monotone(system: Dense | Sparse, factor: float) -> None:
     here = system.ettr_exact()

@@ -5,14 +5,13 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.simulate.closed_form import Dense
 from moevement_ext.simulate.intervals import daly_s, exact_s, optimal, young_s
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     iteration_s=st.floats(1, 10),
     overhead_s=st.floats(0, 1),

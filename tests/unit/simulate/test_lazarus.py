@@ -7,7 +7,7 @@ from math import comb
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.simulate.lazarus import (
@@ -20,7 +20,6 @@ from moevement_ext.simulate.lazarus import (
     spread,
 )
 
-BOUNDED = settings(max_examples=60, deadline=None)
 MAKERS = (maximum_rank_overlap, spread)
 
 
@@ -58,7 +57,6 @@ def small_cases(nodes: int, slots: int, experts: int) -> list[tuple[int, ...]]:
     return [replicas for replicas in counts if sum(replicas) <= nodes * slots]
 
 
-@BOUNDED
 @given(cases(), st.sampled_from(MAKERS))
 def test_every_replica_has_a_slot(case: tuple[list[int], int, int], make: object) -> None:
     replicas, nodes, slots = case
@@ -69,7 +67,6 @@ def test_every_replica_has_a_slot(case: tuple[list[int], int, int], make: object
     assert placed.tolist() == replicas
 
 
-@BOUNDED
 @given(cases(), st.data())
 def test_recovery_probability_is_that_of_plain_enumeration(
     case: tuple[list[int], int, int], data: st.DataObject
@@ -133,7 +130,6 @@ def test_overlap_survives_more_often_than_spreading_on_skewed_load() -> None:
     assert max(others) < 0.5
 
 
-@BOUNDED
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=12), st.integers(1, 3))
 def test_allocation_fills_all_slots_in_the_order_of_the_load(tokens: list[int], least: int) -> None:
     replicas = allocate_replicas(tokens, 6, 6, least)

@@ -119,7 +119,7 @@ def test_a_slow_network_holds_the_replay_up() -> None:
     assert sparse('ours', profile=fast).restart_s == pytest.approx(3 + slots[0] / 100)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True)
 @given(
     copy=st.floats(16, 500),
     network=st.floats(0.5, 50),

@@ -13,7 +13,7 @@ from moevement_ext.slurm.link import Link
 from tests.unit.local_cluster.conftest import dies
 from tests.unit.slurm.conftest import SlurmJob
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 VARIABLES = {
     'RANK': '3',

@@ -9,6 +9,8 @@ import pytest
 from moevement_ext.config import ConfigurationError
 from moevement_ext.slurm import allocation
 
+pytestmark = pytest.mark.timed
+
 # Changes are noted; every other one is refused, as to a command that Slurm ends with the job.
 SCONTROL = """\
 #!/usr/bin/env bash

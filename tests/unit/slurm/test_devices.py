@@ -14,7 +14,7 @@ from moevement_ext.local_cluster.events import (
 from tests.unit.local_cluster.conftest import dies
 from tests.unit.slurm.conftest import SlurmJob
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 
 def seated(job: SlurmJob) -> list[tuple[str, int]]:

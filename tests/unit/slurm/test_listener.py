@@ -19,7 +19,7 @@ from moevement_ext.slurm.listener import Listener
 from moevement_ext.slurm.messages import Alive
 from tests.unit.readable import readable
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
 SECRET = new_secret()
 
 

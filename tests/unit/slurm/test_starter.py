@@ -34,7 +34,7 @@ from moevement_ext.store.node_leader import VARIABLE
 from tests.unit.local_cluster.conftest import dies, undead
 from tests.unit.slurm.conftest import SlurmJob
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 
 def seated(job: SlurmJob) -> list[tuple[str, int]]:

@@ -8,6 +8,8 @@ import pytest
 from moevement_ext.slurm.address import Address
 from moevement_ext.slurm.steps import slurm_step
 
+pytestmark = pytest.mark.timed
+
 SRUN = """\
 #!/usr/bin/env bash
 echo "$@ $(env | grep ^SLURM_ | sort | xargs)" >"$0.asked"

@@ -7,21 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import psutil
 from torch.distributed import TCPStore
 
+from tests.unit.forks import context
+
 WAIT_S = 120.0
-_SERVES = """
-import signal, sys
-from torch.distributed import TCPStore
-store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-while store:
-    signal.pause()
-"""
 _LEADS = """
 import json, signal, sys
 from moevement_ext.store import leader
@@ -34,13 +30,11 @@ signal.pause()
 """
 
 
-class _Process:
-    def __init__(self, program: str, *arguments: object) -> None:
-        command = [sys.executable, '-c', program, *map(str, arguments)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self.output = self._process.stdout
-        self.port = int(self.output.readline())
+class _Process(ABC):
+    """Listens at a port."""
+
+    port: int
+    pid: int
 
     def connect(self, timeout_s: float = WAIT_S) -> TCPStore:
         timeout = timedelta(seconds=timeout_s)
@@ -60,37 +54,69 @@ class _Process:
 
     def connections_to(self, port: int) -> int:
         """How many are open."""
-        found = psutil.Process(self._process.pid).net_connections()
+        found = psutil.Process(self.pid).net_connections()
         return sum(
             bool(one.raddr) and one.raddr.port == port and one.status == psutil.CONN_ESTABLISHED
             for one in found
         )
 
     def stand_still(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # until then it may answer
+        os.kill(self.pid, signal.SIGSTOP)
+        process = psutil.Process(self.pid)
+        until(lambda: process.status() == psutil.STATUS_STOPPED)  # until then it may answer
 
     def go_on(self) -> None:
-        os.kill(self._process.pid, signal.SIGCONT)
+        os.kill(self.pid, signal.SIGCONT)
 
+    @abstractmethod
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        """Kill it."""
 
 
 class Server(_Process):
     """Serves a store."""
 
     def __init__(self, port: int = 0) -> None:
-        super().__init__(_SERVES, port)
+        ours, theirs = context().Pipe()
+        self._process = context().Process(target=_serve, args=(port, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert ours.poll(WAIT_S)
+        self.port = ours.recv()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(port: int, pipe: Connection) -> None:
+    store = TCPStore('127.0.0.1', port, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    while store:
+        signal.pause()
 
 
 class Leader(_Process):
-    """Leads to the store at a port, which it asks so often for an answer in so many seconds."""
+    """Leads to the store at a port, which it asks so often for an answer in so many seconds.
+
+    A fresh interpreter: a leader does not import torch.
+    """
 
     def __init__(self, port: int, every_s: float = WAIT_S, to_answer_s: float = WAIT_S) -> None:
-        super().__init__(_LEADS, port, [every_s, to_answer_s])
+        times = json.dumps([every_s, to_answer_s])
+        command = [sys.executable, '-c', _LEADS, str(port), times]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.pid = self._process.pid
+        assert self._process.stdout is not None
+        self.output = self._process.stdout
+        self.port = int(self.output.readline())
         self.variables: dict[str, str] = json.loads(self.output.readline())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -14,6 +14,8 @@ from moevement_ext.store import outside
 from moevement_ext.store.answers import AnswerWatch, addresses_of, cut_connections, in_time
 from tests.unit.store.processes import WAIT_S, Server
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.fixture
 def server() -> Iterator[Server]:

@@ -22,6 +22,8 @@ from moevement_ext.store.wire import Kind, Request, encoded
 from tests.unit.store.processes import WAIT_S, Leader, Server, until
 from tests.unit.store.relay import Relay
 
+pytestmark = pytest.mark.timed
+
 NODES = 6
 BRANCHES = 2
 
@@ -94,7 +96,7 @@ def test_what_all_nodes_ask_at_once_a_branch_asks_once(
     server.stand_still()
     with ThreadPoolExecutor(NODES) as threads:
         told = [threads.submit(client.add, 'n', 1) for client in clients]
-        threading.Event().wait(1.0)  # all have asked; else more follow, which is no error
+        threading.Event().wait(2.0)  # all have asked; else more follow, which is no error
         server.go_on()
         assert sorted(one.result(WAIT_S) for one in told) == list(range(2, NODES + 2))
     assert relay.nbytes - before <= 4 * bytes_of_one

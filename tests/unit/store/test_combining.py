@@ -13,6 +13,8 @@ from moevement_ext.store.combining import Waits
 from moevement_ext.store.line import Line
 from tests.unit.store.processes import WAIT_S, Server
 
+pytestmark = pytest.mark.timed
+
 KEYS = (b'/gate',)
 """As torch's clients name it."""
 

@@ -15,6 +15,8 @@ from moevement_ext.store import torchrun
 from moevement_ext.store.flag import given
 from moevement_ext.store.outside import connect, meet_there
 
+pytestmark = pytest.mark.timed
+
 SOON = timedelta(seconds=1)
 TIMEOUT = timedelta(seconds=60)
 NODE = ['--nnodes', '2', '--node-rank', '1', '--nproc-per-node', '4']

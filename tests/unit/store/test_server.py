@@ -16,6 +16,8 @@ from moevement_ext.store.server import listen
 from tests.distributed.harness.cluster import ROOT
 from tests.distributed.harness.store import OutsideStore
 
+pytestmark = pytest.mark.timed
+
 TIMEOUT = timedelta(seconds=60)
 
 

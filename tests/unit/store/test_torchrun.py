@@ -11,6 +11,8 @@ import pytest
 
 from tests.unit.store.processes import WAIT_S, Server
 
+pytestmark = pytest.mark.timed
+
 ENDS = """
 import os, sys, time
 life, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['RANK']
@@ -45,7 +47,7 @@ def test_a_mistake_of_the_user_ends_the_agent_if_none_was_started_again(
     command = [sys.executable, '-m', 'moevement_ext.store.torchrun', '--nproc-per-node', '2']
     command += ['--max-restarts', '2', str(program), str(starts), statuses]
     command += ['--sparse-ckpt-store', f'127.0.0.1:{store.port}']
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=5 * WAIT_S, check=False)
     assert ended.returncode == status, ended.stderr
     begun = starts.read_text().split()
     assert sorted(begun) == [f'{rank}:{life}' for rank in range(2) for life in range(lives)]

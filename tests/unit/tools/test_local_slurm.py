@@ -10,6 +10,8 @@ import pytest
 from tools.local_slurm import cluster
 from tools.local_slurm.__main__ import main
 
+pytestmark = pytest.mark.timed
+
 
 def test_a_node_of_no_cluster_cannot_be_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

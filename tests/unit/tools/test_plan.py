@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.simulate.description import DescriptionError
@@ -106,7 +106,6 @@ def test_slots_are_balanced(capsys, operators):
     assert (found['window'], found['slot_bytes']) == (2, [27, 36])
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=8),
     st.integers(1, 120),

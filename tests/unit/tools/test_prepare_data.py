@@ -269,7 +269,11 @@ def test_tokenizer_that_cannot_be_built_is_named(
     assert f'--tokenizer {tokenizer}: ' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('sent', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    'sent',
+    [pytest.param(one, marks=pytest.mark.thorough) for one in (signal.SIGTERM, signal.SIGINT)]
+    + [signal.SIGKILL],
+)
 def test_interrupted_run_leaves_no_dataset(tmp_path: Path, out: Path, sent: int) -> None:
     """Opening the pipe returns once the tool reads from it, in the middle of its work."""
     pipe = tmp_path / 'pipe'

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.errors import HostMemoryError
@@ -426,7 +426,6 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
 @given(steps=steps)
 def test_everything_from_the_first_iteration_on_is_there(steps: list[object]) -> None:
     sent: dict[int, dict[Direction, list[torch.Tensor]]] = defaultdict(lambda: defaultdict(list))

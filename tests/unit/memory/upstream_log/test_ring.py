@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections import deque
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.memory.upstream_log.ring import Ring, region_bytes
@@ -49,7 +49,6 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(steps=steps)
 def test_live_regions_never_overlap(steps: list[int | str]) -> None:
     ring = Ring(CAPACITY)

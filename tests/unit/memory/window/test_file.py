@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moevement_ext.errors import HostMemoryError
@@ -341,7 +341,6 @@ def test_no_file(shm: Path, path: str) -> None:
         load(shm / path)
 
 
-@settings(deadline=None, max_examples=150)
 @given(garbage=st.binary(max_size=2048), padding=st.sampled_from([0, PREAMBLE_BYTES, 2**17]))
 def test_garbage_is_refused(garbage: bytes, padding: int) -> None:
     with tmpfs_directory() as shm:
@@ -358,7 +357,6 @@ _DIRECTORIES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=150)
 @given(directory=_DIRECTORIES)
 @example(directory=msgspec.msgpack.encode(((0, PLAN), [(0, 2**64 - 1, 2**64 - 1, 0, 0)])))
 def test_directory_with_valid_checksum_but_any_content_is_refused(directory: bytes) -> None:
@@ -373,7 +371,6 @@ def test_directory_with_valid_checksum_but_any_content_is_refused(directory: byt
             load(shm / 'w')
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     field=st.sampled_from(['start', 'window', 'slot', 'iteration', 'payload_bytes', 'owner']),
     value=_INTEGERS,
@@ -407,7 +404,6 @@ def test_header_with_valid_checksum_but_other_content_is_refused(
             load(shm / 'w')
 
 
-@settings(deadline=None, max_examples=300)
 @given(position=st.integers(0, 10**9), bit=st.integers(0, 7))
 def test_a_flipped_bit_changes_nothing_unnoticed(position: int, bit: int) -> None:
     """Either the window is refused, or the bit was in padding and all records are as they were."""

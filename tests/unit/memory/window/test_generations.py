@@ -364,7 +364,7 @@ class Recycling(RuleBasedStateMachine):
         assert len(list(self.windows.path.iterdir())) == 2
 
 
-Recycling.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+Recycling.TestCase.settings = settings(stateful_step_count=20, deadline=None)
 TestRecycling = Recycling.TestCase
 
 

@@ -15,6 +15,8 @@ from tools.chaos.aiming import Aim
 from tools.chaos.landing import Phase, landed
 from tools.lab.evidence import kind_of, read_events
 
+pytestmark = pytest.mark.timed
+
 RECOVERING = """
 import sys, time
 from moevement_ext.events import EventLog, Recovered, RecoveryPhase

@@ -10,6 +10,8 @@ from tests.unit.tools.samples import event
 from tools.chaos.drawing import Kind
 from tools.chaos.landing import ALL, RECOVERY, Cell, Coverage, Phase, landed, parse_cells
 
+pytestmark = pytest.mark.timed
+
 
 def happened(
     kind: type[Event], rank: int, time: float, pid: int | None = None, **fields: Any

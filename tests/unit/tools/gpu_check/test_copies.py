@@ -9,6 +9,8 @@ from tools.gpu_check import copies, report
 from tools.gpu_check.settings import Settings
 from tools.gpu_check.stages import run_stage
 
+pytestmark = pytest.mark.thorough
+
 NO_DEVICE = (
     'busy_over_limit is missing: tools.bench.gpu_copy ended with exit status 2: '
     'bench_gpu_copy: no CUDA device; run this on a machine with a GPU'

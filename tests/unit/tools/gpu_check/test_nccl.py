@@ -13,6 +13,8 @@ from tools.gpu_check import nccl
 from tools.gpu_check.settings import Settings
 from tools.lab.launch import ROOT
 
+pytestmark = [pytest.mark.thorough, pytest.mark.timed]
+
 PATCH = """
 from moevement_ext.regroup import process_groups
 

@@ -15,6 +15,8 @@ from tools.gpu_check.settings import Settings
 from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
 
+pytestmark = pytest.mark.timed
+
 PASSED = StageResult(True, 3.2, {'gb_s': 51.234567, 'gpu': 'X', 'table': {'a': 1}}, [])
 FAILED = StageResult(False, 61.0, {}, ['a sum was wrong', 'and another'])
 
@@ -62,6 +64,7 @@ def test_without_a_gpu_nothing_is_claimed(tmp_path, capsys, monkeypatch) -> None
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 def test_a_stage_is_run_apart_kept_and_not_run_again(tmp_path, capfd) -> None:
     passed = dict.fromkeys(('environment', 'copies', 'nccl', 'one-rank', 'four-rank'), PASSED)
     command = ['--cpu', '--output', str(tmp_path)]

@@ -11,6 +11,10 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.timed
+
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = ROOT / 'scripts' / 'gpu_check.sh'
 PROGRAMS = ('tools/gpu_check', 'tests/gpu', 'scripts/local_cluster.py', 'pretrain_gpt.py')
@@ -95,6 +99,7 @@ def test_a_folder_without_wheels_is_named(tmp_path: Path) -> None:
     assert refused.stderr == f'gpu_check: --wheels {tmp_path}: there is no wheel in it\n'
 
 
+@pytest.mark.thorough
 def test_wheels_are_installed_where_the_versions_of_packages_are_held(tmp_path: Path) -> None:
     """NVIDIA's images have such constraints in the environment of every pip."""
     (tmp_path / 'scripts').mkdir()

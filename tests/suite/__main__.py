@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `scripts/test.sh` runs: all phases one after the other, or what its arguments name."""
+
+import argparse
+import subprocess
+import sys
+
+from tests.suite import phases, selection, shards
+from tests.suite.sessions import PYTEST
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0 if all is green."""
+    parser = argparse.ArgumentParser(prog='scripts/test.sh', add_help=False, allow_abbrev=False)
+    parser.add_argument('--thorough', action='store_true')
+    parser.add_argument('--shard', type=shards.Shard.parse, metavar='I/N')
+    parser.add_argument('--since', metavar='REV')
+    parser.add_argument('--record', action='store_true')
+    args, names = parser.parse_known_args(argv)
+    if not names:
+        return phases.run_all(phases.Plan(args.thorough, args.shard, args.since, args.record))
+    if args.since or args.record:
+        parser.error('--since and --record go with all phases: leave out the names')
+    options = ['--thorough'] * args.thorough
+    options += [f'--shard={args.shard}'] * (args.shard is not None)
+    return subprocess.call([*PYTEST, *options, *selection.with_paths(names)])
+
+
+if __name__ == '__main__':
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (selection.UnknownName, KeyboardInterrupt) as error:
+        sys.exit(f'scripts/test.sh: {error or "interrupted"}')

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The phases of the suite, one after the other: none runs beside what it could disturb."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.suite import selection, shards
+from tests.suite.sessions import FLAKY, Result, keep, session, tried_again
+
+ROOT = selection.ROOT
+MAY_BE_FLAKY = 5
+"""If more timed cases than these are red, it is not for want of a quiet moment."""
+
+SOURCES = ['setup.py', 'moevement_ext', 'megatron', 'tools', 'examples', 'tests']
+SOURCES += ['scripts/local_cluster.py', 'pretrain_gpt.py']
+LINT = {
+    'black': ['black', '--check', '--quiet', *SOURCES],
+    'isort': ['isort', '--check-only', *SOURCES],
+    'ruff': ['ruff', 'check', '--quiet', *SOURCES],
+    'mypy': ['mypy', 'moevement_ext', 'megatron/moevement', 'tools', 'examples'],
+}
+_CPUS = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: all of the default suite, unless it is said otherwise."""
+
+    thorough: bool = False
+    """Also cases that others nearly cover, and what needs root or a cluster."""
+    shard: shards.Shard | None = None
+    """Only this part of each phase."""
+    since: str | None = None
+    """Only what a change since this revision can touch."""
+    record: bool = False
+    """Write how long the test files took to `shards.DURATIONS`."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One session of pytest."""
+
+    name: str
+    folders: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    mark: str | None = None
+    """Only files that name it: no other need be imported."""
+    retried: bool = False
+    """True where a red case is run once more, alone. Never where bits are compared."""
+
+    def files(self, touched: set[Path] | None) -> list[str]:
+        """Paths for pytest, relative to the root."""
+        if self.mark is None and touched is None:
+            return list(self.folders)
+        found = [path for folder in self.folders for path in (ROOT / folder).rglob('test_*.py')]
+        if self.mark is not None:
+            found = [path for path in found if f'mark.{self.mark}' in path.read_text('utf-8')]
+        return sorted(str(path.relative_to(ROOT)) for path in found if path in (touched or found))
+
+
+def phases(thorough: bool) -> list[Phase]:
+    """All sessions of pytest, in their order."""
+    # Timed cases wait for most of their time, so many go at a time.
+    many, few = str(min(12, max(4, 3 * _CPUS))), str(max(2, _CPUS))
+    unit = ('tests/unit', 'tests/fuzz')
+    train = ('tests/distributed',)
+    found = [
+        Phase('timed', unit, ('-m', 'timed', '-n', many, '--dist', 'worksteal'), 'timed', True),
+        Phase('unit', unit, ('-m', 'not timed', '-n', few, '--dist', 'loadfile')),
+        Phase(
+            'train',
+            train,
+            (
+                '-m',
+                'not launcher',
+            ),
+        ),
+        Phase('launchers', train, ('-m', 'launcher'), 'launcher'),
+    ]
+    if thorough:
+        found.append(Phase('cluster', ('tests/cluster', 'tests/image')))
+    # By themselves: all others train on the CPU, without either.
+    if shutil.which('nvidia-smi') or importlib.util.find_spec('transformer_engine'):
+        found.append(Phase('gpu', ('tests/gpu', 'tests/transformer_engine')))
+    return found
+
+
+def run_all(plan: Plan) -> int:
+    """Run all phases, also after a red one.
+
+    Returns:
+        The exit status.
+    """
+    touched = None if plan.since is None else selection.touched_by(plan.since)
+    results = []
+    if plan.shard is None or plan.shard.number == 1:
+        results.append(_shown(_lint))
+    for phase in phases(plan.thorough):
+        files = phase.files(touched)
+        if files:
+            results.append(_shown(lambda: _run(phase, files, plan)))  # noqa: B023
+    outcomes = keep(results)
+    if plan.record:
+        shards.record({case: one['seconds'] for case, one in outcomes.items()})
+    return _conclude(results)
+
+
+def _shown(run: Callable[[], Result]) -> Result:
+    """Run a phase and say how it ended, at once."""
+    start = time.monotonic()
+    result = run()
+    result.seconds = time.monotonic() - start
+    print(f'[test] {result}', flush=True)
+    return result
+
+
+def _lint() -> Result:
+    result = Result('lint')
+    for name, command in LINT.items():
+        print(f'\n[test] lint: {name}', flush=True)
+        if subprocess.call([sys.executable, '-m', *command], cwd=ROOT) != 0:
+            result.red.append(name)
+    return result
+
+
+def _run(phase: Phase, files: list[str], plan: Plan) -> Result:
+    """One session; what is red in it and may be for want of a quiet moment is tried again."""
+    options = [*phase.options, *['--thorough'] * plan.thorough]
+    if plan.shard is not None:
+        options.append(f'--shard={plan.shard}')
+    some = plan.shard is not None or plan.since is not None
+    result = session(phase.name, [*options, *files], may_be_empty=some)
+    return tried_again(result) if phase.retried and len(result.red) <= MAY_BE_FLAKY else result
+
+
+def _conclude(results: list[Result]) -> int:
+    """Show all phases and what is red in them; the exit status."""
+    print('\n[test] all phases')
+    for result in results:
+        print(f'[test] {result}')
+        for case in result.red:
+            print(f'[test]     red: {case}')
+        for case in result.flaky:
+            print(f'[test]     flaky: {case}, see {FLAKY.relative_to(ROOT)}')
+    seconds = sum(result.seconds for result in results)
+    red = any(result.red for result in results)
+    print(f'[test] {"RED" if red else "green"} after {int(seconds) // 60} min {seconds % 60:.0f} s')
+    return int(red)

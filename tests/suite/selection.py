@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests an argument names, and which a change can touch."""
+
+import ast
+import subprocess
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / 'tests'
+PACKAGES = ('moevement_ext', 'megatron/moevement', 'tools', 'examples', 'tests', 'scripts')
+RULES = tuple((TESTS / 'unit').glob('test_*.py'))
+"""Tests of the tree and its documents: they read files that they do not import."""
+JOBS = ('pretrain_gpt', 'moevement_ext.local_cluster.__main__', 'moevement_ext.store.torchrun')
+"""Programs that the tests in the folders of `TRAINING` start."""
+TRAINING = ('distributed', 'cluster', 'image', 'transformer_engine', 'gpu')
+EVERYTHING = ('pyproject.toml', 'setup.py', 'conftest.py', '.python-version', 'setup_env.sh')
+"""Names of files that can touch any test."""
+
+
+class UnknownName(Exception):
+    """What is no folder, file or option."""
+
+
+def with_paths(arguments: Sequence[str]) -> list[str]:
+    """Arguments for pytest: the name of a folder or file below `tests` is replaced by its path."""
+    found: list[str] = []
+    named = False
+    for before, argument in zip(['', *arguments], arguments, strict=False):
+        if argument.startswith('-') or _takes_a_value(before):
+            found.append(argument)
+            continue
+        named = True
+        path = argument.partition('::')[0]
+        found += [argument] if (ROOT / path).exists() else _named(argument)
+    return found if named else [*found, 'tests']
+
+
+def _takes_a_value(option: str) -> bool:
+    """True for options whose value is an argument of its own, as far as people use them here."""
+    return option in ('-k', '-m', '-n', '-p', '-o', '-c', '-W', '--dist', '--maxfail', '--timeout')
+
+
+def _named(argument: str) -> list[str]:
+    """Paths of all folders `recover`, or files `test_recover.py` where there is none."""
+    name, cases, case = argument.partition('::')
+    name = name.removesuffix('.py').removeprefix('test_').strip('/')
+    folders = [path for path in TESTS.rglob(name) if path.is_dir()]
+    found = folders or list(TESTS.rglob(f'test_{name}.py'))
+    if not found:
+        raise UnknownName(f'{argument}: no folder or test file below tests has this name')
+    return sorted(f'{path.relative_to(ROOT)}{cases}{case}' for path in found)
+
+
+# ---- what a change can touch
+
+
+def touched_by(revision: str) -> set[Path]:
+    """Test files that could see a difference between a revision and the working tree."""
+    changed = {ROOT / name for name in _changed_since(revision)}
+    files = set(TESTS.rglob('test_*.py'))
+    if any(path.name in EVERYTHING for path in changed):
+        return files
+    modules = {path for path in changed if path.suffix == '.py'}
+    names = {path.name for path in changed - modules}
+    return {*RULES, *(file for file in files if _sees(file, modules, names))}
+
+
+def _changed_since(revision: str) -> Iterator[str]:
+    for command in (
+        ['diff', '--name-only', '--no-renames', revision],
+        ['ls-files', '--others', '--exclude-standard'],
+    ):
+        done = subprocess.run(['git', *command], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise UnknownName(f'--since {revision}: {done.stderr.strip()}')
+        yield from done.stdout.splitlines()
+
+
+def _sees(test: Path, modules: set[Path], names: set[str]) -> bool:
+    """True if it imports one of the modules, by whatever way, or speaks of one of the names."""
+    behind = reach(test)
+    if test.relative_to(TESTS).parts[0] in TRAINING:
+        behind = behind.union(*(reach(_file_of(job)) for job in JOBS))
+    if behind & modules:
+        return True
+    texts = [_text(path) for path in behind if path.is_relative_to(TESTS)]
+    return any(name in text for name in names for text in texts)
+
+
+def reach(file: Path | None) -> frozenset[Path]:
+    """A file and all of the project that it imports, directly or not."""
+    seen: set[Path] = set()
+    waiting = [] if file is None else [file]
+    while waiting:
+        path = waiting.pop()
+        if path not in seen:
+            seen.add(path)
+            waiting += _imports(path)
+    return frozenset(seen)
+
+
+@cache
+def _text(path: Path) -> str:
+    return path.read_text('utf-8')
+
+
+@cache
+def _imports(path: Path) -> frozenset[Path]:
+    """Files of the project that one file names: by import, or as a module that it starts."""
+    found: set[Path | None] = set()
+    for node in ast.walk(ast.parse(_text(path))):
+        if isinstance(node, ast.Import):
+            found |= {_file_of(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(_file_of(node.module or ''))
+            found |= {_file_of(f'{node.module}.{alias.name}') for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= _started(node.value)
+    conftests = {parent / 'conftest.py' for parent in path.parents if parent != TESTS}
+    if path.name.startswith('test_'):
+        found |= {conftest for conftest in conftests if conftest.exists()}
+    return frozenset(one for one in found if one is not None)
+
+
+def _started(text: str) -> set[Path | None]:
+    """Modules that a string names, as `tools.demo`, `scripts/demo.sh` or `import tools.demo`."""
+    if len(text) > 2000:
+        return set()
+    words = text.replace(';', ' ').replace('(', ' ').split()
+    starts = ('moevement_ext', 'megatron.moevement', 'tools', 'examples', 'tests', 'pretrain_gpt')
+    return {_file_of(word) for word in words if word.startswith(starts)}
+
+
+@cache
+def _file_of(module: str) -> Path | None:
+    """The source of a module of the project; None for all others."""
+    place = ROOT / module.removesuffix('.py').replace('.', '/')
+    if not module or not module.replace('.', '').replace('_', '').replace('/', '').isalnum():
+        return None
+    if not (
+        module.startswith('pretrain_gpt') or str(module.replace('.', '/')).startswith(PACKAGES)
+    ):
+        return None
+    for path in (place.with_suffix('.py'), place / '__main__.py', place / '__init__.py'):
+        if path.is_file():
+            return path
+    return None

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names on the command line, and what a change can touch."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.suite import selection
+from tests.suite.selection import ROOT, UnknownName, reach, with_paths
+
+UNIT = ROOT / 'tests' / 'unit'
+
+
+def test_a_folder_or_file_is_named_by_its_name() -> None:
+    assert with_paths(['recover']) == ['tests/unit/recover']
+    assert with_paths(['verdict']) == [
+        'tests/unit/recover/test_verdict.py',
+        'tests/unit/tools/drill/test_verdict.py',
+    ]
+    assert with_paths(['rank_state', '-k', 'recover']) == [
+        'tests/unit/recover/test_rank_state.py',
+        '-k',
+        'recover',
+    ]
+
+
+def test_paths_and_cases_stay_what_they_are() -> None:
+    path = 'tests/unit/recover/test_verdict.py'
+    assert with_paths([path, f'{path}::test_x']) == [path, f'{path}::test_x']
+    assert with_paths(['test_rank_state.py::test_x']) == [
+        'tests/unit/recover/test_rank_state.py::test_x'
+    ]
+
+
+def test_options_alone_are_for_all_tests() -> None:
+    assert with_paths(['-k', 'verdict', '-x']) == ['-k', 'verdict', '-x', 'tests']
+
+
+def test_a_name_of_nothing_is_refused() -> None:
+    with pytest.raises(UnknownName, match='recovery_of_nothing'):
+        with_paths(['recovery_of_nothing'])
+
+
+def test_what_is_imported_by_others_is_reached() -> None:
+    found = reach(UNIT / 'recover' / 'test_verdict.py')
+    assert ROOT / 'moevement_ext' / 'recover' / 'verdict.py' in found
+    assert ROOT / 'moevement_ext' / 'errors.py' in found, 'not directly'
+    assert ROOT / 'tests' / 'conftest.py' not in found, 'or any change would touch all'
+    assert ROOT / 'tools' / 'demo' / '__main__.py' not in found
+
+
+@pytest.mark.parametrize(
+    ('changed', 'touched', 'not_touched'),
+    [
+        ('moevement_ext/recover/verdict.py', 'recover/test_verdict.py', 'simulate/test_sizes.py'),
+        ('moevement_ext/recover/verdict.py', '../distributed/test_torchrun.py', 'readable.py'),
+        ('moevement_ext/simulate/sizes.py', 'simulate/test_sizes.py', 'recover/test_verdict.py'),
+        ('tools/plot_run.py', 'test_design.py', '../distributed/test_torchrun.py'),
+        ('scripts/slurm_job.sh', 'test_repository.py', 'recover/test_verdict.py'),
+        ('tests/unit/regroup/ranks.py', 'regroup/test_nccl.py', 'recover/test_verdict.py'),
+        ('setup.py', 'recover/test_verdict.py', 'readable.py'),
+    ],
+)
+def test_a_change_touches_what_reaches_it(
+    changed: str, touched: str, not_touched: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (ROOT / changed).exists()
+    monkeypatch.setattr(selection, '_changed_since', lambda revision: [changed])
+    found = {path.resolve() for path in selection.touched_by('HEAD')}
+    assert (UNIT / touched).resolve() in found
+    assert (UNIT / not_touched).resolve() not in found
+
+
+def test_changes_are_those_of_the_working_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> None:
+        names = ['-c', 'user.name=a', '-c', 'user.email=a@b']
+        subprocess.run(['git', *names, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git('init')
+    (tmp_path / 'committed').write_text('1')
+    (tmp_path / 'same').write_text('1')
+    git('add', '.')
+    git('commit', '-m', 'x')
+    (tmp_path / 'committed').write_text('2')
+    (tmp_path / 'new').write_text('2')
+    monkeypatch.setattr(selection, 'ROOT', tmp_path)
+    assert set(selection._changed_since('HEAD')) == {'committed', 'new'}
+    with pytest.raises(UnknownName, match='--since nothing'):
+        list(selection._changed_since('nothing'))

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of cases: red ones are named, and timed ones that are green alone are noted."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.suite import phases, sessions
+from tests.suite.sessions import Outcomes, Result, tried_again
+
+pytest_plugins = ['pytester']
+
+
+def test_outcomes_of_all_cases_are_written(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    pytester.makepyfile(
+        test_some="""
+            import pytest
+
+            @pytest.fixture
+            def breaks_afterwards():
+                yield
+                raise ValueError('torn')
+
+            def test_green(): pass
+            def test_red(): assert 1 == 2
+            def test_bits():
+                import torch
+                assert torch.equal(torch.ones(1), torch.zeros(1))
+            def test_skipped(): pytest.skip('no')
+            def test_torn(breaks_afterwards): pass
+        """,
+        test_unreadable='raise OSError',
+    )
+    file = tmp_path / 'outcomes.json'
+    pytester.inline_run('--continue-on-collection-errors', plugins=[Outcomes(file)])
+    found = json.loads(file.read_text())
+    assert {case: one['outcome'] for case, one in found.items()} == {
+        'test_some.py::test_green': 'passed',
+        'test_some.py::test_red': 'failed',
+        'test_some.py::test_bits': 'failed',
+        'test_some.py::test_skipped': 'skipped',
+        'test_some.py::test_torn': 'failed',
+        'test_unreadable.py': 'failed',
+    }
+    assert len(found['test_some.py::test_red']['load']) == 3
+    assert not found['test_some.py::test_red']['bits'] and found['test_some.py::test_bits']['bits']
+    assert 'ValueError' in found['test_some.py::test_torn']['error']
+
+
+@pytest.fixture
+def flaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sessions, 'RESULTS', tmp_path)
+    monkeypatch.setattr(sessions, 'FLAKY', tmp_path / 'flaky.jsonl')
+    return tmp_path / 'flaky.jsonl'
+
+
+def failed(*cases: str) -> Result:
+    outcomes = {case: {'outcome': 'failed', 'load': [9, 9, 9], 'bits': False} for case in cases}
+    return Result('timed', red=list(cases), outcomes=outcomes)
+
+
+def test_who_is_green_alone_is_flaky_and_noted(
+    flaky: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alone(name: str, cases: Sequence[str]) -> Result:
+        assert cases == ['a', 'b', 'c']
+        outcomes = {'a': {'outcome': 'passed'}, 'b': {'outcome': 'failed'}}
+        return Result(name, red=['b'], outcomes=outcomes)  # c was not reached
+
+    monkeypatch.setattr(sessions, 'session', alone)
+    result = tried_again(failed('a', 'b', 'c'))
+    assert (result.red, result.flaky) == (['b', 'c'], ['a'])
+    (line,) = flaky.read_text().splitlines()
+    assert json.loads(line)['case'] == 'a' and json.loads(line)['load'] == [9, 9, 9]
+
+
+def test_a_session_that_broke_down_is_not_tried_again(flaky: Path) -> None:
+    result = Result('timed', red=['the session ended with exit status 3'])
+    assert tried_again(result).red
+    assert not flaky.exists()
+
+
+def test_bits_that_differ_are_not_tried_again(flaky: Path) -> None:
+    result = failed('a')
+    result.outcomes['a']['bits'] = True
+    assert tried_again(result).red == ['a']
+    assert not flaky.exists()
+
+
+def test_where_jobs_train_nothing_is_tried_again() -> None:
+    assert [phase.name for phase in phases.phases(thorough=True) if phase.retried] == ['timed']
+
+
+def test_a_red_phase_does_not_hold_up_the_others(
+    monkeypatch: pytest.MonkeyPatch, flaky: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+
+    def session(name: str, arguments: Sequence[str], may_be_empty: bool = False) -> Result:
+        ran.append(name)
+        return Result(name, red=['the_case'] if name == 'unit' else [])
+
+    monkeypatch.setattr(phases, 'session', session)
+    monkeypatch.setattr(phases, '_lint', lambda: Result('lint'))
+    monkeypatch.setattr(sessions, 'OUTCOMES', flaky.with_name('outcomes.json'))
+    assert phases.run_all(phases.Plan()) == 1
+    assert ran[:4] == ['timed', 'unit', 'train', 'launchers']
+    assert 'red: the_case' in capsys.readouterr().out
