@@ -45,6 +45,7 @@ def test_random_faults_with_state_of_16_and_8_bits(tmp_path: Path) -> None:
     assert last_line.endswith('bit_identical=true phases_covered=0/0 survivors_lost=0'), last_line
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(560)
 def test_faults_aimed_at_a_recovery_with_everything_on(tmp_path: Path) -> None:
     """Evaluation, dense checkpoints, dropout, loader workers, recomputation; twice at once."""

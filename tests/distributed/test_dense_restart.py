@@ -34,6 +34,7 @@ def _flip_byte_of_every_window(job: Cluster, owner: int) -> None:
             file.write(bytes([byte ^ 0xFF]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ('windows', 'setup'),
     [
@@ -56,6 +57,7 @@ def test_windows_captured_after_a_dense_restart_give_the_same_bits(
     assert differences(reference(*flags), read_digest(job)) == []
 
 
+@pytest.mark.thorough
 def test_windows_of_what_a_late_load_replaced_are_noticed(cluster: Make, tmp_path: Path) -> None:
     """The recovery itself says so; upstream's last dense checkpoint then refuses such a state."""
     flags = SETUPS['bf16-plain'].split()
@@ -88,6 +90,7 @@ def restarted(
     return job
 
 
+@pytest.mark.thorough
 def test_phase_of_training_goes_on_with_its_own_samples(cluster: Make, tmp_path: Path) -> None:
     """Upstream counts those of a phase from its beginning, where it has ended a launch."""
     flags = (

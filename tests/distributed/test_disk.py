@@ -56,6 +56,7 @@ def sources(job: Cluster) -> list[tuple[str, int]]:
     return [(str(event.source), event.start) for event in last]
 
 
+@pytest.mark.thorough
 def test_job_whose_memory_is_all_lost_comes_back_from_disk(
     cluster: Make, reference: Callable[..., dict], disk: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_stage_that_is_lost_right_after_comes_back_alone(
     assert job.events_of(Recovered, rank=3)[-1].localized
 
 
+@pytest.mark.thorough
 def test_a_window_from_disk_that_is_not_verified_shows(
     cluster: Make, reference: Callable[..., dict], disk: Path
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import pytest
 
 from moevement_ext.events import WindowPersisted
 from tests.distributed.harness.cluster import Cluster
@@ -37,6 +38,7 @@ class Sample(NamedTuple):
     file_bytes: int
 
 
+@pytest.mark.thorough
 def test_nothing_grows_in_a_long_run(cluster: Callable[..., Cluster]) -> None:
     plain = cluster(*FLAGS, sparse=False, ranks=2)
     allowed = RSS_GROWTH_BYTES + max(after.rss - before.rss for before, after in trends(plain))

@@ -15,6 +15,7 @@ from tools.lab.hardware import Hardware
 HAS_PASSED = StageResult(True, 1.0, {'kept': True}, [])
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1500)
 def test_dry_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """All but the stage of four ranks, whose jobs are those of the demo."""

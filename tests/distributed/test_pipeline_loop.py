@@ -30,7 +30,7 @@ def expected(pipeline_loop: Callable[[], Cluster], undisturbed: dict[str, dict])
 @pytest.mark.parametrize(
     ('fail_at', 'replayed'),
     [
-        ('1:11:seal', {1}),  # the middle stage
+        pytest.param('1:11:seal', {1}, marks=pytest.mark.thorough),  # the middle stage
         pytest.param('2:10:capture', {2}, marks=pytest.mark.thorough),  # the last
         ('0:9:seal,1:11:seal,1:11:catch-up:1', {0, 1}),  # two in turn, one again in its recovery
     ],
@@ -55,6 +55,7 @@ def test_a_whole_job_on_plain_torch_comes_back(
     assert differences(expected, read_digest(job)) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     'mutation',
     [

@@ -3,6 +3,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from moevement_ext.events import Recovered, Replanned, WindowPersisted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
@@ -13,6 +15,7 @@ FLAGS = f'{BF16} {PP_EP} {UNTIED} --train-iters 20'.split()
 RESTLESS = '--sparse-ckpt-reorder-change 0 --sparse-ckpt-reorder-fraction 0.01'.split()
 
 
+@pytest.mark.thorough
 def test_recovery_from_a_window_replanned_by_popularity(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -26,6 +29,7 @@ def test_recovery_from_a_window_replanned_by_popularity(
     assert len(job.events_of(Recovered)) == 1
 
 
+@pytest.mark.thorough
 def test_auto_window_is_measured(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

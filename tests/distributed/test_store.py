@@ -87,6 +87,7 @@ def check_nothing_is_lost(job: Cluster) -> None:
         assert begun.dense_at == left.iteration == recovered.iteration
 
 
+@pytest.mark.thorough
 def test_when_the_store_dies_the_job_comes_back_with_all_that_was_committed(
     store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -98,6 +99,7 @@ def test_when_the_store_dies_the_job_comes_back_with_all_that_was_committed(
     assert differences(reference(*FLAGS, ranks=2), read_digest(job)) == []
 
 
+@pytest.mark.thorough
 def test_who_leaves_in_the_middle_of_a_window_loses_it(
     store: OutsideStore, cluster: Callable[..., Cluster]
 ) -> None:
@@ -185,6 +187,7 @@ def test_agents_go_on_in_another_store(
 # Under the project's launchers
 
 
+@pytest.mark.thorough
 def test_the_launcher_goes_on_in_another_store(
     store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
