@@ -16,8 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 os.environ['PYTHONPATH'] = f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
 
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster  # noqa: E402
+from tests.distributed.harness.output import upstream_lines  # noqa: E402
+from tests.distributed.harness.references import References  # noqa: E402
 from tools.lab import models  # noqa: E402
 
+LINES = 'lines'
+"""Where a reference has upstream's log lines (`upstream_lines`)."""
 JOBS = pytest.StashKey[list[Cluster]]()
 """The jobs that a test has made."""
 MODEL = [
@@ -109,16 +113,14 @@ def cluster(
 
 
 @pytest.fixture(scope='session')
-def references() -> dict[tuple[str, ...], dict]:
+def references(text: list[str]) -> References:
     """Digests of fault-free runs of plain Megatron, by number of ranks, stand-in and flags."""
-    return {}
+    return References(Path(f'{text[1]}.bin'))
 
 
 @pytest.fixture
-def reference(
-    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
-) -> Callable[..., dict]:
-    """The digest file of a fault-free run of plain Megatron with given flags.
+def reference(cluster: Callable[..., Cluster], references: References) -> Callable[..., dict]:
+    """The digest file of a fault-free run of plain Megatron with given flags, and its log lines.
 
     Others may be given: `stand_in`, a mutation that it runs with; `check`, what its job must be.
     """
@@ -129,14 +131,14 @@ def reference(
         stand_in: str | None = None,
         check: Callable[[Cluster], None] | None = None,
     ) -> dict:
-        key = (str(ranks), str(stand_in), *flags)
-        if key not in references:
+        def run() -> dict:
             plain = cluster(*flags, sparse=False, ranks=ranks)
             plain.finish(timeout_s=400.0, mutation=stand_in)
             if check is not None:
                 check(plain)
-            references[key] = read_digest(plain)
-        return references[key]
+            return {**read_digest(plain), LINES: upstream_lines(plain, life=0)}
+
+        return references.digest([*MODEL, *TRAINING, *flags], ranks, stand_in, run)
 
     return digest
 

@@ -33,7 +33,8 @@ def expected(own_loop: Callable[[], Cluster], undisturbed: dict[str, dict]) -> d
 @pytest.mark.parametrize(
     ('fail_at', 'replayed'),
     [
-        ('1:11:p2p', {'1'}),  # the middle stage, within the pipeline
+        # The middle stage, within the pipeline.
+        pytest.param('1:11:p2p', {'1'}, marks=pytest.mark.thorough),
         pytest.param('2:10:step', {'2'}, marks=pytest.mark.thorough),  # the last, in the update
         ('0:9:optimizer,1:11:norm', {'0', '1'}),
     ],
@@ -50,6 +51,7 @@ def test_own_loop_goes_on_with_the_bits_of_an_undisturbed_run(
         assert any(recovered) == (str(rank) in replayed)
 
 
+@pytest.mark.thorough
 def test_what_an_own_loop_draws_between_steps_leaves_its_bits_alone(
     own_loop: Callable[[], Cluster], expected: dict
 ) -> None:
@@ -92,6 +94,7 @@ def test_scales_of_an_own_loop_that_are_not_restored_show(own_loop: Callable[[],
     assert differences(read_digest(plain), read_digest(broken)) != []
 
 
+@pytest.mark.thorough
 def test_whole_job_of_an_own_loop_comes_back_from_host_memory(
     own_loop: Callable[[], Cluster], expected: dict
 ) -> None:
@@ -104,6 +107,7 @@ def test_whole_job_of_an_own_loop_comes_back_from_host_memory(
     assert differences(expected, read_digest(job)) == []
 
 
+@pytest.mark.thorough
 def test_death_after_the_last_iteration_of_an_own_loop_starts_the_whole_job_again(
     own_loop: Callable[[], Cluster], expected: dict
 ) -> None:

@@ -132,10 +132,9 @@ CASES = {
         '--init-method-std 0.01',
     ),
 }
-QUICK = 'grouped-routing', 'batches-that-grow'
 
 
-@pytest.mark.parametrize('case', with_quick(CASES, *QUICK))
+@pytest.mark.parametrize('case', with_quick(CASES))
 def test_flags_that_are_recovered_locally(
     case: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -170,6 +169,7 @@ HELD_BACK = [
 ]
 
 
+@pytest.mark.thorough
 def test_what_held_back_reductions_does_not_end_in_a_later_iteration(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

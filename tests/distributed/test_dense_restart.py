@@ -34,6 +34,7 @@ def _flip_byte_of_every_window(job: Cluster, owner: int) -> None:
             file.write(bytes([byte ^ 0xFF]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ('windows', 'setup'),
     [
@@ -89,6 +90,7 @@ def restarted(
     return job
 
 
+@pytest.mark.thorough
 def test_phase_of_training_goes_on_with_its_own_samples(cluster: Make, tmp_path: Path) -> None:
     """Upstream counts those of a phase from its beginning, where it has ended a launch."""
     flags = (

@@ -56,6 +56,7 @@ def sources(job: Cluster) -> list[tuple[str, int]]:
     return [(str(event.source), event.start) for event in last]
 
 
+@pytest.mark.thorough
 def test_job_whose_memory_is_all_lost_comes_back_from_disk(
     cluster: Make, reference: Callable[..., dict], disk: Path
 ) -> None:

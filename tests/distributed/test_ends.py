@@ -40,6 +40,7 @@ def end_as_planned(job: Cluster, flags: list[str], mutation: str | None) -> None
     del job.flags[len(job.flags) - len(flags) :]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize('end', with_quick(PLANNED, 'exit signal'))
 def test_nothing_is_left_in_memory_where_a_dense_checkpoint_has_it_all(
     end: str, cluster: Callable[..., Cluster], tmp_path: Path
@@ -51,6 +52,7 @@ def test_nothing_is_left_in_memory_where_a_dense_checkpoint_has_it_all(
     assert not job.memory.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize('phase', with_quick(['save', 'saved'], 'saved'))
 def test_exit_is_not_lost_when_a_worker_dies_in_the_save_before_it(
     phase: str, cluster: Callable[..., Cluster], tmp_path: Path
@@ -65,6 +67,7 @@ def test_exit_is_not_lost_when_a_worker_dies_in_the_save_before_it(
     assert not job.memory.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize('saves', with_quick(['', '--save-interval 100'], ''))
 def test_death_in_a_planned_exit_starts_the_whole_job_again(
     saves: str, cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
@@ -78,6 +81,7 @@ def test_death_in_a_planned_exit_starts_the_whole_job_again(
     assert differences(reference(*FLAGS), read_digest(job)) == []
 
 
+@pytest.mark.thorough
 def test_an_evaluation_that_is_done_again_may_find_that_time_is_up(
     cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
@@ -94,6 +98,7 @@ def test_an_evaluation_that_is_done_again_may_find_that_time_is_up(
     assert differences(reference(*flags), read_digest(job)) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize('end', with_quick(PLANNED, 'exit interval', 'exit duration'))
 def test_windows_are_kept_where_nothing_else_has_the_state(
     end: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
@@ -109,6 +114,7 @@ def test_windows_are_kept_where_nothing_else_has_the_state(
     assert not job.memory.exists()
 
 
+@pytest.mark.thorough
 def test_job_that_ran_an_iteration_twice_recovers_as_a_whole(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -130,6 +136,7 @@ TWO_STAGES = (
 ).split()
 
 
+@pytest.mark.thorough
 def test_plain_program_with_a_wrong_flag_ends_at_once_with_the_reason(
     cluster: Callable[..., Cluster],
 ) -> None:
@@ -142,6 +149,7 @@ def test_plain_program_with_a_wrong_flag_ends_at_once_with_the_reason(
     assert 'error: unrecognized arguments: --no-such-flag' in reason
 
 
+@pytest.mark.thorough
 def test_plain_program_starts_again_as_a_whole(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -161,6 +169,7 @@ ENDS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize('end', with_quick(ENDS, 'windows alone', 'death after it'))
 def test_job_that_ends_every_few_iterations_gets_on_from_launch_to_launch(
     end: str, cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
@@ -179,6 +188,7 @@ def test_job_that_ends_every_few_iterations_gets_on_from_launch_to_launch(
     assert not job.memory.exists()
 
 
+@pytest.mark.thorough
 def test_exit_of_the_rerun_machine_keeps_the_windows(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -196,6 +206,7 @@ def test_exit_of_the_rerun_machine_keeps_the_windows(
     assert not job.memory.exists()
 
 
+@pytest.mark.thorough
 def test_what_the_rerun_machine_found_out_is_gone_on_from(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:

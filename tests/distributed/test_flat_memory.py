@@ -40,6 +40,7 @@ class Sample(NamedTuple):
     file_bytes: int
 
 
+@pytest.mark.thorough
 def test_nothing_grows_in_a_long_run(cluster: Callable[..., Cluster]) -> None:
     plain = cluster(*FLAGS, sparse=False, ranks=2)
     allowed = RSS_GROWTH_BYTES + max(after.rss - before.rss for before, after in trends(plain))

@@ -64,7 +64,7 @@ def undisturbed(reference: Callable[..., dict]) -> Callable[[str], dict]:
     return lambda setup: reference(*flags_of(setup), ranks=ranks_of(setup), stand_in=STAND_IN)
 
 
-@pytest.mark.parametrize('case', with_quick(CASES, 'delayed'))
+@pytest.mark.parametrize('case', with_quick(CASES))
 def test_computation_in_fp8_is_recovered(
     case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:
@@ -78,6 +78,7 @@ def test_computation_in_fp8_is_recovered(
     assert ('weight_scale' in kinds) is case.startswith('weights')
 
 
+@pytest.mark.thorough
 def test_scales_that_evaluations_leave_are_recovered(
     cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:

@@ -46,6 +46,7 @@ def by_operator(iteration: dict[str, Any], counts: str) -> Counter[str]:
     return total
 
 
+@pytest.mark.thorough
 def test_no_weight_gradient_is_computed_for_frozen_operators(
     cluster: Callable[..., Cluster],
 ) -> None:
@@ -78,6 +79,7 @@ def kinds_without_gradient(replayed: list[dict[str, Any]]) -> set[str]:
     return kinds
 
 
+@pytest.mark.thorough
 def test_counts_notice_that_nothing_is_frozen(cluster: Callable[..., Cluster]) -> None:
     for iteration in replayed_iterations(cluster, 'count_weight_gradients_without_freezing'):
         calls, products = iteration['calls'], iteration['products']

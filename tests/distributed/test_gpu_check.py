@@ -17,6 +17,7 @@ pytestmark = pytest.mark.thorough
 HAS_PASSED = StageResult(True, 1.0, {'kept': True}, [])
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1500)
 def test_dry_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """All but the stage of four ranks, whose jobs are those of the demo."""

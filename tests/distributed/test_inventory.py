@@ -52,10 +52,7 @@ SETUPS = {
     ),
 }
 
-QUICK = (
-    'bf16-distributed-ep2-edp2 fp32-tied-dp2-pp2 shared-experts-and-dense-layer '
-    'etp1-tp2-ep2 virtual-pipeline-2 router-bias'
-).split()
+QUICK = ('etp1-tp2-ep2 virtual-pipeline-2').split()
 
 Inventory = dict[str, Any]
 

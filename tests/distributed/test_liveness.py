@@ -59,6 +59,7 @@ def check(job: Cluster, expected: dict) -> None:
     assert latecomers(job) == []
 
 
+@pytest.mark.thorough
 @ON_BOTH_BACKENDS
 def test_worker_whose_loader_blocks_replaces_itself(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
@@ -134,6 +135,7 @@ def test_worker_whose_device_is_lost_replaces_itself(
     assert {found[0].localized for found in recovered} == {recovery == 'localized'}
 
 
+@pytest.mark.thorough
 @ON_BOTH_BACKENDS
 def test_death_while_all_connect(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
@@ -145,6 +147,7 @@ def test_death_while_all_connect(
     check(job, reference(*flags))
 
 
+@pytest.mark.thorough
 @ON_BOTH_BACKENDS
 def test_survivor_that_is_stopped_while_it_waits_for_a_new_worker_is_replaced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
@@ -166,6 +169,7 @@ def test_survivor_that_is_stopped_while_it_waits_for_a_new_worker_is_replaced(
     check(job, reference(*flags))
 
 
+@pytest.mark.thorough
 @ON_BOTH_BACKENDS
 def test_the_only_survivor_is_stopped_before_it_comes_to_the_meeting(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
@@ -188,6 +192,7 @@ def test_the_only_survivor_is_stopped_before_it_comes_to_the_meeting(
         assert recovered and recovered[-1].replayed > 0, 'windows were still there'
 
 
+@pytest.mark.thorough
 @ON_BOTH_BACKENDS
 def test_what_all_bring_to_a_meeting_is_shared_by_the_ranks_of_a_node(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
@@ -206,6 +211,7 @@ def test_what_all_bring_to_a_meeting_is_shared_by_the_ranks_of_a_node(
     assert not job.memory.exists()
 
 
+@pytest.mark.thorough
 @ON_BOTH_BACKENDS
 def test_new_worker_that_sets_up_when_another_dies_is_kept(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]

@@ -71,6 +71,7 @@ class Looking:
             self.orphans += [child.pid for child in children]
 
 
+@pytest.mark.thorough
 def test_recoveries_with_loader_workers_have_the_same_bits(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -95,6 +96,7 @@ def test_recoveries_with_loader_workers_have_the_same_bits(
     )
 
 
+@pytest.mark.thorough
 def test_whole_job_comes_back_with_loader_workers(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

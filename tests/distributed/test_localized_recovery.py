@@ -76,12 +76,6 @@ LAYOUTS = {
     'one-stage-ep2': (f'{BF16} --expert-model-parallel-size 2 {UNTIED}', 3, '1:8:step'),
 }  # fmt: skip
 
-QUICK_LAYOUTS = (
-    'pp2-ep2-window-5 pp4-tied-first-stage '
-    'pp2-dp2-plain-both-peers pp2-tp2-sequence-parallel interleaved fp16-skipped-steps '
-    'overlapped-reductions router-bias one-stage-ep2'
-).split()
-
 PHASES = {
     'in p2p': '1:8:p2p',
     'in gradient reduction': '2:9:reduce',
@@ -91,8 +85,6 @@ PHASES = {
     'while capturing': '1:8:capture',
     'while replicating': '2:8:replicate',
 }
-
-QUICK_PHASES = 'between norm and step', 'in the middle of the step', 'while capturing'
 
 # One worker, then more trouble: in PP 4 with windows of 3, seen from a kill in iteration 10 the
 # window of iterations 6 to 8 is loaded (in 9 it may not be sealed yet), and 9 follows; from a kill
@@ -112,15 +104,6 @@ MORE_FAILURES = {
     'two adjacent stages at once': '1:9:forward,2:9:forward',
     'two separate stages at once': '0:9:forward,2:9:forward',
 }
-QUICK_FAILURES = (
-    'during detection',
-    'when a stage has caught up and is connected',
-    'replacement dies converting',
-    'same rank right after recovery',
-    'two adjacent stages at once',
-)
-
-
 EVALUATION_AND_SAVE = 'evaluate', 'evaluate-forward', 'evaluated', 'save', 'saved'
 
 
@@ -150,7 +133,7 @@ def check_localized(job: Cluster) -> None:
     assert not job.memory.exists(), 'host memory is given back at a clean exit'
 
 
-@pytest.mark.parametrize('name', with_quick(LAYOUTS, *QUICK_LAYOUTS))
+@pytest.mark.parametrize('name', with_quick(LAYOUTS))
 def test_lost_stage_comes_back_with_the_bits_of_a_fault_free_run(
     name: str, backend: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -165,7 +148,7 @@ def test_lost_stage_comes_back_with_the_bits_of_a_fault_free_run(
     check_localized(job)
 
 
-@pytest.mark.parametrize('phase', with_quick(PHASES, *QUICK_PHASES))
+@pytest.mark.parametrize('phase', with_quick(PHASES))
 def test_death_in_any_phase_of_an_iteration(
     phase: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -176,7 +159,7 @@ def test_death_in_any_phase_of_an_iteration(
     check_localized(job)
 
 
-@pytest.mark.parametrize('trouble', with_quick(MORE_FAILURES, *QUICK_FAILURES))
+@pytest.mark.parametrize('trouble', with_quick(MORE_FAILURES))
 def test_more_failures(
     trouble: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -187,6 +170,7 @@ def test_more_failures(
     check_localized(job)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ('fail_at', 'mutation', 'copied'),
     [
@@ -221,6 +205,7 @@ def test_data_parallel_peer_dies_in_the_next_iteration(
     check_localized(job)
 
 
+@pytest.mark.thorough
 def test_all_ranks_of_a_stage_and_the_memory_of_their_node_are_lost(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -232,6 +217,7 @@ def test_all_ranks_of_a_stage_and_the_memory_of_their_node_are_lost(
     check_localized(job)
 
 
+@pytest.mark.thorough
 def test_survivors_notice_by_themselves(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -258,7 +244,7 @@ def test_unaffected_stages_compute_nothing_again(cluster: Callable[..., Cluster]
     assert counts[1] == [6 * per_iteration]
 
 
-@pytest.mark.parametrize('phase', with_quick(EVALUATION_AND_SAVE, 'saved'))
+@pytest.mark.parametrize('phase', with_quick(EVALUATION_AND_SAVE))
 def test_death_in_evaluation_and_dense_checkpoint(
     phase: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -277,6 +263,7 @@ def test_death_in_evaluation_and_dense_checkpoint(
     assert {'4', '8', '12'} <= set(losses)
 
 
+@pytest.mark.thorough
 def test_deaths_in_evaluations_and_again_while_they_are_done_again(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -288,21 +275,10 @@ def test_deaths_in_evaluations_and_again_while_they_are_done_again(
     check_localized(job)
 
 
-def test_profiler_that_was_cut_off_does_not_stop_the_survivors(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
-    flags = flags_of(BASE)
-    job = cluster(*flags, '--sparse-ckpt-window', '3')
-    profile = '--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 10'
-    job.flags += [*profile.split(), '--tensorboard-dir', str(job.directory / 'board')]
-    assert job.survive(fail_at='1:8:backward') == {1: 1}
-    assert differences(reference(*flags), read_digest(job)) == []
-    check_localized(job)
-
-
 AFTER_A_COPY = '1:6:forward,2:11:backward,3:11:backward'
 
 
+@pytest.mark.thorough
 def test_after_a_copy_the_next_failure_finds_a_window_soon(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -326,6 +302,7 @@ def test_after_a_copy_no_window_is_persisted_if_those_under_way_are_waited_for(
     assert [event.start for event in job.events_of(WindowPersisted)] == [0]
 
 
+@pytest.mark.thorough
 def test_failure_while_all_stages_convert(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -337,6 +314,7 @@ def test_failure_while_all_stages_convert(
     assert differences(reference(*flags), read_digest(job)) == []
 
 
+@pytest.mark.thorough
 def test_stopped_worker_is_found_and_replaced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -356,6 +334,7 @@ def test_stopped_worker_is_found_and_replaced(
     check_localized(job)
 
 
+@pytest.mark.thorough
 def test_new_worker_that_takes_long_to_set_up_does_not_count_as_hung(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -366,6 +345,7 @@ def test_new_worker_that_takes_long_to_set_up_does_not_count_as_hung(
     assert differences(reference(*flags), read_digest(job)) == []
 
 
+@pytest.mark.thorough
 def test_stopped_worker_that_wakes_up_is_welcome(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -389,6 +369,7 @@ def test_stopped_worker_that_wakes_up_is_welcome(
         assert recovered.stages == [] and recovered.replayed == 0
 
 
+@pytest.mark.thorough
 def test_stopped_worker_that_was_replaced_is_fenced_out(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -413,6 +394,7 @@ def test_stopped_worker_that_was_replaced_is_fenced_out(
     assert 'was replaced by another process' in job.output(0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ('fail_at', 'reason'),
     [
@@ -433,6 +415,7 @@ def test_next_tier_is_taken_and_its_reason_named(
         assert (fallback.reason, fallback.tier) == (reason, 'the whole job')
 
 
+@pytest.mark.thorough
 def test_a_recovery_verifies_itself(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -457,6 +440,7 @@ def test_a_wrong_bit_in_a_replay_is_reported(cluster: Callable[..., Cluster]) ->
     assert re.search(r'differing: [1-9]', job.output(0))
 
 
+@pytest.mark.thorough
 def test_a_replay_with_a_wrong_bit_is_not_gone_on_from_where_that_is_forbidden(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -41,7 +41,6 @@ WITH_EVALUATIONS = {
     'c4-evaluations': f'{C4} {EVALUATIONS}',
     'c5-evaluations': f'{C5} {EVALUATIONS}',
 }
-QUICK = ('c4',)
 MUTATIONS = {
     'scales_not_restored': 'c4',
     'scales_of_masters_not_restored': 'c3',
@@ -64,7 +63,7 @@ def undisturbed(reference: Callable[..., dict]) -> Callable[[str], dict]:
 def check_numbers(job: Cluster) -> None:
     """The losses are numbers: where all has become NaN, nothing can differ."""
     losses = re.findall(r'lm loss: +(\S+)', job.output(life=0))
-    assert len(losses) == 12 and all(float(loss) < 100 for loss in losses), losses
+    assert len(losses) >= 12 and all(float(loss) < 100 for loss in losses), losses
 
 
 def check_kinds(case: str, digest: dict) -> None:
@@ -76,7 +75,7 @@ def check_kinds(case: str, digest: dict) -> None:
     assert kept <= {kind.partition('/')[0] for kind in kinds} | kinds
 
 
-@pytest.mark.parametrize('case', with_quick(CASES, *QUICK))
+@pytest.mark.parametrize('case', with_quick(CASES))
 def test_weights_in_fp8_with_narrow_masters_are_recovered(
     case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:

@@ -44,6 +44,7 @@ def check_death(job: Cluster, expected: dict, fail_at: str, mutation: str) -> No
     check_localized(job)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize('death', DEATHS)
 def test_survivors_whose_collectives_return_with_garbage(
     death: str, make: Make, reference: Callable[..., dict]
@@ -53,6 +54,7 @@ def test_survivors_whose_collectives_return_with_garbage(
     check_death(make(setup), expected, fail_at, 'all_others_wait_when_one_dies')
 
 
+@pytest.mark.thorough
 def test_death_while_communicators_are_made(make: Make, reference: Callable[..., dict]) -> None:
     job = make(BASE)
     assert job.survive(fail_at='1:9:forward,2:9:connect') == {1: 1, 2: 1}
@@ -60,6 +62,7 @@ def test_death_while_communicators_are_made(make: Make, reference: Callable[...,
     check_localized(job)
 
 
+@pytest.mark.thorough
 def test_hang_without_a_death_costs_nobody(make: Make, reference: Callable[..., dict]) -> None:
     """All wait, and give signs of life; what hangs ends when communicators are made anew."""
     job = make(BASE)
@@ -70,6 +73,7 @@ def test_hang_without_a_death_costs_nobody(make: Make, reference: Callable[..., 
     check_localized(job)
 
 
+@pytest.mark.thorough
 def test_survivor_whose_gpu_is_lost_is_replaced(make: Make, reference: Callable[..., dict]) -> None:
     job = make(BASE)
     mutation = 'mutations.nccl_like:gpu_of_rank_3_is_lost'

@@ -39,6 +39,7 @@ def check(*flags: str, come: int = 2, **env: str) -> tuple[list[int], list[str]]
     return [rank.returncode for rank in ranks], printed
 
 
+@pytest.mark.thorough
 def test_two_sound_nodes(tmp_path: Path) -> None:
     """Two processes of one machine differ by nothing but their share of it."""
     file = tmp_path / 'check.json'
@@ -53,6 +54,7 @@ def test_two_sound_nodes(tmp_path: Path) -> None:
             assert 0 < report[rate] < 1000
 
 
+@pytest.mark.thorough
 def test_what_was_measured_is_shown_where_the_flags_cannot_be_planned(tmp_path: Path) -> None:
     """The check of memory is left out and says so; the directory is that of the flags."""
     file = tmp_path / 'check.json'

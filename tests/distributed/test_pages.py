@@ -87,6 +87,7 @@ def run(command: str, checkout: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize('number', range(2))
 def test_commands_of_api_lose_a_worker_and_go_on(number: int, checkout: Path) -> None:
     commands = blocks(API, 'bash')
@@ -98,6 +99,7 @@ def test_commands_of_api_lose_a_worker_and_go_on(number: int, checkout: Path) ->
     ), printed[-5000:]
 
 
+@pytest.mark.thorough
 def test_the_loop_of_readme_trains(checkout: Path) -> None:
     command = '.venv/bin/python scripts/local_cluster.py --nodes 2 -- readme.py'
     assert run(command, checkout).count(f'trained {ITERATIONS}\n') == 2

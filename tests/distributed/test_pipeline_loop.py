@@ -30,7 +30,7 @@ def expected(pipeline_loop: Callable[[], Cluster], undisturbed: dict[str, dict])
 @pytest.mark.parametrize(
     ('fail_at', 'replayed'),
     [
-        ('1:11:seal', {1}),  # the middle stage
+        pytest.param('1:11:seal', {1}, marks=pytest.mark.thorough),  # the middle stage
         pytest.param('2:10:capture', {2}, marks=pytest.mark.thorough),  # the last
         ('0:9:seal,1:11:seal,1:11:catch-up:1', {0, 1}),  # two in turn, one again in its recovery
     ],

@@ -7,6 +7,8 @@ Recording itself needs a GPU.
 import re
 from collections.abc import Callable
 
+import pytest
+
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_whole_job_recovery import BASE
@@ -33,12 +35,14 @@ def recorded_after(
     assert differences(reference(*BASE), read_digest(job)) == []
 
 
+@pytest.mark.thorough
 def test_layers_are_recorded_between_iterations_of_the_loop(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     recorded_after(cluster, reference, 1, 'layers_are_recorded')
 
 
+@pytest.mark.thorough
 def test_a_whole_iteration_is_recorded_in_the_one_after_the_warm_up(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -54,6 +54,7 @@ def _flip_byte(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 0xFF]))
 
 
+@pytest.mark.thorough
 def test_corrupt_byte_is_named_and_a_replica_used(cluster: Make, reference: Callable) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3')
     job.run(fail_at='1:9:forward')
@@ -66,6 +67,7 @@ def test_corrupt_byte_is_named_and_a_replica_used(cluster: Make, reference: Call
     assert len(job.events_of(Recovered, rank=1)) == 1
 
 
+@pytest.mark.thorough
 def test_when_all_copies_are_corrupt_an_older_window_is_used(
     cluster: Make, reference: Callable
 ) -> None:
@@ -80,6 +82,7 @@ def test_when_all_copies_are_corrupt_an_older_window_is_used(
     assert started[-1].start < int(damaged[0].name.split('-')[1])
 
 
+@pytest.mark.thorough
 def test_truncated_windows_everywhere_fall_back_to_the_dense_checkpoint(
     cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
@@ -96,6 +99,7 @@ def test_truncated_windows_everywhere_fall_back_to_the_dense_checkpoint(
     assert 'successfully loaded checkpoint' in job.output(life=1)
 
 
+@pytest.mark.thorough
 def test_newer_dense_checkpoint_is_preferred(
     cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
@@ -108,6 +112,7 @@ def test_newer_dense_checkpoint_is_preferred(
     assert 'iteration 10' in tier.tier and job.events_of(Recovered) == []
 
 
+@pytest.mark.thorough
 def test_newer_window_is_preferred_to_the_dense_checkpoint(
     cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
@@ -229,6 +234,7 @@ def _take_all_but(directory: Path, spare: int) -> Path:
     return hog
 
 
+@pytest.mark.thorough
 def test_replacement_without_room_says_so_and_with_little_holds_no_replicas(
     cluster: Make, reference: Callable, limited_tmpfs: Path
 ) -> None:

@@ -17,6 +17,7 @@ FLAGS = f'{BF16} {PP_EP} {UNTIED} --train-iters 20'.split()
 RESTLESS = '--sparse-ckpt-reorder-change 0 --sparse-ckpt-reorder-fraction 0.01'.split()
 
 
+@pytest.mark.thorough
 def test_recovery_from_a_window_replanned_by_popularity(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -30,6 +31,7 @@ def test_recovery_from_a_window_replanned_by_popularity(
     assert len(job.events_of(Recovered)) == 1
 
 
+@pytest.mark.thorough
 def test_auto_window_is_measured(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

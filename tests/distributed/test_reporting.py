@@ -2,19 +2,17 @@
 """What a run says: its log lines and upstream's, TensorBoard, events, checkpoints, evaluation."""
 
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
 
 from tests.distributed.conftest import differences, read_digest
-from tests.distributed.harness.cluster import Cluster, free_port
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.output import upstream_lines
 from tools.lab.history import read_history, shares
 from tools.report.page import render
 from tools.simulate.run_profile import derive
@@ -61,6 +59,7 @@ def test_upstream_says_and_saves_what_it_does_without_us(
 EVERY_ITERATION = [*FLAGS, '--log-interval', '1']  # the last of a flag counts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['', 'metrics_of_a_replay_are_kept'])
 def test_log_lines_after_a_recovery_are_those_of_a_fault_free_run(
     mutation: str, cluster: Callable[..., Cluster]
@@ -119,17 +118,6 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 def files(directory: Path) -> set[str]:
     return {str(path.relative_to(directory)) for path in directory.rglob('*')}
-
-
-def upstream_lines(job: Cluster, life: int) -> list[str]:
-    """Upstream's iteration and validation lines, without clock times and durations."""
-    lines = [
-        line
-        for line in job.output(life).splitlines()
-        if re.search(r'\] iteration +\d+/|validation loss at', line)
-    ]
-    assert lines
-    return [re.sub(r'^ \[.*?\]|elapsed time per iteration \(ms\): [\d.]+', '', x) for x in lines]
 
 
 def validation_losses(job: Cluster, life: int) -> dict[str, str]:
@@ -208,47 +196,3 @@ def check_tools(events: Path) -> None:
     assert profile.pipeline.stages == 2 and profile.iteration_s > 0
     assert profile.mtbf_s == history.mtbf_s is not None
     assert 0 < profile.restart_s < time.recovering
-
-
-def test_metrics_of_a_job_that_lost_a_worker(cluster: Callable[..., Cluster]) -> None:
-    """Seen by a scraper: rank 0 answers, and rank 1 when rank 0 was killed and is back."""
-    port = free_port()
-    long = ['--train-iters', '60']  # metrics are looked at each second: some after the recovery
-    job = cluster(*FLAGS, *WINDOW, *long, '--sparse-ckpt-metrics', str(port), ranks=RANKS)
-    seen: dict[tuple[str, ...], float] = {}
-    assert job.survive(fail_at='0:8:forward', strike=lambda *_: seen.update(scraped(port))) == {
-        0: 1
-    }
-    for rank in '01':
-        assert seen['moevement_iteration', rank] >= 8
-        assert seen['moevement_window_iterations', rank] == 3
-        assert 0 < seen['moevement_window_age_iterations', rank] <= 2 * 3
-        assert 0 < seen['moevement_slot_bytes', rank] < seen['moevement_captured_bytes_total', rank]
-        assert 0 < seen['moevement_exposed_seconds_total', rank]
-        assert 0 < seen['moevement_training_seconds_total', rank]
-        assert seen['moevement_host_memory_bytes', rank, 'own_windows'] > 0
-        assert seen['moevement_recoveries_total', rank, 'localized'] == 1
-    assert seen['moevement_failures_detected_total', '1'] == 1
-    assert seen['moevement_replayed_iterations_total', '0'] >= 1
-    assert seen['moevement_verified_operators_total', '0'] > 0
-    assert seen['moevement_differing_operators_total', '0'] == 0
-    assert not list(job.memory.parent.glob(f'.metrics/{job.name}*')), 'nothing is left'
-
-
-def scraped(port: int) -> dict[tuple[str, ...], float]:
-    """Values by name, rank and further labels, as a scraper sees them now; none if nobody does."""
-    try:
-        with urllib.request.urlopen(f'http://127.0.0.1:{port}', timeout=5) as answer:
-            text = answer.read().decode()
-    except (urllib.error.URLError, ConnectionError):
-        return {}
-    common = ('run', 'node', 'rank')
-    return {
-        (
-            sample.name,
-            sample.labels['rank'],
-            *(value for name, value in sample.labels.items() if name not in common),
-        ): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }

@@ -87,6 +87,7 @@ def check_nothing_is_lost(job: Cluster) -> None:
         assert begun.dense_at == left.iteration == recovered.iteration
 
 
+@pytest.mark.thorough
 def test_when_the_store_dies_the_job_comes_back_with_all_that_was_committed(
     store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

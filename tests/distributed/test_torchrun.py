@@ -33,6 +33,7 @@ START_S = 400.0
 """Processes import torch and Megatron, twice, on perhaps two cores that others use, too."""
 
 
+@pytest.mark.thorough
 def test_one_agent_restarts_all_workers(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -70,6 +71,7 @@ def test_two_agents_restart_their_own_workers(
     check_recovered(job, reference(*FLAGS))
 
 
+@pytest.mark.thorough
 def test_an_agent_restarts_its_worker_and_the_others_keep_their_state(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -97,6 +99,7 @@ def test_an_agent_restarts_its_worker_and_the_others_keep_their_state(
         assert (recovered.scope, recovered.stages) == ('localized', [1])
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_terminated_says_where_its_windows_are(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -115,6 +118,7 @@ def test_a_job_that_is_terminated_says_where_its_windows_are(
     check_recovered(job, reference(*TWO_STAGES, ranks=2))
 
 
+@pytest.mark.thorough
 def test_a_stopped_worker_is_killed_and_replaced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

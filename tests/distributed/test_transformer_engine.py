@@ -30,43 +30,31 @@ AT_FULL_RATE = ('--lr-warmup-iters', '0')
 """From the first update on: one with a rate of 0 is the same whatever steps are counted."""
 
 
-def _reference(
-    cluster: Callable[..., Cluster],
-    references: dict[tuple[str, ...], dict],
-    variant: str,
-    *flags: str,
-) -> dict:
-    key = ('4', variant, *PLAIN, *flags)
-    if key not in references:
-        plain = cluster(*PLAIN, *flags, sparse=False)
-        plain.finish(mutation=variant)
-        references[key] = read_digest(plain)
-    return references[key]
-
-
+@pytest.mark.thorough
 def test_whole_job_and_localized_recovery(
-    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    reference = _reference(cluster, references, TRANSFORMER_ENGINE)
+    expected = reference(*PLAIN, stand_in=TRANSFORMER_ENGINE)
     whole = cluster(*FLAGS)
     assert -9 in whole.run(fail_at='1:9:forward', mutation=TRANSFORMER_ENGINE)
     whole.finish(mutation=TRANSFORMER_ENGINE)
     assert whole.events_of(Recovered)[0].replayed >= 2
-    assert differences(reference, read_digest(whole)) == []
+    assert differences(expected, read_digest(whole)) == []
     local = cluster(*FLAGS)
     assert local.survive(fail_at='1:8:backward', mutation=TRANSFORMER_ENGINE) == {1: 1}
-    assert differences(reference, read_digest(local)) == []
+    assert differences(expected, read_digest(local)) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize('variant', ['transformer_engine'])
 def test_survivor_counts_steps_anew_when_it_replays_from_the_start(
-    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict], variant: str
+    cluster: Callable[..., Cluster], reference: Callable[..., dict], variant: str
 ) -> None:
-    reference = _reference(cluster, references, f'{VARIANTS}:{variant}', *AT_FULL_RATE)
+    expected = reference(*PLAIN, *AT_FULL_RATE, stand_in=f'{VARIANTS}:{variant}')
     local = cluster(*FLAGS, *AT_FULL_RATE)
     survived = local.survive(fail_at=BEFORE_SECOND_WINDOW, mutation=f'{VARIANTS}:{variant}')
     assert survived == {1: 1}
-    assert differences(reference, read_digest(local)) == []
+    assert differences(expected, read_digest(local)) == []
     assert local.events_of(Recovered)[0].replayed == 4, 'from the start'
 
 
@@ -74,52 +62,53 @@ DRAWS = ('--te-rng-tracker', '--attention-dropout', '0.1')
 GENERATORS = f'{VARIANTS}:generators_tracked'
 
 
+@pytest.mark.thorough
 def test_random_numbers_of_generators_that_live_on(
-    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """With `--te-rng-tracker` states are no tensors."""
-    reference = _reference(cluster, references, GENERATORS, *DRAWS)
+    expected = reference(*PLAIN, *DRAWS, stand_in=GENERATORS)
     whole = cluster(*FLAGS, *DRAWS)
     assert -9 in whole.run(fail_at='1:9:forward', mutation=GENERATORS)
     whole.finish(mutation=GENERATORS)
-    assert differences(reference, read_digest(whole)) == []
+    assert differences(expected, read_digest(whole)) == []
     local = cluster(*FLAGS, *DRAWS)
     assert local.survive(fail_at='1:8:backward', mutation=GENERATORS) == {1: 1}
-    assert differences(reference, read_digest(local)) == []
+    assert differences(expected, read_digest(local)) == []
 
 
 @pytest.mark.thorough
 def test_generators_that_are_not_put_back_show(
-    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    reference = _reference(cluster, references, GENERATORS, *DRAWS)
+    expected = reference(*PLAIN, *DRAWS, stand_in=GENERATORS)
     broken = cluster(*FLAGS, *DRAWS)
     broken.survive(fail_at='1:8:backward', mutation=f'{VARIANTS}:generators_not_put_back')
-    assert differences(reference, read_digest(broken)) != []
+    assert differences(expected, read_digest(broken)) != []
 
 
 @pytest.mark.thorough
 def test_first_expert_of_a_group_may_thaw_after_others(
-    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """The group asks it whether gradients are wanted."""
-    reference = _reference(cluster, references, TRANSFORMER_ENGINE)
+    expected = reference(*PLAIN, stand_in=TRANSFORMER_ENGINE)
     local = cluster(*FLAGS)
     variant = f'{VARIANTS}:experts_in_reverse'
     assert local.survive(fail_at='1:8:backward', mutation=variant) == {1: 1}
-    assert differences(reference, read_digest(local)) == []
+    assert differences(expected, read_digest(local)) == []
 
 
 @pytest.mark.thorough
 def test_weight_gradients_that_are_computed_later(
-    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict]
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Those of frozen experts are not: nothing was put aside for them."""
     in_turns = (*FLAGS, *IN_TURNS)
-    reference = _reference(cluster, references, f'{VARIANTS}:delayed_gradients', *IN_TURNS)
+    expected = reference(*PLAIN, *IN_TURNS, stand_in=f'{VARIANTS}:delayed_gradients')
     local = cluster(*in_turns)
     assert local.survive(fail_at='1:8:forward', mutation=f'{VARIANTS}:delayed_gradients') == {1: 1}
-    assert differences(reference, read_digest(local)) == []
+    assert differences(expected, read_digest(local)) == []
 
 
 @pytest.mark.thorough
@@ -146,24 +135,24 @@ def test_asking_frozen_layers_for_delayed_gradients_is_noticed(
 )
 def test_leaving_out_what_transformer_engine_needs_is_noticed(
     cluster: Callable[..., Cluster],
-    references: dict[tuple[str, ...], dict],
+    reference: Callable[..., dict],
     mutation: str,
     fail_at: str,
     flags: tuple[str, ...],
 ) -> None:
-    reference = _reference(cluster, references, TRANSFORMER_ENGINE, *flags)
+    expected = reference(*PLAIN, *flags, stand_in=TRANSFORMER_ENGINE)
     broken = cluster(*FLAGS, *flags)
     assert broken.survive(fail_at=fail_at, mutation=f'{VARIANTS}:{mutation}') == {1: 1}
     assert broken.events_of(Recovered)[0].replayed >= 4
-    assert differences(reference, read_digest(broken)) != []
+    assert differences(expected, read_digest(broken)) != []
 
 
 @pytest.mark.thorough
 def test_windows_captured_after_a_dense_restart(
-    cluster: Callable[..., Cluster], references: dict[tuple[str, ...], dict], tmp_path: Path
+    cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
     """Loading a dense checkpoint replaces the tensors of the optimizer."""
-    reference = _reference(cluster, references, FUSED_ADAM)
+    expected = reference(*PLAIN, stand_in=FUSED_ADAM)
     dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
     job = cluster(*FLAGS, *dense, '--save-interval', '4')
     assert -9 in job.run(fail_at='1:6:forward', mutation=FUSED_ADAM)
@@ -172,4 +161,4 @@ def test_windows_captured_after_a_dense_restart(
     assert 'loaded checkpoint' in job.output(life=1)
     job.finish(mutation=FUSED_ADAM)
     assert job.events_of(Recovered)[0].replayed >= 2
-    assert differences(reference, read_digest(job)) == []
+    assert differences(expected, read_digest(job)) == []

@@ -97,16 +97,12 @@ SETUPS = {
     ),
 }
 
-QUICK = (
-    'window-5 distributed-dp2-pp2-tied cyclic-data-dropout fp16-dynamic-scale-per-token-loss'
-).split()
-
 
 def _flags(setup: str) -> list[str]:
     return f'{setup} {ITERATIONS}'.split()
 
 
-@pytest.mark.parametrize('name', with_quick(SETUPS, *QUICK))
+@pytest.mark.parametrize('name', with_quick(SETUPS))
 def test_recovered_run_has_the_bits_of_a_fault_free_run(
     name: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -122,6 +118,7 @@ def test_recovered_run_has_the_bits_of_a_fault_free_run(
     assert not job.memory.exists(), 'host memory is given back at a clean exit'
 
 
+@pytest.mark.thorough
 def test_windows_of_one_iteration_go_on_after_a_recovery(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -135,6 +132,7 @@ def test_windows_of_one_iteration_go_on_after_a_recovery(
     assert second.iteration - second.replayed > first.iteration
 
 
+@pytest.mark.thorough
 def test_nodes_that_change_places_keep_nothing_for_the_ranks_they_had(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -153,6 +151,7 @@ def test_nodes_that_change_places_keep_nothing_for_the_ranks_they_had(
     assert not job.memory.exists()
 
 
+@pytest.mark.thorough
 def test_training_with_sparse_checkpointing_has_the_bits_of_plain_megatron(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -162,6 +161,7 @@ def test_training_with_sparse_checkpointing_has_the_bits_of_plain_megatron(
     assert len(job.events_of(WindowPersisted)) >= 3
 
 
+@pytest.mark.thorough
 def test_lost_node_is_recovered_from_replicas(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -174,6 +174,7 @@ def test_lost_node_is_recovered_from_replicas(
     assert len(job.events_of(Recovered, rank=3)) == 1
 
 
+@pytest.mark.thorough
 def test_death_during_recovery_and_again_right_after_it(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -186,6 +187,7 @@ def test_death_during_recovery_and_again_right_after_it(
     assert differences(reference(*BASE), read_digest(job)) == []
 
 
+@pytest.mark.thorough
 def test_death_before_the_first_window_starts_over(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -196,7 +198,8 @@ def test_death_before_the_first_window_starts_over(
     assert job.events_of(Recovered) == []
 
 
-@pytest.mark.parametrize('delay_s', [0.05, pytest.param(0.21, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize('delay_s', [0.05, 0.21])
 def test_everything_killed_at_an_arbitrary_moment(
     delay_s: float, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
@@ -212,6 +215,7 @@ def skipped_in(job: Cluster, life: int = 0) -> set[int]:
     return {int(found[1]) for found in lines}
 
 
+@pytest.mark.thorough
 def test_skipped_steps_are_replayed_as_skips(cluster: Callable[..., Cluster]) -> None:
     setup, window, fail_at = SETUPS['fp16-dynamic-scale-per-token-loss']
     job = cluster(*_flags(setup), '--sparse-ckpt-window', str(window))
@@ -240,16 +244,9 @@ MUTATIONS = {
     'rng_not_restored': _flags(SETUPS['cyclic-data-dropout'][0]),
     'router_bias_not_restored': _flags(SETUPS['router-bias'][0]),
 }
-QUICK_MUTATIONS = (
-    'overflow_not_replayed',
-    'moments_not_restored',
-    'norm_not_replayed',
-    'frozen_weights_from_wrong_slot',
-    'rng_not_restored',
-)
 
 
-@pytest.mark.parametrize('mutation', with_quick(MUTATIONS, *QUICK_MUTATIONS))
+@pytest.mark.parametrize('mutation', with_quick(MUTATIONS))
 def test_leaving_out_a_step_of_recovery_is_noticed(
     mutation: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

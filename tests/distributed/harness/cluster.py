@@ -161,7 +161,7 @@ class Cluster:
         *,
         fail_at: str = '',
         strike: Callable[[list, Callable[[int], Any]], None] | None = None,
-        evict: bool = True,
+        evict: bool | Callable[[], bool] = True,
         wipe: Collection[int] = (),
         mutation: str | None = None,
         announce: bool = True,
@@ -173,7 +173,7 @@ class Cluster:
             fail_at: `MOEVEMENT_FAIL_AT`.
             strike: called again and again with the workers and a function that starts one of a
                 given rank, to kill or stop some.
-            evict: kill workers that the others find hung.
+            evict: kill workers that the others find hung; may be asked anew each time.
             wipe: nodes whose memory is deleted when one of their workers dies.
             mutation: as for `run`, in all workers.
             announce: the launcher tells the others of a death; else they notice themselves.
@@ -217,8 +217,7 @@ class Cluster:
                         if announce:
                             announce_failure(store, rank, f'rank {rank}: {worker.exitcode}')
                         workers[rank] = start(rank)
-                if evict:
-                    self._evict(store, workers)
+                self._evict(store, workers, evict() if callable(evict) else evict)
                 if strike is not None:
                     strike(workers, start)
                 multiprocessing.connection.wait(
@@ -252,12 +251,12 @@ class Cluster:
             )
 
     @staticmethod
-    def _evict(store: TCPStore, workers: list) -> None:
-        """Kill workers that the others found hung, as a launcher does."""
+    def _evict(store: TCPStore, workers: list, kill: bool) -> None:
+        """Kill workers that the others found hung, as a launcher does, or let them live."""
         for rank, worker in enumerate(workers):
             key = f'evict/{rank}'
             if store.check([key]):
-                if int(store.get(key)) == worker.pid:
+                if kill and int(store.get(key)) == worker.pid:
                     worker.kill()
                 store.delete_key(key)
 

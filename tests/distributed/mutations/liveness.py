@@ -15,17 +15,28 @@ from moevement_ext.job import own_device
 from moevement_ext.job.localized import Localized
 from moevement_ext.membership import brought
 from moevement_ext.membership.rendezvous import launcher_store
+from tests.distributed.probes import holding
 
 
 def loader_of_rank_2_blocks() -> None:
     """For ever, in iteration 8 of its first life."""
-    if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) != ('2', '0'):
+    _loader_blocks('2', 8)
+
+
+def held_ranks_and_a_loader_that_blocks() -> None:
+    """All wait for the test; the loader of rank 3 blocks in iteration 8 of its first life."""
+    holding.new_workers_wait_to_be_let_on()
+    _loader_blocks('3', 8)
+
+
+def _loader_blocks(rank: str, iteration: int) -> None:
+    if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) != (rank, '0'):
         return
     iterator = dataloader._SingleProcessDataLoaderIter
     next_data = iterator._next_data
 
     def blocking(self):
-        if faults._iteration >= 8:
+        if faults._iteration >= iteration:
             threading.Event().wait()
         return next_data(self)
 

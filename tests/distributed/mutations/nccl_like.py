@@ -4,11 +4,12 @@
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 
 from moevement_ext import faults
+from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.regroup import nccl
@@ -18,8 +19,8 @@ _LOOKS_OF_A_WAIT_THAT_LASTS = 20
 """It does not end by itself: whoever it waits for stands still."""
 
 
-def all_others_wait_when_one_dies() -> None:
-    """A death comes when every other rank waits for an operation that cannot end without it.
+def all_others_wait_when_one_dies(phases: Collection[Phase] = tuple(Phase)) -> None:
+    """A death, in some phases, comes when every other rank waits for what cannot end without it.
 
     So it does not depend on the speed of the machine what the others are doing.
     """
@@ -37,7 +38,7 @@ def all_others_wait_when_one_dies() -> None:
         mine.unlink()
 
     def later_point(phase: faults.Phase) -> None:
-        if faults.Fault(faults._iteration, phase) in faults._armed:
+        if phase in phases and faults.Fault(faults._iteration, phase) in faults._armed:
             _until_lasting(lambda: [path.read_text() for path in others])
         point(phase)
 
@@ -78,8 +79,15 @@ def aborts_one_after_the_other() -> None:
     nccl.Nccl.close = lambda self, backends: [close(self, [backend]) for backend in backends]
 
 
-def rank_2_hangs_in_a_collective() -> None:
-    """Once, in iteration 8, without being stuck by itself; collectives may take 10 s."""
+def hang_deaths_and_a_lost_gpu() -> None:
+    """First rank 2 hangs; some deaths come when all wait; GPU 3 is lost by one in iteration 26."""
+    rank_2_hangs_in_a_collective(4)
+    all_others_wait_when_one_dies({Phase.P2P, Phase.OPTIMIZER})
+    gpu_of_rank_3_is_lost(26)
+
+
+def rank_2_hangs_in_a_collective(iteration: int = 8) -> None:
+    """Once, in that iteration, without being stuck by itself; collectives may take 10 s."""
     end_hang, wait = Membership._end_hang, nccl_like.waits._wait
     mine = (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('2', '0')
     hung = []
@@ -90,7 +98,7 @@ def rank_2_hangs_in_a_collective() -> None:
         self._timeout = allowed
 
     def hang(work):
-        if mine and faults._iteration >= 8 and not hung:
+        if mine and faults._iteration >= iteration and not hung:
             hung.append(work)
             raise RuntimeError('it takes for ever')
         return wait(work)
@@ -99,11 +107,15 @@ def rank_2_hangs_in_a_collective() -> None:
     nccl_like.waits._wait = hang
 
 
-def gpu_of_rank_3_is_lost() -> None:
-    """By the death of another: what it had mapped of that one's memory is gone."""
+def gpu_of_rank_3_is_lost(iteration: int = 0) -> None:
+    """By a death from that iteration on: what it had mapped of that one's memory is gone."""
     if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('3', '0'):
 
+        check = nccl.Nccl.check_device
+
         def lost(self):
-            raise RuntimeError('CUDA error: an illegal memory access was encountered')
+            check(self)
+            if faults._iteration >= iteration:
+                raise RuntimeError('CUDA error: an illegal memory access was encountered')
 
         nccl.Nccl.check_device = lost

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that wait before an iteration for the test that started them.
+"""Ranks that wait for the test that started them: before an iteration, or before they begin.
 
 A test that strikes once an iteration is committed would otherwise come later the more the machine
 has to do: at last, when training has ended.
 """
 
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -31,3 +33,17 @@ def wait_to_be_let_on() -> None:
         begins(iteration)
 
     faults.at_iteration = waiting
+
+
+def new_workers(directory: Path) -> Path:
+    """As long as it is there, no rank that takes the place of another one begins."""
+    return directory / 'hold-new-workers'
+
+
+def new_workers_wait_to_be_let_on() -> None:
+    """In a worker, also of a job whose ranks wait before iterations."""
+    wait_to_be_let_on()
+    if os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':
+        events = Path(sys.argv[sys.argv.index('--sparse-ckpt-events') + 1])
+        while new_workers(events.parent).exists():
+            time.sleep(_POLL_S)

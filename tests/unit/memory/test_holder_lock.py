@@ -20,7 +20,7 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.node_store import NodeStore
 from tests.distributed.conftest import mounted_tmpfs
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(120)]
 
 EARLIER = """
 import sys

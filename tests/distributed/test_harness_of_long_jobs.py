@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What long jobs are judged by: a strike left out, a digest or a verification that is not as it
+must be is found, and the strikes are made one by one then.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.harness import references as places
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.references import References, settings
+from tests.distributed.harness.strikes import NOTHING, InTurn, Strike, fail_at, strike_all, struck
+
+FIRST, SECOND = Strike('the first', '0:8:step'), Strike('the second', '1:12:p2p,0:12:load')
+DIGEST = {'iteration': 16, 'ranks': {'0': {'weight': 'a'}, '1': {'weight': 'b'}}}
+NOT_BACK = 'the second: rank 0 has not come back in its life 2'
+Break = Callable[[list[dict], dict], None]
+
+
+class Recorded(Cluster):
+    """A job of two ranks that only writes what one that was struck would have."""
+
+    def __init__(self, directory: Path, spoil: Break | None = None) -> None:
+        super().__init__([], directory, ranks=2)
+        self.spoil = spoil
+
+    def survive(self, *, fail_at: str = '', **_: Any) -> dict[int, int]:
+        events, digest = self.lives_of(fail_at), json.loads(json.dumps(DIGEST))
+        if self.spoil is not None:
+            self.spoil(events, digest)
+        (self.directory / 'events').mkdir(parents=True)
+        for rank in range(2):
+            lines = [json.dumps(event) for event in events if event['rank'] == rank]
+            (self.directory / 'events' / f'rank{rank}.jsonl').write_text('\n'.join(lines) + '\n')
+        (self.directory / 'digest.json').write_text(json.dumps(digest))
+        started = [event['rank'] for event in events if event['event'] == 'worker_started']
+        self.lives += 1
+        return {rank: started.count(rank) - 1 for rank in set(started) if started.count(rank) > 1}
+
+    def lives_of(self, deaths: str) -> list[dict]:
+        """Each new process is back, having verified two operators."""
+        events = [event(rank, 0, 'worker_started') for rank in range(2)]
+        for death in deaths.split(','):
+            rank, _, _, life = death.split(':')
+            events.append(event(int(rank), int(life) + 1, 'worker_started'))
+            back: dict[str, Any] = {'scope': 'localized', 'replayed': 4, 'verified': 2}
+            back |= {'verified_at': 7, 'differing': [], 'seconds': {}}
+            events.append(event(int(rank), int(life) + 1, 'recovered', **back))
+        return events
+
+
+def event(rank: int, life: int, name: str, **fields: Any) -> dict:
+    return {'event': name, 'rank': rank, 'pid': 10 * life + rank, 'time': 1.0, **fields}
+
+
+def last_life_is_missing(events: list[dict], digest: dict) -> None:
+    """A strike that was left out of the job."""
+    newest = max(event['pid'] for event in events)
+    events[:] = [event for event in events if event['pid'] != newest]
+
+
+def one_differs(events: list[dict], digest: dict) -> None:
+    digest['ranks']['1']['weight'] = 'c'
+
+
+def nothing_verified(events: list[dict], digest: dict) -> None:
+    for found in events:
+        if found['event'] == 'recovered' and found['pid'] >= 10:
+            found['verified'] = 0
+
+
+def one_operator_differs(events: list[dict], digest: dict) -> None:
+    events[-1]['differing'] = ['layer1.expert0']
+
+
+def whole_job(events: list[dict], digest: dict) -> None:
+    del events[-1]['scope']
+
+
+@pytest.mark.parametrize(
+    ('spoil', 'said'),
+    [
+        (None, []),
+        (last_life_is_missing, [NOT_BACK, 'restarts: {0: 1, 1: 1}, not {0: 2, 1: 1}']),
+        (one_differs, ["1 differ: ['rank 1: weight']"]),
+        (nothing_verified, [f'the first: {NOTHING}', f'the second: {NOTHING}']),
+        (one_operator_differs, ["rank 0 at 0: ['layer1.expert0'] differ"]),
+        (whole_job, ['rank 0 at 0: recovered with the whole job']),
+    ],
+)
+def test_what_is_wrong_is_found(spoil: Break | None, said: list[str], tmp_path: Path) -> None:
+    assert struck(Recorded(tmp_path, spoil), [FIRST, SECOND], DIGEST) == said
+
+
+def test_lives_are_counted_over_all_strikes() -> None:
+    assert fail_at([FIRST, SECOND]) == '0:8:step:0,1:12:p2p:0,0:12:load:1'
+    lost = Strike('with one that goes by itself', '1:2:step', also=(0,))
+    assert fail_at([lost, FIRST]) == '1:2:step:0,0:8:step:1'
+
+
+def test_strikes_are_made_one_by_one_when_something_is_wrong(tmp_path: Path) -> None:
+    made: list[Recorded] = []
+
+    def make() -> Recorded:
+        spoil = {0: one_differs, 2: nothing_verified}.get(len(made))
+        made.append(Recorded(tmp_path / str(len(made)), spoil))
+        return made[-1]
+
+    with pytest.raises(pytest.fail.Exception) as failure:
+        strike_all(make, [FIRST, SECOND], DIGEST)
+    assert str(failure.value).splitlines() == [
+        'of all strikes in one job:',
+        "1 differ: ['rank 1: weight']",
+        'alone, the first: nothing is wrong',
+        f'alone, the second: the second: {NOTHING}',
+    ]
+
+
+def test_steps_go_on_when_their_conditions_are_fulfilled() -> None:
+    seen: list[str] = []
+
+    def steps(workers: list, start: Callable) -> Any:
+        seen.append('begun')
+        yield lambda: 'first' in workers
+        seen.append('went on')
+        yield lambda: True
+
+    in_turn, workers = InTurn(steps), []
+    in_turn(workers, print)
+    assert (seen, in_turn.done) == (['begun'], False)
+    workers.append('first')
+    in_turn(workers, print)
+    assert (seen, in_turn.done) == (['begun', 'went on'], True)
+
+
+# ---- references
+
+
+def test_flags_in_another_order_have_the_same_reference() -> None:
+    one = settings('--lr 2 --bf16 --spread 1 2 --save=there --lr 3'.split())
+    assert one == settings('--save there --lr 3 --spread 1 2 --bf16'.split())
+    assert one != settings('--save there --lr 3 --spread 2 1 --bf16'.split())
+
+
+def test_a_reference_is_kept_and_one_of_them_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, kept = tmp_path / 'text.bin', tmp_path / 'kept'
+    text.write_bytes(b'text')
+    computed: list[int] = []
+
+    def run() -> dict:
+        computed.append(1)
+        return {'lines': len(computed) if stale else 0}
+
+    stale = False
+    for _ in range(2):  # of one session
+        first = References(text, kept)
+        first.digest(['--lr', '1'], 4, None, run)
+        first.digest(['--lr', '1'], 4, None, run)
+    assert len(computed) == 2, 'the only one that is kept is computed again by the next session'
+    stale = True
+    with pytest.raises(AssertionError, match='what does it depend on'):
+        References(text, kept).digest(['--lr', '1'], 4, None, run)
+    monkeypatch.setattr(places, '_processor', lambda: ['another one'])
+    assert References(text, kept).digest(['--lr', '1'], 4, None, run)['lines'] == len(computed)

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long jobs whose workers are SIGKILLed again and again; only the stages that are lost replay."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from megatron.core.dist_checkpointing import load_common_state_dict
+
+from moevement_ext.events import FailureDetected, Recovered, WorkerStarted
+from tests.distributed.conftest import LINES
+from tests.distributed.harness.cluster import NCCL_LIKE, Cluster, free_port
+from tests.distributed.harness.output import scraped, upstream_lines
+from tests.distributed.harness.strikes import SETTLED, InTurn, Strike, deaths, strike_all
+from tests.distributed.probes import holding
+from tests.distributed.test_whole_job_recovery import skipped_in
+from tests.unit.local_cluster.conftest import dies
+
+pytestmark = pytest.mark.timeout(900)
+
+BF16 = '--bf16 --use-distributed-optimizer'
+UNTIED = '--untie-embeddings-and-output-weights'
+PP_EP = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'
+
+LAST = 53
+LAST_VICTIM = '1'
+WINDOW = 3
+LOADERS = 2
+SAVES = 8
+OPERATIONS = 'num_floating_point_operations_so_far'
+EVERYTHING = (
+    f'{BF16} {PP_EP} {UNTIED} --train-iters {LAST} --hidden-dropout 0.1 '
+    '--eval-interval 4 --eval-iters 2'
+).split()
+IN_AN_ITERATION = (
+    Strike('in p2p', '1:8:p2p'),
+    Strike('forward', '2:11:forward'),
+    Strike('in a dense save', '3:16:save'),
+    Strike('in gradient reduction', '0:20:reduce'),
+    Strike('between norm and step', '1:23:norm'),
+    Strike('in an evaluation, twice', '2:28:evaluate-forward,3:28:evaluate-forward'),
+    Strike('in the middle of the step', '0:32:step'),
+    Strike('after the step', '1:35:after-step'),
+    Strike('after a dense save', '2:40:saved'),
+    Strike('while capturing', '3:44:capture'),
+    Strike('while sealing', '0:47:seal'),
+    Strike('while replicating', '1:50:replicate'),
+)
+
+
+class LastIteration:
+    """What is seen from outside when all strikes are over and no rank begins the last iteration."""
+
+    def __init__(self, job: Cluster) -> None:
+        self.job = job
+        self.metrics: dict[tuple[str, ...], float] = {}
+        self.loaders: list[list[psutil.Process]] = []
+        holding.file(job.directory, LAST).touch()
+
+    def steps(self, workers: list, start: Callable) -> Iterator[Callable[[], bool]]:
+        yield lambda: self.job._reached(LAST - 1)
+        self.look_at_loaders(workers)
+        yield self.all_have_reported
+        holding.file(self.job.directory, LAST).unlink()
+
+    def look_at_loaders(self, workers: list) -> None:
+        """Each worker has its own, and those that died have left none: all had a session."""
+        living = {worker.pid for worker in workers}
+        for pid in living:
+            self.loaders.append(psutil.Process(pid).children(recursive=True))
+        events = [self.job.events_of(WorkerStarted, rank) for rank in range(self.job.ranks)]
+        gone = {event.pid for started in events for event in started} - living
+        assert len(gone) == sum(deaths(IN_AN_ITERATION).values())
+        orphans = [pid for pid in psutil.pids() if session_of(pid) in gone]
+        assert all(dies(pid) for pid in orphans)
+
+    def all_have_reported(self) -> bool:
+        """Metrics are looked at each second."""
+        port = int(self.job.flags[self.job.flags.index('--sparse-ckpt-metrics') + 1])
+        self.metrics = scraped(port)
+        ranks = map(str, range(self.job.ranks))
+        return all(self.metrics.get(('moevement_iteration', r)) == LAST - 1 for r in ranks)
+
+    def check(self) -> None:
+        for children in self.loaders:
+            assert len(children) >= LOADERS
+        assert not list(self.job.memory.parent.glob(f'.metrics/{self.job.name}*'))
+        for rank in map(str, range(self.job.ranks)):
+            self.check_metrics(rank)
+
+    def check_metrics(self, rank: str) -> None:
+        """Of a process that has seen recoveries; who has replaced another one has replayed."""
+        seen = self.metrics
+        assert seen['moevement_window_iterations', rank] == WINDOW
+        assert 0 < seen['moevement_window_age_iterations', rank] <= 2 * WINDOW
+        captured = seen['moevement_captured_bytes_total', rank]
+        assert 0 < seen['moevement_slot_bytes', rank] < captured
+        assert seen['moevement_exposed_seconds_total', rank] > 0
+        assert seen['moevement_training_seconds_total', rank] > 0
+        assert seen['moevement_host_memory_bytes', rank, 'own_windows'] > 0
+        assert seen['moevement_recoveries_total', rank, 'localized'] >= 1
+        assert seen['moevement_replayed_iterations_total', rank] >= 1
+        assert seen['moevement_verified_operators_total', rank] > 0
+        assert seen['moevement_differing_operators_total', rank] == 0
+        if rank != LAST_VICTIM:
+            assert seen['moevement_failures_detected_total', rank] >= 1
+
+
+def session_of(pid: int) -> int:
+    """Or -1 of a process that has ended."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return -1
+
+
+def everything_on(cluster: Callable[..., Cluster]) -> Cluster:
+    job = cluster(*EVERYTHING, '--sparse-ckpt-window', str(WINDOW), *SETTLED)
+    disk = job.directory / 'disk'
+    disk.mkdir(parents=True)
+    job.flags += ['--num-workers', str(LOADERS), '--sparse-ckpt-disk', str(disk)]
+    job.flags += ['--save', str(job.directory / 'dense'), '--save-interval', str(SAVES)]
+    job.flags += ['--sparse-ckpt-metrics', str(free_port())]
+    profile = '--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 10'
+    job.flags += [*profile.split(), '--tensorboard-dir', str(job.directory / 'board')]
+    return job
+
+
+def test_everything_on(cluster: Callable[..., Cluster], reference: Callable[..., dict]) -> None:
+    """The launcher announces no death: survivors notice by themselves."""
+    looks: list[LastIteration] = []
+
+    def look(job: Cluster) -> InTurn:
+        looks.append(LastIteration(job))
+        return InTurn(looks[0].steps)
+
+    expected = reference(*EVERYTHING)
+    job = strike_all(
+        lambda: everything_on(cluster),
+        IN_AN_ITERATION,
+        expected,
+        meanwhile=look,
+        announce=False,
+        mutation='probes.holding:wait_to_be_let_on',
+    )
+    looks[0].check()
+    # Each log line is upstream's own. Those of iterations that a strike ended late are missing.
+    lines = set(upstream_lines(job, 0))
+    assert lines <= set(expected[LINES])
+    assert len(lines) >= len(set(expected[LINES])) - len(IN_AN_ITERATION)
+    check_saves(job.directory / 'dense')
+
+
+def check_saves(dense: Path) -> None:
+    """Each was made, and none counts operations twice."""
+    saved = [dense / f'iter_{iteration:07}' for iteration in (*range(SAVES, LAST, SAVES), LAST)]
+    assert sorted(dense.glob('iter_*')) == saved
+    counted = [load_common_state_dict(str(path))[OPERATIONS] for path in saved]
+    assert counted[:-1] == [count * counted[0] for count in range(1, len(saved))]
+
+
+FOUR_STAGES = (
+    f'{BF16} --pipeline-model-parallel-size 4 {UNTIED} --train-iters 70 --global-batch-size 2'
+).split()
+IN_RECOVERIES = (
+    Strike('during detection', '1:8:forward,3:8:detect'),
+    Strike('during regrouping', '1:13:forward,2:13:regroup'),
+    Strike('when a stage has caught up and is connected', '1:17:forward,2:17:resume'),
+    Strike('while all connect', '0:22:forward,2:22:connect'),
+    Strike('replacement dies fetching', '1:28:forward,1:25:fetch'),
+    Strike('replacement dies loading', '1:34:forward,1:32:load'),
+    Strike('replacement dies converting', '1:40:forward,1:38:convert'),
+    Strike('replacement dies twice catching up', '1:44:forward,1:42:catch-up,1:43:catch-up', False),
+    Strike('replacement dies when it has caught up', '1:50:forward,1:49:replayed'),
+    Strike('same rank right after recovery', '3:55:forward,3:55:forward'),
+    Strike('neighbour right after recovery', '1:59:forward,2:59:backward'),
+    Strike('two adjacent stages at once', '1:64:forward,2:64:forward'),
+    Strike('two separate stages at once', '0:68:forward,2:68:forward'),
+)
+
+
+def test_more_failures_in_recoveries(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    strike_all(
+        lambda: cluster(*FOUR_STAGES, '--sparse-ckpt-window', '3', *SETTLED, nodes=4),
+        IN_RECOVERIES,
+        reference(*FOUR_STAGES),
+    )
+
+
+PEERS = f'--bf16 --pipeline-model-parallel-size 2 {UNTIED} --train-iters 26'.split()
+COPIES = (
+    Strike('copied from its peer', '1:8:forward', verified=False),
+    Strike('the peer that was copied from', '0:12:step', verified=False),
+    Strike('both peers', '0:17:forward,1:17:forward'),
+    Strike('all of a stage, and the memory of its node', '2:23:forward,3:23:forward', False),
+)
+
+
+def test_peers_and_nodes(cluster: Callable[..., Cluster], reference: Callable[..., dict]) -> None:
+    """Without the distributed optimizer a data-parallel peer holds the same state."""
+    job = strike_all(
+        lambda: cluster(*PEERS, '--sparse-ckpt-window', '3', *SETTLED),
+        COPIES,
+        reference(*PEERS),
+        wipe=[1],
+    )
+    recovered = job.events_of(Recovered, rank=1)[-2:]
+    assert [event.stages for event in recovered] == [[0], [1]]
+    copies = [event.copied for event in job.events_of(Recovered, rank=1) if event.copied]
+    assert copies == [[1], [0]]
+
+
+# Flags; strikes.
+LAYOUTS = {
+    'tied-tp2-fp16-with-skips': (
+        '--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 '
+        '--fp16 --initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 1 '
+        '--use-distributed-optimizer --calculate-per-token-loss',
+        '2:18:backward',
+    ),
+    'virtual-stages-with-all-of-experts': (
+        f'{BF16} {PP_EP} {UNTIED} --num-layers-per-virtual-pipeline-stage 1 '
+        '--moe-router-enable-expert-bias --moe-router-score-function sigmoid '
+        '--moe-router-bias-update-rate 1e-2 --moe-shared-expert-intermediate-size 32 '
+        '--moe-layer-freq [0,1,1,1] --recompute-granularity selective '
+        '--recompute-modules core_attn mlp moe --overlap-grad-reduce --overlap-param-gather',
+        '2:18:step',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', LAYOUTS)
+def test_layouts(
+    name: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """All stages are lost together, and then either of them alone."""
+    setup, other = LAYOUTS[name]
+    flags = [*setup.split(), '--train-iters', '20']
+    strikes = [Strike('one stage', '1:12:forward'), Strike('the other one', other)]
+    job = strike_all(
+        lambda: cluster(*flags, '--sparse-ckpt-window', '3', *SETTLED),
+        strikes,
+        reference(*flags),
+        lost_at='1:8:forward',
+    )
+    if '--fp16' in flags:
+        assert skipped_in(job) & {6, 7}, 'one that is replayed by all'
+
+
+LIKE_NCCL = f'--bf16 --pipeline-model-parallel-size 4 {UNTIED} --train-iters 29'.split()
+WAITED_FOR = (
+    Strike('others send and receive', '1:8:p2p'),
+    Strike('others wait in the norm', '2:14:optimizer'),
+    Strike('while communicators are made', '0:20:forward,2:20:connect'),
+    Strike('a GPU is lost by the death of another', '1:26:forward', also=(3,)),
+)
+
+
+def test_collectives_that_fail_as_those_of_nccl(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    job = strike_all(
+        lambda: cluster(
+            *LIKE_NCCL, '--sparse-ckpt-window', '3', *SETTLED, nodes=4, backend=NCCL_LIKE
+        ),
+        WAITED_FOR,
+        reference(*LIKE_NCCL),
+        mutation='mutations.nccl_like:hang_deaths_and_a_lost_gpu',
+    )
+    hang = job.events_of(FailureDetected, rank=0)[0]
+    assert 'has waited for others for 1' in hang.reason
+    costs_nothing = job.events_of(Recovered, rank=0)[0]
+    assert costs_nothing.newcomers == [] == costs_nothing.stages
+    assert 'its GPU is lost: CUDA error' in job.output(0)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A long job with masters of 16 bits beside weights in fp8, which is lost, and then its stages.
+
+Stand-ins have the rules of Transformer Engine's layers and Adam on the CPU (`tests/stand_ins`).
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.strikes import SETTLED, Strike, strike_all
+from tests.distributed.test_masters import C4, STAND_INS, TWO_REPLICAS, check_kinds, check_numbers
+
+pytestmark = pytest.mark.timeout(400)
+
+FLAGS = f'{C4} {TWO_REPLICAS} --train-iters 20'.split()
+STRIKES = Strike('a stage', '1:12:backward'), Strike('the other one', '2:18:step')
+
+
+def test_narrow_masters_and_weights_in_fp8(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    expected = reference(*FLAGS, stand_in=STAND_INS, check=check_numbers)
+    check_kinds('c4-two-replicas', expected)
+    strike_all(
+        lambda: cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED),
+        STRIKES,
+        expected,
+        lost_at='1:8:forward',
+        mutation=STAND_INS,
+    )
