@@ -19,7 +19,7 @@ from megatron.moevement.state.digest import refuse_unwritable, state_digest, wri
 from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.job.ending import announce
 from moevement_ext.process.leaving import leave
-from moevement_ext.recover.localized import handovers
+from moevement_ext.recover.handover import handovers
 
 
 def run_with_sparse_checkpointing(train: Callable[..., Any], args: UpstreamArguments) -> None:

@@ -41,7 +41,7 @@ from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
 from moevement_ext.recover.giving_up import start_the_whole_job_again
-from moevement_ext.recover.localized import handovers
+from moevement_ext.recover.handover import handovers
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.regroup import nccl_environment, waits
 from moevement_ext.replicate.secret import UnknownSecretError

@@ -50,24 +50,20 @@ from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.membership.watch import HEARTBEAT_SECONDS, EpochWatch
 from moevement_ext.process.leaving import end_at_once
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
-from moevement_ext.regroup.process_groups import ProcessGroups
+from moevement_ext.regroup.process_groups import ProcessGroups, connect_timeout
 from moevement_ext.store.connections import Connections
 
 logger = logging.getLogger(__name__)
 
 _UPDATE_GRACE_SECONDS = 1.0
 _CLOSING = timedelta(seconds=20)
-_CONNECT_TIMEOUT = timedelta(seconds=60)
-"""For up to `_RANKS_CONNECTED` ranks to connect a group when all are about to."""
-_RANKS_CONNECTED = 1024
-"""More have as much more time: NCCL brings all of a group together."""
 _PUBLICATIONS_IN_A_TIMEOUT = 10
 _UNBLOCK_SECONDS = 30.0
 """After which the end of all waits is not waited for: a GPU may never let go of its."""
 _OUT_OF_WAITS_SECONDS = 5.0
 """After which a thread is never going to leave a wait that was ended; it takes a quarter second."""
 _OUT_OF_QUEUE_SECONDS = 30.0
-"""The same with a GPU: kernels that were queued before are computed first, a thousand of them."""
+"""The same with a GPU, which first computes a thousand kernels that were queued before."""
 
 
 class Membership:
@@ -318,11 +314,9 @@ class Membership:
         """
         assert self._groups is not None
         self._raise_if_broken()
-        name = 'all' if members is None else 'some'
-        largest = max(1.0, self._rendezvous.world_size / _RANKS_CONNECTED)
-        timeout = min(self._timeout, _CONNECT_TIMEOUT * largest)
-        store: Store = PrefixStore(f'groups/{name}', self.store)
-        store = InterruptibleStore(store, self._watch.broken, timeout)
+        timeout = min(self._timeout, connect_timeout(self._rendezvous.world_size))
+        prefix = PrefixStore(f'groups/{"all" if members is None else "some"}', self.store)
+        store = InterruptibleStore(prefix, self._watch.broken, timeout)
         self._in_use = [*self._in_use[-1:], store]  # the groups clean up in the one before
         try:
             self._groups.renew(store, members, timeout)

@@ -40,7 +40,7 @@ from moevement_ext.replicate.secret import agree
 
 logger = logging.getLogger(__name__)
 
-_FIRST_WINDOW = 2  # of `auto`, until times are measured: the first window is persisted soon
+_FIRST_WINDOW = 2  # of `auto`, until times are measured
 
 
 class Protection:
@@ -492,11 +492,8 @@ class Protection:
         """On the replanner's thread."""
         self.checkpointer.schedule_next(plan.schedule())
         own = self._operators.slices
+        shares = {name: share for name, share in plan.shares.items() if name in own}
+        window, version = plan.plan.window, plan.version
         self._rank.events.emit(
-            Replanned(
-                origin=plan.origin,
-                window=plan.plan.window,
-                version=plan.version,
-                shares={name: share for name, share in plan.shares.items() if name in own},
-            )
+            Replanned(origin=plan.origin, window=window, version=version, shares=shares)
         )

@@ -36,6 +36,7 @@ from moevement_ext.memory.window.name import Window
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.fruitless import Fruitless
 from moevement_ext.recover.giving_up import start_the_whole_job_again
+from moevement_ext.recover.handover import Handover, PlanInForce, handovers
 from moevement_ext.recover.inventory import held_windows, launch_of
 from moevement_ext.recover.log_line import recovered_line
 from moevement_ext.recover.lost_peer import in_words, lost_peer
@@ -52,23 +53,6 @@ logger = logging.getLogger(__name__)
 _ANNOUNCEMENT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 """To replay in spite of ranks that do not answer, before an older window is taken."""
-
-
-class PlanInForce(msgspec.Struct, frozen=True):
-    """A plan by reference: with the shares of thousands of experts it would be most of a report."""
-
-    version: int
-    origin: int
-    """Where its windows begin now; that of the plan, unless they were begun anew."""
-
-
-class Handover(msgspec.Struct, frozen=True):
-    """What survivors tell a new process besides their report."""
-
-    plan: PlanInForce
-    """At the survivor's iteration."""
-    trainer: bytes
-    """What `Loop.hand_over` returned there."""
 
 
 class Stages(Protocol):
@@ -502,12 +486,3 @@ class LocalizedRecovery:
 
 def _no_iteration(iteration: int) -> NoReturn:
     raise AssertionError(f'nothing is left to train after iteration {iteration}')
-
-
-def handovers(reports: Sequence[Report]) -> list[Handover]:
-    """What the survivors hand over."""
-    return [
-        msgspec.msgpack.decode(report.details, type=Handover)
-        for report in reports
-        if report.details
-    ]

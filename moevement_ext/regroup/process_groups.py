@@ -31,6 +31,10 @@ _KINDS = {
 """torch's name of a backend, by its class."""
 
 
+_CONNECT_SECONDS = 60.0
+_RANKS_CONNECTED = 1024
+
+
 class RegroupError(SparseCheckpointError):
     """Groups could not be connected anew; what had a real backend raises until they are."""
 
@@ -351,6 +355,11 @@ def _destroy(backends: list[Backend]) -> None:
     thread = threading.Thread(target=backends.clear, name='sparse-ckpt-destroy', daemon=True)
     thread.start()
     thread.join(_DESTROY_SECONDS)
+
+
+def connect_timeout(world_size: int) -> timedelta:
+    """For all to connect one group, once all are about to: NCCL brings all of a group together."""
+    return timedelta(seconds=_CONNECT_SECONDS * max(1.0, world_size / _RANKS_CONNECTED))
 
 
 def stand_in_for(backend: str) -> None:

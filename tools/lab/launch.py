@@ -34,7 +34,7 @@ _NO_GPU = {'CUDA_VISIBLE_DEVICES': ''}
 _ON_GPU = '--distributed-backend nccl --disable-gloo-process-groups --deterministic-mode'.split()
 """Flags of the program; the last of a flag counts."""
 _FUSIONS = {'--no-bias-swiglu-fusion', '--no-bias-gelu-fusion', '--no-bias-dropout-fusion'}
-"""Of what upstream compiles: not switched off on a GPU, so that jobs run there as a user's do."""
+"""Switches of what upstream compiles; left out on a GPU, where jobs run as a user runs them."""
 
 
 class Launcher(enum.StrEnum):

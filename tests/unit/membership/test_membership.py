@@ -457,6 +457,12 @@ def test_process_whose_gpu_is_lost_ends_before_it_reports(job: Job) -> None:
     assert why_broken(job.store, 0) == 'rank 1 died'
 
 
+def run_to_its_end(program: str, job: Job, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, '-c', program, str(job.store.port), *arguments]
+    seconds = 3 * TIMEOUT.total_seconds()
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds)
+
+
 _NEVER_UNBLOCKED = """
 from moevement_ext.membership import membership
 from moevement_ext.regroup.gloo import Gloo
@@ -469,13 +475,7 @@ member.leave('another rank died')
 
 def test_process_whose_waits_cannot_be_ended_ends(job: Job) -> None:
     """As where a GPU does not let go of a communicator that is aborted."""
-    ended = subprocess.run(
-        [sys.executable, '-c', _STUCK + _NEVER_UNBLOCKED, str(job.store.port), '0'],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=3 * TIMEOUT.total_seconds(),
-    )
+    ended = run_to_its_end(_STUCK + _NEVER_UNBLOCKED, job, '0')
     assert ended.returncode == EXIT_STUCK, ended.stderr
     assert 'rank 0 replaces itself: its waits have not ended within 5 s' in ended.stderr
     assert 'in leave' in ended.stderr
@@ -491,15 +491,8 @@ def test_process_whose_waits_cannot_be_ended_ends(job: Job) -> None:
 def test_process_whose_training_thread_is_never_going_to_leave_ends_and_says_where(
     job: Job, program: str, stuck_timeout_s: float, place: str, reason: str
 ) -> None:
-    """It is stuck by itself; or a failure was announced, and it is still where others are waited
-    for."""
-    ended = subprocess.run(
-        [sys.executable, '-c', _STUCK + program, str(job.store.port), str(stuck_timeout_s)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=3 * TIMEOUT.total_seconds(),
-    )
+    """It is stuck by itself; or a failure was announced, and it still waits for others."""
+    ended = run_to_its_end(_STUCK + program, job, str(stuck_timeout_s))
     assert ended.returncode == EXIT_STUCK, ended.stderr
     assert 'rank 0 replaces itself: its training thread has stood still' in ended.stderr
     assert place in ended.stderr

@@ -10,7 +10,8 @@ from moevement_ext.membership.report import encode
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.plan.replanning import PlanParameters
-from moevement_ext.recover.localized import LocalizedRecovery, handovers
+from moevement_ext.recover.handover import handovers
+from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.trainer import Start
 from tests.unit.memory.samples import tmpfs_directory

@@ -188,7 +188,7 @@ def order_of_a_renewal(job: Job) -> list[str]:
     order: list[str] = []
     for name in ('make_room', 'connect'):
         setattr(kind, name, noted(order, name, getattr(kind, name)))
-    job.process_groups.renew(PrefixStore('alone', job.store), [job.rank], SHORT)
+    job.process_groups.renew(PrefixStore('alone', job.store), [job.rank], DEADLINE)
     return order
 
 
