@@ -59,7 +59,10 @@ def test_a_worker_sees_the_same_environment_as_one_that_is_started(job: Job) -> 
     spawned = job.life(0)['env']
     (job.folder / 'finish').unlink()
     assert job.run(fork=True) == 0
-    of_this_job = {'MASTER_PORT', 'MOEVEMENT_RUN', 'TORCHELASTIC_RUN_ID'}
+    of_this_job = {
+        *('MASTER_PORT', 'MOEVEMENT_RUN', 'TORCHELASTIC_RUN_ID'),
+        *('MOEVEMENT_LAUNCH', 'MOEVEMENT_SECRET'),
+    }
     forked = job.life(0)['env']
     assert spawned.keys() == forked.keys()
     assert {name for name in forked if forked[name] != spawned[name]} <= of_this_job

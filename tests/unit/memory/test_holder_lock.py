@@ -171,7 +171,7 @@ def test_closed_or_removed_it_is_free(tmp_path: Path) -> None:
     first = DiskWindows(tmp_path, 'run1', 0)
     first.close()
     second = DiskWindows(tmp_path, 'run1', 0)
-    second.remove()
+    second.remove(past=0)
     assert list(tmp_path.iterdir()) == []
     DiskWindows(tmp_path, 'run1', 0).close()
 
@@ -201,5 +201,5 @@ def test_a_file_system_without_locks_does(
     with caplog.at_level(logging.WARNING):
         disk = DiskWindows(tmp_path, 'run1', 0)
     assert 'No locks available' in caplog.text
-    disk.remove()
+    disk.remove(past=0)
     assert list(tmp_path.iterdir()) == []

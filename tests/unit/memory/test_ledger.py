@@ -119,12 +119,12 @@ def test_reopened_with_any_capacity(shm: Path) -> None:
 
 def test_a_restart_takes_no_room_besides(shm: Path) -> None:
     """A tmpfs of the planned size has none."""
-    ledger = Ledger(shm / 'ledger', 4)
+    ledger = Ledger(shm / 'ledger', 4, OWN)
     for iteration in range(6):
         ledger.append(entry(iteration))
     ledger.close()
     before = (shm / 'ledger').stat()
-    again = Ledger(shm / 'ledger', 4)
+    again = Ledger(shm / 'ledger', 4, OWN)
     assert (shm / 'ledger').stat().st_ino == before.st_ino
     again.append(entry(6))
     assert newest(shm / 'ledger') == entry(6)

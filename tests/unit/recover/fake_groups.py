@@ -40,6 +40,9 @@ class FakeGroups:
         self._connected: str | None = None
         self._ended = False
 
+    def end_calls(self) -> None:
+        """Nothing that was called stays open."""
+
     def connect(self, name: str) -> None:
         """With all who connect under the same name."""
         self._connected = name

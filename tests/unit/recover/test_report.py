@@ -27,6 +27,7 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
         store=NodeStore(folder, 'run', 'node'),
         windows=SimpleNamespace(committed=lambda: []),
         addresses=[('127.0.0.1', 1)],
+        mark=b'mark',
     )
     return LocalizedRecovery(
         SimpleNamespace(number=0, identity=RankIdentity('run', 'pp1', 0)),

@@ -416,7 +416,19 @@ def test_nobody_comes_back_after_the_last_iteration() -> None:
 def test_reports_travel_as_they_are() -> None:
     entry = LedgerEntry(9, [0.1], [False], 8, 576, num_tokens=4096)
     report = Report(
-        True, 'node', 7, everywhere(2, NEW), 1, 9, 9, 3, [OLD], ('::1', 80), [entry], b'\xff'
+        True,
+        'node',
+        7,
+        everywhere(2, NEW),
+        'flags',
+        1,
+        9,
+        9,
+        3,
+        [OLD],
+        ('::1', 80),
+        [entry],
+        b'\xff',
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=Report) == report
     silent = replacement()

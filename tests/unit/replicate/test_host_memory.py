@@ -10,7 +10,7 @@ import torch
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
+from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged, in_pages
 from moevement_ext.memory.upstream_log.record import Direction, LogKey
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
@@ -120,7 +120,9 @@ def job(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 def test_each_holds_the_replicas_of_the_other(job: Job) -> None:
     assert [memory.holders for memory in job.ranks] == [[(1,), (0,)]] * 2
     assert [[*memory.peers()] for memory in job.ranks] == [[1], [0]]
-    assert all(memory.plan.by_kind()['replicas'] == 2 * capacity() for memory in job.ranks)
+    assert all(
+        memory.plan.by_kind()['replicas'] == 2 * in_pages(capacity()) for memory in job.ranks
+    )
 
 
 def test_lost_window_is_fetched_from_its_holder(job: Job) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory and log are those that the training reserves."""
 
+import mmap
 from datetime import timedelta
 
 import numpy as np
@@ -18,6 +19,7 @@ from moevement_ext.simulate.layout import Batch, Layout, Precision
 from moevement_ext.simulate.model import ModelShape
 from moevement_ext.simulate.planning import ProtectionSettings
 
+PAGE = mmap.PAGESIZE
 MODEL = ModelShape('m', 8, 64, 4, 128, ffn_hidden_size=64)
 
 
@@ -100,21 +102,21 @@ def test_lag_is_the_part_of_the_log_that_is_written_by_then(pipeline, chunks, se
 
 
 def test_equal_ranks_hold_as_much_for_others_as_others_for_them():
-    files, logs = np.full(8, 1000), np.full(8, 10)
+    files, logs = np.full(8, 2 * PAGE), np.full(8, PAGE)
     plan = memory.fullest_node(files, logs, ranks_per_node=2, replicas=2)
     kinds = plan.by_kind()
-    assert (kinds['own_windows'], kinds['replicas']) == (2 * 2 * 1000, 2 * 2 * 2 * 1000)
-    assert kinds['log_ring'] == 20
+    assert (kinds['own_windows'], kinds['replicas']) == (2 * 2 * 2 * PAGE, 2 * 2 * 2 * 2 * PAGE)
+    assert kinds['log_ring'] == 2 * PAGE
 
 
 def test_a_disk_takes_one_more_window_file_of_each_rank():
-    files, logs = np.full(8, 1000), np.full(8, 10)
+    files, logs = np.full(8, 2 * PAGE), np.full(8, PAGE)
     kinds = memory.fullest_node(files, logs, ranks_per_node=2, replicas=2, disk=True).by_kind()
-    assert (kinds['own_windows'], kinds['replicas']) == (2 * 3 * 1000, 2 * 2 * 2 * 1000)
+    assert (kinds['own_windows'], kinds['replicas']) == (2 * 3 * 2 * PAGE, 2 * 2 * 2 * 2 * PAGE)
 
 
 def test_the_node_with_the_highest_need_is_found():
-    files = np.array([1, 1, 1, 1, 5, 1])
+    files = PAGE * np.array([1, 1, 1, 1, 5, 1])
     plan = memory.fullest_node(files, np.zeros(6, dtype=np.int64), ranks_per_node=2, replicas=0)
     assert sorted(plan.ranks) == [4, 5]
     assert plan.by_kind()['replicas'] == 0

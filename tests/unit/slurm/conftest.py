@@ -5,6 +5,7 @@ A step is the agent itself here, instead of an `srun` that starts it.
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -66,7 +67,7 @@ class SlurmJob(Job):
             environment['MOEVEMENT_TEST_DEVICES'] = str(devices)
             environment['PYTHONPATH'] = f'{DRIVER}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
             del environment['CUDA_VISIBLE_DEVICES']
-        command = ['false'] if host in self.dead else AGENT
+        command = ['false'] if host in self.dead else [sys.executable, *AGENT]
         step = Step(command, environment)
         self.steps.setdefault(host, []).append(step)
         return step

@@ -40,14 +40,9 @@ class _Process(ABC):
         timeout = timedelta(seconds=timeout_s)
         return TCPStore('127.0.0.1', self.port, is_master=False, timeout=timeout)
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
     def connections_from_clients(self) -> int:
         """How many are open at its own port."""
-        found = psutil.Process(self._process.pid).net_connections()
+        found = psutil.Process(self.pid).net_connections()
         return sum(
             one.laddr.port == self.port and one.status == psutil.CONN_ESTABLISHED for one in found
         )

@@ -82,7 +82,9 @@ def test_a_large_job_fits_into_a_part_of_its_nodes(capsys, flags, most_gib):
     job = ('--model', 'deepseek-v3', '--cluster', 'h100', '--mfu', 0.35, '--window', 1)
     memory = as_json(capsys, *job, *flags)['host_memory_bytes_per_node']
     assert memory['total'] < most_gib * 2**30
-    assert memory['replicas'] == 2 * memory['own_windows'] < 130 * 2**30
+    assert memory['replicas'] < 130 * 2**30
+    rounded = 2 * memory['own_windows'] - memory['replicas']  # to whole pages, each file
+    assert 0 <= rounded < 2**20
 
 
 def test_slots_of_a_list(capsys, operators):

@@ -36,6 +36,8 @@ def test_a_line_for_each_stage() -> None:
         '---- transformer-engine (not run: no transformer_engine)',
         *(f'---- precision-c{n} (not run: no transformer_engine)' for n in range(1, 6)),
         '---- four-rank (not run)',
+        'not run: environment, tests, one-rank, recorded, transformer-engine, precision-c1, '
+        'precision-c2, precision-c3, precision-c4, precision-c5, four-rank',
     ]
 
 
