@@ -174,6 +174,10 @@ class DiskWindows:
         os.rename(written, self.path / _COMPLETE)
         _sync_directory(self.path)
 
+    def noted_complete(self) -> bool:
+        """Something was noted, if only that no window is complete."""
+        return (self.path / _COMPLETE).exists()
+
     def newest_complete(self) -> int:
         """What was noted last, -1 if that is nothing."""
         try:

@@ -142,6 +142,11 @@ class Ledger:
         return kept[-1][1] if kept else None
 
     @staticmethod
+    def is_of(path: Path, identity: RankIdentity) -> bool:
+        """An earlier process of this run, layout and rank has left a file."""
+        return bool(_content(path, identity))
+
+    @staticmethod
     def read_complete(path: Path, identity: RankIdentity) -> int:
         """Start of the newest window that all ranks had, -1 if a file tells of none."""
         content = _content(path, identity)

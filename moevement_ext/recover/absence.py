@@ -28,8 +28,8 @@ class Traces(msgspec.Struct, frozen=True):
     node: str
     newest_complete: int
     """Start of the newest window that all ranks had, as far as this one was told; -1 if none."""
-    files: bool
-    """It has window files, also such as are refused."""
+    past: bool
+    """It has window files, also such as are refused, or a ledger: its windows are gone on purpose."""
 
 
 def refuse_to_forget(
@@ -59,7 +59,7 @@ def refuse_to_forget(
         owners.setdefault(part.window, set()).add(part.owner)
     nearest = max(owners, key=lambda window: (len(owners[window]), window))
     without = [rank for rank in range(len(traces)) if rank not in owners[nearest]]
-    absent = [rank for rank in without if not traces[rank].files]
+    absent = [rank for rank in without if not traces[rank].past]
     if not absent:
         return
     places = f'--sparse-ckpt-dir {config.dir}'

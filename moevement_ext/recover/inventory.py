@@ -145,12 +145,14 @@ def take_stock(store: NodeStore, disk: DiskWindows | None, identity: RankIdentit
 
 
 def _traces(store: NodeStore, disk: DiskWindows | None, identity: RankIdentity) -> Traces:
-    own = [window for window in store.scan() if window.owner == identity.rank]
-    told = Ledger.read_complete(store.ledger_path(identity.rank), identity)
+    ledger = store.ledger_path(identity.rank)
+    past = Ledger.is_of(ledger, identity)
+    past |= any(window.owner == identity.rank for window in store.scan())
+    told = Ledger.read_complete(ledger, identity)
     if disk is not None:
-        own += disk.stored()
+        past |= bool(disk.stored()) or disk.noted_complete()
         told = max(told, disk.newest_complete())
-    return Traces(node_name(), told, bool(own))
+    return Traces(node_name(), told, past)
 
 
 def launch_of(identity: RankIdentity) -> str:

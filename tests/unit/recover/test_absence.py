@@ -102,7 +102,7 @@ def test_that_a_window_was_complete_is_remembered_in_memory(store: NodeStore) ->
     windows.commit(file)
     ledger.close()
     found = take_stock(store, None, IDENTITY).traces
-    assert found.newest_complete == 0 and found.files
+    assert found.newest_complete == 0 and found.past
     again = Ledger(store.ledger_path(0), 4, IDENTITY)
     again.forget_after(1)
     assert Ledger.read_complete(store.ledger_path(0), IDENTITY) == 0
@@ -113,13 +113,13 @@ def test_that_a_window_was_complete_is_remembered_in_memory(store: NodeStore) ->
 
 def test_that_a_window_was_complete_is_remembered_on_disk(store: NodeStore, tmp_path: Path) -> None:
     disk = DiskWindows(tmp_path, 'run1', 0)
-    assert not take_stock(store, disk, IDENTITY).traces.files
+    assert not take_stock(store, disk, IDENTITY).traces.past
     disk.write(make_file(tmp_path / 'memory', 6), IDENTITY)
     disk.note_complete(6)
     disk.close()
     disk = DiskWindows(tmp_path, 'run1', 0)
     found = take_stock(store, disk, IDENTITY).traces
-    assert found.newest_complete == 6 and found.files
+    assert found.newest_complete == 6 and found.past
     disk.set_aside_after(3, IDENTITY)
     assert disk.newest_complete() == 3
     disk.close()
