@@ -107,6 +107,8 @@ class HostMemoryPlan:
         adopted = sum(reserved.values())
         # Who was here before needs no more than its files, whatever others have taken since.
         beside = sum(self.ranks[rank].beside for rank, found in reserved.items() if found)
+        # A start may have left the secret of the job there already.
+        beside += min(reserved_bytes(directory / 'shared'), self.node_total - beside - adopted)
         missing = self.node_total - beside - adopted
         new = [self.ranks[rank].total for rank, found in reserved.items() if not found]
         margin = sum(map(_margin, new)) if _is_shared(directory) else 0

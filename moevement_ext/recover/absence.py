@@ -29,7 +29,7 @@ class Traces(msgspec.Struct, frozen=True):
     newest_complete: int
     """Start of the newest window that all ranks had, as far as this one was told; -1 if none."""
     past: bool
-    """It has window files, also such as are refused, or a ledger: its windows are gone on purpose."""
+    """It has window files, also refused ones, or a ledger: its windows are gone on purpose."""
 
 
 def refuse_to_forget(

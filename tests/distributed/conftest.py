@@ -82,7 +82,7 @@ def cluster(
 ) -> Iterator[Callable[..., Cluster]]:
     """Makes clusters with given extra flags; their host memory is removed afterwards."""
     made: list[Cluster] = []
-    exactly = request.config.getoption('--exact-memory')
+    exactly = request.config.getoption('--exact-memory', False)
     request.node.stash[JOBS] = made
 
     def make(

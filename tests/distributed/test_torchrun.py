@@ -200,6 +200,7 @@ def test_help_shows_the_flags_in_a_group(cluster: Callable[..., Cluster]) -> Non
                 'megatron.training.training.build_train_valid_test_data_iterators',
                 'megatron.training.training.checkpoint_and_decide_exit',
                 'megatron.training.training.load_checkpoint',
+                'megatron.training.training.save_checkpoint',
                 'megatron.training.training.setup_model_and_optimizer',
                 'megatron.training.training.train',
                 'megatron.training.training.train_step',

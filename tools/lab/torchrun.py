@@ -3,6 +3,7 @@
 
 import contextlib
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -39,6 +40,8 @@ class Agents:
         self._launch = launch
         self._logs = launch.folder / 'logs'
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
+        # As a user sets it on all nodes: without it the successor of a lost node is not let in.
+        self._secret = secrets.token_hex(16)
 
     def start(self) -> None:
         """Launch the job, or launch it again."""
@@ -65,7 +68,8 @@ class Agents:
             *(_SHARING if launch.share_gpu else ()),
             *launch.program(),
         ]  # fmt: skip
-        environment = {**launch.environment(), 'MOEVEMENT_NODE': node_name(node)}
+        environment = {'MOEVEMENT_SECRET': self._secret, **launch.environment()}
+        environment['MOEVEMENT_NODE'] = node_name(node)
         with self._log(node).open('ab') as log:
             self._agents[node] = subprocess.Popen(
                 command,
