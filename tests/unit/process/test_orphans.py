@@ -124,7 +124,7 @@ def test_what_runs_a_worker_and_what_it_has_started_beside_is_no_orphan(
 def test_a_wrapper_whose_worker_lives_is_left_to_its_launcher(
     port: str, started: list[psutil.Process]
 ) -> None:
-    predecessor = wrapped('import time; print(); time.sleep(600)', 0)
+    predecessor = wrapped('import time; print(flush=True); time.sleep(600)', 0)
     started.append(psutil.Process(predecessor.pid))
     assert predecessor.stdout is not None
     started.append(psutil.Process(int(predecessor.stdout.readline())))
