@@ -26,6 +26,7 @@ from tests.unit.recover.threaded_job import (
 )
 
 pytestmark = [
+    pytest.mark.timed,
     pytest.mark.timeout(300),
     # A thread of a dead one may look at it once more, as none of a dead process does.
     pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),

@@ -31,7 +31,10 @@ NEWEST = f'window-{NEWER}-*'
 _PATIENCE_S = 60.0
 
 # A thread of a dead one may look at it once more, as none of a dead process does.
-pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+pytestmark = [
+    pytest.mark.timed,
+    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
+]
 
 
 @pytest.fixture(autouse=True)

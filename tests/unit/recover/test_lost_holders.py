@@ -20,7 +20,10 @@ VICTIM = 1
 ITERATIONS = 4 * WINDOW
 
 # A thread of a dead one may look at it once more, as none of a dead process does.
-pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+pytestmark = [
+    pytest.mark.timed,
+    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
+]
 
 
 class LostHolder:

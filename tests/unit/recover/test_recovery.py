@@ -52,7 +52,10 @@ MOST_LEFT_OPEN = 500
 """Descriptors, by the few processes that are killed in their first meeting, or while they close."""
 
 # A thread of a dead one may look at it once more, as none of a dead process does.
-pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+pytestmark = [
+    pytest.mark.timed,
+    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
+]
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -32,7 +32,10 @@ ITERATIONS = ALL_STRUCK + WINDOW
 NO_WAITING = 10**6
 
 # A thread of a dead one may look at it once more, as none of a dead process does.
-pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+pytestmark = [
+    pytest.mark.timed,
+    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
+]
 
 
 @pytest.fixture(scope='module')

@@ -43,7 +43,8 @@ from moevement_ext.membership.rendezvous import (
     present_epoch,
 )
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.name import RankIdentity, WindowName
+from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.replicate import host_memory
 from tests.unit.recover.fake_groups import FakeGroups, Network
@@ -59,9 +60,9 @@ _HANG_S = 60.0
 _SET_UP_S = 20.0
 _LONG_S = 1000.0
 _PERSISTED_S = 20.0
+"""For a window to be persisted."""
 SECRET = 'of the launcher, 32 letters long'
 """What the launcher of a job gives to its processes."""
-"""For a window to be persisted; one that was given up never is."""
 
 
 class Fault(NamedTuple):
@@ -180,7 +181,7 @@ class Process:
             run_id='run',
             interface='lo',
             log_lag=4.0,
-            max_wait=0.3,
+            max_wait=self.job.max_wait_s,
         )
         identity = RankIdentity('run', f'pp{STAGES}', self.rank)
         brought = functools.partial(
@@ -240,7 +241,16 @@ class Process:
             unjudged = protected and protected.protection and protected.protection.unjudged
             if self.membership.broken or unjudged:  # nothing is persisted before that is judged
                 return
+            if protected and protected.protection and _given_up(protected.protection, due):
+                return  # which a busy machine does that holds a slot up
             time.sleep(0.002)
+
+
+def _given_up(protection: Protection, due: int) -> bool:
+    """True if the window whose first iteration is `due`, or soon after, will not be persisted."""
+    windows = protection.memory.windows
+    names = (WindowName(start, '') for start in range(due, due + WINDOW))
+    return any(windows.is_given_up(name) for name in names)
 
 
 class ThreadedJob:
@@ -252,6 +262,7 @@ class ThreadedJob:
         schedule: faults that strike one after the other: the next is armed when one has struck.
         expected: states of a fault-free run by rank and iteration, to compare with.
         most_errors: of processes, after which a launcher replaces them; the next ends the job.
+        max_wait_s: as of the configuration.
     """
 
     def __init__(
@@ -261,8 +272,10 @@ class ThreadedJob:
         schedule: Sequence[Fault] = (),
         expected: Expected | None = None,
         most_errors: int = 0,
+        max_wait_s: float = 3.0,
     ) -> None:
         self.directory = directory
+        self.max_wait_s = max_wait_s
         self.most_errors = most_errors
         self.errors: list[tuple[int, BaseException]] = []
         """With the rank."""
@@ -302,7 +315,8 @@ class ThreadedJob:
         key, state = (rank, trainer.iteration), trainer.everything()
         self.states[key] = state
         if self.expected is not None:
-            assert state == self.expected[key], f'rank {rank} after iteration {trainer.iteration}'
+            place = f'rank {rank} after iteration {trainer.iteration}'
+            assert state == self.expected[key], f'differing: {place}'
 
     def run(self) -> None:
         """To the end."""
