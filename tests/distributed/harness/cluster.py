@@ -61,8 +61,8 @@ def _worker(
         exact_memory.install()
     if os.environ[BACKEND] == NCCL_LIKE:
         import_module('tests.distributed.harness.nccl_like').install()
-    if mutation is not None:
-        place, _, function = mutation.rpartition(':')
+    for one in mutation.split(',') if mutation else ():
+        place, _, function = one.rpartition(':')
         getattr(import_module(f'tests.distributed.{place or "mutations.whole_job"}'), function)()
     module.main()
 
@@ -133,7 +133,8 @@ class Cluster:
             kill_after_iteration: SIGKILL everything once the log shows this iteration, after
                 `kill_delay_s` more seconds.
             mutation: name of a function in `mutations.whole_job` to break the product with, or
-                `module:function` of another module here, called in each worker before `main`.
+                `module:function` of another module here, called in each worker before `main`;
+                several are separated by commas.
             all_end: all workers end by themselves; else those that are left when one has failed
                 are killed.
 

@@ -20,6 +20,7 @@ from tests.distributed.harness.cluster import Cluster
 
 SETTLED = ['--sparse-ckpt-reorder-change', '1000']
 """No plan is replaced, which would move the beginnings of windows: what is verified is known."""
+SEALED = 'probes.sealing:seal_before_death'
 NOTHING = 'nothing is verified'
 _SHOWN = 10
 """Of the names of what differs."""
@@ -105,7 +106,8 @@ def struck(
         assert -9 in job.run(fail_at=lost_at, mutation=survive.get('mutation'))
     before = job.lives
     try:
-        restarts = job.survive(fail_at=fail_at(strikes), **survive)
+        mutation = ','.join(filter(None, [survive.pop('mutation', None), SEALED]))
+        restarts = job.survive(fail_at=fail_at(strikes), mutation=mutation, **survive)
     except (RuntimeError, TimeoutError) as error:
         return [f'{error}', *wrong_recoveries(job, strikes, before)]
     found = list(wrong_recoveries(job, strikes, before))
