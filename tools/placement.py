@@ -24,8 +24,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from moevement_ext.simulate import lazarus as expert_placement
-from moevement_ext.simulate.survival import Placed, survival_report
+from tools.simulate import lazarus as expert_placement
+from tools.simulate.survival import Placed, survival_report
 
 SPREADS = 20
 _MOST_SKEW = 100

@@ -39,7 +39,6 @@ import numpy as np
 from rich.console import Console
 
 from moevement_ext.config import LOCALIZED, WHOLE_JOB
-from moevement_ext.simulate.memory import logged_per_iteration
 from tools.bench import model
 from tools.bench.localized_report import (
     COLD,
@@ -72,6 +71,7 @@ from tools.lab.launch import Launch, add_share_gpu
 from tools.lab.models import dense_flags, prepare_text
 from tools.lab.run_log import parse_log
 from tools.plan.flags import parse_megatron_flags
+from tools.plan.memory import logged_per_iteration
 
 _WARM_UP = 4
 _ITERATIONS_AFTER = 3

@@ -23,7 +23,6 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from moevement_ext.simulate.layout import PRECISIONS
 from tools.lab import models, precisions
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.errors import LabError
@@ -31,6 +30,7 @@ from tools.lab.hardware import Hardware
 from tools.lab.job import Job
 from tools.lab.launch import Launch
 from tools.lab.run_log import RunLog
+from tools.plan.layout import PRECISIONS
 
 _MODEL = models.ToyModel(hidden=64, heads=4, sequence=64, experts=4)
 _TRAINING = (

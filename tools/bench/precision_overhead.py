@@ -23,13 +23,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from moevement_ext.simulate.layout import PRECISIONS
 from tools.bench.overhead import PLAIN, SPARSE, Bench, Run
 from tools.lab import precisions
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.models import prepare_text
+from tools.plan.layout import PRECISIONS
 from tools.simulate.paper.memory import DENSE_BYTES, LIGHT_BYTES, slot_bytes
 from tools.simulate.paper.tables import ettr_tables
 

@@ -18,12 +18,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from moevement_ext.simulate.closed_form import Dense, Sparse
-from moevement_ext.simulate.failures import Correlated, Renewal
-from moevement_ext.simulate.monte_carlo import Estimate, Spares, simulate
-from moevement_ext.simulate.partial import PartialExperts, PartialRun
-from moevement_ext.simulate.pipeline import Pipeline
-from moevement_ext.simulate.runs import CopyRun, SparseRun
+from tools.simulate.closed_form import Dense, Sparse
+from tools.simulate.failures import Correlated, Renewal
+from tools.simulate.monte_carlo import Estimate, Spares, simulate
+from tools.simulate.partial import PartialExperts, PartialRun
+from tools.simulate.pipeline import Pipeline
+from tools.simulate.runs import CopyRun, SparseRun
 
 GPUS, GPU_HOURS_PER_FAILURE = 16384, 7500.0
 MTBF_S = GPU_HOURS_PER_FAILURE * 3600 / GPUS

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from rich.console import Console
 
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.simulate.planning import plan_job
 from tools.drill.flags import value_of
 from tools.lab.errors import LabError
 from tools.lab.figures import replacing
@@ -40,6 +39,7 @@ from tools.node_check.report import GIB, RankReport, Rules, problems, table
 from tools.plan.__main__ import job_from
 from tools.plan.__main__ import parse_arguments as parse_plan
 from tools.plan.flags import parse_megatron_flags
+from tools.plan.planning import plan_job
 
 _END = '--'
 _MIB = 1 << 20

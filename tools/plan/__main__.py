@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_ext.memory.budget import gib
+from moevement_ext.plan.algorithm1 import plan_as_printed
 from moevement_ext.plan.byte_planner import (
     InfeasiblePlan,
     OperatorBytes,
@@ -32,32 +33,31 @@ from moevement_ext.plan.byte_planner import (
     bytes_over_budget,
     fewest_slots,
 )
-from moevement_ext.simulate import advice
-from moevement_ext.simulate.algorithm1 import plan_as_printed
-from moevement_ext.simulate.cluster import (
+from tools.plan import advice
+from tools.plan.cluster import (
     CLUSTERS,
     GIGA,
     GPU_HOURS_PER_FAILURE,
     Cluster,
     mtbf_s,
 )
-from moevement_ext.simulate.description import (
+from tools.plan.description import (
     DescriptionError,
     Training,
     read_as,
     read_operators,
     read_training,
 )
-from moevement_ext.simulate.layout import PRECISIONS
-from moevement_ext.simulate.planning import (
+from tools.plan.flags import RECOVERIES, MegatronFlags, parse_megatron_flags
+from tools.plan.layout import PRECISIONS
+from tools.plan.planning import (
     FailureRate,
     Job,
     ProtectionSettings,
     iteration_seconds,
     plan_job,
 )
-from moevement_ext.simulate.presets import PRESETS
-from tools.plan.flags import RECOVERIES, MegatronFlags, parse_megatron_flags
+from tools.plan.presets import PRESETS
 from tools.plan.report import as_json, print_plan
 
 PRINTED = 'paper'

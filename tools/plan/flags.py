@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from moevement_ext.simulate.description import DescriptionError, Training
-from moevement_ext.simulate.layout import Batch, Layout, Precision, spread
-from moevement_ext.simulate.model import LatentAttention, ModelShape
+from tools.plan.description import DescriptionError, Training
+from tools.plan.layout import Batch, Layout, Precision, spread
+from tools.plan.model import LatentAttention, ModelShape
 
 _LAYER_LIST = re.compile(r'\[([01, ]+)\](?:\*(\d+))?')
 _LAYOUT = {

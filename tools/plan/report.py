@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_ext.memory.budget import GIB, gib
-from moevement_ext.simulate import advice
-from moevement_ext.simulate.planning import JobPlan, StageKind
+from tools.plan import advice
+from tools.plan.planning import JobPlan, StageKind
 
 
 def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:

@@ -30,16 +30,15 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
-from moevement_ext.simulate import intervals
-from moevement_ext.simulate.closed_form import Dense
-from moevement_ext.simulate.fields import FieldError
-from moevement_ext.simulate.monte_carlo import Estimate
-from moevement_ext.simulate.partial import PartialRun
-from moevement_ext.simulate.profile import ProfileError
-from moevement_ext.simulate.runs import Run
-from moevement_ext.simulate.systems import SYSTEMS, System
-from moevement_ext.simulate.trace import TraceError
-from tools.simulate import flags
+from tools.simulate import flags, intervals
+from tools.simulate.closed_form import Dense
+from tools.simulate.fields import FieldError
+from tools.simulate.monte_carlo import Estimate
+from tools.simulate.partial import PartialRun
+from tools.simulate.profile import ProfileError
+from tools.simulate.runs import Run
+from tools.simulate.systems import SYSTEMS, System
+from tools.simulate.trace import TraceError
 
 BAD_INPUT = (FieldError, ProfileError, TraceError, InfeasiblePlan)
 SUBCOMMANDS = ('sweep', 'timeline', 'profile', 'paper')

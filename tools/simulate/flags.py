@@ -11,18 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moevement_ext.simulate import fields
-from moevement_ext.simulate.failures import Correlated, Process, Renewal
-from moevement_ext.simulate.fields import FieldError
-from moevement_ext.simulate.monte_carlo import Estimate, Spares, simulate
-from moevement_ext.simulate.partial import SELECTIONS
-from moevement_ext.simulate.pipeline import Pipeline
-from moevement_ext.simulate.popularity import draw_shares
-from moevement_ext.simulate.profile import Profile, read_profile
-from moevement_ext.simulate.runs import Run
-from moevement_ext.simulate.systems import INTERVAL_RULES, Options, System, build
-from moevement_ext.simulate.trace import Trace, read_trace
-from tools.simulate import run_profile
+from tools.simulate import fields, run_profile
+from tools.simulate.failures import Correlated, Process, Renewal
+from tools.simulate.fields import FieldError
+from tools.simulate.monte_carlo import Estimate, Spares, simulate
+from tools.simulate.partial import SELECTIONS
+from tools.simulate.pipeline import Pipeline
+from tools.simulate.popularity import draw_shares
+from tools.simulate.profile import Profile, read_profile
+from tools.simulate.runs import Run
+from tools.simulate.systems import INTERVAL_RULES, Options, System, build
+from tools.simulate.trace import Trace, read_trace
 
 GB = 1e9
 

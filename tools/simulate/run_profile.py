@@ -21,12 +21,12 @@ from pathlib import Path
 from msgspec import UNSET
 
 from moevement_ext.events import Protected, Replanned, WindowCommitted
-from moevement_ext.simulate.fields import FieldError
-from moevement_ext.simulate.pipeline import Pipeline
-from moevement_ext.simulate.profile import FORMAT, OperatorProfile, Profile, ProfileError
 from tools.lab.errors import LabError
 from tools.lab.figures import write_json
 from tools.lab.history import Episode, History, read_history
+from tools.simulate.fields import FieldError
+from tools.simulate.pipeline import Pipeline
+from tools.simulate.profile import FORMAT, OperatorProfile, Profile, ProfileError
 
 _COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
 """Phases of a recovery that the simulator computes by itself."""

@@ -25,13 +25,13 @@ from rich.table import Table
 from tqdm import tqdm
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
-from moevement_ext.simulate.closed_form import Dense
-from moevement_ext.simulate.fields import FieldError
-from moevement_ext.simulate.profile import ProfileError
-from moevement_ext.simulate.systems import SPARSE_SYSTEMS, SYSTEMS
-from moevement_ext.simulate.trace import TraceError
 from tools.lab.figures import replacing
 from tools.simulate import flags
+from tools.simulate.closed_form import Dense
+from tools.simulate.fields import FieldError
+from tools.simulate.profile import ProfileError
+from tools.simulate.systems import SPARSE_SYSTEMS, SYSTEMS
+from tools.simulate.trace import TraceError
 
 WHOLE = ('gpus', 'window', 'interval')
 OVER = ('mtbf', 'gpus', 'window', 'interval', 'copy-bandwidth', 'network-bandwidth', 'skew')

@@ -20,14 +20,14 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
-from moevement_ext.simulate.failures import Renewal
-from moevement_ext.simulate.fields import FieldError
-from moevement_ext.simulate.monte_carlo import Timeline
-from moevement_ext.simulate.profile import ProfileError
-from moevement_ext.simulate.trace import TraceError
 from tools.lab.figures import replacing
 from tools.simulate import flags
+from tools.simulate.failures import Renewal
+from tools.simulate.fields import FieldError
+from tools.simulate.monte_carlo import Timeline
+from tools.simulate.profile import ProfileError
 from tools.simulate.sweep import names_of
+from tools.simulate.trace import TraceError
 
 _HISTORIES = 2  # only the first is drawn
 

@@ -8,7 +8,7 @@ rollback loses half an interval, MoEvement 3/2 of a window (paper, appendix C), 
 import math
 from collections.abc import Iterator, Mapping
 
-from moevement_ext.simulate.closed_form import Dense, Sparse
+from tools.simulate.closed_form import Dense, Sparse
 from tools.simulate.paper import tables
 from tools.simulate.paper.compare import Cell, Verdict, judge
 from tools.simulate.paper.fit import ETTR_TOLERANCE, Constants

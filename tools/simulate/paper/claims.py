@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moevement_ext.simulate.layout import PRECISIONS, Precision
+from tools.plan.layout import PRECISIONS, Precision
 from tools.simulate.paper import memory, tables, windows
 from tools.simulate.paper.cells import priced
 from tools.simulate.paper.compare import Claim, Verdict, found, judged

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from statistics import mean
 
-from moevement_ext.simulate import lazarus as expert_placement
+from tools.simulate import lazarus as expert_placement
 from tools.simulate.paper import tables
 from tools.simulate.paper.cells import Fits, priced
 from tools.simulate.paper.compare import Claim, Verdict, found, judged

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moevement_ext.simulate.layout import PRECISIONS
 from tests.unit.megatron.moevement.job.test_identity import parsed
 from tests.unit.tools.samples import HARDWARE, iteration_line
 from tools.bench import precision
@@ -15,6 +14,7 @@ from tools.lab import precisions
 from tools.lab.errors import LabError
 from tools.lab.launch import PROGRAM, ROOT
 from tools.lab.run_log import RunLog, parse_log
+from tools.plan.layout import PRECISIONS
 
 ITERATIONS = 20
 

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moevement_ext.simulate.closed_form import Dense, Sparse
+from tools.simulate.closed_form import Dense, Sparse
 from tools.simulate.paper import cells, fit, memory, tables, windows
 from tools.simulate.paper.claims import best_constant_ettr
 from tools.simulate.paper.compare import Claim, Verdict, judge

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from moevement_ext.events import Protected, Replanned, WindowCommitted
-from moevement_ext.simulate.pipeline import Pipeline
-from moevement_ext.simulate.profile import OperatorProfile, Profile, ProfileError, read_profile
 from tests.unit.tools.runs import EXPOSED_S, localized_run, write
 from tests.unit.tools.samples import event
 from tools.simulate import __main__ as simulate
+from tools.simulate.pipeline import Pipeline
+from tools.simulate.profile import OperatorProfile, Profile, ProfileError, read_profile
 from tools.simulate.run_profile import derive
 
 MTBF_S = 24.0

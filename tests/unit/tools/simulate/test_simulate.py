@@ -274,7 +274,7 @@ def test_runs_as_module() -> None:
 
 def test_engine_needs_numpy_alone() -> None:
     code = (
-        'import sys, moevement_ext.simulate.monte_carlo as _;'
+        'import sys, tools.simulate.monte_carlo as _;'
         'print(any(name in sys.modules for name in ("torch", "megatron", "msgspec")))'
     )
     command = [sys.executable, '-c', code]

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files are read into checked descriptions; what is wrong is named with file, field and rule."""
+
+import dataclasses
+import importlib.util
+import json
+
+import pytest
+
+from moevement_ext.plan.byte_planner import OperatorBytes
+from tools.plan.cluster import CLUSTERS, Cluster
+from tools.plan.description import (
+    DescriptionError,
+    read_as,
+    read_operators,
+    read_training,
+)
+from tools.plan.presets import PRESETS
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(content, name='file.json'):
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return write
+
+
+def test_operators_keep_their_order(written):
+    path = written(
+        [
+            {'name': 'b', 'full_bytes': 12, 'light_bytes': 2},
+            {'name': 'a', 'full_bytes': 6, 'light_bytes': 0},
+        ]
+    )
+    assert read_operators(path) == [OperatorBytes('b', (12,), (2,)), OperatorBytes('a', (6,), (0,))]
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        ([{'name': 'a', 'full_bytes': 12}], r'light_bytes.*\$\[0\]'),
+        ([{'name': 'a', 'full_bytes': 'x', 'light_bytes': 1}], r'\$\[0\]\.full_bytes'),
+        ([{'name': 'a', 'full_bytes': 1, 'light_bytes': 1, 'rank': 0}], 'rank'),
+        ([{'name': 'a', 'full_bytes': 1, 'light_bytes': 2}], "'a'.*light <= full"),
+        ([{'name': 'a', 'full_bytes': -1, 'light_bytes': -1}], "'a'.*0 <= light"),
+        ([{'name': 'a', 'full_bytes': 10**20, 'light_bytes': 1}], r'\$\[0\]\.full_bytes'),
+        ('[' * 100_000, 'nested too deeply'),
+        ('{', 'truncated'),
+        ({}, 'array'),
+    ],
+)
+def test_wrong_operators_are_named(written, content, message):
+    path = written(content)
+    with pytest.raises(DescriptionError, match=message) as caught:
+        read_operators(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize('name', ['deepseek-v3', 'moe-llava'])
+def test_presets_survive_a_file(written, name):
+    preset = PRESETS[name]
+    content = {
+        section: dataclasses.asdict(getattr(preset, section))
+        for section in ('model', 'layout', 'batch')
+    }
+    training = read_training(written(content))
+    assert (training.model, training.layout, training.batch) == (
+        preset.model,
+        preset.layout,
+        preset.batch,
+    )
+
+
+def test_cluster_from_a_file(written):
+    cluster = CLUSTERS['a100']
+    assert read_as(written(dataclasses.asdict(cluster)), Cluster) == cluster
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'gpus': 1}, "unknown field 'gpus' of Cluster"),
+        ({'peak_flops': 0}, 'peak_flops: is 0'),
+        ({'gpus_per_node': 'x'}, r'gpus_per_node'),
+    ],
+)
+def test_wrong_cluster_is_named(written, change, message):
+    with pytest.raises(DescriptionError, match=message):
+        read_as(written({**dataclasses.asdict(CLUSTERS['a100']), **change}), Cluster)
+
+
+def test_missing_sections_and_files_are_named(written, tmp_path):
+    with pytest.raises(DescriptionError, match='sections model and layout'):
+        read_training(written({'model': {}}))
+    with pytest.raises(DescriptionError, match='none.json: No such file'):
+        read_training(tmp_path / 'none.json')
+
+
+def test_yaml_is_read_or_asked_for(written):
+    path = written('- {name: a, full_bytes: 12, light_bytes: 2}\n', 'operators.yaml')
+    if importlib.util.find_spec('yaml'):
+        assert read_operators(path) == [OperatorBytes('a', (12,), (2,))]
+    else:
+        with pytest.raises(DescriptionError, match='PyYAML'):
+            read_operators(path)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups come out of the number of GPUs, and layouts that cannot be are refused by field."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.plan.layout import PRECISIONS, Batch, Layout, Precision, spread
+from tools.simulate.fields import FieldError
+
+
+def test_sizes_of_groups():
+    layout = Layout(96, pipeline=3, expert=4, tensor=2, context=2, expert_tensor=1)
+    assert (layout.stage_ranks, layout.data, layout.expert_data) == (32, 8, 8)
+    assert [layout.stage_of(rank) for rank in (0, 31, 32, 95)] == [0, 0, 1, 2]
+    assert Layout(8, tensor=4).tensor_of_experts == 4
+
+
+@given(st.integers(1, 200), st.integers(1, 32))
+def test_layers_are_spread_equally_and_the_ends_have_least(layers, stages):
+    counts = spread(layers, stages)
+    assert len(counts) == stages and sum(counts) == layers
+    assert max(counts) - min(counts) <= 1
+    if layers % stages < stages:
+        assert counts[-1] == min(counts)
+    if layers % stages < stages - 1:
+        assert counts[0] == min(counts)
+
+
+def test_layers_of_stages_cover_the_model():
+    assert [Layout(4, pipeline=4).layers_of(stage, 6) for stage in range(4)] == [
+        [[1]],
+        [[2, 3]],
+        [[4, 5]],
+        [[6]],
+    ]
+    uneven = Layout(2, pipeline=2, layers_per_stage=(1, 3))
+    assert uneven.layers_of(1, 4) == [[2, 3, 4]]
+    assert Layout(2, pipeline=2, chunks=2).layers_of(1, 8) == [[3, 4], [7, 8]]
+
+
+@pytest.mark.parametrize(
+    ('fields', 'field'),
+    [
+        ({'ranks': 0}, 'ranks'),
+        ({'ranks': 10, 'pipeline': 4}, 'ranks'),
+        ({'ranks': 8, 'expert': 3}, 'expert'),
+        ({'ranks': 8, 'expert': 4, 'tensor': 4}, 'expert'),
+        ({'ranks': 8, 'pipeline': 2, 'layers_per_stage': (1,)}, 'layers_per_stage'),
+        ({'ranks': 8, 'pipeline': 2, 'layers_per_stage': (1, 1), 'chunks': 2}, 'chunks'),
+    ],
+)
+def test_wrong_layout_is_named(fields, field):
+    with pytest.raises(FieldError, match=f'^{field}: '):
+        Layout(**fields)
+
+
+def test_layers_that_do_not_fit_are_refused():
+    with pytest.raises(FieldError, match='^chunks: .* 6 layers'):
+        Layout(2, pipeline=2, chunks=2).layers_of(0, 6)
+    with pytest.raises(FieldError, match='^layers_per_stage: .* 5 layers'):
+        Layout(2, pipeline=2, layers_per_stage=(1, 3)).layers_of(0, 5)
+    with pytest.raises(FieldError, match='^pipeline: .* need a layer each'):
+        Layout(4, pipeline=4).layers_of(0, 1)
+
+
+def test_micro_batches_come_out_even():
+    batch = Batch(sequence_length=10, micro_batch_size=2, global_batch_size=48)
+    assert batch.micro_batches(8) == 3
+    assert batch.tokens == 480
+    with pytest.raises(FieldError, match='^global_batch_size: .*10'):
+        batch.micro_batches(5)
+
+
+def test_bytes_of_formats():
+    precision = Precision()
+    assert (precision.full_bytes, precision.light_bytes, precision.boundary_bytes) == (12, 2, 2)
+    with pytest.raises(FieldError, match='^second_moment: .*int8'):
+        Precision(second_moment='int8')
+    with pytest.raises(FieldError, match='^compute: .*master'):
+        Precision(compute='fp32', master='fp16')
+
+
+@pytest.mark.parametrize(
+    ('name', 'with_own_weights', 'with_bf16_weights'),
+    [
+        ('bf16', (12, 2), (12, 2)),
+        ('c1', (8, 2), (8, 2)),
+        ('c2', (13, 1), (12, 2)),
+        ('c3', (11, 1), (12, 2)),
+        ('c4', (6, 1), (7, 2)),
+        ('c5', (5, 1), (6, 2)),
+    ],
+)
+def test_bytes_of_the_precisions_of_the_paper(name, with_own_weights, with_bf16_weights):
+    own = PRECISIONS[name]
+    assert (own.full_bytes, own.light_bytes) == with_own_weights
+    wider = dataclasses.replace(own, compute='bf16')
+    assert (wider.full_bytes, wider.light_bytes) == with_bf16_weights
+
+
+@pytest.mark.parametrize(
+    ('name', 'of_weights', 'of_state', 'always'),
+    [
+        ('bf16', 0, 0, 0),
+        ('c1', 0, 12, 0),
+        ('c2', 4, 0, 0),
+        ('c3', 4, 4, 40),
+        ('c4', 4, 12, 40),
+        ('c5', 4, 12, 40),
+    ],
+)
+def test_bytes_of_scales(name, of_weights, of_state, always):
+    one = PRECISIONS[name]
+    found = (one.weight_scale_bytes, one.state_scale_bytes, one.scaling_bytes)
+    assert found == (of_weights, of_state, always)
+
+
+def test_a_history_is_a_number_of_passes():
+    assert Precision(amax_history=1024).scaling_bytes == 4 * 5 * 1025
+    with pytest.raises(FieldError, match='^amax_history: '):
+        Precision(amax_history=-1)

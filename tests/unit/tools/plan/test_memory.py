@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory and log are those that the training reserves."""
+
+import mmap
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.moevement.facts import JobFacts
+from megatron.moevement.seams import p2p
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.memory.sizing import NOTHING_LOGGED, SLOT_ROOM_BYTES, window_file_bytes
+from moevement_ext.memory.window.format import PREAMBLE_BYTES
+from moevement_ext.plan.byte_planner import OperatorBytes
+from tools.plan import memory
+from tools.plan.layout import Batch, Layout, Precision
+from tools.plan.model import ModelShape
+from tools.plan.planning import ProtectionSettings
+
+PAGE = mmap.PAGESIZE
+MODEL = ModelShape('m', 8, 64, 4, 128, ffn_hidden_size=64)
+
+
+def test_settings_default_to_those_of_the_training():
+    ours, flags = ProtectionSettings(), SparseCheckpointConfig()
+    assert (ours.max_window, ours.replicas) == (flags.max_window, flags.replicas)
+    assert ours.longest_window == flags.longest_window
+    assert (
+        ProtectionSettings(window=3).longest_window
+        == SparseCheckpointConfig(window=3).longest_window
+    )
+
+
+@pytest.mark.parametrize('stage', [0, 1, 3])
+@pytest.mark.parametrize('chunks', [1, 2])
+@pytest.mark.parametrize('sequence_parallel', [False, True])
+def test_log_is_that_of_the_training(monkeypatch, stage, chunks, sequence_parallel):
+    layout = Layout(32, pipeline=4, tensor=2, chunks=chunks, sequence_parallel=sequence_parallel)
+    batch = Batch(sequence_length=48, micro_batch_size=3, global_batch_size=24)
+    facts = JobFacts(
+        rank=0,
+        world_size=32,
+        data_parallel_size=layout.data,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        context_parallel_size=1,
+        sequence_parallel=sequence_parallel,
+        distributed_backend='gloo',
+        timeout=timedelta(),
+        use_distributed_optimizer=True,
+        micro_batch_size=3,
+        global_batch_size=24,
+        seq_length=48,
+        hidden_size=64,
+        params_dtype=torch.bfloat16,
+        fp32_residual_connection=False,
+        log_interval=1,
+    )
+    monkeypatch.setattr(
+        p2p.parallel_state, 'get_pipeline_model_parallel_rank', lambda: stage, raising=True
+    )
+    expected = p2p.logged_per_iteration(facts, chunks)
+    found = memory.logged_per_iteration(MODEL, layout, batch, Precision(), stage)
+    assert found == expected and found.iteration_bytes > found.record_bytes > 0
+
+
+def test_one_stage_logs_nothing():
+    nothing = memory.logged_per_iteration(MODEL, Layout(4), Batch(), Precision(), 0)
+    assert nothing == NOTHING_LOGGED
+
+
+def test_window_file_holds_any_plan():
+    operators = [OperatorBytes('a', (1280, 0), (128, 0)), OperatorBytes('b', (640, 640), (64, 64))]
+    files = memory.window_files(operators, 3)
+    room = PREAMBLE_BYTES + 3 * SLOT_ROOM_BYTES
+    assert files == [room + 1920 + 2 * 192 + 64, room + 640 + 2 * 64]
+
+
+def test_more_than_usual_beside_the_state_makes_a_file_larger():
+    assert window_file_bytes(2**30, 4, needed_bytes=2**30) == window_file_bytes(2**30, 4)
+    assert window_file_bytes(2**30, 4, needed_bytes=2**31) == 2**31
+
+
+@pytest.mark.parametrize(
+    ('pipeline', 'chunks', 'seconds', 'lag'),
+    [
+        (1, 1, 1.0, 0.1),
+        (4, 1, 1.0, 0.15),  # four stages are filled with 4 of 16 tensors, but not in a tenth
+        (4, 1, 2.0, 0.25),
+        (4, 1, 4.0, 0.4),
+        (4, 2, 1.0, 0.15),
+        (4, 2, 3.0, 0.375),
+        (4, 1, 2.5001, 0.251),
+    ],
+)
+def test_lag_is_the_part_of_the_log_that_is_written_by_then(pipeline, chunks, seconds, lag):
+    layout = Layout(32, pipeline=pipeline, chunks=chunks)
+    batch = Batch(global_batch_size=8 * layout.data)
+    assert memory.log_lag(layout, batch, seconds, iteration_s=10.0) == pytest.approx(lag)
+
+
+def test_equal_ranks_hold_as_much_for_others_as_others_for_them():
+    files, logs = np.full(8, 2 * PAGE), np.full(8, PAGE)
+    plan = memory.fullest_node(files, logs, ranks_per_node=2, replicas=2)
+    kinds = plan.by_kind()
+    assert (kinds['own_windows'], kinds['replicas']) == (2 * 2 * 2 * PAGE, 2 * 2 * 2 * 2 * PAGE)
+    assert kinds['log_ring'] == 2 * PAGE
+
+
+def test_a_disk_takes_one_more_window_file_of_each_rank():
+    files, logs = np.full(8, 2 * PAGE), np.full(8, PAGE)
+    kinds = memory.fullest_node(files, logs, ranks_per_node=2, replicas=2, disk=True).by_kind()
+    assert (kinds['own_windows'], kinds['replicas']) == (2 * 3 * 2 * PAGE, 2 * 2 * 2 * 2 * PAGE)
+
+
+def test_the_node_with_the_highest_need_is_found():
+    files = PAGE * np.array([1, 1, 1, 1, 5, 1])
+    plan = memory.fullest_node(files, np.zeros(6, dtype=np.int64), ranks_per_node=2, replicas=0)
+    assert sorted(plan.ranks) == [4, 5]
+    assert plan.by_kind()['replicas'] == 0
+
+
+def test_one_node_holds_no_replicas():
+    plan = memory.fullest_node(np.full(4, 1), np.full(4, 0), ranks_per_node=4, replicas=2)
+    assert plan.by_kind()['replicas'] == 0

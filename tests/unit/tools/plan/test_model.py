@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters are counted as published, and descriptions that cannot be are refused by field."""
+
+import dataclasses
+
+import pytest
+
+from tools.plan.model import LatentAttention, ModelShape, Weights
+from tools.plan.presets import PRESETS
+from tools.simulate.fields import FieldError
+
+TINY = ModelShape(
+    'tiny',
+    layers=2,
+    hidden_size=8,
+    attention_heads=2,
+    vocab_size=100,
+    ffn_hidden_size=16,
+    experts=4,
+    top_k=2,
+    expert_hidden_size=5,
+    shared_hidden_size=3,
+    moe_layers=(0, 1),
+)
+
+
+@pytest.mark.parametrize('name', PRESETS)
+def test_preset_has_its_published_size(name):
+    preset = PRESETS[name]
+    total = preset.model.total_parameters / 1e9
+    assert total == pytest.approx(preset.published_total, rel=0.02)
+    if preset.published_active is not None:
+        active = preset.model.active_parameters / 1e9
+        assert active == pytest.approx(preset.published_active, rel=0.035)
+
+
+@pytest.mark.parametrize('name', PRESETS)
+def test_preset_layout_fits_its_model(name):
+    preset = PRESETS[name]
+    assert preset.batch.micro_batches(preset.layout.data) > 0
+    assert preset.model.experts % preset.layout.expert == 0
+
+
+def test_parts_add_up_by_hand():
+    attention, norms = 4 * 8 * 8, 2 * 8
+    expert, shared, dense = 3 * 8 * 5, 3 * 8 * 3, 3 * 8 * 16
+    ends = 2 * 100 * 8 + 8
+    layers = 2 * (attention + norms) + dense + 8 * 4 + 4 * expert + shared
+    assert TINY.total_parameters == ends + layers
+    assert TINY.active_parameters == ends + layers - 2 * expert
+
+
+def test_tied_embeddings_are_counted_once():
+    tied = dataclasses.replace(TINY, tied_embeddings=True)
+    assert TINY.total_parameters - tied.total_parameters == 100 * 8
+
+
+def test_biases_positions_and_norms_count():
+    changed = dataclasses.replace(
+        TINY, norm_bias=True, learned_positions=7, qk_norm=True, qkv_bias=True
+    )
+    added = 5 * 8 + 7 * 8 + 2 * 2 * 4 + 2 * 24
+    assert changed.total_parameters - TINY.total_parameters == added
+    ungated = dataclasses.replace(TINY, gated=False, linear_bias=True)
+    biases = 2 * (24 + 8) + (16 + 8) + 4 * (5 + 8) + (3 + 8)
+    matrices = 8 * (16 + 4 * 5 + 3)
+    assert ungated.total_parameters - TINY.total_parameters == biases - matrices
+
+
+def test_latent_attention_by_hand():
+    latent = LatentAttention(
+        kv_rank=6, query_key_size=4, position_size=2, value_size=3, query_rank=5
+    )
+    changed = dataclasses.replace(TINY, latent=latent)
+    keys = 8 * (6 + 2) + 6 + 6 * 2 * (4 + 3)
+    queries = 8 * 5 + 5 + 5 * 2 * (4 + 2)
+    added = 2 * (keys + queries + 2 * 3 * 8 - 4 * 8 * 8)
+    assert changed.total_parameters - TINY.total_parameters == added
+
+
+def test_tensor_parallelism_splits_matrices_and_repeats_norms():
+    assert Weights(split=10, whole=3).per_rank(4) == 3 + 3
+    rest = TINY.rest(1)
+    assert rest.whole == 16
+    assert rest.per_rank(2) == rest.split // 2 + 16
+
+
+def test_flops_are_six_per_weight_and_grow_with_the_sequence():
+    weights = TINY.active_parameters - 100 * 8
+    assert TINY.flops_per_token(10) == 6 * weights + 3 * 2 * 10 * 2 * (4 + 4)
+
+
+@pytest.mark.parametrize(
+    ('change', 'field'),
+    [
+        ({'layers': 0}, 'layers'),
+        ({'layers': 10**12}, 'layers'),
+        ({'hidden_size': 10**12}, 'hidden_size'),
+        ({'hidden_size': 2**22, 'experts': 10_000, 'expert_hidden_size': 2**22}, 'hidden_size'),
+        ({'attention_heads': 3}, 'attention_heads'),
+        ({'top_k': 5}, 'top_k'),
+        ({'top_k': 0}, 'top_k'),
+        ({'moe_layers': (1,)}, 'moe_layers'),
+        ({'moe_layers': (1, 2)}, 'moe_layers'),
+        ({'ffn_hidden_size': 0}, 'ffn_hidden_size'),
+        ({'expert_hidden_size': 0}, 'expert_hidden_size'),
+        ({'vocab_size': 1.5}, 'vocab_size'),
+    ],
+)
+def test_wrong_field_is_named(change, field):
+    with pytest.raises(FieldError, match=f'^{field}: ') as caught:
+        dataclasses.replace(TINY, **change)
+    assert caught.value.field == field

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of whole jobs: never over budget, W = 1 where it fits, costs that follow the settings."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moevement_ext.plan.byte_planner import InfeasiblePlan
+from tools.plan import advice
+from tools.plan.cluster import CLUSTERS, GPU_HOURS_PER_FAILURE, Cluster, mtbf_s
+from tools.plan.layout import Batch, Layout, Precision
+from tools.plan.model import ModelShape
+from tools.plan.planning import (
+    FailureRate,
+    Job,
+    ProtectionSettings,
+    hidden_budgets,
+    iteration_seconds,
+    plan_job,
+)
+from tools.plan.presets import PRESETS
+from tools.simulate.fields import FieldError
+
+MODEL = ModelShape(
+    'tiny',
+    layers=4,
+    hidden_size=64,
+    attention_heads=4,
+    vocab_size=256,
+    experts=8,
+    top_k=2,
+    expert_hidden_size=128,
+)
+CLUSTER = Cluster(
+    'small',
+    gpus_per_node=2,
+    gpu_memory_bytes=1e9,
+    copy_bytes_per_s=2.5e6,
+    network_bytes_per_s=40e6,
+    host_memory_bytes=1e9,
+    peak_flops=1e12,
+)
+JOB = Job(
+    MODEL,
+    Layout(8, pipeline=2, expert=2),
+    Batch(16, 1, 16),
+    CLUSTER,
+    iteration_s=0.25,
+    protection=ProtectionSettings(max_window=100),
+    failures=FailureRate(mtbf_s=3600),
+)
+
+
+def protected(job=JOB, **changes):
+    return dataclasses.replace(job, protection=dataclasses.replace(job.protection, **changes))
+
+
+def on(job=JOB, **changes):
+    return dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, **changes))
+
+
+@pytest.mark.parametrize('name', ['moe-llava', 'gpt-moe', 'qwen-moe', 'deepseek-moe'])
+def test_one_slot_is_enough_in_the_papers_setups(name):
+    """With 25 GB/s per GPU and the published iteration times; see docs/planning.md."""
+    preset = PRESETS[name]
+    seconds = {'moe-llava': 1.7, 'gpt-moe': 2.1, 'qwen-moe': 2.5, 'deepseek-moe': 2.9}[name]
+    job = Job(preset.model, preset.layout, preset.batch, CLUSTERS['a100'], seconds)
+    plan = plan_job(job)
+    assert plan.window == plan.fewest == 1
+    assert plan.exposed_s().max() == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1_000_000, 8_000_000), st.integers(0, 3))
+def test_plans_stay_within_budget(copy_bytes_per_s, replicas):
+    job = protected(on(copy_bytes_per_s=copy_bytes_per_s), replicas=replicas)
+    try:
+        plan = plan_job(job)
+    except InfeasiblePlan as error:
+        assert error.needed > error.budget == hidden_budgets(job).bytes
+        return
+    assert plan.window == plan.fewest
+    assert all(kind.slot_bytes().max() <= plan.budgets.bytes for kind in plan.kinds)
+    assert plan.exposed_s().max() == 0
+    assert plan.replicated_bytes() <= plan.network_bytes()
+
+
+def test_what_is_in_every_slot_counts_against_the_budget():
+    """The state of delayed scaling; the training adds it to every slot as well."""
+    scaled = dataclasses.replace(JOB, precision=Precision('fp8', amax_history=1024))
+    plan = plan_job(protected(on(scaled, copy_bytes_per_s=6e6), replicas=0))
+    assert plan.window > 2 and plan.kinds[0].always > plan.budgets.bytes // 20
+    assert max(kind.slot_bytes().max() for kind in plan.kinds) <= plan.budgets.bytes
+    assert plan.exposed_s().max() == 0
+
+
+def test_host_memory_has_room_for_what_is_in_every_slot():
+    scaled = dataclasses.replace(JOB, precision=Precision('fp8', amax_history=4096))
+    plan = plan_job(protected(scaled, window=4))
+    whole = max(int(kind.slot_bytes().sum(axis=0).max()) for kind in plan.kinds)
+    assert plan.kinds[0].always > 128 * 1024, 'more than the usual room'
+    assert plan.host_memory().by_kind()['own_windows'] >= 2 * 2 * whole
+
+
+def test_stages_share_the_window_and_cover_the_pipeline():
+    job = dataclasses.replace(JOB, layout=Layout(8, pipeline=4, expert=2))
+    plan = plan_job(job)
+    assert sorted(stage for kind in plan.kinds for stage in kind.stages) == [0, 1, 2, 3]
+    assert [kind.stages for kind in plan.kinds] == [[0], [1, 2], [3]]
+    assert len({kind.plan.window for kind in plan.kinds}) == 1
+
+
+def test_the_tighter_link_sets_the_budget():
+    budgets = hidden_budgets(JOB)
+    assert budgets.copy_bytes == 500_000
+    assert budgets.network_bytes == 40e6 / 2 * 0.5 / 2 * 0.25 * 0.8
+    assert (budgets.bytes, budgets.limited_by) == (500_000, 'copy')
+    slow = hidden_budgets(on(network_bytes_per_s=16e6))
+    assert (slow.bytes, slow.limited_by) == (400_000, 'network')
+    assert hidden_budgets(protected(replicas=0)).network_bytes is None
+
+
+def test_auto_stops_at_the_longest_window_and_exposes_the_rest():
+    needed = plan_job(JOB).window
+    assert needed > 2
+    plan = plan_job(protected(max_window=2))
+    assert (plan.window, plan.fewest) == (2, needed)
+    largest = max(kind.slot_bytes().max() for kind in plan.kinds)
+    assert plan.exposed_s().max() == pytest.approx((largest - 500_000) / 2.5e6)
+    assert plan.effectiveness().overhead_s == pytest.approx(plan.exposed_s().mean())
+    assert any('raise --sparse-ckpt-max-window' in text for text in advice.warnings(plan))
+
+
+def test_infeasible_names_operator_and_stage():
+    layout = Layout(8, pipeline=4, layers_per_stage=(0, 1, 2, 1))
+    job = dataclasses.replace(on(copy_bytes_per_s=3e6), layout=layout)
+    with pytest.raises(InfeasiblePlan, match=r"operator 'layer2\.expert0'") as caught:
+        plan_job(job)
+    assert caught.value.__notes__ == ['in pipeline stage 2']
+
+
+def test_fixed_window_is_taken_and_judged():
+    plan = plan_job(protected(window=90))
+    assert plan.window == 90
+    assert any('longer than need be' in text for text in advice.warnings(plan))
+    hopeless = plan_job(protected(on(copy_bytes_per_s=1000), window=3))
+    assert hopeless.fewest is None
+    assert any('no window hides it' in text for text in advice.warnings(hopeless))
+
+
+def test_network_limit_is_told_because_the_training_looks_at_the_copy():
+    plan = plan_job(on(copy_bytes_per_s=5e6, network_bytes_per_s=20e6))
+    assert plan.fewest > plan.fewest_by_copy
+    assert any('--sparse-ckpt-window' in text for text in advice.warnings(plan))
+    starved = plan_job(protected(on(network_bytes_per_s=1e5), window=2))
+    assert any('windows will be skipped' in text for text in advice.warnings(starved))
+
+
+def test_one_node_is_one_failure_domain():
+    job = dataclasses.replace(on(gpus_per_node=8))
+    plan = plan_job(job)
+    assert plan.replicated_bytes() == 0
+    found = advice.warnings(plan)
+    assert any('one failure domain' in text for text in found)
+    assert not any('one failure domain' in text for text in advice.warnings(plan_job(JOB)))
+
+
+def test_few_nodes_leave_room_for_few_replicas():
+    found = advice.warnings(plan_job(protected(replicas=7)))
+    assert any('room for 3 replicas' in text for text in found)
+    assert any('last dense' in text for text in advice.warnings(plan_job(protected(replicas=0))))
+
+
+def test_node_that_holds_several_stages_is_told():
+    layers = dataclasses.replace(JOB.model, layers=8)
+    job = dataclasses.replace(protected(window=4), model=layers, layout=Layout(8, pipeline=8))
+    plan = plan_job(job)
+    assert any('ranks of 2 stages' in text for text in advice.warnings(plan))
+
+
+def test_host_memory_over_the_nodes_is_refused():
+    assert advice.infeasible(plan_job(JOB)) is None
+    plan = plan_job(on(host_memory_bytes=1e6))
+    reason = advice.infeasible(plan)
+    assert reason is not None and 'fix the window to' in reason
+    assert 'do without logs' in reason
+    whole = advice.infeasible(plan_job(protected(on(host_memory_bytes=1e6), localized=False)))
+    assert 'do without logs' not in whole
+
+
+def test_recovery_near_the_time_between_failures_is_told():
+    often = dataclasses.replace(JOB, failures=FailureRate(mtbf_s=60, restart_s=10))
+    assert any('between failures' in text for text in advice.warnings(plan_job(often)))
+    assert not any('between failures' in text for text in advice.warnings(plan_job(JOB)))
+
+
+def test_gpu_memory_is_checked():
+    found = advice.warnings(plan_job(on(gpu_memory_bytes=1e5)))
+    assert any('a GPU has' in text for text in found)
+    assert not any('a GPU has' in text for text in advice.warnings(plan_job(JOB)))
+
+
+def test_whole_job_recovery_keeps_no_log():
+    assert plan_job(JOB).log_bytes_of_node() > 0
+    plan = plan_job(protected(localized=False))
+    assert plan.log_bytes_of_node() == plan.host_memory().by_kind()['log_ring'] == 0
+
+
+def test_recovery_and_ettr_follow_the_closed_form():
+    plan = plan_job(JOB)
+    effect = plan.effectiveness()
+    assert effect.expected_recovery_s() == pytest.approx(30 + 1.5 * plan.window * 0.25)
+    never = dataclasses.replace(JOB, failures=FailureRate(mtbf_s=math.inf), overhead_s=0.05)
+    assert plan_job(never).effectiveness().ettr_exact() == pytest.approx(1 / 1.2)
+
+
+def test_paper_algorithm_on_the_same_operators():
+    found = plan_job(JOB).paper
+    assert found.window >= 1 and found.bytes_over_budget >= 0
+
+
+def test_iteration_time_from_utilization():
+    seconds = iteration_seconds(MODEL, JOB.layout, JOB.batch, CLUSTER, 0.5)
+    assert seconds == pytest.approx(MODEL.flops_per_token(16) * 256 / (8 * 1e12 * 0.5))
+    with pytest.raises(FieldError, match='^mfu: '):
+        iteration_seconds(MODEL, JOB.layout, JOB.batch, CLUSTER, 1.5)
+
+
+def test_failures_of_a_job_grow_with_its_gpus():
+    assert mtbf_s(GPU_HOURS_PER_FAILURE['llama-3'], 16384) == pytest.approx(3.05 * 3600, rel=0.01)
+    assert mtbf_s(GPU_HOURS_PER_FAILURE['projection-131k'], 131072) == pytest.approx(824, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ('change', 'field'),
+    [
+        ({'window': 0}, 'window'),
+        ({'replicas': -1}, 'replicas'),
+        ({'max_window': 0}, 'max_window'),
+        ({'network_share': 0}, 'network_share'),
+        ({'hidden_fraction': 1.1}, 'hidden_fraction'),
+    ],
+)
+def test_wrong_setting_is_named(change, field):
+    with pytest.raises(FieldError, match=f'^{field}: '):
+        ProtectionSettings(**change)
+
+
+def test_wrong_cluster_and_job_are_named():
+    with pytest.raises(FieldError, match='^copy_bytes_per_s: '):
+        on(copy_bytes_per_s=0)
+    with pytest.raises(FieldError, match='^iteration_s: '):
+        dataclasses.replace(JOB, iteration_s=-1)
+    with pytest.raises(FieldError, match='^global_batch_size: '):
+        dataclasses.replace(JOB, batch=Batch(16, 3, 16))

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No byte of the training state is lost or counted twice, and every rank has its share."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from tools.plan.layout import PRECISIONS, Layout, Precision
+from tools.plan.model import ModelShape
+from tools.plan.sizes import (
+    held_elements,
+    operator_sizes,
+    scaling_bytes,
+    shard,
+    stage_kind,
+)
+from tools.simulate.fields import FieldError
+
+MODEL = ModelShape(
+    'tiny',
+    layers=4,
+    hidden_size=64,
+    attention_heads=4,
+    vocab_size=256,
+    ffn_hidden_size=128,
+    experts=8,
+    top_k=2,
+    expert_hidden_size=32,
+    moe_layers=(0, 1, 1, 1),
+)
+
+LAYOUTS = [
+    Layout(1),
+    Layout(8, pipeline=2, expert=4),
+    Layout(8, pipeline=2, expert=2, overlap_grad_reduce=True),
+    Layout(16, pipeline=2, expert=4, context=2, chunks=2),
+    Layout(8, pipeline=4, expert=2),
+]
+
+
+def total_bytes(layout, attribute, model=MODEL):
+    return sum(
+        sum(getattr(operator, attribute))
+        for stage in range(layout.pipeline)
+        for operator in operator_sizes(model, layout, Precision(), stage)
+    )
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=20),
+    st.integers(1, 7),
+    st.one_of(st.none(), st.integers(1, 100)),
+)
+def test_shards_partition_every_piece(elements, shards, bucket):
+    owned = shard(elements, shards, bucket)
+    assert owned.sum(axis=1).tolist() == elements
+    assert (owned >= 0).all()
+    if bucket is None:
+        assert owned.sum(axis=0).max() == -(-sum(elements) // shards)
+
+
+def test_shards_are_ranges_in_backward_order():
+    assert shard([4, 2, 6], 3, None).tolist() == [[0, 0, 4], [0, 2, 0], [4, 2, 0]]
+
+
+def test_a_bucket_ends_with_the_piece_that_fills_it():
+    # Backward: 6 alone fills a bucket of 5; 2 and 4 make the next.
+    assert shard([4, 2, 6], 2, 5).tolist() == [[1, 3], [2, 0], [3, 3]]
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_all_ranks_together_hold_the_model_once(layout):
+    assert total_bytes(layout, 'full') == 12 * MODEL.total_parameters
+    assert total_bytes(layout, 'light') == 2 * MODEL.total_parameters
+
+
+def test_without_the_distributed_optimizer_every_replica_holds_all():
+    layout = Layout(8, pipeline=2, expert=2, distributed_optimizer=False)
+    experts = 3 * 8 * 3 * 64 * 32
+    others = MODEL.total_parameters - experts
+    assert total_bytes(layout, 'full') == 12 * (4 * others + 2 * experts)
+
+
+def test_tensor_parallel_ranks_repeat_norms_and_routers():
+    layout = Layout(4, tensor=2, expert_tensor=1, expert=2)
+    repeated = MODEL.norm.total * 9 + 3 * MODEL.router().total
+    assert total_bytes(layout, 'full') == 12 * (MODEL.total_parameters + repeated)
+
+
+def test_tied_embedding_is_on_both_ends():
+    tied = dataclasses.replace(MODEL, tied_embeddings=True)
+    assert total_bytes(Layout(1), 'full', tied) == 12 * tied.total_parameters
+    assert total_bytes(Layout(2, pipeline=2), 'full', tied) == 12 * MODEL.total_parameters
+
+
+def test_vocabulary_is_padded_as_megatron_does():
+    odd = dataclasses.replace(MODEL, vocab_size=129)
+    assert total_bytes(Layout(1), 'full', odd) == 12 * MODEL.total_parameters
+
+
+def test_a_tied_embedding_of_several_stages_is_sharded_by_itself():
+    """Upstream gives it a bucket of its own, whether buckets are used or not."""
+    tied = dataclasses.replace(MODEL, tied_embeddings=True, learned_positions=32)
+    layout = Layout(8, pipeline=2)
+    first = operator_sizes(tied, layout, Precision(), 0)[0]
+    assert first.name == 'embedding'
+    # The positions lie with the layers, in backward order behind all of them.
+    assert [size // 12 for size in first.full] == [4096, 4096, 4096, 4096 + 2048]
+    head = operator_sizes(tied, layout, Precision(), 1)[0]
+    assert head.name == 'head'
+    assert [size // 12 for size in head.full] == [4096 + 64, 4096, 4096, 4096]
+    whole = operator_sizes(tied, Layout(4), Precision(), 0)[0]
+    assert whole.full[0] == 0, 'one stage: nothing is shared between ranks'
+
+
+def test_upstream_gives_shared_weights_a_bucket():
+    words, rest = (torch.nn.Parameter(torch.empty(size, 64)) for size in (256, 1024))
+    words.shared_embedding = True
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    found = DistributedOptimizer._compute_per_buffer_param_layout([words, rest], None, 4, config)
+    assert [end - begin for begin, end in found.bucket_indices] == [1024 * 64, 256 * 64]
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_ranks_of_a_stage_have_equal_shares(layout):
+    operators = operator_sizes(MODEL, layout, Precision(), 0)
+    held = np.sum([operator.full for operator in operators], axis=0)
+    assert held.max() - held.min() <= 12 * 4 * layout.chunks
+
+
+def test_an_expert_is_on_the_ranks_that_compute_with_it():
+    operators = operator_sizes(MODEL, Layout(4, expert=2), Precision(), 0)
+    by_name = {operator.name: operator for operator in operators}
+    holders = {
+        name: np.flatnonzero(by_name[name].full).tolist()
+        for name in ('layer2.expert0', 'layer2.expert7')
+    }
+    # Backward order: the last of the 12 local experts of each layer come first.
+    assert holders == {'layer2.expert0': [2], 'layer2.expert7': [3]}
+
+
+def test_order_is_that_of_the_training():
+    tied = dataclasses.replace(MODEL, tied_embeddings=True)
+    operators = operator_sizes(tied, Layout(2, expert=2), Precision(), 0)
+    names = [operator.name for operator in operators]
+    first = 'embedding head layer2.expert0 layer2.expert4 layer2.expert1 layer2.expert5'
+    assert names[:6] == first.split()
+    last = 'layer1.rest layer2.rest layer2.router layer3.rest layer3.router layer4.rest'
+    assert names[26:] == [*last.split(), 'layer4.router']
+
+
+def test_stages_of_one_kind_hold_equal_bytes():
+    layout = Layout(8, pipeline=4, expert=2)
+    assert stage_kind(MODEL, layout, 1) == stage_kind(MODEL, layout, 2)
+    assert stage_kind(MODEL, layout, 2) != stage_kind(MODEL, layout, 3)
+    sizes = [
+        [(item.full, item.light) for item in operator_sizes(MODEL, layout, Precision(), stage)]
+        for stage in (1, 2)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def test_held_parameters_are_not_sharded():
+    layout = Layout(8, expert=2)
+    experts = 3 * 8 * 3 * 64 * 32
+    assert held_elements(MODEL, layout, 0) == MODEL.total_parameters - experts // 2
+
+
+def test_experts_that_do_not_spread_are_refused():
+    with pytest.raises(FieldError, match='^expert: .*8 experts'):
+        operator_sizes(MODEL, Layout(3, expert=3), Precision(), 0)
+
+
+def test_scales_are_counted_for_each_tensor_that_has_them():
+    """Two matrices of an expert, whose weights, masters and both moments are scaled; a gate."""
+    found = {item.name: item for item in operator_sizes(MODEL, Layout(1), PRECISIONS['c4'], 0)}
+    expert, router = found['layer2.expert0'], found['layer2.router']
+    elements, gate = 3 * MODEL.hidden_size * MODEL.expert_hidden_size, MODEL.hidden_size * 8
+    assert expert.full == (6 * elements + 2 * 4 * (1 + 3),)
+    assert expert.light == (elements + 2 * 4,)
+    assert (router.full, router.light) == ((6 * gate + 4 * 3,), (gate,))
+
+
+def test_state_of_scales_is_that_of_the_matrices_of_a_rank():
+    """Attention has two, the dense layer two more, each expert two."""
+    each = PRECISIONS['c4'].scaling_bytes
+    layout = Layout(4, expert=4)
+    assert scaling_bytes(MODEL, layout, PRECISIONS['c4'], 0) == each * (4 * 2 + 2 + 3 * 2 * 2)
+    assert scaling_bytes(MODEL, layout, PRECISIONS['c2'], 0) == 0

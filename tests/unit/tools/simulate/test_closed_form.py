@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Closed forms: values worked out by hand, limits, monotonicity, range of recovery."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.simulate.closed_form import Dense, Sparse, attempts_s
+from tools.simulate.fields import FieldError
+
+SECONDS = st.floats(0.1, 10)
+DENSE = st.builds(
+    Dense,
+    iteration_s=SECONDS,
+    interval=st.integers(1, 50),
+    overhead_s=st.floats(0, 2),
+    stall_s=st.floats(0, 20),
+    restart_s=st.floats(0, 60),
+    mtbf_s=st.floats(50, 1e5),
+)
+SPARSE = st.builds(
+    Sparse,
+    iteration_s=SECONDS,
+    window=st.integers(1, 20),
+    overhead_s=st.floats(0, 2),
+    restart_s=st.floats(0, 60),
+    mtbf_s=st.floats(50, 1e5),
+    local_saving=st.floats(0, 0.9),
+    frozen_saving=st.floats(0, 0.9),
+)
+
+
+def test_dense_by_hand() -> None:
+    system = Dense(3.12, 150, 0.345, 0.0, 15.0, 450.0)
+    period = 450 * math.exp(15 / 450) * (math.exp(519.75 / 450) - 1)
+    assert system.ettr_exact() == pytest.approx(468 / period)
+    assert system.expected_recovery_s() == pytest.approx(249)
+    assert system.ettr_first_order() == pytest.approx(3.12 / 3.465 / (1 + 249 / 450))
+
+
+def test_stall_is_paid_once_per_checkpoint() -> None:
+    stalled = Dense(2.0, 10, 0.0, 5.0, 0.0, 300.0)
+    spread = Dense(2.0, 10, 0.5, 0.0, 0.0, 300.0)
+    assert stalled.ettr_exact() == pytest.approx(spread.ettr_exact())
+    assert stalled.ettr_first_order() == pytest.approx(spread.ettr_first_order())
+
+
+def test_sparse_of_window_2_by_hand() -> None:
+    system = Sparse(2.0, 2, 0.5, 3.0, 100.0, local_saving=0.25, frozen_saving=0.4)
+    # Conversion: one iteration half frozen (0.8 of the work) and one active, each 1.5 s.
+    after_first, after_second = 3 + 1.5 * 1.8, 3 + 1.5 * 2.8
+    attempt = 100 * (math.exp(0.025) - 1)
+    window = attempt * (math.exp(after_first / 100) + math.exp(after_second / 100))
+    assert system.ettr_exact() == pytest.approx(4 / window)
+    assert system.recovery_s() == pytest.approx([after_first, after_second])
+    assert system.expected_recovery_s() == pytest.approx((after_first + after_second) / 2 + 1)
+
+
+def test_frozen_shares_replace_the_uniform_ones() -> None:
+    uniform = Sparse(1.0, 4, frozen_saving=0.5)
+    given_ = replace(uniform, frozen_shares=(0.75, 0.5, 0.25, 0.0))
+    assert given_.active_iterations() == uniform.active_iterations() == 3.25
+    assert replace(uniform, frozen_shares=(0.9, 0.6, 0.3, 0.0)).active_iterations() == 3.1
+
+
+@given(iteration_s=SECONDS, window=st.integers(1, 30))
+def test_recovery_of_windows_back_to_back(iteration_s: float, window: int) -> None:
+    system = Sparse(iteration_s, window, overhead_s=0.7)
+    least, most = system.recovery_range_s()
+    assert system.expected_recovery_s() == pytest.approx(1.5 * window * iteration_s)
+    assert least == pytest.approx(window * iteration_s)
+    assert most == pytest.approx(2 * window * iteration_s)
+
+
+@given(system=DENSE | SPARSE)
+def test_without_failures_only_the_overhead_counts(system: Dense | Sparse) -> None:
+    never = replace(system, mtbf_s=math.inf)
+    overhead_s = system.overhead_s
+    if isinstance(system, Dense):
+        overhead_s += system.stall_s / system.interval
+    limit = 1 / (1 + overhead_s / system.iteration_s)
+    assert never.ettr_exact() == pytest.approx(limit, rel=1e-12)
+    assert never.ettr_first_order() == pytest.approx(limit, rel=1e-12)
+    assert replace(system, mtbf_s=1e13).ettr_exact() == pytest.approx(limit, rel=1e-6)
+
+
+@given(system=DENSE | SPARSE)
+def test_exact_and_first_order_agree_when_failures_are_rare(system: Dense | Sparse) -> None:
+    rare = replace(system, mtbf_s=1e9)
+    lost = 1 - rare.ettr_exact() / replace(system, mtbf_s=math.inf).ettr_exact()
+    # An overhead makes the lost part longer than the useful work in it.
+    low = rare.expected_recovery_s() / 1e9
+    slower = rare.step_s / rare.iteration_s
+    if isinstance(rare, Dense):
+        slower += rare.stall_s / (rare.interval * rare.iteration_s)
+    assert low * 0.999 - 1e-12 <= lost <= low * slower * 1.001 + 1e-12
+
+
+@given(system=DENSE | SPARSE, factor=st.floats(1.01, 3))
+def test_monotone(system: Dense | Sparse, factor: float) -> None:
+    here = system.ettr_exact()
+    assert replace(system, mtbf_s=system.mtbf_s * factor).ettr_exact() >= here
+    assert replace(system, overhead_s=system.overhead_s * factor + 0.01).ettr_exact() < here
+    assert replace(system, restart_s=system.restart_s * factor + 0.01).ettr_exact() < here
+    if isinstance(system, Sparse):
+        assert replace(system, window=system.window + 1).ettr_exact() < here
+    assert 0 < here <= 1
+
+
+def test_a_period_beyond_any_luck_is_worth_nothing() -> None:
+    assert Dense(3600, 1000, mtbf_s=60.0).ettr_exact() == 0
+    assert attempts_s(1e6, 0, 1) == math.inf
+
+
+@pytest.mark.parametrize(
+    ('field', 'value'),
+    [
+        ('iteration_s', 0.0),
+        ('iteration_s', math.nan),
+        ('interval', 0),
+        ('interval', 1.5),
+        ('overhead_s', -1.0),
+        ('stall_s', math.inf),
+        ('restart_s', math.nan),
+        ('mtbf_s', 0.0),
+    ],
+)
+def test_bad_field_of_dense_is_named(field: str, value: Any) -> None:
+    with pytest.raises(FieldError, match=f'^{field}: is ') as raised:
+        replace(Dense(1.0, 1), **{field: value})
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    ('field', 'value'),
+    [
+        ('window', 0),
+        ('window', True),
+        ('local_saving', 1.1),
+        ('frozen_saving', -0.1),
+        ('frozen_shares', (0.5,)),
+        ('frozen_shares', (0.5, 2.0)),
+    ],
+)
+def test_bad_field_of_sparse_is_named(field: str, value: Any) -> None:
+    with pytest.raises(FieldError, match=f'^{field}: is '):
+        replace(Sparse(1.0, 2), **{field: value})

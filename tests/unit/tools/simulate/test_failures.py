@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failure processes: rates, order, correlation; traces from files."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tools.simulate.failures import Correlated, Process, Renewal, as_matrix
+from tools.simulate.fields import FieldError
+from tools.simulate.trace import TraceError, read_trace
+
+RNG = np.random.default_rng
+
+
+@pytest.mark.parametrize(
+    'process',
+    [
+        Renewal(100.0),
+        Renewal(100.0, 0.6),
+        Renewal(100.0, 2.5),
+        Correlated(100.0),
+        Correlated(100.0, repeat=0.5, repeat_after_s=20.0),
+    ],
+    ids=str,
+)
+def test_rate_order_and_range(process: Process) -> None:
+    drawn = process.until(RNG(1), 50, 50_000.0, 7)
+    counts = (drawn.times < math.inf).sum(axis=1)
+    assert counts.mean() == pytest.approx(500, rel=0.03)
+    assert (np.diff(np.where(drawn.times < math.inf, drawn.times, 1e9), axis=1) >= 0).all()
+    finite = drawn.times[drawn.times < math.inf]
+    assert 0 <= finite.min() and finite.max() < 50_000
+    assert set(np.unique(drawn.nodes)) == set(range(7))
+
+
+@pytest.mark.parametrize(('shape', 'variation'), [(0.5, math.sqrt(5)), (1.0, 1.0), (2.0, 0.5227)])
+def test_variation_of_weibull_gaps(shape: float, variation: float) -> None:
+    gaps = Renewal(30.0, shape).gaps(RNG(2), 100, 3000)
+    assert gaps.mean() == pytest.approx(30, rel=0.02)
+    assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.03)
+
+
+def test_no_failures() -> None:
+    for process in (Renewal(math.inf), Correlated(math.inf, 1.0, 0.5)):
+        assert not (process.until(RNG(0), 3, 1e9, 2).times < math.inf).any()
+
+
+def test_neighbours_fail_at_the_same_moment() -> None:
+    drawn = Correlated(100.0, neighbours=1.0).until(RNG(3), 20, 20_000.0, 50)
+    same = (drawn.times[:, 1:] == drawn.times[:, :-1]) & (drawn.times[:, 1:] < math.inf)
+    follows = (np.diff(drawn.nodes, axis=1) % 50 == 1)[same]
+    assert follows.all() and len(follows) == pytest.approx(20 * 200, rel=0.1)
+
+
+def test_repeat_offenders_fail_again_soon() -> None:
+    def soon(repeat: float) -> float:
+        process = Correlated(1000.0, repeat=repeat, repeat_after_s=50.0)
+        drawn = process.until(RNG(4), 1, 1e6, 1000)
+        gaps = np.diff(drawn.times[0])
+        return float((np.diff(drawn.nodes[0])[gaps < 200] == 0).mean())
+
+    assert soon(0.0) < 0.02 < 0.5 < soon(0.5)
+
+
+def test_matrix_of_a_list() -> None:
+    drawn = as_matrix(3, np.array([2, 0, 2]), np.array([5.0, 1.0, 4.0]), np.array([7, 8, 9]))
+    assert drawn.times.tolist() == [[1, math.inf], [math.inf, math.inf], [4, 5]]
+    assert drawn.nodes[2].tolist() == [9, 7]
+
+
+@pytest.mark.parametrize(
+    ('make', 'field'),
+    [
+        (lambda: Renewal(0.0), 'mtbf_s'),
+        (lambda: Renewal(1.0, 0.0), 'shape'),
+        (lambda: Renewal(1.0, 0.001), 'shape'),
+        (lambda: Renewal(1.0, math.inf), 'shape'),
+        (lambda: Correlated(1.0, repeat=1.0), 'repeat'),
+        (lambda: Correlated(1.0, neighbours=-1.0), 'neighbours'),
+        (lambda: Correlated(1.0, repeat_after_s=0.0), 'repeat_after_s'),
+    ],
+)
+def test_bad_field_is_named(make: 'object', field: str) -> None:
+    with pytest.raises(FieldError, match=f'^{field}: is '):
+        make()  # type: ignore[operator]
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / 'trace.csv'
+    path.write_text(text, 'utf-8')
+    return path
+
+
+def test_trace_is_read(tmp_path: Path) -> None:
+    text = 'time,event,node\n130,failure,a\n100,failure,a\n160,repair,a\n400,failure,b\n'
+    trace = read_trace(write(tmp_path, text))
+    assert trace.times.tolist() == [0, 30, 300]
+    assert trace.nodes.tolist() == [0, 0, 1] and trace.names == ('a', 'b')
+    assert trace.repair_s.tolist() == [60, 30, math.inf]
+    assert trace.length_s == 400 and trace.mtbf_s == pytest.approx(400 / 3)
+
+
+def test_a_trace_keeps_its_rate(tmp_path: Path) -> None:
+    failures = ''.join(f'{100 * number},a,failure\n' for number in range(5))
+    assert read_trace(write(tmp_path, f'time,node,event\n{failures}')).mtbf_s == 100
+
+
+def test_first_history_is_the_trace_and_others_start_within_it(tmp_path: Path) -> None:
+    trace = read_trace(
+        write(tmp_path, 'time,node,event\n0,a,failure\n10,b,failure\n90,a,failure\n')
+    )
+    drawn = trace.until(RNG(0), 40, trace.length_s, 2)
+    assert drawn.times[0].tolist() == [0, 10, 90]
+    assert ((drawn.times < math.inf).sum(axis=1) == 3).all()
+    gaps = {round(gap, 6) for gap in np.diff(drawn.times, axis=1).ravel()}
+    assert gaps == {10, 80, 45}
+    assert drawn.repair_s is not None and drawn.repair_s.shape == drawn.times.shape
+    with pytest.raises(FieldError, match='nodes: is 1; the trace has 2'):
+        trace.until(RNG(0), 2, 10.0, 1)
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('time,node\n1,a\n', 'no column event'),
+        ('', 'no column time, node, event'),
+        ('time,node,event\nsoon,a,failure\n', r'trace.csv:2: time is .soon.; give seconds'),
+        ('time,node,event\n1,,failure\n', 'trace.csv:2: node is empty'),
+        ('time,node,event\n1,a,failure\n2,a,boom\n', 'trace.csv:3: event is .boom.; one of'),
+        ('time,node,event\n1,a,repair\n', 'no failure in it'),
+        ('time,node,event\n7,a,failure\n', 'all events are at one moment.*later'),
+        ('time,node,event\n7,a,failure\n7,b,failure\n', 'all events are at one moment.*later'),
+        ('time,node,event\n1,' + 'a' * 200_000 + ',failure\n', 'trace.csv: .*field limit'),
+    ],
+)
+def test_bad_trace_names_line_and_rule(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        read_trace(write(tmp_path, text))
+
+
+def test_missing_trace_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match='nowhere.csv: cannot be read'):
+        read_trace(tmp_path / 'nowhere.csv')

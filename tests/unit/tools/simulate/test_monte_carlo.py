@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulation: against the closed form, against one played by hand, and its special cases."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.simulate.closed_form import Dense, Sparse
+from tools.simulate.failures import Correlated, FailureTimes, Renewal
+from tools.simulate.fields import FieldError
+from tools.simulate.monte_carlo import Spares, ratio_interval, simulate
+from tools.simulate.pipeline import Pipeline
+from tools.simulate.runs import CopyRun, Run, SparseRun
+from tools.simulate.trace import Trace
+
+SYSTEMS: list[Dense | Sparse] = [
+    Sparse(2.9, 6, 0.06, 0.0, 600.0),
+    Sparse(2.0, 10, 0.1, 5.0, 60.0, 0.2, 0.33),
+    Sparse(1.0, 1, 0.0, 0.0, 20.0),
+    Dense(3.12, 150, 0.345, 0.0, 15.0, 450.0),
+    Dense(3.0, 20, 0.1, 5.0, 30.0, 100.0),
+    Dense(1.0, 1, 0.0, 0.0, 0.0, 3.0),
+    Dense(3.0, 100, 0.1, 5.0, 30.0, 1e6),
+]
+
+
+def slow_ettr(system: Dense | Sparse, failures: list[float], position: int) -> float:
+    """One history, iteration by iteration, from a failure at 0 to the last one."""
+    strikes = iter(failures)
+    strike = next(strikes)
+    clock = useful = 0.0
+    done = 0  # iterations of the running period
+    recovering = True
+    while True:
+        if recovering:
+            span = system.restart_s
+            if isinstance(system, Sparse):
+                span = float(system.recovery_s()[position])
+        else:
+            span = system.step_s
+            if isinstance(system, Dense) and done == system.interval - 1:
+                span += system.stall_s
+        if clock + span > strike:
+            clock, recovering, done = strike, True, 0
+            strike = next(strikes, math.inf)
+            if strike == math.inf:
+                return useful / clock
+            continue
+        clock += span
+        if recovering:
+            recovering = False
+        elif isinstance(system, Sparse):
+            useful += system.iteration_s
+            position = (position + 1) % system.window
+        else:
+            done = (done + 1) % system.interval
+            useful += system.interval * system.iteration_s * (done == 0)
+
+
+@pytest.mark.parametrize('system', SYSTEMS[:5], ids=str)
+def test_equals_a_simulation_iteration_by_iteration(system: Dense | Sparse) -> None:
+    class Given(Renewal):
+        def first(
+            self, rng: np.random.Generator, histories: int, count: int, nodes: int
+        ) -> FailureTimes:
+            return FailureTimes(np.array([times, times]), np.zeros((2, 300), dtype=int))
+
+    gaps = np.random.default_rng(5).exponential(system.mtbf_s, 300)
+    times = gaps.cumsum()
+    positions: list[np.ndarray] = []
+
+    def make(histories: int, rng: np.random.Generator) -> Run:
+        assert isinstance(system, Sparse)
+        run = SparseRun(system, histories, rng)
+        positions.append(run.position.copy())
+        return run
+
+    found = simulate(make if isinstance(system, Sparse) else system, Given(1.0), histories=2)
+    starts = positions[0] if positions else [0, 0]
+    expected = [slow_ettr(system, times.tolist(), int(start)) for start in starts]
+    assert found.ettr == pytest.approx(np.mean(expected), rel=1e-9)
+
+
+@pytest.mark.parametrize('system', SYSTEMS, ids=str)
+def test_closed_form_lies_in_the_interval(system: Dense | Sparse) -> None:
+    found = simulate(system)
+    assert found.ci95[0] <= system.ettr_exact() <= found.ci95[1]
+    assert found.ci95[1] - found.ci95[0] < 0.01
+
+
+def test_short_histories_begin_where_failures_find_the_job() -> None:
+    """Positions with a long repair are struck more often."""
+    system = Sparse(5.0, 12, 0.0, 20.0, 30.0)
+    found = simulate(system, histories=20_000, hours=20_000 * 5 * 30 / 3600)
+    half = (found.ci95[1] - found.ci95[0]) / 2
+    assert abs(found.ettr - system.ettr_exact()) < 2 * half
+
+
+@pytest.mark.parametrize(('histories', 'quantile'), [(2, 12.706), (3, 4.303), (8, 2.365)])
+def test_few_histories_have_wide_intervals(histories: int, quantile: float) -> None:
+    useful, wall = np.arange(1.0, histories + 1), np.full(histories, 100.0)
+    _, half = ratio_interval(useful, wall)
+    error = np.std(useful, ddof=1) / math.sqrt(histories) / 100
+    assert half == pytest.approx(quantile * error, rel=1e-3)
+
+
+def test_interval_covers_the_closed_form_as_often_as_it_says() -> None:
+    system = Dense(3.0, 20, 0.1, 5.0, 30.0, 200.0)
+    inside = 0
+    for seed in range(120):
+        low, high = simulate(system, histories=64, hours=200, seed=seed).ci95
+        inside += low <= system.ettr_exact() <= high
+    assert 107 <= inside <= 119
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    iteration_s=st.floats(0.5, 5),
+    length=st.integers(1, 30),
+    overhead_s=st.floats(0, 1),
+    restart_s=st.floats(0, 60),
+    mtbf_s=st.floats(60, 5000),
+    sparse=st.booleans(),
+)
+def test_closed_form_is_the_mean(
+    iteration_s: float,
+    length: int,
+    overhead_s: float,
+    restart_s: float,
+    mtbf_s: float,
+    sparse: bool,
+) -> None:
+    system: Dense | Sparse
+    if sparse:
+        system = Sparse(iteration_s, length, overhead_s, restart_s, mtbf_s)
+    else:
+        system = Dense(iteration_s, length, overhead_s, 3.0, restart_s, mtbf_s)
+    found = simulate(system)
+    half = (found.ci95[1] - found.ci95[0]) / 2
+    assert abs(found.ettr - system.ettr_exact()) < 2.2 * half
+
+
+def test_without_failures_it_is_exact() -> None:
+    system = Sparse(2.0, 5, 0.25)
+    found = simulate(system)
+    assert found.ettr == pytest.approx(system.ettr_exact(), rel=1e-12)
+    assert found.ci95[0] <= system.ettr_exact() <= found.ci95[1]
+    assert found.failures == 0 and math.isnan(found.lost_s)
+
+
+def test_same_seed_same_result() -> None:
+    assert simulate(SYSTEMS[0], seed=3).ettr == simulate(SYSTEMS[0], seed=3).ettr
+    assert simulate(SYSTEMS[0], seed=3).ettr != simulate(SYSTEMS[0], seed=4).ettr
+
+
+def test_hours_and_jobs() -> None:
+    found = simulate(SYSTEMS[0], hours=10_000)
+    assert found.hours == pytest.approx(10_000, rel=0.05)
+    jobs = simulate(SYSTEMS[0], hours=5_000, job_hours=50)
+    assert jobs.hours == pytest.approx(5_000)
+    assert jobs.ci95[0] - 0.001 < SYSTEMS[0].ettr_exact() < jobs.ci95[1] + 0.001
+
+
+def test_bunched_failures_lose_less_and_regular_ones_more() -> None:
+    system = Dense(3.0, 30, 0.0, 0.0, 10.0, 600.0)
+    bunched = simulate(system, Renewal(600.0, 0.5))
+    regular = simulate(system, Renewal(600.0, 3.0))
+    assert bunched.ci95[0] > system.ettr_exact() > regular.ci95[1]
+
+
+def trace(times: list[float], nodes: list[int], repair_s: float, length_s: float) -> Trace:
+    return Trace(np.array(times), np.array(nodes), np.full(len(times), repair_s), length_s)
+
+
+def test_failures_played_by_hand() -> None:
+    # Period 10 s of 8 useful, restart 4. Failure at 25: 2 periods kept, back at 29. At 27: struck
+    # again, back at 31. To 60: 2 periods, and 9 s of 10 in progress.
+    system = Dense(2.0, 4, 0.5, 0.0, 4.0, math.inf)
+    found = simulate(system, trace([25.0, 27.0], [0, 0], math.inf, 60.0), histories=2)
+    first = found.timeline.useful_s[-1]
+    assert first == pytest.approx(16 + 0.8 * 29)
+    assert found.timeline.failures.tolist() == [25, 27]
+    middles, goodput = found.timeline.goodput(6)
+    assert middles.tolist() == [5, 15, 25, 35, 45, 55]
+    assert goodput == pytest.approx([0.64, 0.64, 0.32, 0.72, 0.8, 0.8])
+
+
+def test_spares_run_out() -> None:
+    # Failures at 10 and 20; a repair takes 30. One spare: the first waits for nothing, the second
+    # until the first node is back at 40. None: 30 each, and the second strikes the wait.
+    system = Dense(1.0, 1, 0.0, 0.0, 0.0, math.inf)
+    events = trace([10.0, 20.0], [0, 1], math.inf, 100.0)
+
+    def useful(spares: Spares | None, repair_s: float) -> float:
+        failures = trace([10.0, 20.0], [0, 1], repair_s, 100.0)
+        found = simulate(system, failures, nodes=2, spares=spares, histories=2)
+        return float(found.timeline.useful_s[-1])
+
+    assert useful(None, 30.0) == pytest.approx(100)
+    assert useful(Spares(2), 30.0) == pytest.approx(100)
+    assert useful(Spares(1), 30.0) == pytest.approx(80)
+    assert useful(Spares(0), 30.0) == pytest.approx(60)
+    assert math.isinf(events.repair_s[0]) and useful(Spares(0), math.inf) == pytest.approx(10)
+
+
+def test_adjacent_stages_replay_together() -> None:
+    pipeline = Pipeline(nodes=4, stages=4, micro_batches=5)
+    system = Sparse(8.0, 1, mtbf_s=math.inf)
+
+    def useful(nodes: list[int]) -> float:
+        times = [100.0] * len(nodes)
+        found = simulate(
+            lambda histories, rng: SparseRun(system, histories, rng, pipeline),
+            trace(times, nodes, math.inf, 800.0),
+            nodes=4,
+            histories=2,
+        )
+        return float(found.timeline.useful_s[-1])
+
+    # One iteration is 8 stage times long: k stages replay it in 5 + k - 1 of them.
+    kept = 96 + 800 - 100
+    assert useful([2]) == pytest.approx(kept - 5)
+    assert useful([2, 1]) == pytest.approx(kept - 6)
+    assert useful([0, 2]) == pytest.approx(kept - 5)
+    assert useful([0, 1, 2, 3]) == pytest.approx(kept - 8)
+
+
+def test_state_is_copied_while_a_copy_is_left() -> None:
+    pipeline = Pipeline(nodes=4, stages=2, copies=2)
+    system = Sparse(8.0, 5, mtbf_s=math.inf)
+
+    def useful(nodes: list[int]) -> float:
+        found = simulate(
+            lambda histories, rng: CopyRun(system, 3.0, histories, rng, pipeline),
+            trace([100.0] * len(nodes), nodes, math.inf, 800.0),
+            nodes=4,
+            histories=2,
+            seed=1,
+        )
+        return float(found.timeline.useful_s[-1])
+
+    assert useful([0]) == useful([0, 2]) == pytest.approx(96 + 700 - 3)
+    assert useful([0, 1]) <= 96 + 700 - 5 * 8
+
+
+def test_correlated_failures_cost_more_with_copies() -> None:
+    pipeline = Pipeline(nodes=8, stages=2, copies=2)
+    system = Sparse(2.0, 6, 0.0, 5.0, 300.0)
+
+    def found(process: Correlated) -> float:
+        return simulate(
+            lambda histories, rng: CopyRun(system, 6.0, histories, rng, pipeline),
+            process,
+            nodes=8,
+            histories=64,
+            hours=500,
+        ).ettr
+
+    assert found(Correlated(300.0, neighbours=6.0)) < found(Correlated(300.0))
+
+
+@pytest.mark.parametrize(
+    ('name', 'value'),
+    [('hours', 0.0), ('job_hours', -1.0), ('histories', 1), ('nodes', 0), ('seed', -1)],
+)
+def test_bad_argument_is_named(name: str, value: float) -> None:
+    with pytest.raises(FieldError, match=f'^{name}: is '):
+        simulate(SYSTEMS[0], **{name: value})  # type: ignore[arg-type]
+
+
+def test_too_much_is_refused() -> None:
+    with pytest.raises(FieldError, match='hours'):
+        simulate(SYSTEMS[0], hours=1e8)
+
+
+@pytest.mark.parametrize(
+    ('name', 'sizes'),
+    [
+        ('nodes', {'nodes': 10**9}),
+        ('histories', {'histories': 10**12}),
+        ('count', {'spares': Spares(10**12)}),
+    ],
+)
+def test_what_memory_would_not_do_for_is_named(name: str, sizes: dict[str, Any]) -> None:
+    with pytest.raises(FieldError, match=f'^{name}: is .* memory'):
+        simulate(Dense(1.0, 5), **sizes)

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a profile makes each system cost, and profiles as files."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moevement_ext.plan.byte_planner import InfeasiblePlan
+from tools.simulate.closed_form import Dense, Sparse
+from tools.simulate.fields import FieldError
+from tools.simulate.monte_carlo import simulate
+from tools.simulate.pipeline import Pipeline
+from tools.simulate.profile import (
+    FORMAT,
+    OperatorProfile,
+    Profile,
+    ProfileError,
+    read_profile,
+)
+from tools.simulate.systems import SYSTEMS, Options, System, _slot_bytes, build
+
+DOCS = Path(__file__).resolve().parents[4] / 'docs'
+
+# 8 experts of 120 bytes and 40 of the rest; 8 s of an iteration hide a copy; the network halves.
+PROFILE = Profile(
+    format=FORMAT,
+    name='small',
+    source='made up',
+    iteration_s=10.0,
+    operators=(
+        *(OperatorProfile(f'expert{index}', 120, 8, 1.0) for index in range(8)),
+        OperatorProfile('rest', 40, 5),
+    ),
+    copy_bytes_per_s=50.0,
+    network_bytes_per_s=100.0,
+    disk_bytes_per_s=4.0,
+    replicas=4,
+    restart_s=3.0,
+    pipeline=Pipeline(4, 4, 8),
+)
+OPTIONS = Options(mtbf_s=3600.0, job_s=36000.0)
+
+
+def dense(name: str, options: Options = OPTIONS, profile: Profile = PROFILE) -> Dense:
+    costs = build(name, options, profile).costs
+    assert isinstance(costs, Dense)
+    return costs
+
+
+def sparse(name: str, options: Options = OPTIONS, profile: Profile = PROFILE) -> Sparse:
+    costs = build(name, options, profile).costs
+    assert isinstance(costs, Sparse)
+    return costs
+
+
+def test_no_fault_tolerance_loses_the_job() -> None:
+    assert dense('none') == Dense(10.0, 3600, 0.0, 0.0, 3.0, 3600.0)
+
+
+def test_checkfreq_waits_for_the_disk() -> None:
+    # 1,000 bytes: 250 s to disk, so 25 iterations; the snapshot's 20 s less 8 hidden are the stall.
+    costs = dense('checkfreq')
+    assert costs.stall_s == pytest.approx(12)
+    assert costs.interval == math.ceil(12 / 0.35)
+    assert costs.stall_s / costs.interval <= 0.035 * 10
+    assert costs.restart_s == pytest.approx(3 + 250 + 250)
+    fast = replace(PROFILE, copy_bytes_per_s=1000.0)
+    assert (
+        dense('checkfreq', profile=fast).interval,
+        dense('checkfreq', profile=fast).stall_s,
+    ) == (
+        25,
+        0,
+    )
+
+
+def test_gemini_spreads_its_traffic() -> None:
+    # 25 bytes/s to 4 replicas: 40 s of copying, 5 iterations hide all.
+    costs = dense('gemini')
+    best = max(
+        (dense('gemini', replace(OPTIONS, interval=n)) for n in range(1, 40)),
+        key=lambda one: one.ettr_exact(),
+    )
+    assert costs.interval == best.interval
+    assert dense('gemini', replace(OPTIONS, interval=2)).stall_s == pytest.approx(40 - 16)
+    assert dense('gemini', replace(OPTIONS, interval=9)).stall_s == 0
+    # Loading 10 s, and 5 iterations until a checkpoint is complete.
+    assert dense('gemini', replace(OPTIONS, interval=9)).restart_s == pytest.approx(3 + 10 + 50)
+    young = dense('gemini', replace(OPTIONS, interval_rule='young'))
+    assert young.interval == round(math.sqrt(2 * 32 * 3600) / 10)
+
+
+def test_moevement_and_ours_plan_windows() -> None:
+    # 200 bytes per iteration; the first slot holds one expert and 61 light bytes of all others.
+    ours = sparse('ours')
+    assert ours.overhead_s == 0 and ours.window == 8
+    # Algorithm 1 prices slots with mean sizes, and only the first.
+    assert sparse('moevement').overhead_s > 0
+    with pytest.raises(InfeasiblePlan, match='expert0'):
+        build('ours', OPTIONS, replace(PROFILE, network_bytes_per_s=80.0))
+    # A given window that is too short for the budget has an overhead.
+    assert sparse('ours', replace(OPTIONS, window=1)).overhead_s == pytest.approx(1000 / 25 - 8)
+
+
+def test_a_slow_network_holds_the_replay_up() -> None:
+    """A slot that is not there yet is waited for; the replay of 10 s hides what loads meanwhile."""
+    slow = replace(PROFILE, network_bytes_per_s=10.0, replicas=0)
+    slots = [float(size) for size in _slot_bytes('ours', OPTIONS, slow)]
+    assert len(slots) > 2 and min(slots[1:]) > 100, 'each takes longer than an iteration'
+    waits = sum(slots) / 10 - 10 * (len(slots) - 1)
+    assert sparse('ours', profile=slow).restart_s == pytest.approx(3 + waits)
+    fast = replace(slow, network_bytes_per_s=100.0)
+    assert sparse('ours', profile=fast).restart_s == pytest.approx(3 + slots[0] / 100)
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    copy=st.floats(16, 500),
+    network=st.floats(0.5, 50),
+    faster=st.floats(1, 4),
+    hidden=st.floats(0.3, 1),
+    mtbf_s=st.floats(300, 1e5),
+)
+def test_a_faster_copy_makes_nothing_worse(
+    copy: float, network: float, faster: float, hidden: float, mtbf_s: float
+) -> None:
+    options = replace(OPTIONS, mtbf_s=mtbf_s)
+    slow = replace(
+        PROFILE,
+        copy_bytes_per_s=copy,
+        network_bytes_per_s=network,
+        hidden_fraction=hidden,
+        replicas=0,
+    )
+    try:
+        before = sparse('ours', options, slow)
+    except InfeasiblePlan:
+        return
+    after = sparse('ours', options, replace(slow, copy_bytes_per_s=copy * faster))
+    assert after.window <= before.window
+    assert after.ettr_exact() >= before.ettr_exact() * (1 - 1e-9)
+
+
+def test_what_part_of_the_experts_exposes_is_the_rest_of_its_own_copy() -> None:
+    """40 bytes of the rest and 120 an expert at 50 bytes a second, of which 8 s are hidden."""
+    options = replace(OPTIONS, saved=4, lost_budget=0.01)
+    system = build('moc', options, PROFILE)
+    assert isinstance(system.costs, Dense)
+    assert system.costs.stall_s == pytest.approx((40 + 4 * 120) / 50 - 8)
+    assert dense('moc', replace(options, saved=3)).stall_s == 0
+    assert dense('moc', replace(options, saved=8)).stall_s == pytest.approx(1000 / 50 - 8)
+    assert dense('moc', replace(options, stall_s=10.0)).stall_s == pytest.approx(5.2)
+
+
+def test_experts_that_no_iteration_hides_cost_what_they_expose() -> None:
+    slow = replace(PROFILE, network_bytes_per_s=40.0)
+    costs = dense('moetion', profile=slow)  # 80 bytes are hidden, one expert and the rest take 160
+    assert costs.overhead_s == pytest.approx(160 / 10 - 8)
+    assert dense('moetion').overhead_s == 0
+    assert dense('moetion', replace(OPTIONS, saved=8)).overhead_s == pytest.approx(1000 / 25 - 8)
+
+
+def test_restore_streams() -> None:
+    whole = sparse('ours', replace(OPTIONS, streaming=False))
+    assert whole.restart_s > sparse('ours').restart_s
+
+
+def test_popular_experts_stay_frozen_longer() -> None:
+    shares = np.array([0.01, 0.02, 0.03, 0.04, 0.1, 0.2, 0.3, 0.3])
+    options = replace(OPTIONS, shares=shares, frozen_saving=0.33, window=4)
+    ordered = sparse('ours', options).expected_recovery_s()
+    assert ordered < sparse('ours', replace(options, by_popularity=False)).expected_recovery_s()
+
+
+def test_localized_recovery_saves_the_bubble() -> None:
+    system = build('ours', replace(OPTIONS, localized=True), PROFILE)
+    assert isinstance(system.costs, Sparse)
+    assert system.costs.local_saving == pytest.approx(3 / 11)
+    found = simulate(system.run or system.costs, nodes=4)
+    assert found.ci95[0] <= system.costs.ettr_exact() <= found.ci95[1]
+
+
+def test_copies_lose_only_the_running_iteration() -> None:
+    options = replace(OPTIONS, pipeline=Pipeline(8, 4, 8, copies=2))
+    system = build('copy', options, PROFILE)
+    assert system.costs.expected_recovery_s() == pytest.approx(5 + 3 + 10)
+    # Losses of both copies are so rare here that they do not show.
+    found = simulate(system.run or system.costs, nodes=8)
+    half = (found.ci95[1] - found.ci95[0]) / 2
+    assert abs(found.ettr - system.costs.ettr_exact()) < 3 * half
+
+
+def test_selective_saves_what_an_iteration_hides() -> None:
+    system = build('moetion', OPTIONS, PROFILE)
+    assert system.run is not None
+    run = system.run(2, np.random.default_rng(0))
+    assert run.saved() == int((200 - 40) / 960 * 8)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize('name', SYSTEMS)
+def test_given_figures_count(name: str) -> None:
+    options = Options(
+        10.0,
+        7,
+        3,
+        0.5,
+        0.25,
+        20.0,
+        900.0,
+        experts=8,
+        saved=8,
+        job_s=36000.0,
+        copy_s=0.0,
+        pipeline=Pipeline(2, 1, 1, 2),
+    )
+    system: System = build(name, options)
+    assert system.costs.restart_s == 20 and system.costs.mtbf_s == 900
+    assert system.costs.overhead_s == 0.5
+    assert build(name, options, PROFILE).costs.restart_s >= 20
+
+
+@pytest.mark.parametrize(
+    ('name', 'options', 'field'),
+    [
+        ('nothing', Options(1.0), 'system'),
+        ('dense', Options(), 'iteration_s'),
+        ('gemini', Options(1.0), 'interval'),
+        ('ours', Options(1.0), 'window'),
+        ('none', Options(1.0), 'job_s'),
+        ('moc', Options(1.0, 1), 'experts'),
+        ('moc', Options(1.0, 1, experts=4), 'job_s'),
+        ('moetion', Options(1.0, 1, experts=4), 'saved'),
+        ('copy', Options(1.0, window=2), 'copies'),
+        ('ours', Options(1.0, window=2, localized=True), 'stages'),
+        ('gemini', Options(interval_rule='young', mtbf_s=math.inf), 'interval'),
+        ('none', Options(1.0, job_s=math.nan), 'job_s'),
+        ('none', Options(1.0, job_s=math.inf), 'job_s'),
+        ('none', Options(1.0, job_s=-1.0), 'job_s'),
+        ('none', Options(0.0, job_s=60.0), 'iteration_s'),
+        ('none', Options(math.nan, job_s=60.0), 'iteration_s'),
+        ('moc', Options(1.0, 1, experts=-1, job_s=60.0), 'experts'),
+        ('moc', Options(1.0, 1, experts=4, job_s=math.nan), 'job_s'),
+        ('ours', Options(window=0), 'window'),
+        ('ours', Options(1.0, window=10**12), 'window'),
+        ('gemini', Options(interval=0), 'interval'),
+    ],
+)
+def test_what_is_missing_is_named(name: str, options: Options, field: str) -> None:
+    with pytest.raises(FieldError, match=f'^{field}: is '):
+        build(name, options, PROFILE if options.iteration_s is None and name != 'dense' else None)
+
+
+@pytest.mark.parametrize('name', ['ours', 'moevement'])
+def test_a_budget_below_a_byte_is_no_crash(name: str) -> None:
+    slow = replace(PROFILE, copy_bytes_per_s=1e-9)
+    if name == 'ours':
+        with pytest.raises(InfeasiblePlan):
+            build(name, OPTIONS, slow)
+    else:
+        assert sparse(name, profile=slow).ettr_exact() < 1e-6
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2))
+
+
+def test_profile_survives_a_file(tmp_path: Path) -> None:
+    write_profile(tmp_path / 'profile.json', PROFILE)
+    assert read_profile(tmp_path / 'profile.json') == PROFILE
+
+
+@pytest.mark.parametrize(
+    ('old', 'new', 'message'),
+    [
+        ('"iteration_s": 10.0', '"iteration_s": -1.0', 'iteration_s: is -1.0'),
+        ('"iteration_s": 10.0,', '', 'missing required field `iteration_s`'),
+        ('profile/1', 'profile/9', 'format: is'),
+        ('"full_bytes": 40', '"full_bytes": "many"', 'operators'),
+        ('"stages": 4', '"stages": 3', 'stages: is 3'),
+        ('"name": "expert1"', '"name": "expert0"', "operators: .*'expert0'.*once"),
+        ('"light_bytes": 5', '"light_bytes": 50', 'light_bytes: is 50'),
+    ],
+)
+def test_bad_profile_names_file_and_field(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / 'profile.json'
+    write_profile(path, PROFILE)
+    text = path.read_text('utf-8')
+    assert old in text
+    path.write_text(text.replace(old, new), 'utf-8')
+    with pytest.raises(ProfileError, match=f'profile.json: .*{message}'):
+        read_profile(path)
+
+
+def test_operators_without_bytes_are_refused() -> None:
+    nothing = (OperatorProfile('rest', 0, 0),)
+    with pytest.raises(FieldError, match='^operators: '):
+        replace(PROFILE, operators=nothing)
+
+
+def test_missing_profile_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match='none.json: cannot be read'):
+        read_profile(tmp_path / 'none.json')
+
+
+def test_the_measured_profile_is_that_of_the_runs_beside_it() -> None:
+    folder = DOCS / 'measurements'
+    profile = read_profile(folder / 'profile-cpu.json')
+    overhead = msgspec.json.decode((folder / 'overhead-cpu.json').read_bytes())['variants']
+    phases = msgspec.json.decode((folder / 'recovery-cpu.json').read_bytes())['methods']['sparse'][
+        'phases'
+    ]
+    plain, saving = (
+        overhead[name]['iteration_ms']['median'] / 1000 for name in ('plain', 'torch-dist-sync')
+    )
+    assert profile.iteration_s == pytest.approx(plain)
+    assert profile.restart_s == pytest.approx(phases['process start'] + phases['set-up'], abs=0.01)
+    assert profile.disk_bytes_per_s == pytest.approx(
+        profile.state_bytes / (saving - plain), rel=0.02
+    )
+
+
+@pytest.mark.parametrize('path', ['measurements/profile-cpu.json', 'assets/simulate-profile.json'])
+def test_shipped_profiles_price_every_system(path: str) -> None:
+    profile = read_profile(DOCS / path)
+    for name in ('none', 'checkfreq', 'gemini', 'moc', 'moetion', 'moevement', 'ours'):
+        assert 0 <= build(name, OPTIONS, profile).costs.ettr_exact() < 1

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads descriptions of models, layouts and clusters from JSON or YAML files."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from moevement_ext.plan.byte_planner import OperatorBytes
+from tools.plan.layout import Batch, Layout, Precision
+from tools.plan.model import ModelShape
+
+
+class DescriptionError(ValueError):
+    """A file that cannot be used; the message names it, the field and the rule."""
+
+
+_Bytes = Annotated[int, msgspec.Meta(le=2**50)]  # sums of them stay within 64 bits
+
+
+class ListedOperator(msgspec.Struct, forbid_unknown_fields=True):
+    """One operator of a list in a file, on one rank."""
+
+    name: str
+    full_bytes: _Bytes
+    light_bytes: _Bytes
+
+
+def read_operators(path: Path) -> list[OperatorBytes]:
+    """Operators of a JSON list of `{"name", "full_bytes", "light_bytes"}`, in its order.
+
+    Raises:
+        DescriptionError: something is wrong with the list; names entry and field.
+    """
+    try:
+        listed = msgspec.convert(read(path), list[ListedOperator])
+        return [
+            OperatorBytes(item.name, (item.full_bytes,), (item.light_bytes,)) for item in listed
+        ]
+    except ValueError as error:
+        raise DescriptionError(f'{path}: {error}') from None
+
+
+def read_as[Description](path: Path, kind: type[Description]) -> Description:
+    """The dataclass `kind` with the fields of the file.
+
+    Raises:
+        DescriptionError: a field that is missing, unknown or wrong.
+    """
+    return build(str(path), read(path), kind)
+
+
+def build[Description](source: str, data: Any, kind: type[Description]) -> Description:
+    """The dataclass `kind` with the fields of a decoded file; see `read_as`.
+
+    Args:
+        source: where `data` came from, for messages.
+        data: decoded content.
+        kind: a dataclass.
+
+    Raises:
+        DescriptionError: a field is missing, unknown or wrong.
+    """
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    unknown = sorted(set(data) - set(known)) if isinstance(data, dict) else []
+    if unknown:
+        raise DescriptionError(
+            f'{source}: unknown field {unknown[0]!r} of {kind.__name__}; there are '
+            f'{", ".join(known)}'
+        )
+    try:
+        return msgspec.convert(data, kind)
+    except ValueError as error:
+        raise DescriptionError(f'{source}: {error}') from None
+
+
+def read(path: Path) -> Any:
+    """Decoded content; `.yaml` and `.yml` are YAML, anything else is JSON.
+
+    Raises:
+        DescriptionError: the file is missing or cannot be decoded.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DescriptionError(f'{path}: {error.strerror}; give an existing file') from None
+    try:
+        if path.suffix in ('.yaml', '.yml'):
+            return msgspec.yaml.decode(content)
+        return msgspec.json.decode(content)
+    except ImportError:
+        raise DescriptionError(f'{path}: YAML needs PyYAML: install it, or give JSON') from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DescriptionError(f'{path}: {error}') from None
+    except RecursionError:
+        raise DescriptionError(f'{path}: it is nested too deeply; this is no description') from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A model and how it is trained; a file has one section for each field."""
+
+    model: ModelShape
+    layout: Layout
+    batch: Batch = dataclasses.field(default_factory=Batch)
+    precision: Precision = dataclasses.field(default_factory=Precision)
+
+
+def read_training(path: Path) -> Training:
+    """The sections `model`, `layout` and, if there, `batch` and `precision` of a file.
+
+    Raises:
+        DescriptionError: a section or field that is missing, unknown or wrong.
+    """
+    kinds: dict[str, type] = {
+        'model': ModelShape,
+        'layout': Layout,
+        'batch': Batch,
+        'precision': Precision,
+    }
+    data = read(path)
+    if not isinstance(data, dict) or not {'model', 'layout'} <= set(data) <= set(kinds):
+        raise DescriptionError(
+            f'{path}: give an object with the sections model and layout and, if need be, batch '
+            f'and precision'
+        )
+    sections: dict[str, Any] = {
+        name: build(f'{path}: {name}', section, kinds[name]) for name, section in data.items()
+    }
+    return Training(**sections)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shape of a Mixture-of-Experts GPT: enough to count parameters and FLOPs, operator by operator.
+
+Names of dimensions follow Megatron's flags. Counted are weights, norms and biases; what is smaller
+than a millionth of a model (router buffers, step counters) is left out.
+"""
+
+from dataclasses import dataclass
+
+from tools.simulate import fields
+
+_MOST = 2**24
+"""Size of anything in a model; sums of bytes stay within 64 bits."""
+_MOST_PARTS = 10_000
+_MOST_PARAMETERS = 2**50
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2): keys and values from a low-rank latent."""
+
+    kv_rank: int
+    """Size of the latent that keys and values come from."""
+    query_key_size: int
+    """Elements per head of the part of query and key without position."""
+    position_size: int
+    """Elements per head of the part with rotary position."""
+    value_size: int
+    """Elements of a value per head."""
+    query_rank: int = 0
+    """Size of the latent that queries come from; 0: straight from the hidden state."""
+
+    def __post_init__(self) -> None:
+        for name in ('kv_rank', 'query_key_size', 'position_size', 'value_size'):
+            fields.whole(f'latent.{name}', getattr(self, name))
+        fields.whole('latent.query_rank', self.query_rank, least=0)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Elements of a group of tensors: what tensor parallelism splits, and what it repeats."""
+
+    split: int = 0
+    whole: int = 0
+    matrices: int = 0
+    """Tensors that products are computed with; in fp8 each has a scale."""
+    vectors: int = 0
+    """Norms and biases."""
+
+    def __add__(self, other: 'Weights') -> 'Weights':
+        return Weights(
+            self.split + other.split,
+            self.whole + other.whole,
+            self.matrices + other.matrices,
+            self.vectors + other.vectors,
+        )
+
+    @property
+    def tensors(self) -> int:
+        """How many there are."""
+        return self.matrices + self.vectors
+
+    @property
+    def total(self) -> int:
+        """Elements without tensor parallelism."""
+        return self.split + self.whole
+
+    def per_rank(self, tensor: int) -> int:
+        """Elements on each of `tensor` tensor-parallel ranks, rounded up."""
+        return -(-self.split // tensor) + self.whole
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder-only transformer, some or all layers of which have experts.
+
+    Raises:
+        FieldError: a field breaks its rule.
+    """
+
+    name: str
+    """Name in reports."""
+    layers: int
+    hidden_size: int
+    attention_heads: int
+    vocab_size: int
+    ffn_hidden_size: int = 0
+    """Width of the layers without experts; 0 if there are none."""
+    query_groups: int | None = None
+    """Heads of keys and values; None: as many as of queries."""
+    head_size: int | None = None
+    """None: hidden_size / attention_heads."""
+    latent: LatentAttention | None = None
+    """Latent attention in the place of grouped-query attention; None: the latter."""
+    experts: int = 0
+    """Experts per layer; 0: a dense model."""
+    top_k: int = 0
+    """Experts a token is routed to."""
+    expert_hidden_size: int = 0
+    shared_hidden_size: int = 0
+    """Width of all shared experts together; they are part of the rest of the layer."""
+    moe_layers: tuple[int, ...] | None = None
+    """1 for each layer with experts, 0 for each other; None: all alike."""
+    gated: bool = True
+    """SwiGLU: a third matrix in each feed-forward part."""
+    tied_embeddings: bool = False
+    """The head uses the weights of the embedding."""
+    learned_positions: int = 0
+    """Length of a learned position embedding; 0: rotary."""
+    norm_bias: bool = False
+    """LayerNorm instead of RMSNorm."""
+    linear_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ('layers', 'hidden_size', 'attention_heads', 'vocab_size'):
+            fields.whole(name, getattr(self, name), most=_MOST)
+        for name in (
+            'ffn_hidden_size',
+            'experts',
+            'top_k',
+            'expert_hidden_size',
+            'shared_hidden_size',
+            'learned_positions',
+        ):
+            fields.whole(name, getattr(self, name), least=0, most=_MOST)
+        for name in ('layers', 'experts'):
+            fields.whole(name, getattr(self, name), least=0, most=_MOST_PARTS)
+        for name in ('query_groups', 'head_size'):
+            if getattr(self, name) is not None:
+                fields.whole(name, getattr(self, name))
+        self._check_experts()
+        rule = 'give head_size, or an attention_heads that divides hidden_size'
+        good = self.head_size is not None or self.hidden_size % self.attention_heads == 0
+        fields.require(good, 'attention_heads', self.attention_heads, rule)
+        rule = f'gives a model of {self.total_parameters:.0e} parameters, which none has'
+        good = self.total_parameters <= _MOST_PARAMETERS
+        fields.require(good, 'hidden_size', self.hidden_size, rule)
+
+    def _check_experts(self) -> None:
+        if self.moe_layers is not None:
+            good = len(self.moe_layers) == self.layers and set(self.moe_layers) <= {0, 1}
+            rule = f'give a 0 or a 1 for each of the {self.layers} layers'
+            fields.require(good, 'moe_layers', self.moe_layers, rule)
+        if any(self.has_experts(number) for number in range(1, self.layers + 1)):
+            fields.whole('expert_hidden_size', self.expert_hidden_size)
+            rule = f'give 1 to {self.experts}, the number of experts'
+            fields.require(1 <= self.top_k <= self.experts, 'top_k', self.top_k, rule)
+        if not all(self.has_experts(number) for number in range(1, self.layers + 1)):
+            rule = 'a layer without experts needs its size, 1 or more'
+            fields.require(self.ffn_hidden_size > 0, 'ffn_hidden_size', self.ffn_hidden_size, rule)
+
+    def has_experts(self, layer: int) -> bool:
+        """True if layer number `layer` (from 1) has experts."""
+        return self.experts > 0 and (self.moe_layers is None or self.moe_layers[layer - 1] == 1)
+
+    @property
+    def total_parameters(self) -> int:
+        """All of them, each counted once."""
+        return self._parameters(self.experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token meets, embedding and head included."""
+        return self._parameters(self.top_k)
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Forward and backward, FLOPs: 6 per active weight, and causal attention."""
+        heads = self.attention_heads * (self._key_size + self._value_size)
+        attention = 3 * self.layers * sequence_length * heads
+        looked_up = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        looked_up += self.learned_positions * self.hidden_size
+        return 6.0 * (self.active_parameters - looked_up) + attention
+
+    def words(self, vocab_size: int | None = None) -> Weights:
+        """Word embedding of `vocab_size` (None: unpadded), or the output matrix."""
+        words = self.vocab_size if vocab_size is None else vocab_size
+        # One is looked up, not multiplied with; the other stays in 16 bits.
+        return Weights(split=words * self.hidden_size, vectors=1)
+
+    @property
+    def positions(self) -> Weights:
+        """The learned embedding of positions, if there is one."""
+        size = self.learned_positions * self.hidden_size
+        return Weights(whole=size, vectors=1) if size else Weights()
+
+    def expert(self) -> Weights:
+        """One routed expert of one layer."""
+        return self._feed_forward(self.expert_hidden_size)
+
+    def router(self) -> Weights:
+        """The gate of one layer."""
+        return Weights(whole=self.hidden_size * self.experts, vectors=1)  # in 16 bits
+
+    def rest(self, layer: int) -> Weights:
+        """Layer number `layer` (from 1) without router and routed experts."""
+        shared = self.shared_hidden_size if self.has_experts(layer) else self.ffn_hidden_size
+        feed_forward = self._feed_forward(shared) if shared else Weights()
+        return self.norm + self._attention() + self.norm + feed_forward
+
+    @property
+    def norm(self) -> Weights:
+        """One norm over the hidden state."""
+        parts = 2 if self.norm_bias else 1
+        return Weights(whole=self.hidden_size * parts, vectors=parts)
+
+    def _parameters(self, experts: int) -> int:
+        total = self.words().total * (1 if self.tied_embeddings else 2)
+        total += self.positions.total + self.norm.total
+        for layer in range(1, self.layers + 1):
+            total += self.rest(layer).total
+            if self.has_experts(layer):
+                total += self.router().total + experts * self.expert().total
+        return total
+
+    def _feed_forward(self, size: int) -> Weights:
+        matrices = 3 if self.gated else 2
+        bias = Weights((matrices - 1) * size, self.hidden_size, vectors=2)
+        product = Weights(split=matrices * self.hidden_size * size, matrices=2)
+        return product + bias if self.linear_bias else product
+
+    @property
+    def _key_size(self) -> int:
+        if self.latent:
+            return self.latent.query_key_size + self.latent.position_size
+        return self.head_size or self.hidden_size // self.attention_heads
+
+    @property
+    def _value_size(self) -> int:
+        return self.latent.value_size if self.latent else self._key_size
+
+    def _attention(self) -> Weights:
+        return self._latent_attention(self.latent) if self.latent else self._grouped_attention()
+
+    def _grouped_attention(self) -> Weights:
+        queries = self.attention_heads * self._key_size
+        all_heads = queries + 2 * (self.query_groups or self.attention_heads) * self._key_size
+        bias = all_heads if self.linear_bias or self.qkv_bias else 0
+        whole = self.hidden_size if self.linear_bias else 0
+        whole += 2 * self._key_size if self.qk_norm else 0
+        vectors = int(bool(bias)) + int(self.linear_bias) + 2 * int(self.qk_norm)
+        return Weights(self.hidden_size * (all_heads + queries) + bias, whole, 2, vectors)
+
+    def _latent_attention(self, latent: LatentAttention) -> Weights:
+        """Down-projections and their norms are repeated on tensor-parallel ranks."""
+        down = self.hidden_size * (latent.kv_rank + latent.position_size) + latent.kv_rank
+        up = latent.kv_rank * (latent.query_key_size + latent.value_size)
+        output = latent.value_size * self.hidden_size
+        queries = self.hidden_size * self._key_size
+        low = 2 if latent.query_rank else 1
+        if latent.query_rank:
+            down += self.hidden_size * latent.query_rank + latent.query_rank
+            queries = latent.query_rank * self._key_size
+        split = self.attention_heads * (up + output + queries)
+        return Weights(split, down, matrices=3 + low, vectors=low)

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole plan of a job: window, exposed time, traffic, memory, recovery and ETTR.
+
+Windows come from the planner that the training uses; stages that hold equal bytes are planned once.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moevement_ext.config import LONGEST_WINDOW
+from moevement_ext.memory.budget import HostMemoryPlan
+from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
+from moevement_ext.plan.algorithm1 import plan_as_printed
+from moevement_ext.plan.byte_planner import (
+    DEFAULT_HIDDEN_FRACTION,
+    InfeasiblePlan,
+    OperatorBytes,
+    WindowPlan,
+    bytes_over_budget,
+    fewest_slots,
+    hideable_budget,
+    plan_stages,
+)
+from tools.plan import memory
+from tools.plan.cluster import Cluster
+from tools.plan.layout import Batch, Layout, Precision
+from tools.plan.model import ModelShape
+from tools.plan.sizes import (
+    held_elements,
+    operator_sizes,
+    scaling_bytes,
+    stage_kind,
+)
+from tools.simulate import fields
+from tools.simulate.closed_form import Sparse
+
+
+@dataclass(frozen=True)
+class ProtectionSettings:
+    """Settings of sparse checkpointing; defaults are those of the training's flags."""
+
+    window: int | None = None
+    """Iterations; None: the fewest whose slots can be hidden."""
+    max_window: int = 8
+    """The longest window that None may lead to; host memory is reserved for it."""
+    replicas: int = 2
+    localized: bool = True
+    """Log what stages send, so that a lost one replays alone."""
+    hidden_fraction: float = DEFAULT_HIDDEN_FRACTION
+    """Share of an iteration that can hide a copy."""
+    network_share: float = 0.5
+    """Share of a node's network that replication may take; the rest is training's."""
+    log_lag: float | None = None
+    """Iterations that persisting a window takes, which the log has room for; None: from the rates
+    of the cluster."""
+    disk: bool = False
+    """Windows are copied to disk, which takes one more window file of each rank's own."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            fields.whole('window', self.window, most=LONGEST_WINDOW)
+        fields.whole('max_window', self.max_window, most=LONGEST_WINDOW)
+        fields.whole('replicas', self.replicas, least=0)
+        for name in ('hidden_fraction', 'network_share'):
+            value = getattr(self, name)
+            fields.require(0 < value <= 1, name, value, 'give a share above 0, up to 1')
+        if self.log_lag is not None:
+            fields.not_negative('log_lag', self.log_lag)
+
+    @property
+    def longest_window(self) -> int:
+        """Iterations that host memory is reserved for."""
+        return self.max_window if self.window is None else self.window
+
+
+@dataclass(frozen=True)
+class FailureRate:
+    """How often the job fails, and what a recovery takes besides the replay."""
+
+    mtbf_s: float = math.inf
+    """Mean seconds between failures of the job."""
+    restart_s: float = 30.0
+    """Seconds from a failure until the replay begins."""
+    local_saving: float = 0.0
+    """Share of a replayed iteration that is saved as only the lost stage computes."""
+    frozen_saving: float = 0.0
+    """Share of an operator's work that is saved while it is frozen."""
+
+    def __post_init__(self) -> None:
+        fields.positive_or_infinite('mtbf_s', self.mtbf_s)
+        fields.not_negative('restart_s', self.restart_s)
+        fields.share('local_saving', self.local_saving)
+        fields.share('frozen_saving', self.frozen_saving)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a plan depends on.
+
+    Raises:
+        FieldError: a field breaks its rule or fields do not fit together.
+    """
+
+    model: ModelShape
+    layout: Layout
+    batch: Batch
+    cluster: Cluster
+    iteration_s: float
+    """Seconds of an iteration without checkpointing."""
+    precision: Precision = field(default_factory=Precision)
+    protection: ProtectionSettings = field(default_factory=ProtectionSettings)
+    failures: FailureRate = field(default_factory=FailureRate)
+    overhead_s: float = 0.0
+    """Measured seconds added to each iteration, besides the exposed time that is computed."""
+
+    def __post_init__(self) -> None:
+        fields.positive('iteration_s', self.iteration_s)
+        fields.not_negative('overhead_s', self.overhead_s)
+        self.batch.micro_batches(self.layout.data)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on a full node."""
+        return min(self.cluster.gpus_per_node, self.layout.ranks)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes in use."""
+        return -(-self.layout.ranks // self.ranks_per_node)
+
+    @property
+    def copies(self) -> int:
+        """Replicas that there are other nodes for."""
+        return min(self.protection.replicas, self.nodes - 1)
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes per rank and iteration that stay hidden."""
+
+    copy_bytes: int
+    """Copied to host memory."""
+    network_bytes: int | None
+    """Replicated by every rank's share of its node's network; None: there are no replicas."""
+
+    @property
+    def bytes(self) -> int:
+        """The smaller one."""
+        if self.network_bytes is None:
+            return self.copy_bytes
+        return min(self.copy_bytes, self.network_bytes)
+
+    @property
+    def limited_by(self) -> str:
+        """`copy` or `network`."""
+        return 'copy' if self.bytes == self.copy_bytes else 'network'
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """Stages that hold equal bytes, and their window. Slots are those of the first of them."""
+
+    stages: list[int]
+    operators: list[OperatorBytes]
+    plan: WindowPlan
+    held_parameters: int
+    """Parameters that a rank computes with."""
+    logged: Logged
+    """What each rank logs per iteration."""
+    always: int = 0
+    """Bytes of each rank that are in every slot, whatever it captures."""
+
+    def slot_bytes(self) -> np.ndarray:
+        """int64 (window, ranks of a stage)."""
+        return np.array(self.plan.slot_bytes(self.operators), dtype=np.int64) + self.always
+
+
+@dataclass(frozen=True)
+class PaperPlan:
+    """What the paper's Algorithm 1 says to the same operators and budget."""
+
+    window: int
+    bytes_over_budget: int
+    """Bytes by which the worst slot on the worst rank exceeds the budget."""
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """Results for one job; see the properties."""
+
+    job: Job
+    budgets: Budgets
+    kinds: list[StageKind]
+    fewest: int | None
+    """The shortest window within the budget; None: there is none."""
+    fewest_by_copy: int | None
+    """The same if the network were no limit."""
+    paper: PaperPlan
+
+    @property
+    def window(self) -> int:
+        """W, iterations."""
+        return self.kinds[0].plan.window
+
+    def exposed_s(self) -> np.ndarray:
+        """Seconds by which each slot's copy lengthens its iteration, float64 (window,)."""
+        largest = np.max([kind.slot_bytes().max(axis=1) for kind in self.kinds], axis=0)
+        over = np.maximum(largest - self.budgets.copy_bytes, 0)
+        seconds: np.ndarray = over / self.job.cluster.copy_bytes_per_s
+        return seconds
+
+    def per_rank(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """Values of every global rank from those (ranks of a stage,) of each kind of stage."""
+        by_stage = [np.empty(0)] * self.job.layout.pipeline
+        for kind, value in zip(self.kinds, values, strict=True):
+            for stage in kind.stages:
+                by_stage[stage] = np.broadcast_to(value, self.job.layout.stage_ranks)
+        return np.concatenate(by_stage)
+
+    def replicated_bytes(self) -> float:
+        """Bytes that leave the busiest node per iteration, mean over the window."""
+        means = self.per_rank([kind.slot_bytes().mean(axis=0) for kind in self.kinds])
+        nodes = np.arange(len(means)) // self.job.ranks_per_node
+        return float(self.job.copies * np.bincount(nodes, weights=means).max())
+
+    def network_bytes(self) -> float:
+        """Bytes per iteration that a node's network has for replication."""
+        rate = self.job.cluster.network_bytes_per_s * self.job.protection.network_share
+        return rate * self.job.iteration_s
+
+    def log_bytes_of_node(self) -> int:
+        """Bytes per iteration that the busiest node logs."""
+        logged = self.per_rank([np.array(kind.logged.iteration_bytes) for kind in self.kinds])
+        nodes = np.arange(len(logged)) // self.job.ranks_per_node
+        return int(np.bincount(nodes, weights=logged).max())
+
+    def host_memory(self, longest_window: int | None = None) -> HostMemoryPlan:
+        """Memory of the node that needs most.
+
+        Args:
+            longest_window: iterations to reserve memory for; None: as configured.
+        """
+        longest = longest_window or self.job.protection.longest_window
+        files = [
+            np.array(memory.window_files(kind.operators, longest, kind.always))
+            for kind in self.kinds
+        ]
+        rings = memory.log_rings([kind.logged for kind in self.kinds], longest, self.log_lag())
+        return memory.fullest_node(
+            self.per_rank(files).astype(np.int64),
+            self.per_rank([np.array(ring) for ring in rings]).astype(np.int64),
+            self.job.ranks_per_node,
+            self.job.protection.replicas,
+            self.job.protection.disk,
+        )
+
+    def persist_s(self) -> float:
+        """Seconds from the beginning of the copy of a window's last slot until it is persisted.
+
+        The slot is copied, summed and sent to the holders, who sum the whole window; then that is
+        announced.
+        """
+        cluster, settings = self.job.cluster, self.job.protection
+        last = max(int(kind.slot_bytes()[-1].max()) for kind in self.kinds)
+        seconds = last / cluster.copy_bytes_per_s + last / memory.CHECKSUM_BYTES_PER_S
+        if self.job.copies:
+            share = cluster.network_bytes_per_s * settings.network_share / self.job.ranks_per_node
+            whole = max(int(kind.slot_bytes().sum(axis=0).max()) for kind in self.kinds)
+            seconds += self.job.copies * last / share + whole / memory.CHECKSUM_BYTES_PER_S
+        return seconds + memory.ANNOUNCEMENT_S
+
+    def log_lag(self) -> float:
+        """Iterations of its log that are written until a window is persisted, at most 1.
+
+        The next window does not begin before that.
+        """
+        job = self.job
+        if job.protection.log_lag is not None:
+            return job.protection.log_lag
+        return min(1.0, memory.log_lag(job.layout, job.batch, self.persist_s(), job.iteration_s))
+
+    def effectiveness(self) -> Sparse:
+        """Recovery and ETTR in closed form."""
+        failures = self.job.failures
+        return Sparse(
+            iteration_s=self.job.iteration_s,
+            window=self.window,
+            overhead_s=self.job.overhead_s + float(self.exposed_s().mean()),
+            restart_s=failures.restart_s,
+            mtbf_s=failures.mtbf_s,
+            local_saving=failures.local_saving,
+            frozen_saving=failures.frozen_saving,
+        )
+
+
+def iteration_seconds(
+    model: ModelShape, layout: Layout, batch: Batch, cluster: Cluster, mfu: float
+) -> float:
+    """Seconds of an iteration at a model FLOPs utilization in (0, 1]."""
+    fields.require(0 < mfu <= 1, 'mfu', mfu, 'give a share above 0, up to 1')
+    flops = model.flops_per_token(batch.sequence_length) * batch.tokens
+    return flops / (layout.ranks * cluster.peak_flops * mfu)
+
+
+def hidden_budgets(job: Job) -> Budgets:
+    """What the links of a rank move while an iteration computes."""
+    seconds, hidden = job.iteration_s, job.protection.hidden_fraction
+    copy = hideable_budget(job.cluster.copy_bytes_per_s, seconds, hidden)
+    if not job.copies:
+        return Budgets(copy, None)
+    rate = job.cluster.network_bytes_per_s * job.protection.network_share / job.ranks_per_node
+    return Budgets(copy, hideable_budget(rate / job.copies, seconds, hidden))
+
+
+def plan_job(job: Job) -> JobPlan:
+    """Plan all stages with one window.
+
+    Raises:
+        InfeasiblePlan: the window is left to the planner, and one operator alone exceeds the
+            budget; a note names the stage.
+        FieldError: model and layout do not fit together.
+    """
+    budgets = hidden_budgets(job)
+    groups = _equal_stages(job)
+    stages = [operator_sizes(job.model, job.layout, job.precision, group[0]) for group in groups]
+    always = [scaling_bytes(job.model, job.layout, job.precision, group[0]) for group in groups]
+    planned = [_with_always(*pair) for pair in zip(stages, always, strict=True)]
+    window, fewest = job.protection.window, _fewest(planned, budgets.bytes)
+    if window is None:
+        if fewest is None:
+            raise _reason(planned, groups, budgets.bytes)
+        window = min(fewest, job.protection.max_window)
+    plans = plan_stages(planned, window=window, budget=budgets.bytes)
+    kinds = [_stage_kind(job, *stage) for stage in zip(groups, stages, plans, always, strict=True)]
+    by_copy = _fewest(planned, budgets.copy_bytes)
+    return JobPlan(job, budgets, kinds, fewest, by_copy, _paper_plan(planned, budgets.bytes))
+
+
+def _with_always(operators: Sequence[OperatorBytes], always: int) -> list[OperatorBytes]:
+    """Operators of which the last carries what is in every slot: so does it, in full or light."""
+    *others, last = operators
+    full, light = (tuple(size + always for size in sizes) for sizes in (last.full, last.light))
+    return [*others, OperatorBytes(last.name, full, light)]
+
+
+def _equal_stages(job: Job) -> list[list[int]]:
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for stage in range(job.layout.pipeline):
+        kinds.setdefault(stage_kind(job.model, job.layout, stage), []).append(stage)
+    return list(kinds.values())
+
+
+def _fewest(stages: Sequence[Sequence[OperatorBytes]], budget: int) -> int | None:
+    """The shortest window within budget on all stages; None: there is none."""
+    try:
+        return max(fewest_slots(operators, budget).window for operators in stages)
+    except InfeasiblePlan:
+        return None
+
+
+def _reason(
+    stages: Sequence[Sequence[OperatorBytes]], groups: Sequence[Sequence[int]], budget: int
+) -> InfeasiblePlan:
+    """The error of the first stage that no window is within budget on."""
+    for operators, group in zip(stages, groups, strict=True):
+        try:
+            fewest_slots(operators, budget)
+        except InfeasiblePlan as error:
+            error.add_note(f'in pipeline stage {group[0]}')
+            return error
+    raise AssertionError('every stage has a window')
+
+
+def _stage_kind(
+    job: Job, stages: list[int], operators: list[OperatorBytes], plan: WindowPlan, always: int
+) -> StageKind:
+    logged = NOTHING_LOGGED
+    if job.protection.localized:
+        logged = memory.logged_per_iteration(
+            job.model, job.layout, job.batch, job.precision, stages[0]
+        )
+    held = held_elements(job.model, job.layout, stages[0])
+    return StageKind(stages, operators, plan, held, logged, always)
+
+
+def _paper_plan(stages: Sequence[Sequence[OperatorBytes]], budget: int) -> PaperPlan:
+    plans = [plan_as_printed(operators, budget) for operators in stages]
+    over = (bytes_over_budget(*pair, budget) for pair in zip(plans, stages, strict=True))
+    return PaperPlan(max(plan.window for plan in plans), max(over))

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expected effective training time of dense and of sparse checkpointing, in closed form.
+
+ETTR is useful iteration seconds (T for each iteration that is kept in the end) over wall seconds.
+Failures come one by one with exponential gaps of mean M, on the wall clock: they strike iterations,
+stalls, restarts and recoveries alike, and a recovery that is struck starts over, restart included.
+
+What takes s seconds undisturbed and starts over when struck takes M (e^(s/M) - 1) on average.
+Both exact forms follow from that by renewal: let an attempt of a seconds, when struck, be followed
+by a repair of q seconds (which itself starts over when struck) before it is tried again. Its mean
+time E solves E = (1 - e^(-a/M)) (M + M (e^(q/M) - 1) + E), that is E = M e^(q/M) (e^(a/M) - 1).
+For dense checkpointing the attempt is a whole period, for sparse checkpointing one iteration.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.simulate import fields
+
+LONGEST_WINDOW = 1_000_000
+"""Iterations beyond which the sums over a window would not do."""
+
+
+def attempts_s(attempt_s: float, repair_s: float, mtbf_s: float) -> float:
+    """Mean seconds until an attempt succeeds, if every failed one is followed by a repair.
+
+    M e^(q/M) (e^(a/M) - 1) for an attempt of a and a repair of q seconds; infinity where that is
+    beyond floating point, a where there are no failures.
+    """
+    if math.isinf(mtbf_s):
+        return attempt_s
+    try:
+        return mtbf_s * math.exp(repair_s / mtbf_s) * math.expm1(attempt_s / mtbf_s)
+    except OverflowError:
+        return math.inf
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Checkpoints of the whole state every `interval` iterations; a failure rolls all back.
+
+    Raises:
+        FieldError: a field breaks its rule.
+    """
+
+    iteration_s: float
+    """T, seconds of an iteration without fault tolerance; above 0."""
+    interval: int
+    """I, iterations from one checkpoint to the next; 1 or more."""
+    overhead_s: float = 0.0
+    """o, seconds that checkpointing adds to each iteration on average."""
+    stall_s: float = 0.0
+    """c, seconds that training waits, once per checkpoint."""
+    restart_s: float = 0.0
+    """r, seconds from a failure until the state of the last checkpoint computes again."""
+    mtbf_s: float = math.inf
+    """M, mean seconds between failures of the job; inf: none."""
+
+    def __post_init__(self) -> None:
+        fields.positive('iteration_s', self.iteration_s)
+        fields.whole('interval', self.interval)
+        fields.not_negative('overhead_s', self.overhead_s)
+        fields.not_negative('stall_s', self.stall_s)
+        fields.not_negative('restart_s', self.restart_s)
+        fields.positive_or_infinite('mtbf_s', self.mtbf_s)
+
+    @property
+    def step_s(self) -> float:
+        """T + o, seconds of an iteration while checkpointing."""
+        return self.iteration_s + self.overhead_s
+
+    @property
+    def period_s(self) -> float:
+        """I (T + o) + c, seconds from one checkpoint to the next without a failure."""
+        return self.interval * self.step_s + self.stall_s
+
+    def ettr_first_order(self) -> float:
+        """1 / (1 + o'/T) x 1 / (1 + E[R]/M) with o' = o + c/I (paper, appendix C)."""
+        overhead_s = self.overhead_s + self.stall_s / self.interval
+        return _product_form(self.iteration_s, overhead_s, self.expected_recovery_s(), self.mtbf_s)
+
+    def ettr_exact(self) -> float:
+        """I T over the mean seconds of a period, M e^(r/M) (e^(L/M) - 1) (Daly's renewal form)."""
+        useful_s = self.interval * self.iteration_s
+        return useful_s / attempts_s(self.period_s, self.restart_s, self.mtbf_s)
+
+    def expected_recovery_s(self) -> float:
+        """I T/2 + r: restart and iterations done again after one failure (paper, appendix C).
+
+        The failure strikes at any moment of the period alike, and no second one follows.
+        """
+        return self.interval * self.iteration_s / 2 + self.restart_s
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Windows of `window` iterations back to back; a failure costs a conversion and a replay.
+
+    A failure at position p = 0..W-1 of a window aborts the running iteration. What follows is the
+    restart, the W conversion iterations of the last persisted window, p full iterations, and then
+    the aborted iteration again.
+
+    Raises:
+        FieldError: a field breaks its rule.
+    """
+
+    iteration_s: float
+    """T, seconds of an iteration without fault tolerance; above 0."""
+    window: int
+    """W, iterations of a window; 1 or more."""
+    overhead_s: float = 0.0
+    """o, seconds that checkpointing adds to each iteration; a replayed one does not pay it."""
+    restart_s: float = 0.0
+    """r, seconds from a failure until the replay begins."""
+    mtbf_s: float = math.inf
+    """M, mean seconds between failures of the job; inf: none."""
+    local_saving: float = 0.0
+    """Share of a replayed iteration that is saved since only the failed stages compute, no
+    pipeline bubble included."""
+    frozen_saving: float = 0.0
+    """Share of an operator's work that is saved while it is frozen (no weight gradient, no
+    update)."""
+    frozen_shares: tuple[float, ...] | None = None
+    """Share of the work that is frozen in each conversion iteration, one per slot; by default
+    (W - j)/W in the j-th, as for operators that are equally popular."""
+
+    def __post_init__(self) -> None:
+        fields.positive('iteration_s', self.iteration_s)
+        fields.whole('window', self.window, most=LONGEST_WINDOW)
+        fields.not_negative('overhead_s', self.overhead_s)
+        fields.not_negative('restart_s', self.restart_s)
+        fields.positive_or_infinite('mtbf_s', self.mtbf_s)
+        fields.share('local_saving', self.local_saving)
+        fields.share('frozen_saving', self.frozen_saving)
+        if self.frozen_shares is not None:
+            good = len(self.frozen_shares) == self.window
+            rule = f'give one share for each of the {self.window} slots'
+            fields.require(good, 'frozen_shares', self.frozen_shares, rule)
+            for value in self.frozen_shares:
+                fields.share('frozen_shares', value)
+
+    @property
+    def step_s(self) -> float:
+        """T + o, seconds of an iteration while checkpointing."""
+        return self.iteration_s + self.overhead_s
+
+    def active_iterations(self) -> float:
+        """Full iterations that take as long as the W conversion iterations; W without savings."""
+        if self.frozen_shares is None:
+            frozen = (self.window - 1) / 2
+        else:
+            frozen = sum(self.frozen_shares)
+        return self.window - frozen * self.frozen_saving
+
+    def conversion_s(self) -> np.ndarray:
+        """Seconds of each conversion iteration, none of which waits for a slot; shape [W]."""
+        frozen = 1 - np.arange(1, self.window + 1) / self.window
+        if self.frozen_shares is not None:
+            frozen = np.array(self.frozen_shares)
+        seconds: np.ndarray = 1 - frozen * self.frozen_saving
+        return seconds * self.iteration_s * (1 - self.local_saving)
+
+    def recovery_s(self) -> np.ndarray:
+        """Q_p, seconds of restart and replay after a failure at position p; shape [W]."""
+        replayed = self.active_iterations() + np.arange(self.window)
+        return self.restart_s + replayed * self.iteration_s * (1 - self.local_saving)
+
+    def ettr_first_order(self) -> float:
+        """1 / (1 + o/T) x 1 / (1 + E[R]/M) (paper, appendix C)."""
+        recovery_s = self.expected_recovery_s()
+        return _product_form(self.iteration_s, self.overhead_s, recovery_s, self.mtbf_s)
+
+    def ettr_exact(self) -> float:
+        """W T over the mean seconds of a window, the sum over p of M e^(Q_p/M) (e^(a/M) - 1).
+
+        a = T + o. Positions are independent of each other: each is left only by succeeding.
+        """
+        if math.isinf(self.mtbf_s):
+            return 1 / (1 + self.overhead_s / self.iteration_s)
+        window_s = sum(
+            attempts_s(self.step_s, float(repair_s), self.mtbf_s) for repair_s in self.recovery_s()
+        )
+        return self.window * self.iteration_s / window_s
+
+    def expected_recovery_s(self) -> float:
+        """Mean of Q_p over p, and T/2 for what the aborted iteration had done.
+
+        3/2 W T + r without savings (paper, appendix C): restart and work done again after one
+        failure that strikes at any moment of a window alike, when no second one follows.
+        """
+        return float(self.recovery_s().mean()) + self.iteration_s / 2
+
+    def recovery_range_s(self) -> tuple[float, float]:
+        """Least (reached) and greatest (not reached) seconds of restart and work done again.
+
+        [W T, 2 W T) without restart and savings.
+        """
+        recovery_s = self.recovery_s()
+        return float(recovery_s[0]), float(recovery_s[-1]) + self.iteration_s
+
+
+def _product_form(iteration_s: float, overhead_s: float, recovery_s: float, mtbf_s: float) -> float:
+    return 1 / (1 + overhead_s / iteration_s) / (1 + recovery_s / mtbf_s)

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Discrete-event simulation of many histories at once: one step per failure, not per iteration.
+
+Between two failures nothing is random, so what is done there is worked out in one go. A history is
+in one of two states: running since `ready`, or recovering until `ready`; a failure before `ready`
+makes the recovery start over, restart included.
+
+With independent gaps (Poisson, Weibull) a history begins at a failure and ends at its n-th one, so
+that it holds whole cycles and its ends bias nothing. Otherwise it begins fresh and ends at a
+horizon, where work in progress counts as kept. The confidence interval is that of a ratio of means
+over independent histories (delta method).
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.simulate import fields
+from tools.simulate.closed_form import Dense, Sparse
+from tools.simulate.failures import FailureTimes, Process, Renewal
+from tools.simulate.runs import DenseRun, Run, RunFactory, SparseRun
+from tools.simulate.trace import Trace
+
+HISTORIES = 512
+FAILURES_PER_HISTORY = 400
+"""By default, in each of the HISTORIES."""
+MOST_FIGURES = 200_000_000
+"""Histories times nodes, or spares, beyond which memory would not do."""
+
+_ROUNDING = 1e-12
+_STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
+"""97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class Spares:
+    """Nodes in reserve.
+
+    A failed node is replaced by a spare; with none left, the job waits until the next one is
+    repaired.
+    """
+
+    count: int = 0
+    repair_s: float = 0.0
+    """Seconds until a failed node is a spare, unless the failures say themselves."""
+
+    def __post_init__(self) -> None:
+        fields.whole('count', self.count, least=0)
+        fields.not_negative('repair_s', self.repair_s)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The first history: a path of (seconds, useful seconds kept) and its failures."""
+
+    seconds: np.ndarray
+    useful_s: np.ndarray
+    """Kept in the end, by then; same length as `seconds`."""
+    failures: np.ndarray
+    """Seconds."""
+
+    def goodput(self, bins: int) -> tuple[np.ndarray, np.ndarray]:
+        """Middles of `bins` equal spans (seconds), and the useful share of each."""
+        edges = np.linspace(0, self.seconds[-1], bins + 1)
+        useful = np.interp(edges, self.seconds, self.useful_s)
+        return (edges[1:] + edges[:-1]) / 2, np.diff(useful) / np.diff(edges)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a simulation found."""
+
+    ettr: float
+    ci95: tuple[float, float]
+    """95 % confidence interval of `ettr`."""
+    failures: int
+    """Over all histories."""
+    hours: float
+    """Simulated, over all histories."""
+    lost_s: float
+    """Wall seconds lost per failure: waiting, restart, replay and work done again; nan without a
+    failure."""
+    struck_again: float
+    """Share of the failures that struck a recovery."""
+    waited_s: float
+    """Mean seconds a failure waited for a spare."""
+    timeline: Timeline
+
+
+def simulate(
+    system: Dense | Sparse | RunFactory,
+    process: Process | None = None,
+    *,
+    nodes: int = 1,
+    spares: Spares | None = None,
+    hours: float | None = None,
+    job_hours: float | None = None,
+    histories: int | None = None,
+    seed: int = 0,
+) -> Estimate:
+    """Simulate a system under failures; same arguments, same result.
+
+    Args:
+        system: costs as in the closed form, or what makes a Run of a number of histories.
+        process: of the failures; by default Poisson with the system's MTBF.
+        nodes: of the job; which one a failure takes matters to some Runs.
+        spares: by default there is always one.
+        hours: to simulate, on average, over all histories together.
+        job_hours: length of each history, from a fresh start; by default histories are cut where
+            they bias nothing, or are as long as the trace.
+        histories: independent ones, 2 or more.
+        seed: of the random numbers.
+
+    Raises:
+        FieldError: an argument breaks its rule.
+    """
+    for name, value in (('hours', hours), ('job_hours', job_hours)):
+        if value is not None:
+            fields.positive(name, value)
+    if job_hours is None and isinstance(process, Trace):
+        job_hours = process.length_s / 3600
+    if histories is None:
+        histories = HISTORIES
+        if hours is not None and job_hours is not None:
+            histories = max(2, round(hours / job_hours))
+    _check_sizes(histories, nodes, spares)
+    fields.whole('seed', seed, least=0)
+    # A stream of its own for failures: all systems meet the same ones.
+    rng, run_rng = np.random.default_rng(seed).spawn(2)
+    run = _run(system, histories, run_rng)
+    source = process or Renewal(run.mtbf_s)
+    if _cut_at_failures(source, run, job_hours):
+        count = FAILURES_PER_HISTORY
+        if hours is not None:
+            count = max(1, round(hours * 3600 / source.mtbf_s / histories))
+        assert isinstance(source, Renewal)
+        played = _Histories(run, source.first(rng, histories, count, nodes), nodes, spares)
+        played.begin_with_failure(rng.integers(nodes, size=histories))
+        return played.play(None)
+    horizon_s = _horizon_s(source, run, hours, job_hours)
+    drawn = source.until(rng, histories, horizon_s, nodes)
+    return _Histories(run, drawn, nodes, spares).play(horizon_s)
+
+
+def _check_sizes(histories: int, nodes: int, spares: Spares | None) -> None:
+    """Each history has a figure for each node and each spare."""
+    fields.whole('histories', histories, least=2)
+    fields.whole('nodes', nodes)
+    sizes = {'histories': 1, 'nodes': nodes, 'count': spares.count if spares else 0}
+    for name, value in sizes.items():
+        given = histories if name == 'histories' else value
+        rule = f'{histories} histories of so many do not fit in memory'
+        fields.require(histories * value <= MOST_FIGURES, name, given, rule)
+
+
+def _cut_at_failures(process: Process, run: Run, job_hours: float | None) -> bool:
+    """True if histories may begin and end at failures."""
+    renewal = isinstance(process, Renewal) and math.isfinite(process.mtbf_s)
+    return renewal and run.stationary and job_hours is None
+
+
+def _run(system: Dense | Sparse | RunFactory, histories: int, rng: np.random.Generator) -> Run:
+    if isinstance(system, Dense):
+        return DenseRun(system, histories)
+    if isinstance(system, Sparse):
+        return SparseRun(system, histories, rng)
+    return system(histories, rng)
+
+
+def _horizon_s(process: Process, run: Run, hours: float | None, job_hours: float | None) -> float:
+    """Seconds of each history."""
+    if job_hours is not None:
+        return job_hours * 3600
+    if hours is not None:
+        return hours * 3600 / run.histories
+    if math.isinf(process.mtbf_s):
+        return 1000 * run.unit_s
+    return FAILURES_PER_HISTORY * process.mtbf_s
+
+
+class _Histories:
+    """All histories, played side by side up to each failure in turn; arrays are [histories]."""
+
+    def __init__(self, run: Run, drawn: FailureTimes, nodes: int, spares: Spares | None) -> None:
+        histories = len(drawn.times)
+        self.run, self.drawn, self.spares = run, drawn, spares
+        self.ready = np.zeros(histories)
+        self.useful = np.zeros(histories)
+        self.lost = np.zeros((histories, nodes), dtype=bool)
+        self.free_at = np.zeros((histories, spares.count if spares else 0))
+        self.failures = self.struck_again = 0
+        self.waited_s = 0.0
+        self.path = [(0.0, 0.0)]
+        self.rows = np.arange(histories)
+
+    def begin_with_failure(self, nodes: np.ndarray) -> None:
+        """Let each history begin at the failure of one of its nodes."""
+        self.lost[self.rows, nodes] = True
+        self.ready = self.run.recovery_s(self.lost)
+
+    def play(self, horizon_s: float | None) -> Estimate:
+        """To the end of every history: to the horizon, by default to the last failure."""
+        for column in range(self.drawn.times.shape[1]):
+            self._fail(column)
+        wall = self.drawn.times[:, -1] if horizon_s is None else self._finish(horizon_s)
+        ettr, half = ratio_interval(self.useful, wall)
+        lost_s = math.nan
+        if self.failures:
+            lost_s = float((wall - self.useful / self.run.efficiency).sum()) / self.failures
+        seconds, useful_s = (np.array(values) for values in zip(*self.path, strict=True))
+        times = self.drawn.times[0]
+        return Estimate(
+            ettr=ettr,
+            ci95=(max(0.0, ettr - half), min(1.0, ettr + half)),
+            failures=self.failures,
+            hours=float(wall.sum()) / 3600,
+            lost_s=lost_s,
+            struck_again=self.struck_again / max(1, self.failures),
+            waited_s=self.waited_s / max(1, self.failures),
+            timeline=Timeline(seconds, useful_s, times[times < math.inf]),
+        )
+
+    def _fail(self, column: int) -> None:
+        """Play each history up to its failure in this column (inf: it has no more)."""
+        at = self.drawn.times[:, column]
+        happens = at < math.inf
+        running = happens & (at >= self.ready)
+        self._train(running, at)
+        self.lost[running] = False
+        self.lost[self.rows[happens], self.drawn.nodes[happens, column]] = True
+        back = at + self._wait_s(column, happens) + self.run.recovery_s(self.lost)
+        self.ready = np.where(happens, back, self.ready)
+        self.failures += int(happens.sum())
+        self.struck_again += int((happens & ~running).sum())
+
+    def _train(self, running: np.ndarray, until: np.ndarray) -> None:
+        """Train where `running`, from `ready` to the failure at `until`."""
+        seconds = np.where(running, until - self.ready, 0.0)
+        before = float(self.useful[0])
+        self.useful += self.run.advance(running, seconds)
+        if running[0]:
+            self.path.append((float(self.ready[0]), before))
+            self.path.append((float(until[0]), float(self.useful[0])))
+
+    def _wait_s(self, column: int, happens: np.ndarray) -> np.ndarray | float:
+        """Seconds until a node replaces the failed one: a spare, or itself when it is repaired."""
+        if self.spares is None:
+            return 0.0
+        at = self.drawn.times[:, column]
+        if self.drawn.repair_s is None:
+            repaired = at + self.spares.repair_s
+        else:
+            repaired = at + self.drawn.repair_s[:, column]
+        free = repaired
+        if self.spares.count:
+            first = self.free_at.argmin(axis=1)
+            free = np.minimum(self.free_at[self.rows, first], repaired)
+            used = happens & (free < repaired)
+            self.free_at[self.rows[used], first[used]] = repaired[used]
+        waits = np.zeros(len(at))
+        waits[happens] = np.maximum(free[happens] - at[happens], 0.0)
+        self.waited_s += float(waits.sum())
+        return waits
+
+    def _finish(self, horizon_s: float) -> np.ndarray:
+        """Train to the horizon; work in progress counts as kept."""
+        rest = np.maximum(horizon_s - self.ready, 0.0)
+        before = float(self.useful[0])
+        self.useful += rest * self.run.efficiency
+        if rest[0]:
+            self.path.append((float(self.ready[0]), before))
+        self.path.append((horizon_s, float(self.useful[0])))
+        return np.full(len(rest), horizon_s)
+
+
+def ratio_interval(useful: np.ndarray, wall: np.ndarray) -> tuple[float, float]:
+    """Ratio of the means of two figures per history, and half its 95 % confidence interval."""
+    count = len(useful)
+    ratio = float(useful.sum() / wall.sum())
+    spread = math.sqrt(float(((useful - ratio * wall) ** 2).sum()) / (count - 1) / count)
+    return ratio, _student(count - 1) * spread / float(wall.mean()) + _ROUNDING
+
+
+def _student(degrees: int) -> float:
+    """97.5 % quantile of Student's t, to 0.1 %; of 10 degrees or more as Cornish and Fisher."""
+    if degrees <= len(_STUDENT):
+        return _STUDENT[degrees - 1]
+    z = 1.959964
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    return z + first / degrees + second / degrees**2

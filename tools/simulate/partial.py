@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Systems that save only K of E experts per checkpoint and lose tokens for it.
+
+MoC-System (arXiv 2408.04307) saves K experts in turn ('sequential') or those with the most unsaved
+tokens ('load-aware'). After a failure every other expert restarts from an older copy, so the tokens
+it learned from since are lost: PLT is the share of the job's tokens lost in this way. Once the PLT
+at the present K exceeds its limit, K doubles, up to E. The first version of MoEvement (MoEtion,
+arXiv 2412.15411v1) saves in every iteration the experts that fit beside it, chosen by their
+tokens; MLT is the mean number of tokens lost per failure, here in iterations' worth of tokens.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tools.simulate import fields
+from tools.simulate.closed_form import Dense
+from tools.simulate.runs import DenseRun
+
+SELECTIONS = ('sequential', 'load-aware')
+_CYCLES = 40
+
+
+@dataclass(frozen=True)
+class PartialExperts:
+    """Which experts are saved, and what may be lost.
+
+    Raises:
+        FieldError: a field breaks its rule.
+    """
+
+    experts: int
+    """E, per layer."""
+    saved: int
+    """K, of them in each checkpoint, at the start."""
+    selection: str = 'sequential'
+    lost_budget: float | None = None
+    """Limit of PLT beyond which K doubles; None: it never does."""
+    expert_bytes: float = 1.0
+    """The experts' share of a full checkpoint; scales the cost of a checkpoint with K."""
+    hidden_s: float = 0.0
+    """Seconds of a checkpoint's copy that training hides; the rest is its stall."""
+
+    def __post_init__(self) -> None:
+        fields.whole('experts', self.experts)
+        fields.whole('saved', self.saved)
+        rule = f'only {self.experts} experts can be saved'
+        fields.require(self.saved <= self.experts, 'saved', self.saved, rule)
+        rule = f'one of {", ".join(SELECTIONS)}'
+        fields.require(self.selection in SELECTIONS, 'selection', self.selection, rule)
+        if self.lost_budget is not None:
+            fields.positive('lost_budget', self.lost_budget)
+        fields.share('expert_bytes', self.expert_bytes)
+        fields.not_negative('hidden_s', self.hidden_s)
+
+    def levels(self) -> list[int]:
+        """The values K takes: doubled until it is E."""
+        levels = [self.saved]
+        while self.lost_budget is not None and levels[-1] < self.experts:
+            levels.append(min(2 * levels[-1], self.experts))
+        return levels
+
+    def size(self, saved: int) -> float:
+        """Bytes of a checkpoint of `saved` experts, relative to a full one."""
+        return 1 - self.expert_bytes * (1 - saved / self.experts)
+
+
+def stale_checkpoints(shares: np.ndarray, saved: int, selection: str) -> float:
+    """Mean age of the experts' last copies, weighted by token shares, in checkpoints.
+
+    Times the interval this is how many iterations' worth of tokens a failure loses. (E/K - 1)/2
+    for a sequential selection that divides E.
+    """
+    experts = len(shares)
+    unsaved = np.zeros(experts)
+    cycle = -(-experts // saved)
+    ages = []
+    for checkpoint in range(_CYCLES * cycle):
+        unsaved += shares
+        if selection == 'sequential':
+            chosen = np.arange(checkpoint * saved, (checkpoint + 1) * saved) % experts
+        else:
+            chosen = np.argsort(-unsaved, kind='stable')[:saved]
+        unsaved[chosen] = 0
+        if checkpoint >= _CYCLES // 2 * cycle:
+            ages.append(unsaved.sum())
+    return float(np.mean(ages))
+
+
+class PartialRun(DenseRun):
+    """Global rollback to the last checkpoint; lost tokens are counted and may double K.
+
+    Checkpoints of K experts cost `full`'s overhead and copy times their relative size; of the copy
+    an equal part is hidden.
+    """
+
+    stationary = False
+
+    def __init__(
+        self,
+        full: Dense,
+        partial: PartialExperts,
+        shares: np.ndarray,
+        histories: int,
+        job_s: float,
+    ) -> None:
+        super().__init__(full, histories)
+        self.partial, self.interval = partial, full.interval
+        self.job_iterations = job_s / full.iteration_s
+        self.levels = np.array(partial.levels())
+        systems = [with_experts(full, partial, saved) for saved in self.levels.tolist()]
+        self.periods_s = np.array([system.period_s for system in systems])
+        self.stale = np.array(
+            [stale_checkpoints(shares, saved, partial.selection) for saved in self.levels.tolist()]
+        )
+        self.level = np.zeros(histories, dtype=int)
+        self.lost_at_level = np.zeros(histories)
+        self.lost = np.zeros(histories)
+        """Iterations' worth of tokens."""
+        self.rollbacks = 0
+        self._set_costs()
+
+    def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """Whole periods are kept; then the experts' older copies are loaded."""
+        period_s = self.periods_s[self.level]
+        kept: np.ndarray = np.where(running, seconds, 0.0) // period_s * self.useful_s
+        lost = np.where(running, self.stale[self.level] * self.interval, 0.0)
+        self.lost += lost
+        self.lost_at_level += lost
+        self.rollbacks += int(running.sum())
+        budget = self.partial.lost_budget
+        if budget is not None:
+            over = self.lost_at_level > budget * self.job_iterations
+            over &= self.level < len(self.levels) - 1
+            self.level[over] += 1
+            self.lost_at_level[over] = 0
+            self._set_costs()
+        return kept
+
+    def plt(self) -> float:
+        """Share of the job's tokens that were lost, mean over histories."""
+        return float(self.lost.mean() / self.job_iterations)
+
+    def mlt(self) -> float:
+        """Mean loss of a failure, in iterations' worth of tokens."""
+        return float(self.lost.sum() / max(1, self.rollbacks))
+
+    def saved(self) -> float:
+        """K in the end, mean over histories."""
+        return float(self.levels[self.level].mean())
+
+    def _set_costs(self) -> None:
+        self.efficiency = self.useful_s / self.periods_s[self.level]
+
+
+def with_experts(full: Dense, partial: PartialExperts, saved: int) -> Dense:
+    """`full` with checkpoints of `saved` experts only."""
+    size = partial.size(saved)
+    stall_s = max(0.0, (full.stall_s + partial.hidden_s) * size - partial.hidden_s)
+    return replace(full, overhead_s=full.overhead_s * size, stall_s=stall_s)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured of a training run (or is known of a planned one), as input of the systems.
+
+A profile is a JSON object with the fields of Profile; units are seconds, bytes and bytes per
+second. Everything is of one rank, the one with the most bytes.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION
+from tools.simulate import fields
+from tools.simulate.pipeline import Pipeline
+
+FORMAT = 'moevement-profile/1'
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be used; the message names the file, the field and the rule."""
+
+
+@dataclass(frozen=True)
+class OperatorProfile:
+    """One operator on this rank."""
+
+    name: str
+    full_bytes: int
+    """Master weights and optimizer moments."""
+    light_bytes: int
+    """Compute weights."""
+    tokens: float | None = None
+    """Tokens that an expert saw, in any unit; None for what every token passes."""
+
+    def __post_init__(self) -> None:
+        fields.whole('full_bytes', self.full_bytes, least=0)
+        fields.whole('light_bytes', self.light_bytes, least=0)
+        rule = f'give no more than full_bytes, {self.full_bytes}'
+        fields.require(self.light_bytes <= self.full_bytes, 'light_bytes', self.light_bytes, rule)
+        if self.tokens is not None:
+            fields.not_negative('tokens', self.tokens)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A workload on a machine.
+
+    Raises:
+        FieldError: a field breaks its rule.
+    """
+
+    format: str
+    """FORMAT."""
+    name: str
+    source: str
+    """Where the figures come from."""
+    iteration_s: float
+    """T, without fault tolerance."""
+    operators: tuple[OperatorProfile, ...]
+    """Operators in the order of capture."""
+    copy_bytes_per_s: float
+    """Rate of copies to host memory, while training."""
+    network_bytes_per_s: float
+    """This rank's share of its node's links."""
+    disk_bytes_per_s: float | None = None
+    """This rank's share of the storage; None: not known, and only some systems need it."""
+    replicas: int = 1
+    """Copies of captured state on other nodes."""
+    hidden_fraction: float = DEFAULT_HIDDEN_FRACTION
+    """Part of an iteration beside which a copy is free."""
+    restart_s: float = 0.0
+    """Seconds from a failure until state can be loaded: detection, new process, new groups."""
+    mtbf_s: float | None = None
+    """Mean seconds between failures of the job; None: not known."""
+    pipeline: Pipeline = Pipeline()
+
+    def __post_init__(self) -> None:
+        fields.require(self.format == FORMAT, 'format', self.format, f'must be {FORMAT!r}')
+        for name in ('iteration_s', 'copy_bytes_per_s', 'network_bytes_per_s'):
+            fields.positive(name, getattr(self, name))
+        for name in ('disk_bytes_per_s', 'mtbf_s'):
+            if getattr(self, name) is not None:
+                fields.positive(name, getattr(self, name))
+        fields.require(self.state_bytes > 0, 'operators', self.operators, 'list one with bytes')
+        names = [operator.name for operator in self.operators]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        fields.require(not twice, 'operators', twice, 'list each of them once')
+        fields.whole('replicas', self.replicas, least=0)
+        inside = 0 < self.hidden_fraction <= 1
+        fields.require(inside, 'hidden_fraction', self.hidden_fraction, 'must be in (0, 1]')
+        fields.not_negative('restart_s', self.restart_s)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all operators in full: a dense checkpoint of this rank."""
+        return sum(operator.full_bytes for operator in self.operators)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the experts in full."""
+        return sum(op.full_bytes for op in self.operators if op.tokens is not None)
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Rate at which state reaches host memory here and on the replicas' nodes."""
+        if self.replicas == 0:
+            return self.copy_bytes_per_s
+        return min(self.copy_bytes_per_s, self.network_bytes_per_s / self.replicas)
+
+    @property
+    def written_s(self) -> float:
+        """Seconds to write all operators to the storage, or to read them.
+
+        Raises:
+            FieldError: its rate is not known.
+        """
+        if self.disk_bytes_per_s is None:
+            problem = 'is missing; the profile does not say it, and this system uses a disk'
+            raise fields.FieldError('disk_bytes_per_s', problem)
+        return self.state_bytes / self.disk_bytes_per_s
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of copying that an iteration hides."""
+        return self.iteration_s * self.hidden_fraction
+
+    def token_shares(self) -> np.ndarray | None:
+        """Token share of each expert, float64 [experts], summing to 1; None without experts."""
+        tokens = np.array([op.tokens for op in self.operators if op.tokens is not None])
+        return tokens / tokens.sum() if tokens.size and tokens.sum() > 0 else None
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a JSON profile.
+
+    Raises:
+        ProfileError: the file is missing or no profile; names file, field and rule.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        raise ProfileError(f'{path}: cannot be read: {error}') from error
+    except msgspec.DecodeError as error:
+        raise ProfileError(f'{path}: {error}') from error

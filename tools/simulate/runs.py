@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a system does between failures and after one, for many histories side by side.
+
+A Run keeps the position of every history; arrays are [histories] unless they say otherwise.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+
+from tools.simulate.closed_form import Dense, Sparse
+from tools.simulate.pipeline import Pipeline
+
+
+class Run(ABC):
+    """A system that is being simulated; see `monte_carlo`."""
+
+    histories: int
+    mtbf_s: float
+    unit_s: float
+    """Seconds of what is kept or lost as one: a period, an iteration."""
+    efficiency: float | np.ndarray
+    """Useful seconds per wall second while nothing fails."""
+    stationary = True
+    """True if the costs stay the same, however long the job has run."""
+
+    @abstractmethod
+    def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """Train for `seconds` where `running`, then fail: useful seconds that are kept."""
+
+    @abstractmethod
+    def recovery_s(self, lost: np.ndarray) -> np.ndarray:
+        """Seconds to recover from where the last `advance` ended; `lost` is [histories, nodes]."""
+
+
+RunFactory = Callable[[int, np.random.Generator], Run]
+"""Makes the Run of a number of histories."""
+
+
+class DenseRun(Run):
+    """A failure loses the period."""
+
+    def __init__(self, system: Dense, histories: int) -> None:
+        self.histories, self.mtbf_s = histories, system.mtbf_s
+        self.unit_s = system.period_s
+        self.useful_s = system.interval * system.iteration_s
+        self.efficiency = self.useful_s / self.unit_s
+        self.restart_s = np.full(histories, system.restart_s)
+
+    def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """Whole periods are kept."""
+        kept: np.ndarray = np.where(running, seconds, 0.0) // self.unit_s * self.useful_s
+        return kept
+
+    def recovery_s(self, lost: np.ndarray) -> np.ndarray:
+        """The restart."""
+        return self.restart_s
+
+
+class SparseRun(Run):
+    """A failure loses the running iteration; window and position say what is to be replayed.
+
+    With a pipeline only the lost stages replay, and `local_saving` of the system is not used.
+    """
+
+    def __init__(
+        self,
+        system: Sparse,
+        histories: int,
+        rng: np.random.Generator,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        self.histories, self.mtbf_s = histories, system.mtbf_s
+        self.unit_s = system.step_s
+        self.iteration_s, self.window = system.iteration_s, system.window
+        self.efficiency = system.iteration_s / system.step_s
+        self.restart_s = system.restart_s
+        self.pipeline = pipeline
+        self.local_saving = system.local_saving
+        self.conversion = system.active_iterations()
+        self.position = self._struck(system, rng)
+
+    def _struck(self, system: Sparse, rng: np.random.Generator) -> np.ndarray:
+        """Where failures find the histories: more often where a repair takes long.
+
+        Each position is left only by succeeding, after a mean time in proportion to e^(Q_p/M).
+        """
+        repairs = system.recovery_s() / system.mtbf_s
+        share = np.exp(repairs - repairs.max())
+        return rng.choice(system.window, size=self.histories, p=share / share.sum())
+
+    def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """Whole iterations are kept."""
+        done = np.where(running, seconds, 0.0) // self.unit_s
+        self.position = (self.position + done.astype(np.int64)) % self.window
+        kept: np.ndarray = done * self.iteration_s
+        return kept
+
+    def recovery_s(self, lost: np.ndarray) -> np.ndarray:
+        """Restart, conversion and replay."""
+        saving: float | np.ndarray = self.local_saving
+        if self.pipeline is not None:
+            saving = self.pipeline.local_saving(self.pipeline.longest_run(lost))
+        replayed = (self.conversion + self.position) * self.iteration_s * (1 - saving)
+        seconds: np.ndarray = self.restart_s + replayed
+        return seconds
+
+
+class CopyRun(SparseRun):
+    """State is copied from a data-parallel replica, and only the running iteration is lost.
+
+    Where no replica is left, the windows are converted.
+
+    Args:
+        copied_s: seconds of restart and copy; all else is as for `SparseRun`.
+    """
+
+    def __init__(
+        self,
+        system: Sparse,
+        copied_s: float,
+        histories: int,
+        rng: np.random.Generator,
+        pipeline: Pipeline,
+        localized: bool = False,
+    ) -> None:
+        super().__init__(system, histories, rng, pipeline if localized else None)
+        self.copies = pipeline
+        self.copied_s = copied_s
+
+    def _struck(self, system: Sparse, rng: np.random.Generator) -> np.ndarray:
+        """Where failures find the histories: anywhere, for a copy takes as long everywhere."""
+        return rng.integers(system.window, size=self.histories)
+
+    def recovery_s(self, lost: np.ndarray) -> np.ndarray:
+        """Restart and copy, or restart, conversion and replay."""
+        converted = super().recovery_s(lost)
+        return np.where(self.copies.state_lost(lost), converted, self.copied_s)

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The systems that are compared, and what a profile makes each of them cost.
+
+Every system is a Dense or Sparse of `closed_form`, by itself or inside a Run. What the options give
+is taken; the rest is priced from the profile by one rule per system, no constant of its own. The
+restart is that of the profile, loading, and the lag: a dense checkpoint counts once it is complete,
+so a failure loses, on average, also as many iterations as a copy takes.
+
+- none: nothing is saved; a failure loses the job, so its period is the job.
+- dense: any dense system whose interval and costs are given.
+- checkfreq: snapshot to host memory, then disk in the background (Mohan et al., FAST'21). The
+  exposed part of the snapshot is a stall; the interval is the shortest that both keeps the stall
+  below `overhead_bound` of an iteration on average and lets one write end before the next begins.
+- gemini: dense in host memory of peers (Wang et al., SOSP'23), its traffic spread over the
+  interval; what the interval cannot hide is a stall. Interval by oracle (exact optimum) or by
+  Young or Daly for the stall of a checkpoint that has a single iteration to hide behind.
+- moc: as `partial` says, in host memory, then disk; global rollback.
+- moetion: the same in every iteration, with as many experts as the iteration hides; one at least.
+- moevement: window of Algorithm 1 as printed; the slots' exposed parts are the overhead.
+- ours: the byte planner; within the budget by construction, so without overhead.
+- copy: ours, and state that a data-parallel copy still has is copied over the network.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from moevement_ext.plan.algorithm1 import plan_as_printed
+from moevement_ext.plan.byte_planner import OperatorBytes, WindowPlan, balanced, fewest_slots
+from tools.simulate import fields, intervals
+from tools.simulate.closed_form import LONGEST_WINDOW, Dense, Sparse
+from tools.simulate.partial import PartialExperts, PartialRun, with_experts
+from tools.simulate.pipeline import Pipeline
+from tools.simulate.popularity import frozen_shares
+from tools.simulate.profile import Profile
+from tools.simulate.runs import CopyRun, RunFactory, SparseRun
+
+DENSE_SYSTEMS = ('none', 'dense', 'checkfreq', 'gemini', 'moc', 'moetion')
+SPARSE_SYSTEMS = ('moevement', 'ours', 'copy')
+SYSTEMS = DENSE_SYSTEMS + SPARSE_SYSTEMS
+INTERVAL_RULES = ('oracle', 'young', 'daly')
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is known of a system; None: price it from the profile."""
+
+    iteration_s: float | None = None
+    interval: int | None = None
+    window: int | None = None
+    overhead_s: float | None = None
+    stall_s: float | None = None
+    restart_s: float | None = None
+    """All of a restart, loading included."""
+    mtbf_s: float = math.inf
+    local_saving: float = 0.0
+    frozen_saving: float = 0.0
+    pipeline: Pipeline | None = None
+    localized: bool = False
+    """Only lost stages replay; needs a pipeline of 2 or more stages."""
+    streaming: bool = True
+    """Replay begins when the first slot is loaded, the others load beside it."""
+    shares: np.ndarray | None = None
+    """Token shares of the experts; None: the profile's, or all alike."""
+    by_popularity: bool = True
+    """Popular experts are captured last."""
+    interval_rule: str = 'oracle'
+    overhead_bound: float = 0.035
+    """Share of an iteration that checkpoints may cost (CheckFreq)."""
+    experts: int | None = None
+    saved: int | None = None
+    selection: str = 'sequential'
+    lost_budget: float | None = None
+    job_s: float | None = None
+    """Length of the job."""
+    copy_s: float | None = None
+    """Seconds to copy the state of a rank from a data-parallel copy."""
+
+
+@dataclass(frozen=True)
+class System:
+    """A system, ready to be computed and simulated."""
+
+    name: str
+    costs: Dense | Sparse
+    """Costs as the closed form has them."""
+    run: RunFactory | None = None
+    """What is simulated; None: `costs` themselves."""
+    found: dict[str, float] = field(default_factory=dict)
+    """What was priced, for the report: bytes, seconds, experts."""
+
+
+def build(name: str, options: Options, profile: Profile | None = None) -> System:
+    """The system called `name`, one of SYSTEMS.
+
+    Raises:
+        FieldError: a field that is needed is missing, or breaks its rule.
+        InfeasiblePlan: no window fits the profile's budget.
+    """
+    fields.require(name in SYSTEMS, 'system', name, f'one of {", ".join(SYSTEMS)}')
+    if options.iteration_s is None:
+        if profile is None:
+            raise fields.FieldError('iteration_s', 'is missing; give it, or a profile')
+        options = replace(options, iteration_s=profile.iteration_s)
+    elif profile is not None:
+        profile = replace(profile, iteration_s=options.iteration_s)
+    if profile is not None and options.pipeline is None:
+        options = replace(options, pipeline=profile.pipeline)
+    _check(options)
+    return _BUILDERS[name](name, options, profile)
+
+
+def _check(options: Options) -> None:
+    """What a price is computed from, before it is. Raises FieldError."""
+    for name in ('iteration_s', 'job_s'):
+        if getattr(options, name) is not None:
+            fields.positive(name, getattr(options, name))
+    for name in ('interval', 'experts'):
+        if getattr(options, name) is not None:
+            fields.whole(name, getattr(options, name))
+    if options.window is not None:
+        fields.whole('window', options.window, most=LONGEST_WINDOW)
+
+
+def _dense(options: Options, **priced: float | None) -> Dense:
+    """Dense costs: the options where they are given, else what was priced."""
+    interval = options.interval if options.interval is not None else priced.get('interval')
+    if interval is None:
+        raise fields.FieldError('interval', 'is missing; give it, or a profile to price it from')
+    assert options.iteration_s is not None
+
+    def term(name: str) -> float:
+        given = getattr(options, name)
+        return float(given if given is not None else priced.get(name) or 0.0)
+
+    return Dense(
+        iteration_s=options.iteration_s,
+        interval=int(interval),
+        overhead_s=term('overhead_s'),
+        stall_s=term('stall_s'),
+        restart_s=term('restart_s'),
+        mtbf_s=options.mtbf_s,
+    )
+
+
+def _lag_s(iterations: float, profile: Profile) -> float:
+    """Seconds of the iterations that pass while a checkpoint is copied."""
+    return math.ceil(iterations) * profile.iteration_s
+
+
+def _none(name: str, options: Options, profile: Profile | None) -> System:
+    if options.job_s is None:
+        raise fields.FieldError('job_s', 'is missing; without checkpoints its length matters')
+    assert options.iteration_s is not None
+    job = replace(options, interval=max(1, round(options.job_s / options.iteration_s)))
+    return System(name, _dense(job, restart_s=profile.restart_s if profile else 0.0))
+
+
+def _given_dense(name: str, options: Options, profile: Profile | None) -> System:
+    return System(name, _dense(options, restart_s=profile.restart_s if profile else 0.0))
+
+
+def _checkfreq(name: str, options: Options, profile: Profile | None) -> System:
+    if profile is None:
+        return _given_dense(name, options, profile)
+    fields.positive('overhead_bound', options.overhead_bound)
+    stall_s = max(0.0, profile.state_bytes / profile.copy_bytes_per_s - profile.hidden_s)
+    written_s = profile.written_s
+    tuned = stall_s / (options.overhead_bound * profile.iteration_s)
+    interval = max(1, math.ceil(tuned), math.ceil(written_s / profile.iteration_s))
+    restart_s = profile.restart_s + written_s + _lag_s(written_s / profile.iteration_s, profile)
+    costs = _dense(options, interval=interval, stall_s=stall_s, restart_s=restart_s)
+    return System(name, costs, found={'checkpoint_bytes': profile.state_bytes})
+
+
+def _gemini(name: str, options: Options, profile: Profile | None) -> System:
+    rule = f'one of {", ".join(INTERVAL_RULES)}'
+    fields.require(
+        options.interval_rule in INTERVAL_RULES, 'interval_rule', options.interval_rule, rule
+    )
+    if profile is None:
+        return _given_dense(name, options, profile)
+    copy_s = profile.state_bytes / profile.memory_bytes_per_s
+    load_s = profile.state_bytes / profile.network_bytes_per_s
+
+    def costs(interval: int) -> Dense:
+        lag_s = _lag_s(min(interval, copy_s / profile.hidden_s), profile)
+        restart_s = profile.restart_s + load_s + lag_s
+        stall_s = max(0.0, copy_s - interval * profile.hidden_s)
+        return _dense(options, interval=interval, stall_s=stall_s, restart_s=restart_s)
+
+    interval = options.interval
+    if interval is None and options.interval_rule == 'oracle':
+        # From the interval on that hides everything, a longer one only loses more.
+        hides_all = max(1, math.ceil(copy_s / profile.hidden_s))
+        interval = max(range(1, hides_all + 1), key=lambda n: costs(n).ettr_exact())
+    elif interval is None:
+        best = intervals.optimal(costs(1))
+        seconds = best.young if options.interval_rule == 'young' else best.daly
+        if math.isinf(seconds):
+            raise fields.FieldError('interval', 'is missing; without failures no interval is best')
+        interval = int(seconds)
+    return System(name, costs(interval), found={'checkpoint_bytes': profile.state_bytes})
+
+
+def _shares(options: Options, profile: Profile | None) -> np.ndarray:
+    """Token shares of the experts."""
+    if options.shares is not None:
+        return options.shares
+    measured = profile.token_shares() if profile else None
+    if measured is not None:
+        return measured
+    if options.experts is None:
+        raise fields.FieldError('experts', 'is missing; give their number, or a profile with some')
+    return np.full(options.experts, 1 / options.experts)
+
+
+def _partial(
+    name: str, full: Dense, partial: PartialExperts, options: Options, shares: np.ndarray
+) -> System:
+    job_s = options.job_s
+    if job_s is None:
+        raise fields.FieldError('job_s', 'is missing; lost tokens are counted against the job')
+    return System(
+        name,
+        with_experts(full, partial, partial.saved),
+        lambda histories, rng: PartialRun(full, partial, shares, histories, job_s),
+    )
+
+
+def _moc(name: str, options: Options, profile: Profile | None) -> System:
+    shares = _shares(options, profile)
+    saved = options.saved if options.saved is not None else max(1, len(shares) // 8)
+    part = profile.expert_bytes / profile.state_bytes if profile else 1.0
+    partial = PartialExperts(len(shares), saved, options.selection, options.lost_budget, part)
+    if profile is None:
+        return _partial(name, _dense(options), partial, options, shares)
+    interval = options.interval or 1
+    copy_s = profile.state_bytes / profile.copy_bytes_per_s
+    hidden_s = min(interval * profile.hidden_s, copy_s)
+    stall_s = copy_s - hidden_s
+    if options.stall_s is None:
+        partial = replace(partial, hidden_s=hidden_s)
+    lag_s = _lag_s(min(interval, copy_s / profile.hidden_s), profile)
+    restart_s = profile.restart_s + profile.written_s + lag_s
+    full = _dense(options, interval=interval, stall_s=stall_s, restart_s=restart_s)
+    return _partial(name, full, partial, options, shares)
+
+
+def _moetion(name: str, options: Options, profile: Profile | None) -> System:
+    shares = _shares(options, profile)
+    experts, saved = len(shares), options.saved
+    if saved is None:
+        if profile is None:
+            raise fields.FieldError('saved', 'is missing; give it, or a profile to price it from')
+        budget = profile.hidden_s * profile.memory_bytes_per_s
+        room = budget - (profile.state_bytes - profile.expert_bytes)
+        saved = min(experts, max(1, int(room / max(1, profile.expert_bytes) * experts)))
+    partial = PartialExperts(experts, saved, 'load-aware')
+    overhead_s = restart_s = 0.0
+    if profile is not None:
+        copied = profile.state_bytes - profile.expert_bytes * (1 - saved / experts)
+        exposed_s = max(0.0, copied / profile.memory_bytes_per_s - profile.hidden_s)
+        overhead_s = exposed_s / partial.size(saved)  # of all experts; a part costs its share
+        load_s = profile.state_bytes / profile.network_bytes_per_s
+        restart_s = profile.restart_s + load_s + _lag_s(1, profile)
+    full = _dense(options, interval=1, overhead_s=overhead_s, restart_s=restart_s)
+    return _partial(name, full, partial, options, shares)
+
+
+def _slot_bytes(name: str, options: Options, profile: Profile) -> np.ndarray:
+    """Bytes of each slot of the window, [window]."""
+    sizes = [
+        OperatorBytes(op.name, (op.full_bytes,), (op.light_bytes,)) for op in profile.operators
+    ]
+    plan = _plan(name, sizes, options, profile)
+    return np.array(plan.slot_bytes(sizes))[:, 0]
+
+
+def _plan(
+    name: str, sizes: Sequence[OperatorBytes], options: Options, profile: Profile
+) -> WindowPlan:
+    budget = max(1, int(profile.hidden_s * profile.memory_bytes_per_s))
+    if options.window is not None:
+        return balanced(sizes, options.window)
+    return plan_as_printed(sizes, budget) if name == 'moevement' else fewest_slots(sizes, budget)
+
+
+def _sparse(name: str, options: Options, profile: Profile | None) -> System:
+    assert options.iteration_s is not None
+    window, overhead_s, slots = options.window, 0.0, np.zeros(0)
+    found: dict[str, float] = {}
+    if profile is not None:
+        slots = _slot_bytes(name, options, profile)
+        window = len(slots)
+        exposed = slots / profile.memory_bytes_per_s - profile.hidden_s
+        overhead_s = float(np.maximum(exposed, 0.0).mean())
+        found = {'window_bytes': float(slots.sum()), 'largest_slot_bytes': float(slots.max())}
+    if window is None:
+        raise fields.FieldError('window', 'is missing; give it, or a profile to plan it from')
+    shares = options.shares
+    if shares is None and profile is not None:
+        shares = profile.token_shares()
+    frozen = None
+    if shares is not None:
+        frozen = frozen_shares(shares, window, by_popularity=options.by_popularity)
+    pipeline = options.pipeline if options.localized else None
+    if options.localized and (pipeline is None or pipeline.stages < 2):
+        raise fields.FieldError('stages', 'is missing; localized recovery needs 2 stages or more')
+    local_saving = options.local_saving
+    if pipeline is not None:
+        local_saving = float(pipeline.local_saving(np.ones(1, dtype=int))[0])
+    costs = Sparse(
+        iteration_s=options.iteration_s,
+        window=window,
+        overhead_s=overhead_s if options.overhead_s is None else options.overhead_s,
+        restart_s=options.restart_s or 0.0,
+        mtbf_s=options.mtbf_s,
+        local_saving=local_saving,
+        frozen_saving=options.frozen_saving,
+        frozen_shares=frozen,
+    )
+    if options.restart_s is None and profile is not None:
+        loaded_s = slots.cumsum() / profile.network_bytes_per_s
+        loading_s = _waiting_s(loaded_s, costs) if options.streaming else loaded_s[-1]
+        costs = replace(costs, restart_s=profile.restart_s + float(loading_s))
+    if pipeline is None:
+        return System(name, costs, found=found)
+    return System(
+        name, costs, lambda histories, rng: SparseRun(costs, histories, rng, pipeline), found
+    )
+
+
+def _waiting_s(loaded_s: np.ndarray, costs: Sparse) -> float:
+    """Seconds that the conversion waits for slots, which are there after `loaded_s` [window].
+
+    All of the first one, and what of the others does not load beside the iterations before it.
+    """
+    replayed_s = costs.conversion_s()
+    return float((loaded_s - replayed_s.cumsum() + replayed_s).max())
+
+
+def _copy(name: str, options: Options, profile: Profile | None) -> System:
+    ours = _sparse('ours', options, profile)
+    pipeline = options.pipeline
+    if pipeline is None or pipeline.copies < 2:
+        raise fields.FieldError('copies', 'is missing; copying needs 2 copies of the state or more')
+    copy_s = options.copy_s
+    if copy_s is None:
+        copy_s = profile.state_bytes / profile.network_bytes_per_s if profile else 0.0
+    fields.not_negative('copy_s', copy_s)
+    sparse, seconds, localized = ours.costs, copy_s, options.localized
+    assert isinstance(sparse, Sparse)
+    restart_s = profile.restart_s if profile else 0.0
+    if options.restart_s is not None:
+        restart_s = options.restart_s
+    costs = Dense(
+        iteration_s=sparse.iteration_s,
+        interval=1,
+        overhead_s=sparse.overhead_s,
+        restart_s=restart_s + copy_s,
+        mtbf_s=sparse.mtbf_s,
+    )
+
+    def run(histories: int, rng: np.random.Generator) -> CopyRun:
+        return CopyRun(sparse, restart_s + seconds, histories, rng, pipeline, localized)
+
+    return System(name, costs, run, ours.found)
+
+
+_BUILDERS: dict[str, Callable[[str, Options, Profile | None], System]] = {
+    'none': _none,
+    'dense': _given_dense,
+    'checkfreq': _checkfreq,
+    'gemini': _gemini,
+    'moc': _moc,
+    'moetion': _moetion,
+    'moevement': _sparse,
+    'ours': _sparse,
+    'copy': _copy,
+}
