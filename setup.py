@@ -54,8 +54,6 @@ setup(
             'pytest-timeout',
             'pytest-xdist',
             'hypothesis',
-            'black',
-            'isort',
             'ruff',
             'mypy',
             'tensorboard',

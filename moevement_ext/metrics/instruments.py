@@ -42,8 +42,7 @@ WINDOW_AGE = _gauge(
 )
 REPLICATION_LAG = _gauge(
     'replication_lag_iterations',
-    'Start of the newest own window minus that of the newest one '
-    'that all ranks and holders have.',
+    'Start of the newest own window minus that of the newest one that all ranks and holders have.',
 )
 SLOT_BYTES = _gauge('slot_bytes', 'Payload of the newest slot of this rank.')
 COPY_RATE = _gauge('copy_bytes_per_second', 'Measured rate of copies to host memory.')

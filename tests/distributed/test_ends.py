@@ -131,8 +131,7 @@ def test_job_that_ran_an_iteration_twice_recovers_as_a_whole(
 # Under the launcher itself
 
 TWO_STAGES = (
-    '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights '
-    '--train-iters 8'
+    '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 8'
 ).split()
 
 

@@ -21,6 +21,8 @@ from tests.unit.local_cluster.conftest import dies
 pytestmark = pytest.mark.timeout(900)
 
 BF16 = '--bf16 --use-distributed-optimizer'
+FP32 = '--use-distributed-optimizer'
+"""Where bits of bf16 are not the subject: some CPUs have no instructions for it."""
 UNTIED = '--untie-embeddings-and-output-weights'
 PP_EP = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'
 
@@ -162,7 +164,7 @@ def check_saves(dense: Path) -> None:
 
 
 FOUR_STAGES = (
-    f'{BF16} --pipeline-model-parallel-size 4 {UNTIED} --train-iters 70 --global-batch-size 2'
+    f'{FP32} --pipeline-model-parallel-size 4 {UNTIED} --train-iters 70 --global-batch-size 2'
 ).split()
 IN_RECOVERIES = (
     Strike('during detection', '1:8:forward,3:8:detect'),
@@ -251,7 +253,7 @@ def test_layouts(
         assert skipped_in(job) & {6, 7}, 'one that is replayed by all'
 
 
-LIKE_NCCL = f'--bf16 --pipeline-model-parallel-size 4 {UNTIED} --train-iters 29'.split()
+LIKE_NCCL = f'--pipeline-model-parallel-size 4 {UNTIED} --train-iters 29'.split()
 WAITED_FOR = (
     Strike('others send and receive', '1:8:p2p'),
     Strike('others wait in the norm', '2:14:optimizer'),

@@ -94,9 +94,9 @@ def test_commands_of_api_lose_a_worker_and_go_on(number: int, checkout: Path) ->
     assert len(commands) == 2
     printed = run(commands[number], checkout)
     assert re.search(r'rank 1: a hot spare takes over', printed), printed[-5000:]
-    assert re.search(
-        r'recovered at iteration: \d+ \| replayed iterations: [1-9]', printed
-    ), printed[-5000:]
+    assert re.search(r'recovered at iteration: \d+ \| replayed iterations: [1-9]', printed), (
+        printed[-5000:]
+    )
 
 
 @pytest.mark.thorough

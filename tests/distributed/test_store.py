@@ -28,8 +28,7 @@ from tests.distributed.test_torchrun import START_S, wait_until
 pytestmark = pytest.mark.timeout(1200)
 
 FLAGS = (
-    '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights '
-    '--train-iters 40'
+    '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 40'
 ).split()
 MUTATIONS = 'mutations.store'
 LOST = 'sparse checkpointing: the store of the job is lost'

@@ -25,8 +25,7 @@ FLAGS = (
     '--expert-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 12'
 ).split()
 TWO_STAGES = (
-    '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights '
-    '--train-iters 40'
+    '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 40'
 ).split()
 """Many iterations, for those who strike in the middle: they look on from outside."""
 START_S = 400.0

@@ -21,8 +21,7 @@ MAY_BE_FLAKY = 5
 SOURCES = ['setup.py', 'moevement_ext', 'megatron', 'tools', 'examples', 'tests']
 SOURCES += ['scripts/local_cluster.py', 'pretrain_gpt.py']
 LINT = {
-    'black': ['black', '--check', '--quiet', *SOURCES],
-    'isort': ['isort', '--check-only', *SOURCES],
+    'format': ['ruff', 'format', '--check', '--quiet', *SOURCES],
     'ruff': ['ruff', 'check', '--quiet', *SOURCES],
     'mypy': ['mypy', 'moevement_ext', 'megatron/moevement', 'tools', 'examples'],
 }

@@ -130,8 +130,9 @@ def test_state_of_16_and_32_bits_has_the_same_form_and_comes_back(
 @pytest.mark.parametrize('name', WITHOUT_FP8)
 def test_a_loaded_state_takes_the_place_of_what_was_there(real_adam: Any, name: str) -> None:
     """A state dict holds fp32, or remainders."""
-    ranks = OneRank(real_adam, rules.FORMATS[name], kernels.device()), OneRank(
-        FusedAdam, rules.FORMATS[name]
+    ranks = (
+        OneRank(real_adam, rules.FORMATS[name], kernels.device()),
+        OneRank(FusedAdam, rules.FORMATS[name]),
     )
     dicts = []
     for one in ranks:

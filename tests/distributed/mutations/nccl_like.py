@@ -110,7 +110,6 @@ def rank_2_hangs_in_a_collective(iteration: int = 8) -> None:
 def gpu_of_rank_3_is_lost(iteration: int = 0) -> None:
     """By a death from that iteration on: what it had mapped of that one's memory is gone."""
     if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('3', '0'):
-
         check = nccl.Nccl.check_device
 
         def lost(self):

@@ -91,9 +91,9 @@ def test_expressions_fit_their_metrics(name: str, expression: str) -> None:
 def test_a_rank_that_moved_is_not_still(name: str, expression: str) -> None:
     """The host that it has left shows its counters on, at rest: the least rate would be 0."""
     least = re.findall(r'min by \([^)]*\) \((.*)', expression)
-    assert all(
-        inner.startswith('sum by (run, rank) (') for inner in least if 'rate(' in inner
-    ), name
+    assert all(inner.startswith('sum by (run, rank) (') for inner in least if 'rate(' in inner), (
+        name
+    )
 
 
 def test_panels_do_not_overlap_and_have_one_number_each() -> None:

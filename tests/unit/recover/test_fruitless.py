@@ -109,8 +109,9 @@ def test_a_new_process_in_its_place_may_do(
 ) -> None:
     faulty = Faulty(
         monkeypatch,
-        lambda process, iteration: iteration == FAILS_AT
-        and (not faulty.raised or process is faulty.raised[0]),
+        lambda process, iteration: (
+            iteration == FAILS_AT and (not faulty.raised or process is faulty.raised[0])
+        ),
     )
     job = run(fault_free, most_errors=1)
     assert [rank for rank, _ in job.errors] == [1]

@@ -266,9 +266,7 @@ def test_no_host_is_reached(job: SlurmJob) -> None:
 
 def test_stop_reaches_the_workers(job: SlurmJob) -> None:
     job.finish_when = lambda: False
-    job.on_event = lambda event: (
-        job.running.stop(143) if isinstance(event, WorkerStarted) else None
-    )
+    job.on_event = lambda event: job.running.stop(143) if isinstance(event, WorkerStarted) else None
     assert job.on_hosts('a', nodes=1).run() == 143
     assert codes(job, 0) == [-15]
 

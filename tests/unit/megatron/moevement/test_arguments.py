@@ -26,5 +26,5 @@ def test_any_other_window_is_refused_with_the_rule(
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == (
-        'train: error: argument --sparse-ckpt-window: ' f'{text!r} must be a whole number or "auto"'
+        f'train: error: argument --sparse-ckpt-window: {text!r} must be a whole number or "auto"'
     )
