@@ -62,6 +62,7 @@ def test_what_an_own_loop_draws_between_steps_leaves_its_bits_alone(
     assert differences(expected, read_digest(job)) == []
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 def test_data_that_is_not_moved_back_shows(own_loop: Callable[[], Cluster], expected: dict) -> None:
     job = own_loop()
@@ -86,6 +87,7 @@ def test_narrow_state_of_an_own_loop_comes_back(
     assert differences(exact, read_digest(whole)) == []
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 def test_scales_of_an_own_loop_that_are_not_restored_show(own_loop: Callable[[], Cluster]) -> None:
     plain, broken = own_loop(), own_loop()

@@ -54,6 +54,7 @@ def test_each_optimizer_of_a_chain_comes_back_with_its_own_flags_and_scale(
     check_localized(job)
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['flag_of_any_for_all', 'scale_of_the_second_not_restored'])
 def test_taking_one_optimizer_for_all_is_noticed(

@@ -180,6 +180,7 @@ def test_what_held_back_reductions_does_not_end_in_a_later_iteration(
     check_localized(job)
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 def test_what_held_back_reductions_is_noticed_if_it_ends_in_a_later_iteration(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
@@ -217,6 +218,7 @@ def test_a_job_with_muon_is_recovered_locally(
     check_localized(job)
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 def test_a_wrong_norm_of_detached_heads_is_noticed(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]

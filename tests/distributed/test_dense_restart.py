@@ -57,6 +57,7 @@ def test_windows_captured_after_a_dense_restart_give_the_same_bits(
     assert differences(reference(*flags), read_digest(job)) == []
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 def test_windows_of_what_a_late_load_replaced_are_noticed(cluster: Make, tmp_path: Path) -> None:
     """The recovery itself says so; upstream's last dense checkpoint then refuses such a state."""

@@ -116,6 +116,7 @@ def test_a_stage_that_is_lost_right_after_comes_back_alone(
     assert job.events_of(Recovered, rank=3)[-1].localized
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 def test_a_window_from_disk_that_is_not_verified_shows(
     cluster: Make, reference: Callable[..., dict], disk: Path

@@ -114,6 +114,7 @@ def test_scales_are_copied_from_a_data_parallel_replica(
     assert job.events_of(Recovered, rank=1)[0].replayed == 0
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['scaling_not_restored', 'scaling_captured_once'])
 def test_leaving_out_what_delayed_scaling_needs_is_noticed(
@@ -126,6 +127,7 @@ def test_leaving_out_what_delayed_scaling_needs_is_noticed(
     assert differences(undisturbed(WITH_EVALUATIONS), read_digest(broken)) != []
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['weight_scales_not_restored', 'weights_from_masters'])
 def test_leaving_out_what_weights_in_fp8_need_is_noticed(
@@ -137,6 +139,7 @@ def test_leaving_out_what_weights_in_fp8_need_is_noticed(
     assert differences(undisturbed(case), read_digest(broken)) != []
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 def test_survivors_that_keep_what_a_cut_off_iteration_left_in_scales_are_noticed(
     cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]

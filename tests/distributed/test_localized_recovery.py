@@ -291,6 +291,7 @@ def test_after_a_copy_the_next_failure_finds_a_window_soon(
     check_localized(job)
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 def test_after_a_copy_no_window_is_persisted_if_those_under_way_are_waited_for(
     cluster: Callable[..., Cluster],
@@ -431,6 +432,7 @@ def test_a_recovery_verifies_itself(
     assert re.search(r'verified: \d+ operators at iteration \d, differing: 0 \|', job.output(0))
 
 
+@pytest.mark.mutation
 def test_a_wrong_bit_in_a_replay_is_reported(cluster: Callable[..., Cluster]) -> None:
     job = cluster(*flags_of(BASE), '--sparse-ckpt-window', '3')
     job.survive(fail_at='3:8:backward', mutation='mutations.localized:one_bit_wrong_in_the_replay')
@@ -440,6 +442,7 @@ def test_a_wrong_bit_in_a_replay_is_reported(cluster: Callable[..., Cluster]) ->
     assert re.search(r'differing: [1-9]', job.output(0))
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 def test_a_replay_with_a_wrong_bit_is_not_gone_on_from_where_that_is_forbidden(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
@@ -462,6 +465,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize('mutation', with_quick(MUTATIONS, 'log_of_neighbour_changed'))
 def test_leaving_out_a_step_of_localized_recovery_is_noticed(
     mutation: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]

@@ -118,6 +118,7 @@ def test_a_lost_node_comes_back_from_replicas(
     assert differences(undisturbed(case), read_digest(job)) == []
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', MUTATIONS)
 def test_leaving_out_what_narrow_masters_need_is_noticed(

@@ -83,6 +83,7 @@ def test_survivor_whose_gpu_is_lost_is_replaced(make: Make, reference: Callable[
     check_localized(job)
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 def test_garbage_that_is_not_looked_for_gives_wrong_bits(
     make: Make, reference: Callable[..., dict]
@@ -93,6 +94,7 @@ def test_garbage_that_is_not_looked_for_gives_wrong_bits(
     assert differences(reference(*flags_of(setup)), read_digest(job)) != []
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['groups_of_calls_stay_open', 'aborts_one_after_the_other'])
 def test_leaving_out_what_nccl_needs_is_noticed(

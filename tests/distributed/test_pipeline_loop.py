@@ -55,6 +55,7 @@ def test_a_whole_job_on_plain_torch_comes_back(
     assert differences(expected, read_digest(job)) == []
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     'mutation',

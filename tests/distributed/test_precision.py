@@ -132,6 +132,7 @@ def test_windows_captured_after_a_dense_restart(
     assert differences(undisturbed(case), read_digest(job)) == []
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', MUTATIONS)
 def test_leaving_out_what_low_precision_needs_is_noticed(

@@ -98,6 +98,7 @@ def test_when_the_store_dies_the_job_comes_back_with_all_that_was_committed(
     assert differences(reference(*FLAGS, ranks=2), read_digest(job)) == []
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 def test_who_leaves_in_the_middle_of_a_window_loses_it(
     store: OutsideStore, cluster: Callable[..., Cluster]

@@ -77,6 +77,7 @@ def test_random_numbers_of_generators_that_live_on(
     assert differences(expected, read_digest(local)) == []
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 def test_generators_that_are_not_put_back_show(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
@@ -111,6 +112,7 @@ def test_weight_gradients_that_are_computed_later(
     assert differences(expected, read_digest(local)) == []
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 def test_asking_frozen_layers_for_delayed_gradients_is_noticed(
     cluster: Callable[..., Cluster],
@@ -125,6 +127,7 @@ def test_asking_frozen_layers_for_delayed_gradients_is_noticed(
     assert 'Pop empty queue' in broken.tail()
 
 
+@pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ('mutation', 'fail_at', 'flags'),

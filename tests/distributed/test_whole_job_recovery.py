@@ -246,6 +246,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize('mutation', with_quick(MUTATIONS))
 def test_leaving_out_a_step_of_recovery_is_noticed(
     mutation: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
