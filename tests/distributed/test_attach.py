@@ -10,7 +10,6 @@ from tests.distributed.conftest import (
     differences,
     digest_of_undisturbed,
     read_digest,
-    with_quick,
 )
 from tests.distributed.harness.cluster import Cluster
 
@@ -70,7 +69,8 @@ def test_data_that_is_not_moved_back_shows(own_loop: Callable[[], Cluster], expe
     assert differences(expected, read_digest(job)) != []
 
 
-@pytest.mark.parametrize('formats', with_quick(('c1', 'c2', 'c3', 'c4', 'c5'), 'c5'))
+@pytest.mark.thorough
+@pytest.mark.parametrize('formats', ['c1', 'c2', 'c3', 'c4', 'c5'])
 def test_narrow_state_of_an_own_loop_comes_back(
     formats: str, own_loop: Callable[[], Cluster], expected: dict
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.events import ProtectionReduced, Recovered
-from tests.distributed.conftest import differences, read_digest, with_quick
+from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 
 BASE = (
@@ -33,7 +33,8 @@ def job(cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
     return cluster(*BASE, '--sparse-ckpt-window', '3', *flags, exact_memory=True)
 
 
-@pytest.mark.parametrize('lost', with_quick(SURVIVED, 'one worker, twice'))
+@pytest.mark.thorough
+@pytest.mark.parametrize('lost', SURVIVED)
 def test_localized(lost: str, job: Cluster, reference: Callable[..., dict]) -> None:
     fail_at, wiped = SURVIVED[lost]
     assert job.survive(fail_at=fail_at, wipe=wiped)

@@ -80,15 +80,11 @@ def test_worker_whose_loader_blocks_replaces_itself(
     assert 'mutations/liveness.py' in (job.directory / 'life0-rank2.log').read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ('fault', 'mutation', 'said'),
     [
-        pytest.param(
-            ['--stop', '2@7'],
-            None,
-            'rank 2 (pid {pid}) was found hung by the others: killed',
-            marks=pytest.mark.thorough,
-        ),
+        (['--stop', '2@7'], None, 'rank 2 (pid {pid}) was found hung by the others: killed'),
         ([], 'liveness.loader_of_rank_2_blocks', 'rank 2 (pid {pid}) ended with exit status 76'),
     ],
     ids=['stopped', 'stuck'],

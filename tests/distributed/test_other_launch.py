@@ -21,6 +21,8 @@ FLAGS = '--bf16 --clip-grad 0.5 --train-iters 40'.split()
 """Of two ranks that hold the same: a new process would copy all it needs from the other."""
 
 
+@pytest.mark.launcher
+@pytest.mark.thorough
 def test_a_replacement_with_other_flags_is_refused_by_name_before_it_copies_state(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

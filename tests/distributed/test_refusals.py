@@ -324,6 +324,7 @@ def test_what_cannot_be_read_of_the_dense_tier_ends_no_job_that_has_windows(
     assert job.events_of(Recovered)
 
 
+@pytest.mark.thorough
 def test_second_live_job_with_the_same_run_id_is_refused(cluster: Make) -> None:
     from moevement_ext.memory.node_store import NodeStore
 

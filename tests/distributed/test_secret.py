@@ -15,7 +15,7 @@ FLAGS = (
 ).split()
 
 
-@pytest.mark.parametrize('node_lost', [False, True])
+@pytest.mark.parametrize('node_lost', [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_nodes_keep_the_one_that_was_drawn(
     cluster: Callable[..., Cluster], reference: Callable[..., dict], node_lost: bool
 ) -> None:
