@@ -16,6 +16,7 @@ import psutil
 from moevement_ext.events import Recovered
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import NOWHERE
+from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import outage, whole_job
@@ -44,6 +45,8 @@ class Restart:
     """Where this rank's part of its window was."""
     captured: list[SlotHeader]
     """Newer slots, which tell whether the recovery is exact."""
+    recorded: list[LedgerEntry]
+    """And what the ledger had of the iterations that are computed again."""
     seconds: dict[str, float]
     """Duration of each phase on this rank."""
 
@@ -83,7 +86,9 @@ class WholeJob:
         self._running: int | None = None
         self._verification = Verification.of_nothing()
         if restart is not None:
-            self._verification = Verification(restart.captured, trainer.operators.slices)
+            self._verification = Verification(
+                restart.captured, trainer.operators.slices, restart.recorded
+            )
 
     def train(self, run: Callable[[], Any]) -> Any:
         """The training loop, started where the window becomes dense."""
@@ -124,9 +129,12 @@ class WholeJob:
             return
         iteration = self._running + 1
         state, entry = self.trainer.record(iteration, skipped)
-        self.protection.memory.ledger.append(entry)
+        for verification in self.verifications():
+            verification.check(iteration, entry)
+        # What is on trial is no witness.
+        kept = entry.shared() if self.protection.unjudged else entry
+        self.protection.memory.ledger.append(kept)
         self.rank.events.iteration = iteration
-        self._verification.check(iteration)
         self.committed(Start(iteration, state))
         if iteration == self._catch_up_to:
             self._recovered()
@@ -150,6 +158,10 @@ class WholeJob:
 
     def converted(self, start: Start) -> None:
         """All stages are at `start`."""
+
+    def verifications(self) -> list[Verification]:
+        """For the recoveries that this process has come through, or is in."""
+        return [self._verification]
 
     @property
     def running(self) -> bool:
@@ -198,7 +210,7 @@ class WholeJob:
     def _convert(self) -> None:
         assert self._restart is not None
         conversion = self._restart.conversion
-        conversion.run(self.trainer)
+        conversion.run(self.trainer, self._verification)
         self._converting = False
         first, last = conversion.first, conversion.last
         self.converted(last)
@@ -225,6 +237,7 @@ class WholeJob:
                 verified=verified.verified,
                 verified_at=verified.verified_at,
                 differing=list(verified.differing),
+                iterations=verified.iterations,
                 seconds={name: round(value, 3) for name, value in seconds.items()},
             )
         )
