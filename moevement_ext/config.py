@@ -14,6 +14,7 @@ WHOLE_JOB = 'whole-job'
 OFF = 'off'
 REPORT = 'report'
 STOP = 'stop'
+GPU = 'gpu'
 LONGEST_WINDOW = 10_000
 """Iterations; no window file has room for so many slots."""
 
@@ -69,6 +70,8 @@ class SparseCheckpointConfig:
     stuck_timeout: float = 600.0
     """Seconds without progress of its training thread, which waits for no other rank, after which
     a worker replaces itself; 0: never."""
+    bind: str = GPU
+    """'gpu': each worker runs on the CPUs near its GPU; 'off': where its launcher has it run."""
     forget: bool = False
     """Start over although only some ranks still have windows that all had."""
     strict: bool = False
@@ -109,6 +112,8 @@ class SparseCheckpointConfig:
             raise ConfigurationError(
                 f'--sparse-ckpt-verify {self.verify!r} must be {OFF}, {REPORT} or {STOP}.'
             )
+        if self.bind not in (GPU, OFF):
+            raise ConfigurationError(f'--sparse-ckpt-bind {self.bind!r} must be {GPU} or {OFF}.')
         if self.host_memory_gb is not None and not self.host_memory_gb > 0:
             raise ConfigurationError(
                 f'--sparse-ckpt-host-memory-gb {self.host_memory_gb:g} must be above 0.'

@@ -176,6 +176,8 @@ class Job:
             required: there are windows to recover from; going on without them would lose progress.
         """
         trainer, config = self.trainer, self.rank.config
+        if config.bind != OFF:
+            own_device.bind()
         try:
             self.protection = Protection(
                 self.rank,

@@ -131,9 +131,7 @@ class WholeJob:
         state, entry = self.trainer.record(iteration, skipped)
         for verification in self.verifications():
             verification.check(iteration, entry)
-        # What is on trial is no witness.
-        kept = entry.shared() if self.protection.unjudged else entry
-        self.protection.memory.ledger.append(kept)
+        self._keep(entry)
         self.rank.events.iteration = iteration
         self.committed(Start(iteration, state))
         if iteration == self._catch_up_to:
@@ -146,7 +144,14 @@ class WholeJob:
         iteration, ledger = self._restart.conversion.replaying, self.protection.memory.ledger
         if iteration is not None and ledger.get(iteration) is None:
             _, entry = self.trainer.record(iteration, skipped)
-            ledger.append(entry)
+            self._keep(entry)
+
+    def _keep(self, entry: LedgerEntry) -> None:
+        """In the ledger; what is on trial takes the place of no witness, and is none."""
+        ledger = self.protection.memory.ledger
+        if self.protection.unjudged:
+            entry = ledger.get(entry.iteration) or entry.on_trial()
+        ledger.append(entry)
 
     # For subclasses
 
@@ -261,6 +266,8 @@ class WholeJob:
         if refused:
             window, predecessor = self._restart.conversion.window, self._restart.predecessor
             told = '; '.join(refused[:_MOST_TOLD])
+            for entry in self._restart.recorded:  # it judges the next tier, too
+                self.protection.memory.ledger.append(entry)
             whole_job.refuse(self.protection, window, told, self.rank, predecessor)
         self.protection.accept()
 

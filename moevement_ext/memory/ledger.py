@@ -56,10 +56,16 @@ class LedgerEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of the global batch that gradients were divided by; 0 where they were not."""
     loss: float | None = None
     """This rank's own, None if it has none: what others recorded says nothing of its replay."""
+    judges: bool = True
+    """A replay must come to the same; False if it was written by one that was itself on trial."""
 
     def shared(self) -> Self:
         """What all ranks have alike."""
-        return msgspec.structs.replace(self, loss=None)
+        return msgspec.structs.replace(self, loss=None, judges=True)
+
+    def on_trial(self) -> Self:
+        """What a replay left that is still to be judged."""
+        return msgspec.structs.replace(self, judges=False)
 
 
 _DECODER = msgspec.msgpack.Decoder(LedgerEntry)

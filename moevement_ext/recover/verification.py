@@ -97,7 +97,7 @@ class Verification:
         for header in captured:
             checksums = self._expected.setdefault(header.iteration, {})
             checksums.update((_key_of_record(item), item.checksum) for item in header.records)
-        self._recorded = {entry.iteration: entry for entry in recorded}
+        self._recorded = {entry.iteration: entry for entry in recorded if entry.judges}
         self._scalars_of: set[int] = set()
         self._compared: set[str] = set()
         self._iteration = -1

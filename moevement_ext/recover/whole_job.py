@@ -193,7 +193,6 @@ def refuse(
         predecessor: what could be recovered from.
     """
     protection.refuse(window)
-    protection.memory.ledger.forget_after(window.start)  # it would judge the next tier
     reason = f'the state recovered from window {window.start} is not what it had been: {found}'
     older = [other.start for other in predecessor.candidates if other.start < window.start]
     next_tier(reason, rank, predecessor.dense_iteration, max(older, default=None))

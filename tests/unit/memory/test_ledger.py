@@ -218,6 +218,7 @@ def test_scalars_of_many_optimizers_fit_and_too_many_are_refused(shm: Path) -> N
         num_microbatches=2**32,
         num_tokens=2**63,
         loss=0.1,
+        judges=False,
     )
     fitting = msgspec.structs.replace(
         largest, grad_norms=[0.1] * MAX_SCALARS, overflows=[True] * MAX_SCALARS

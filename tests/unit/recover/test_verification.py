@@ -130,11 +130,12 @@ NOTHING: dict[str, OperatorSlices] = {}
 
 
 def test_scalars_of_replayed_iterations_are_compared_bit_for_bit() -> None:
-    """Also where nothing is captured; an iteration that another rank recorded has no loss here."""
+    """Also where nothing is captured; but what another replay recorded on trial judges nothing."""
     recorded = [
         LedgerEntry(7, [0.25], [], 2, 56, loss=5.25),
         LedgerEntry(8, [math.nan], [True], 2, 64, loss=math.inf),
         LedgerEntry(9, [0.5], [], 2, 72),
+        LedgerEntry(10, [9.0], [], 2, 80, loss=9.0).on_trial(),
     ]
     verification = Verification((), NOTHING, recorded)
     verification.replayed(7, 5.25)
