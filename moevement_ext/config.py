@@ -104,16 +104,12 @@ class SparseCheckpointConfig:
                 f'--sparse-ckpt-stuck-timeout {self.stuck_timeout:g} must be 0 (never) or at least '
                 f'--sparse-ckpt-hang-timeout ({self.hang_timeout:g}).'
             )
-        if self.recovery not in (LOCALIZED, WHOLE_JOB):
-            raise ConfigurationError(
-                f'--sparse-ckpt-recovery {self.recovery!r} must be {LOCALIZED} or {WHOLE_JOB}.'
-            )
+        _one_of('--sparse-ckpt-recovery', self.recovery, LOCALIZED, WHOLE_JOB)
+        _one_of('--sparse-ckpt-bind', self.bind, GPU, OFF)
         if self.verify not in (OFF, REPORT, STOP):
             raise ConfigurationError(
                 f'--sparse-ckpt-verify {self.verify!r} must be {OFF}, {REPORT} or {STOP}.'
             )
-        if self.bind not in (GPU, OFF):
-            raise ConfigurationError(f'--sparse-ckpt-bind {self.bind!r} must be {GPU} or {OFF}.')
         if self.host_memory_gb is not None and not self.host_memory_gb > 0:
             raise ConfigurationError(
                 f'--sparse-ckpt-host-memory-gb {self.host_memory_gb:g} must be above 0.'
@@ -175,6 +171,11 @@ def _check_window(flag: str, window: int) -> None:
     _at_least(flag, window, 1)
     if window > LONGEST_WINDOW:
         raise ConfigurationError(f'{flag} {window} must be at most {LONGEST_WINDOW}.')
+
+
+def _one_of(flag: str, value: str, *choices: str) -> None:
+    if value not in choices:
+        raise ConfigurationError(f'{flag} {value!r} must be {" or ".join(choices)}.')
 
 
 def _at_least(flag: str, value: float, least: float) -> None:
