@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MOST_BYTES = 64 << 20
-"""Of a packed file."""
+"""A packed file has no more."""
 _LEFT_OUT = ('include', '__pycache__', 'onnx/backend/test')
 _CONTAINER = struct.Struct('<IHHQ')  # magic, version, header bytes, content bytes
 _MAGIC = 0xBA55ED50
