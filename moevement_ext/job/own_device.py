@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -40,7 +41,9 @@ def bind() -> None:
     """Run on the CPUs near it; nothing without a GPU. Training thread, before the first window."""
     if not torch.cuda.is_available():
         return
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if not hasattr(found, 'pci_bus_id'):  # some builds of torch do not tell
+        return
     address = f'{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0'
     cpus = affinity.bind(address)
     if cpus is not None:

@@ -158,6 +158,7 @@ class ProcessGroups:
             # In one step: from the first group closed on, the training thread may call `renew`.
             with self._lock:
                 self._unblocked = True
+                closing += self._pop_open()
                 self._take_up()
                 self._note_in_use()
                 closing += self._pop_open()
