@@ -287,6 +287,7 @@ class PipelineTrainer:
     stages: int
     text: torch.Tensor
     last_iteration: int
+    loss: float | None = None
     _replayed_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -322,6 +323,8 @@ class PipelineTrainer:
         passes = [self._forward(iteration, index) for index in range(_MICRO_BATCHES)]
         for given, result in passes:
             self._backward(given, result)
+        if self.stage == self.stages - 1:
+            self.loss = sum(float(loss.detach()) for _, loss in passes) / _MICRO_BATCHES
         self.update.before()
         self.small_state.norm = norm = self._global_norm()
         self.update.writing()
@@ -331,9 +334,7 @@ class PipelineTrainer:
         self.optimizer.step()
         self.small_state.iteration = iteration + 1
         self.update.written(False)
-        if self.stage < self.stages - 1:
-            return None
-        return sum(float(loss.detach()) for _, loss in passes) / _MICRO_BATCHES
+        return self.loss
 
     def record(self, iteration: int, skipped: bool) -> Committed:
         """The norm is what a replay cannot compute alone."""
@@ -343,6 +344,7 @@ class PipelineTrainer:
             overflows=[],
             num_microbatches=_MICRO_BATCHES,
             consumed_samples=iteration * _MICRO_BATCHES * _SAMPLES,
+            loss=self.loss,
         )
         return Committed(self.small_state.now(), entry)
 

@@ -14,6 +14,7 @@ WHOLE_JOB = 'whole-job'
 OFF = 'off'
 REPORT = 'report'
 STOP = 'stop'
+GPU = 'gpu'
 LONGEST_WINDOW = 10_000
 """Iterations; no window file has room for so many slots."""
 
@@ -69,6 +70,8 @@ class SparseCheckpointConfig:
     stuck_timeout: float = 600.0
     """Seconds without progress of its training thread, which waits for no other rank, after which
     a worker replaces itself; 0: never."""
+    bind: str = GPU
+    """'gpu': each worker runs on the CPUs near its GPU; 'off': where its launcher has it run."""
     forget: bool = False
     """Start over although only some ranks still have windows that all had."""
     strict: bool = False
@@ -101,10 +104,8 @@ class SparseCheckpointConfig:
                 f'--sparse-ckpt-stuck-timeout {self.stuck_timeout:g} must be 0 (never) or at least '
                 f'--sparse-ckpt-hang-timeout ({self.hang_timeout:g}).'
             )
-        if self.recovery not in (LOCALIZED, WHOLE_JOB):
-            raise ConfigurationError(
-                f'--sparse-ckpt-recovery {self.recovery!r} must be {LOCALIZED} or {WHOLE_JOB}.'
-            )
+        _one_of('--sparse-ckpt-recovery', self.recovery, LOCALIZED, WHOLE_JOB)
+        _one_of('--sparse-ckpt-bind', self.bind, GPU, OFF)
         if self.verify not in (OFF, REPORT, STOP):
             raise ConfigurationError(
                 f'--sparse-ckpt-verify {self.verify!r} must be {OFF}, {REPORT} or {STOP}.'
@@ -170,6 +171,11 @@ def _check_window(flag: str, window: int) -> None:
     _at_least(flag, window, 1)
     if window > LONGEST_WINDOW:
         raise ConfigurationError(f'{flag} {window} must be at most {LONGEST_WINDOW}.')
+
+
+def _one_of(flag: str, value: str, *choices: str) -> None:
+    if value not in choices:
+        raise ConfigurationError(f'{flag} {value!r} must be {" or ".join(choices)}.')
 
 
 def _at_least(flag: str, value: float, least: float) -> None:

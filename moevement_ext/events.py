@@ -217,9 +217,11 @@ class Recovered(Event, frozen=True, kw_only=True):
     verified_at: int
     """The last iteration at which that was possible, -1 if there was none."""
     differing: list[str]
-    """Operators whose state was not what it had been."""
+    """Operators whose state was not what it had been, and scalars that came out otherwise."""
     seconds: dict[str, float]
     """By phase, on this rank."""
+    iterations: int | UnsetType = UNSET
+    """Iterations whose loss, or gradient norm, was compared with what had been recorded of it."""
 
     @property
     def localized(self) -> bool:

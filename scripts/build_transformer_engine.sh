@@ -10,22 +10,51 @@
 #   scripts/build_transformer_engine.sh ~/transformer-engine
 #   . ~/transformer-engine/environment && .venv/bin/python -m pytest -q tests/transformer_engine
 #
+# For a machine that has a GPU, another torch and no network, in one file below 64 MiB:
+#
+#   scripts/build_transformer_engine.sh --torch 2.11.0 --arch 90 --pack te.tar.xz ~/te-for-2.11
+#   tar -xf te.tar.xz && PYTHONPATH=$PWD/site scripts/gpu_check.sh    # there
+#
+# --torch VERSION: build against this one, in an environment of its own (default: that of .venv).
+# --arch ARCH: keep device code of this architecture alone, as 90 of an H100; with --pack.
+# --pack FILE: write the packages there, without headers and tests (tools/lab/pack_libraries.py).
 # MAX_JOBS: files that are compiled at a time, if there is ninja (default: one for each core).
 # CUDA_HOME: the CUDA toolkit (default: /usr/local/cuda).
 
 set -euo pipefail
 
-if (($# != 1)) || [[ $1 == -* ]]; then
-    sed -n '4,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+usage() {
+    (($# == 0)) || printf '%s\n' "$*" >&2
+    sed -n '4,24s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     exit 2
-fi
+}
+
+TORCH='' ARCH='' PACK=''
+while (($# > 1)); do
+    case $1 in
+        --torch) TORCH=$2 ;;
+        --arch) ARCH=$2 ;;
+        --pack) PACK=$2 ;;
+        *) usage "unknown: $1" ;;
+    esac
+    shift 2
+done
+(($# == 1)) && [[ $1 != -* ]] || usage
+[[ -z $TORCH || $TORCH =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || usage "--torch $TORCH must be like 2.11.0"
+[[ -z $ARCH || $ARCH =~ ^[0-9]{2,3}$ ]] || usage "--arch $ARCH must be like 90"
+[[ -n $ARCH && -n $PACK || -z $ARCH$PACK ]] || usage '--arch and --pack go together'
+[[ -z $PACK || -d $(dirname "$PACK") ]] || usage "--pack $PACK: there is no such folder"
 
 readonly VERSION=2.20.2
+PACK=${PACK:+$(realpath "$PACK")}
 mkdir -p "$1"
 DIR=$(cd "$1" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-readonly DIR SITE=$DIR/site SOURCE=$DIR/transformer_engine_torch-$VERSION
-readonly PYTHON=$PWD/.venv/bin/python
+readonly DIR TORCH ARCH PACK SITE=$DIR/site SOURCE=$DIR/transformer_engine_torch-$VERSION
+readonly OWN=$PWD/.venv/bin/python
+PYTHON=$OWN
+[[ -z $TORCH ]] || PYTHON=$DIR/venv/bin/python
+readonly PYTHON
 readonly LIBRARIES=$SITE/transformer_engine/wheel_lib
 # What transformer_engine.pytorch imports and .venv does not have.
 readonly REQUIRED=(
@@ -42,6 +71,22 @@ import pathlib, sys, sysconfig
 folders = pathlib.Path(sysconfig.get_path('purelib'), 'nvidia').glob(f'*/{sys.argv[1]}')
 print(':'.join(map(str, sorted(folders))))
 PY
+}
+
+# With --torch: an environment that has this torch and what its extensions are built with.
+make_environment() {
+    [[ -z $TORCH || -e $DIR/venv/.whole ]] && return
+    log "torch $TORCH: $DIR/venv"
+    rm -rf "$DIR/venv" "$SITE"
+    "$OWN" -m venv "$DIR/venv"
+    "$PYTHON" -m pip install --quiet "torch==$TORCH" setuptools wheel packaging ninja numpy
+    touch "$DIR/venv/.whole"
+}
+
+pack() {
+    [[ -z $PACK ]] && return
+    log "packing $SITE for sm_$ARCH: some minutes"
+    "$OWN" -m tools.lab.pack_libraries "$SITE" "$PACK" --arch "$ARCH"
 }
 
 write_environment() {
@@ -92,16 +137,19 @@ compile() {
 }
 
 scripts/setup_env.sh
+make_environment
 write_environment
 if [[ -e $SITE/.whole ]] && imports 2>/dev/null; then
     log 'is built'
+    pack
     exit
 fi
 fetch_source
 install_wheels
 compile
 imports || {
-    log "it is compiled, but cannot be imported; .venv has another torch now? Remove $DIR and call again"
+    log "it is compiled, but cannot be imported; another torch is there now? Remove $DIR and call again"
     exit 1
 }
 log "is built; next: . $DIR/environment"
+pack

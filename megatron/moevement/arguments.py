@@ -8,6 +8,7 @@ import re
 from megatron.moevement.job.unsupported import refuse_unsupported
 from moevement_ext.config import (
     AUTO,
+    GPU,
     LOCALIZED,
     OFF,
     REPORT,
@@ -169,6 +170,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=_DEFAULTS.stuck_timeout,
         help='Seconds for which the training thread of a worker may stand still, waiting for no '
         'other worker (a data loader, a file system), before it is replaced; 0: for ever.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-bind',
+        choices=(GPU, OFF),
+        default=_DEFAULTS.bind,
+        help='gpu: each worker runs on the CPUs near its GPU, as far as its launcher allows, and '
+        'has its windows there; off: wherever its launcher has it run.',
     )
     group.add_argument(
         '--sparse-ckpt-forget',

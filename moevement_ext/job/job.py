@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from moevement_ext.config import node_name
+from moevement_ext.config import OFF, node_name
 from moevement_ext.devices.watch import DeviceWatch
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
@@ -176,6 +176,8 @@ class Job:
             required: there are windows to recover from; going on without them would lose progress.
         """
         trainer, config = self.trainer, self.rank.config
+        if config.bind != OFF:
+            own_device.bind()
         try:
             self.protection = Protection(
                 self.rank,
@@ -216,7 +218,10 @@ class Job:
         # The data iterators are built next: training data from where the replay starts,
         # validation data from where it ends (a replay does not evaluate).
         self.trainer.small_state.set_counters(first.state, validation=last.state)
-        return Restart(predecessor, conversion, source.tier, captured, seconds)
+        ledger, newest = self.protection.memory.ledger, predecessor.committed
+        wanted = self.rank.config.verify != OFF
+        recorded = ledger.entries(first.iteration, newest) if wanted else []
+        return Restart(predecessor, conversion, source.tier, captured, recorded, seconds)
 
     # Training
 

@@ -12,6 +12,7 @@ from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.trainer import Start, Trainer
+from moevement_ext.recover.verification import Verification
 
 LOOP_ENDS = object()
 """What a step returns when the loop is to end where it is."""
@@ -94,6 +95,10 @@ class Localized(WholeJob):
     def committed(self, start: Start) -> None:
         """The update that leads to `start` is written."""
         self.recovery.stepped(start)
+
+    def verifications(self) -> list[Verification]:
+        """For the start of all, and for the newest replay of this stage."""
+        return [*super().verifications(), self.recovery.verification]
 
     def converted(self, start: Start) -> None:
         """All stages are at `start`."""

@@ -11,10 +11,11 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
-from moevement_ext.devices import nvml
+from moevement_ext.devices import affinity, nvml
 from moevement_ext.devices.judging import Finding, Judge
 from moevement_ext.devices.watch import DeviceWatch
 from moevement_ext.devices.xids import Harm
@@ -34,6 +35,19 @@ def take() -> None:
     local_rank = int(os.environ.get('LOCAL_RANK', '0'))
     if 0 < local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
+
+
+def bind() -> None:
+    """Run on the CPUs near it; nothing without a GPU. Training thread, before the first window."""
+    if not torch.cuda.is_available():
+        return
+    found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if not hasattr(found, 'pci_bus_id'):  # some builds of torch do not tell
+        return
+    address = f'{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0'
+    cpus = affinity.bind(address)
+    if cpus is not None:
+        logger.info('sparse checkpointing: bound to the %d CPUs near GPU %s', len(cpus), address)
 
 
 def watch(events: EventLog, lose: Callable[[str], None]) -> DeviceWatch | None:

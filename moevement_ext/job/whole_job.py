@@ -16,6 +16,7 @@ import psutil
 from moevement_ext.events import Recovered
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import NOWHERE
+from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import outage, whole_job
@@ -44,6 +45,8 @@ class Restart:
     """Where this rank's part of its window was."""
     captured: list[SlotHeader]
     """Newer slots, which tell whether the recovery is exact."""
+    recorded: list[LedgerEntry]
+    """And what the ledger had of the iterations that are computed again."""
     seconds: dict[str, float]
     """Duration of each phase on this rank."""
 
@@ -83,7 +86,9 @@ class WholeJob:
         self._running: int | None = None
         self._verification = Verification.of_nothing()
         if restart is not None:
-            self._verification = Verification(restart.captured, trainer.operators.slices)
+            self._verification = Verification(
+                restart.captured, trainer.operators.slices, restart.recorded
+            )
 
     def train(self, run: Callable[[], Any]) -> Any:
         """The training loop, started where the window becomes dense."""
@@ -124,9 +129,10 @@ class WholeJob:
             return
         iteration = self._running + 1
         state, entry = self.trainer.record(iteration, skipped)
-        self.protection.memory.ledger.append(entry)
+        for verification in self.verifications():
+            verification.check(iteration, entry)
+        self._keep(entry)
         self.rank.events.iteration = iteration
-        self._verification.check(iteration)
         self.committed(Start(iteration, state))
         if iteration == self._catch_up_to:
             self._recovered()
@@ -138,7 +144,14 @@ class WholeJob:
         iteration, ledger = self._restart.conversion.replaying, self.protection.memory.ledger
         if iteration is not None and ledger.get(iteration) is None:
             _, entry = self.trainer.record(iteration, skipped)
-            ledger.append(entry)
+            self._keep(entry)
+
+    def _keep(self, entry: LedgerEntry) -> None:
+        """In the ledger; what is on trial takes the place of no witness, and is none."""
+        ledger = self.protection.memory.ledger
+        if self.protection.unjudged:
+            entry = ledger.get(entry.iteration) or entry.on_trial()
+        ledger.append(entry)
 
     # For subclasses
 
@@ -150,6 +163,10 @@ class WholeJob:
 
     def converted(self, start: Start) -> None:
         """All stages are at `start`."""
+
+    def verifications(self) -> list[Verification]:
+        """For the recoveries that this process has come through, or is in."""
+        return [self._verification]
 
     @property
     def running(self) -> bool:
@@ -198,7 +215,7 @@ class WholeJob:
     def _convert(self) -> None:
         assert self._restart is not None
         conversion = self._restart.conversion
-        conversion.run(self.trainer)
+        conversion.run(self.trainer, self._verification)
         self._converting = False
         first, last = conversion.first, conversion.last
         self.converted(last)
@@ -225,6 +242,7 @@ class WholeJob:
                 verified=verified.verified,
                 verified_at=verified.verified_at,
                 differing=list(verified.differing),
+                iterations=verified.iterations,
                 seconds={name: round(value, 3) for name, value in seconds.items()},
             )
         )
@@ -248,6 +266,8 @@ class WholeJob:
         if refused:
             window, predecessor = self._restart.conversion.window, self._restart.predecessor
             told = '; '.join(refused[:_MOST_TOLD])
+            for entry in self._restart.recorded:  # it judges the next tier, too
+                self.protection.memory.ledger.append(entry)
             whole_job.refuse(self.protection, window, told, self.rank, predecessor)
         self.protection.accept()
 

@@ -14,6 +14,7 @@ import mmap
 import os
 import struct
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import xxhash
@@ -53,6 +54,18 @@ class LedgerEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Samples consumed up to and with this iteration."""
     num_tokens: int = 0
     """Tokens of the global batch that gradients were divided by; 0 where they were not."""
+    loss: float | None = None
+    """This rank's own, None if it has none: what others recorded says nothing of its replay."""
+    judges: bool = True
+    """A replay must come to the same; False if it was written by one that was itself on trial."""
+
+    def shared(self) -> Self:
+        """What all ranks have alike."""
+        return msgspec.structs.replace(self, loss=None, judges=True)
+
+    def on_trial(self) -> Self:
+        """What a replay left that is still to be judged."""
+        return msgspec.structs.replace(self, judges=False)
 
 
 _DECODER = msgspec.msgpack.Decoder(LedgerEntry)
@@ -118,6 +131,11 @@ class Ledger:
         """Entry of an iteration, None if it is too old, torn or not yet there."""
         found = _decode(self._map, self._region(iteration))
         return found[1] if found is not None and found[1].iteration == iteration else None
+
+    def entries(self, after: int, to: int) -> list[LedgerEntry]:
+        """Those of the iterations after `after` up to `to`, as far as they are here."""
+        found = [self.get(iteration) for iteration in range(after + 1, to + 1)]
+        return [entry for entry in found if entry is not None]
 
     def note_complete(self, start: int) -> None:
         """All ranks have the window that begins with iteration `start`. Any one thread."""

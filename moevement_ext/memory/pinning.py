@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages of mapped files that CUDA may copy to while the host does something else."""
 
+import logging
 import mmap
 import weakref
 from contextlib import suppress
@@ -14,12 +15,17 @@ import torch
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import gib
 
+logger = logging.getLogger(__name__)
+
 
 class MappedFile(Protocol):
     """A file mapped as a whole for the life of the object: a window file, or the upstream log."""
 
     path: Path
     array: npt.NDArray[np.uint8]
+
+
+_pinned: weakref.WeakSet[MappedFile] = weakref.WeakSet()
 
 
 def pin(file: MappedFile) -> None:
@@ -41,6 +47,20 @@ def pin(file: MappedFile) -> None:
         )
     # Another file may be mapped to the same pages once this one is gone.
     weakref.finalize(file, torch.cuda.cudart().cudaHostUnregister, pointer).atexit = False
+    _pinned.add(file)
+
+
+def pin_like(other: MappedFile, file: MappedFile) -> None:
+    """Register `file`, which is made later, if `other` is; without it copies are slower, no more.
+
+    Any thread whose device is set.
+    """
+    if other not in _pinned:
+        return
+    try:
+        pin(file)
+    except HostMemoryError as error:
+        logger.warning('sparse checkpointing: copies to it are slower: %s', error)
 
 
 def _whole_pages(nbytes: int) -> int:

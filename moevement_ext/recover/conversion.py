@@ -16,6 +16,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader, decode_context
 from moevement_ext.recover.sources import SlotSource
 from moevement_ext.recover.trainer import Start, Trainer
+from moevement_ext.recover.verification import Verification
 
 
 class _Slot(NamedTuple):
@@ -62,10 +63,14 @@ class Conversion:
         """The whole window in this rank's memory. Waits until it is there."""
         return self._source.file()
 
-    def run(self, trainer: Trainer) -> None:
+    def run(self, trainer: Trainer, verification: Verification) -> None:
         """Load slot after slot, replaying one iteration between each two.
 
         Collective over the stages that convert.
+
+        Args:
+            trainer: of this rank.
+            verification: told the loss of each replayed iteration.
 
         Raises:
             RefusedWindow: a slot cannot be had, or is of another model.
@@ -76,6 +81,7 @@ class Conversion:
             for index in range(1, self._source.window):
                 following = self._slot(index)  # knows what the replayed iteration reduced
                 self._replay(slot, following, trainer)
+                verification.replayed(following.header.iteration, trainer.loss)
                 self._load(following, trainer)
                 slot = following
 

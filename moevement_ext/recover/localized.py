@@ -46,7 +46,7 @@ from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verdict import Localized, WholeJob, decide_recovery
-from moevement_ext.recover.verification import Verified
+from moevement_ext.recover.verification import Verification, Verified
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,6 @@ class LocalizedRecovery:
 
     def stepped(self, start: Start) -> None:
         """The update is committed; `start` is what the next iteration will start from."""
-        self._replay.verification.check(start.iteration)
         self._position.stepped(start)
         if self._position.rebuilding:  # a stage that catches up is behind until it is all done
             return
@@ -157,6 +156,11 @@ class LocalizedRecovery:
         """All stages have converted their windows together, to `start`."""
         self._position.reached(start)
         self._position.rebuilt()
+
+    @property
+    def verification(self) -> Verification:
+        """What the newest replay of this rank is compared with."""
+        return self._replay.verification
 
     # Around the loop
 
@@ -219,7 +223,7 @@ class LocalizedRecovery:
         with self._outage.replay(), self._on_trial(verdict):
             if self._rank.number in verdict.ranks:
                 self._replay_stage(verdict, iterate)
-                verified = self._replay.verification.result()
+                verified = self.verification.result()
                 self._outage.tell_verified(self._membership.store, verified)
             faults.point(Phase.REPLAYED)
             self._membership.barrier('replayed')  # where no rank comes that refuses its replay
@@ -320,8 +324,7 @@ class LocalizedRecovery:
         """The committed iterations that a replay can need: from the oldest window that is here."""
         memory, newest = self._protection.memory, self._position.committed
         oldest = min((window.name.start for window in memory.windows.committed()), default=newest)
-        found = [memory.ledger.get(t) for t in range(oldest + 1, newest + 1)]
-        return [entry for entry in found if entry is not None]
+        return [entry.shared() for entry in memory.ledger.entries(oldest, newest)]
 
     def _decide(self) -> Localized:
         """What follows from all reports; the error of this rank, if recovery does not help."""
@@ -460,7 +463,7 @@ class LocalizedRecovery:
         replays = self._rank.number in verdict.ranks
         verified = Verified(0, NOWHERE, ())
         if replays:
-            verified = self._replay.verification.result()
+            verified = self.verification.result()
             print(recovered_line(verdict.target, self._replay.replayed, verified), flush=True)
         self._rank.events.emit(
             Recovered(
@@ -473,6 +476,7 @@ class LocalizedRecovery:
                 verified=verified.verified,
                 verified_at=verified.verified_at,
                 differing=list(verified.differing),
+                iterations=verified.iterations,
                 seconds={name: round(value, 3) for name, value in vars(self._phases).items()},
             )
         )

@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import msgspec
+
 from moevement_ext import faults
+from moevement_ext.config import OFF
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.faults import Phase
 from moevement_ext.membership.rank import Rank
@@ -105,8 +108,10 @@ class StageReplay:
         ledger.forget_after(target)
         for iteration, entry in sorted(known.items()):
             found = ledger.get(iteration)
-            if found is None or iteration in certain or _contradicts(entry, found):
+            if found is None or _contradicts(entry, found):
                 ledger.append(entry)
+            elif iteration in certain:
+                ledger.append(msgspec.structs.replace(entry, loss=found.loss))
 
     def run(
         self,
@@ -133,8 +138,7 @@ class StageReplay:
         faults.point(Phase.FETCH)
         self._enters('fetch')
         self._protection.drain()
-        captured = self._protection.captured_after(verdict.window.start)
-        self.verification = Verification(captured, self._trainer.operators.slices)
+        self.verification = self._verification(verdict.window.start, verdict.target)
         self._protection.stop_capturing()
         inventories = [report.windows for report in reports]
         held = {part for inventory in inventories for part in inventory}
@@ -147,6 +151,17 @@ class StageReplay:
             raise SourceLost(f'window {verdict.window.start}: {error}') from error
         except _DAMAGES as error:
             raise WindowRefused(f'window {verdict.window.start}: {error}') from error
+
+    def _verification(self, start: int, target: int) -> Verification:
+        """For a replay of the iterations after `start`; it is given their norms, and not asked."""
+        recorded = self._protection.memory.ledger.entries(start, target)
+        if self._rank.config.verify == OFF:
+            recorded = []
+        return Verification(
+            self._protection.captured_after(start),
+            self._trainer.operators.slices,
+            [msgspec.structs.replace(entry, grad_norms=[]) for entry in recorded],
+        )
 
     def _replay(
         self,
@@ -162,7 +177,7 @@ class StageReplay:
         self.fetch_s = time.perf_counter() - began
         self._enters('convert')
         with self._from_logs(start, target):
-            conversion.run(trainer)
+            conversion.run(trainer, self.verification)
             position.reached(conversion.last)
             self.verification.check(conversion.last.iteration)
             self._protection.roll_back(conversion.window, conversion.file())
@@ -240,4 +255,6 @@ class StageReplay:
 def _contradicts(entry: LedgerEntry, found: LedgerEntry) -> bool:
     """Both are of one iteration, but not of one life; optimizers of other stages may be others."""
     alike = len(entry.grad_norms) == len(found.grad_norms)
-    return alike and len(entry.overflows) == len(found.overflows) and entry != found
+    return (
+        alike and len(entry.overflows) == len(found.overflows) and entry.shared() != found.shared()
+    )

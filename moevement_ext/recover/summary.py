@@ -98,6 +98,7 @@ def together(verified: Sequence[Verified]) -> Verified:
         sum(one.verified for one in verified),
         max((one.verified_at for one in verified), default=-1),
         tuple(sorted({name for one in verified for name in one.differing})),
+        max((one.iterations for one in verified), default=0),
     )
 
 

@@ -181,6 +181,13 @@ class Trainer(Protocol):
         """At which training ends."""
 
     @property
+    def loss(self) -> float | None:
+        """The newest iteration's, as far as the host knows it without waiting.
+
+        Whatever of it this rank computes itself, or None: a replay must come to the same number.
+        """
+
+    @property
     def operators(self) -> Operators:
         """The state that is captured."""
 

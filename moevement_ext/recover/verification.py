@@ -6,11 +6,17 @@ checksums of the very state that the replay passes through. Equal checksums say 
 different ones that something computes other bits than before: nondeterministic kernels, or a chip
 that corrupts. Costs nothing before a failure.
 
+Captures lag behind: when the newest iterations are replayed no slot is left to compare them with,
+and one slot does not hold all operators. So the loss of each replayed iteration, and where all
+ranks reduce it anew the gradient norm, are compared with what the ledger has of it, which was
+written as the iteration was committed.
+
 What is in every slot (`OperatorSlices.always`) is not compared: a slot has it as an evaluation left
 it, and a replay comes to its state before that.
 """
 
 import logging
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
@@ -20,6 +26,7 @@ import xxhash
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.config import STOP
 from moevement_ext.memory.dtypes import dtype_name
+from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.slot import Record, SlotHeader
 
 logger = logging.getLogger(__name__)
@@ -46,15 +53,22 @@ class Verified(NamedTuple):
     verified_at: int
     """The last iteration at which that was possible, -1 if there was none."""
     differing: tuple[str, ...]
-    """Operators whose state was not what it had been; with the iteration that first showed it."""
+    """Operators whose state was not what it had been, and scalars that came out otherwise; with
+    the iteration that first showed it."""
+    iterations: int = 0
+    """Iterations of which a scalar was compared."""
 
     def __str__(self) -> str:
-        if not self.verified:
+        compared = []
+        if self.verified:
+            compared.append(f'{self.verified} operators at iteration {self.verified_at}')
+        if self.iterations:
+            compared.append(f'loss or gradient norm of {self.iterations} iterations')
+        if not compared:
             return 'verified: checksums of the window (it is the newest that was captured)'
         names = _listed(self.differing)
-        return (
-            f'verified: {self.verified} operators at iteration {self.verified_at}, '
-            f'differing: {len(self.differing)}' + (f' ({names})' if names else '')
+        return f'verified: {", ".join(compared)}, differing: {len(self.differing)}' + (
+            f' ({names})' if names else ''
         )
 
 
@@ -64,10 +78,15 @@ class Verification:
     Args:
         captured: slots that were sealed before the failure.
         operators: what this rank captures of each operator.
+        recorded: what the ledger had of the iterations before they are replayed; without the norms
+            where the replay is given them.
     """
 
     def __init__(
-        self, captured: Iterable[SlotHeader], operators: Mapping[str, OperatorSlices]
+        self,
+        captured: Iterable[SlotHeader],
+        operators: Mapping[str, OperatorSlices],
+        recorded: Iterable[LedgerEntry] = (),
     ) -> None:
         self._sources = {
             _key_of_slice(item): item.source
@@ -78,6 +97,8 @@ class Verification:
         for header in captured:
             checksums = self._expected.setdefault(header.iteration, {})
             checksums.update((_key_of_record(item), item.checksum) for item in header.records)
+        self._recorded = {entry.iteration: entry for entry in recorded if entry.judges}
+        self._scalars_of: set[int] = set()
         self._compared: set[str] = set()
         self._iteration = -1
         self._differing: dict[str, int] = {}
@@ -87,8 +108,42 @@ class Verification:
         """With nothing to compare with."""
         return cls((), {})
 
-    def check(self, iteration: int) -> None:
-        """The state after `iteration` is recomputed, and nothing writes it now."""
+    def replayed(self, iteration: int, loss: float | None) -> None:
+        """`iteration` is replayed in a conversion, which is given all other scalars."""
+        recorded = self._recorded.pop(iteration, None)
+        if recorded is not None:
+            self._compare('loss', iteration, recorded.loss, loss)
+
+    def check(self, iteration: int, entry: LedgerEntry | None = None) -> None:
+        """The state after `iteration` is recomputed, and nothing writes it now.
+
+        Args:
+            iteration: the newest of this rank.
+            entry: what was recorded of it just now, if it was run as in training.
+        """
+        recorded = self._recorded.pop(iteration, None)
+        if recorded is not None and entry is not None:
+            self._compare('loss', iteration, recorded.loss, entry.loss)
+            for before, now in zip(recorded.grad_norms, entry.grad_norms, strict=False):
+                self._compare('gradient norm', iteration, before, now)
+        self._check_state(iteration)
+
+    def _compare(self, what: str, iteration: int, before: float | None, now: float | None) -> None:
+        """Bit for bit: what is no number equals itself, too."""
+        if before is None or now is None:
+            return
+        self._scalars_of.add(iteration)
+        if struct.pack('d', before) != struct.pack('d', now) and what not in self._differing:
+            self._differing[what] = iteration
+            logger.warning(
+                'sparse checkpointing: the %s of iteration %d is %.9g, and had been %.9g',
+                what,
+                iteration,
+                now,
+                before,
+            )
+
+    def _check_state(self, iteration: int) -> None:
         expected = self._expected.pop(iteration, None)
         if expected is None:
             return
@@ -115,7 +170,9 @@ class Verification:
     def result(self) -> Verified:
         """What was found so far."""
         names = [f'{name} from iteration {first}' for name, first in self._differing.items()]
-        return Verified(len(self._compared), self._iteration, tuple(sorted(names)))
+        return Verified(
+            len(self._compared), self._iteration, tuple(sorted(names)), len(self._scalars_of)
+        )
 
 
 def _listed(names: Sequence[str]) -> str:

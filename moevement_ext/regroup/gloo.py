@@ -48,6 +48,7 @@ class Gloo:
         device: torch.device | None,
         timeout: timedelta,
         interrupted: Callable[[], bool],
+        at_once: bool,
     ) -> ProcessGroupGloo:
         """A backend connected with all others that connect through `store`.
 
@@ -59,6 +60,7 @@ class Gloo:
             device: not used by gloo.
             timeout: for the others to come.
             interrupted: true when nobody is to be waited for any more.
+            at_once: gloo connects in any case.
 
         Raises:
             RuntimeError: they did not come, or left, or this was interrupted.
@@ -85,6 +87,10 @@ class Gloo:
             # Each waits 1 ms, then for threads of its own; together that is faster by far.
             with ThreadPoolExecutor(min(len(backends), _MAX_THREADS)) as pool:
                 list(pool.map(_close_one, backends))
+
+    def is_connected(self, backend: ProcessGroupGloo) -> bool:
+        """It is from the beginning."""
+        return True
 
     def make_room(self) -> None:
         """Connections take no memory of a device."""

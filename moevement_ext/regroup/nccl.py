@@ -3,6 +3,12 @@
 
 What has to be set before the first process group is made: see `nccl_environment`. Written from
 the sources of torch 2.11 and 2.15 (`ProcessGroupNCCL`) and of NCCL 2.28.
+
+Communicators are not split from that of the world, though one exchange of addresses would do for
+all of them then. torch splits with the parent's mutex held (`ProcessGroupNCCL::initNCCLComm`), and
+an abort of the parent, all that would end the wait for a member that is lost in between, takes the
+same one first (`ProcessGroupNCCL::abortComms`). Besides, all ranks of the world take part in each
+split, also those that have no part in the group (`performNocolorSplit`).
 """
 
 import gc
@@ -19,6 +25,7 @@ from moevement_ext.regroup.nccl_calls import OpenCalls
 
 PARTS: dict[str, tuple[str, ...]] = {
     'distributed.ProcessGroupNCCL': (
+        '_is_initialized',
         'abort',
         'eager_connect_single_device',
         'options',
@@ -64,6 +71,7 @@ class Nccl:
         device: torch.device | None,
         timeout: timedelta,
         interrupted: Callable[[], bool],
+        at_once: bool,
     ) -> ProcessGroupNCCL:
         """A backend whose communicator is connected with those of all others.
 
@@ -79,6 +87,8 @@ class Nccl:
             device: that the group is bound to; None: the present one.
             timeout: for the others to come.
             interrupted: true when nobody is to be waited for any more.
+            at_once: make the communicator now; else with the first operation, as at a start. Alike
+                for all members.
 
         Raises:
             RuntimeError: they did not come, or left, or this was interrupted.
@@ -88,11 +98,15 @@ class Nccl:
         def connect() -> ProcessGroupNCCL:
             torch.cuda.set_device(own)  # else the thread would make a context on the first GPU
             backend = ProcessGroupNCCL(store, rank, size, options)
-            if size > 1:
+            if size > 1 and at_once:
                 backend.eager_connect_single_device(own)
             return backend
 
         return connecting.in_time(connect, timeout, interrupted)
+
+    def is_connected(self, backend: ProcessGroupNCCL) -> bool:
+        """Some operation has made a communicator, or `connect` has."""
+        return bool(backend._is_initialized())
 
     def make_room(self) -> None:
         """Give back the GPU memory that torch keeps without using it.

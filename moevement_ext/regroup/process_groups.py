@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Backend, ProcessGroup
 from torch.distributed import PrefixStore, Store, default_pg_timeout
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.regroup import gloo, internals, waits
+from moevement_ext.regroup import agreeing, gloo, internals, waits
 
 FAKE = 'fake'
 NCCL = 'nccl'
@@ -60,8 +60,12 @@ class Kind(Protocol):
         device: torch.device | None,
         timeout: timedelta,
         interrupted: Callable[[], bool],
+        at_once: bool,
     ) -> Backend:
-        """A backend connected with all that connect through `store`, until interrupted."""
+        """A backend connected, `at_once` or when it is used, through `store`; until interrupted."""
+
+    def is_connected(self, backend: Any) -> bool:
+        """It has been, or will be without being used."""
 
     def make_room(self) -> None:
         """Give back what connecting needs of the device and others keep without using it."""
@@ -131,6 +135,8 @@ class ProcessGroups:
         self._groups: dict[ProcessGroup, _Group] = {}
         self._open: list[tuple[str, Backend]] = []
         self._unblocked = False
+        self._in_use: set[str] = set()
+        """Names of groups that were connected when they were ended."""
         # Below: of the training thread. Of a store that is a Python object torch keeps only the
         # part that is not.
         self._tried: Store | None = None
@@ -154,6 +160,7 @@ class ProcessGroups:
                 self._unblocked = True
                 closing += self._pop_open()
                 self._take_up()
+                self._note_in_use()
                 closing += self._pop_open()
         finally:
             self._close(closing)
@@ -192,6 +199,7 @@ class ProcessGroups:
             self._unblocked = False
             waits.resume()
             self._take_up()
+            self._note_in_use()
             groups = sorted(
                 self._groups.values(), key=lambda group: (group.ranks, group.occurrence)
             )
@@ -203,13 +211,15 @@ class ProcessGroups:
         self._tried = store
         stores = {group.group: PrefixStore(group.name, store) for group in groups}
         inside = [group for group in groups if members is None or set(members) >= set(group.ranks)]
-        backends = self._connect(inside, stores, timeout)
+        at_once = self._at_once(inside, store, members, timeout)
+        backends = self._connect(inside, stores, at_once, timeout)
         with self._lock:
             self._raise_if_unblocked()
             replaced: list[Backend] = []
             for group in groups:
                 store_of = stores[group.group]
                 replaced += self._install(group, backends.get(group.group), store_of)
+            self._in_use -= {group.name for group in inside}  # what they are is seen in them
         _destroy(replaced)
         self._used = store
 
@@ -232,14 +242,48 @@ class ProcessGroups:
         for kind in self._kinds.values():
             kind.check_device()
 
+    def _at_once(
+        self,
+        groups: Iterable[_Group],
+        store: Store,
+        members: Collection[int] | None,
+        timeout: timedelta,
+    ) -> set[str]:
+        """Names of the groups that are connected now, not when they are used. On all members."""
+        names = {group.name for group in groups}
+        size = torch.distributed.get_world_size() if members is None else len(members)
+        if NCCL not in self._kinds or size < 2:
+            return names
+        try:
+            return agreeing.used_by_any(store, size, self._in_use, names, timeout)
+        except (RuntimeError, OSError) as error:
+            self._raise_if_unblocked()
+            raise RegroupError(
+                f'Not all of {size} ranks came to connect their process groups within '
+                f'{timeout.total_seconds():g} s: {error}'
+            ) from error
+
+    def _note_in_use(self) -> None:
+        """Before they are ended. With the lock."""
+        for group in self._groups.values():
+            backend = group.group._get_backend(group.devices[0])
+            kind = _KINDS.get(type(backend).__name__, FAKE)
+            if kind != FAKE and self._kinds[kind].is_connected(backend):
+                self._in_use.add(group.name)
+
     def _connect(
-        self, groups: Iterable[_Group], stores: dict[ProcessGroup, PrefixStore], timeout: timedelta
+        self,
+        groups: Iterable[_Group],
+        stores: dict[ProcessGroup, PrefixStore],
+        at_once: set[str],
+        timeout: timedelta,
     ) -> dict[ProcessGroup, Backend]:
         """All ranks connect groups in the same order, so that none waits for another in a ring."""
         backends: dict[ProcessGroup, Backend] = {}
         for group in groups:
             try:
-                backend = self._connect_one(group, stores[group.group], timeout)
+                now = group.name in at_once
+                backend = self._connect_one(group, stores[group.group], timeout, now)
             except (RuntimeError, OSError) as error:  # the latter: from a store written in Python
                 self._close_open()
                 self._raise_if_unblocked()
@@ -256,7 +300,9 @@ class ProcessGroups:
                 self._raise_if_unblocked()
         return backends
 
-    def _connect_one(self, group: _Group, store: Store, timeout: timedelta) -> Backend:
+    def _connect_one(
+        self, group: _Group, store: Store, timeout: timedelta, at_once: bool
+    ) -> Backend:
         kind, rank = self._kinds[group.kind], group.ranks.index(self._rank)
         self._addresses.append((kind, store, rank))
         return kind.connect(
@@ -267,6 +313,7 @@ class ProcessGroups:
             group.group.bound_device_id,
             timeout,
             lambda: self._unblocked,
+            at_once,
         )
 
     def _install(self, group: _Group, backend: Backend | None, store: Store) -> list[Backend]:

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.events import Recovered
 from tests.unit.memory.samples import tmpfs_directory
-from tools.gpu_check import one_rank
+from tools.demo.model import WORLD_SIZE, training_flags
+from tools.gpu_check import four_rank, one_rank
 from tools.gpu_check.settings import Settings
-from tools.gpu_check.training import Kill, Trials, compare
-from tools.lab.evidence import Tier
+from tools.gpu_check.training import Kill, Trained, Trials, compare
+from tools.lab import models
+from tools.lab.evidence import Tier, kind_of
 from tools.lab.launch import _FUSIONS, ROOT
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
@@ -25,21 +28,45 @@ if 'pretrain_gpt.py' in ' '.join(sys.orig_argv):
 FLAGS = '--attention-dropout 0.1 --hidden-dropout 0.1 --deterministic-mode'.split()
 
 
+def as_users_run(folder: Path, memory: Path, flags: list[str], nodes: int, window: int) -> Trials:
+    """Jobs with dynamo on and the fusions that run on a CPU at their defaults."""
+    (folder / 'sitecustomize.py').write_text(SOON)
+    compiled = {
+        'PYTHONPATH': os.pathsep.join([str(folder), str(ROOT)]),
+        'TORCHDYNAMO_DISABLE': '0',
+        'TORCHINDUCTOR_CACHE_DIR': str(folder / 'cache'),
+    }
+    fused = [flag for flag in flags if flag not in _FUSIONS]
+    settings = Settings(folder, memory, gpu=False)
+    return Trials(settings, folder, [*fused, *FLAGS], nodes, window, variables=compiled)
+
+
+def compared(trials: Trials, folder: Path, kill: Kill) -> Trained:
+    """A job with a kill, whose bits are those of the same without it."""
+    undisturbed = trials.protected('undisturbed')
+    assert list((folder / 'cache').rglob('*.so')), 'nothing was compiled'
+    killed = trials.protected('killed', kill)
+    assert compare(undisturbed, killed, 'killed', 'the same without the kill') == []
+    return killed
+
+
 def test_a_replay_computes_the_bits_of_compiled_functions(tmp_path: Path) -> None:
     """A new process has compiled them for other inputs, and in another order."""
     with tmpfs_directory() as memory:
-        settings = Settings(tmp_path, memory, gpu=False)
-        flags = [flag for flag in one_rank._flags(settings) if flag not in _FUSIONS]
-        (tmp_path / 'sitecustomize.py').write_text(SOON)
-        modules = os.pathsep.join([str(tmp_path), str(ROOT)])
-        compiled = {
-            'PYTHONPATH': modules,
-            'TORCHDYNAMO_DISABLE': '0',
-            'TORCHINDUCTOR_CACHE_DIR': str(tmp_path / 'cache'),
-        }
-        trials = Trials(settings, tmp_path, [*flags, *FLAGS], nodes=1, window=4, variables=compiled)
-        undisturbed = trials.protected('undisturbed')
-        assert list((tmp_path / 'cache').rglob('*.so')), 'nothing was compiled'
-        killed = trials.protected('killed', Kill(rank=0, after=11))
-    assert compare(undisturbed, killed, 'killed', 'the same without the kill') == []
+        flags = one_rank._flags(Settings(tmp_path, memory, gpu=False))
+        trials = as_users_run(tmp_path, memory, flags, nodes=1, window=4)
+        killed = compared(trials, tmp_path, Kill(rank=0, after=11))
     assert killed.recovery is not None and killed.recovery.tier is Tier.WHOLE_JOB
+
+
+def test_a_stage_that_replays_alone_computes_them_too(tmp_path: Path) -> None:
+    """One process of the stage is new and compiles as it replays; its peer has compiled before."""
+    data = models.prepare_text(tmp_path / 'data', megabytes=1)
+    flags = training_flags(data, four_rank.ITERATIONS, tmp_path / 'unused')
+    with tmpfs_directory() as memory:
+        trials = as_users_run(tmp_path, memory, flags, WORLD_SIZE, four_rank.WINDOW)
+        killed = compared(trials, tmp_path, four_rank.KILL)
+    assert four_rank.not_localized(killed) == []
+    found = [event for event in kind_of(killed.events, Recovered) if event.replayed]
+    assert sum(event.verified for event in found) and not any(event.differing for event in found)
+    assert any(event.iterations for event in found), 'no loss was compared'

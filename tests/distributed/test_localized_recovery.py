@@ -429,7 +429,8 @@ def test_a_recovery_verifies_itself(
         (recovered,) = job.events_of(Recovered, rank)
         assert recovered.verified > 0 and recovered.verified_at >= 6
         assert recovered.differing == []
-    assert re.search(r'verified: \d+ operators at iteration \d, differing: 0 \|', job.output(0))
+    said = r'verified: \d+ operators at iteration \d, loss or .* of 4 iterations, differing: 0 \|'
+    assert re.search(said, job.output(0))
 
 
 @pytest.mark.mutation
@@ -454,6 +455,19 @@ def test_a_replay_with_a_wrong_bit_is_not_gone_on_from_where_that_is_forbidden(
     assert differences(reference(*flags), read_digest(job)) == []
     tiers = [event.tier for event in job.events_of(NextTier, rank=0)]
     assert tiers[0] == 'the whole job' and tiers[-1] == 'the start'
+
+
+@pytest.mark.thorough
+def test_a_wrong_bit_behind_the_newest_capture_shows_in_the_next_loss(
+    cluster: Callable[..., Cluster],
+) -> None:
+    """The state after 6 is captured, that after 7 is not yet; its loss is recorded."""
+    job = cluster(*flags_of(BASE), '--sparse-ckpt-window', '3')
+    mutation = 'mutations.localized:one_bit_wrong_after_the_last_capture'
+    job.survive(fail_at='3:7:after-step', mutation=mutation)
+    (recovered,) = job.events_of(Recovered, rank=3)
+    assert 'wrong bit in' in job.output(0)
+    assert recovered.differing == ['loss from iteration 7']
 
 
 MUTATIONS = {

@@ -233,6 +233,7 @@ def test_steps_on_both_sides_of_a_failure_are_skipped(cluster: Callable[..., Clu
     assert min(map(float, scales)) == 2048.0, 'its lower bound'
 
 
+LOSS = 'loss from iteration 7'
 MUTATIONS = {
     'overflow_not_replayed': _flags(SETUPS['fp16-dynamic-scale-per-token-loss'][0]),
     'scaler_not_restored': _flags(SETUPS['fp16-dynamic-scale-per-token-loss'][0]),
@@ -257,6 +258,18 @@ def test_leaving_out_a_step_of_recovery_is_noticed(
     job.finish(mutation=mutation)
     assert job.events_of(Recovered)
     assert differences(reference(*flags), read_digest(job)) != []
+
+
+@pytest.mark.thorough
+def test_a_wrong_bit_behind_the_newest_capture_shows_in_loss_and_norm(
+    cluster: Callable[..., Cluster],
+) -> None:
+    job = cluster(*BASE, '--sparse-ckpt-window', '3')
+    job.run(fail_at='1:7:after-step')
+    job.finish(mutation='mutations.localized:one_bit_wrong_after_the_last_capture')
+    found = {rank: job.events_of(Recovered, rank)[0].differing for rank in range(4)}
+    norm = 'gradient norm from iteration 7'
+    assert found == {**dict.fromkeys((0, 1), [norm]), **dict.fromkeys((2, 3), [norm, LOSS])}
 
 
 @pytest.mark.thorough

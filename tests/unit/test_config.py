@@ -36,6 +36,7 @@ NAN = float('nan')
         ('stuck_timeout', NAN, r'0 \(never\) or at least'),
         ('recovery', 'global', 'localized or whole-job'),
         ('recovery', '', 'localized or whole-job'),
+        ('bind', 'cpu', 'gpu or off'),
         ('reorder_fraction', 0, r'in \(0, 1\]'),
         ('reorder_fraction', 1.5, r'in \(0, 1\]'),
         ('reorder_fraction', NAN, r'in \(0, 1\]'),

@@ -8,7 +8,8 @@
 Each stage takes less than ten minutes. After each, what was found is in OUTPUT/gpu-check.json with
 the hardware it was found on; the next call goes on from there. A stage that is ended on the way has
 failed, but what it had found by then is there, too. At the end there is a line for each stage: PASS
-or FAIL with its figures.
+or FAIL with its figures; then whether localized recovery is exact, what windows cost and how fast
+captures are; last, what was not run. Let OUTPUT outlive the machine if that is lent.
 
 Exit status: 0 all that was to run has passed, 1 a stage failed, 2 there is no GPU, or the output
 folder is of another machine.
@@ -25,6 +26,7 @@ import msgspec
 import psutil
 import torch
 
+from tools.gpu_check.answers import answers
 from tools.gpu_check.report import NOTHING, Notes, Report, StageResult, load, save
 from tools.gpu_check.settings import Settings
 from tools.gpu_check.stages import STAGES, possible
@@ -128,13 +130,14 @@ def check(settings: Settings, only: str | None) -> Report:
 
 
 def summary(report: Report) -> str:
-    """A line for each stage, on what it ran."""
+    """A line for each stage, on what it ran; what they answer; last, what was not run."""
     head = 'a DRY RUN, without a GPU, on ' if report.dry_run else ''
     lines = [f'gpu_check on {head}{report.hardware.line()}']
     for name in STAGES:
         result = report.stages.get(name)
         missing = '' if name in possible(not report.dry_run) else f': no {STAGES[name].needs}'
         lines += result.lines(name) if result else [f'---- {name} (not run{missing})']
+    lines += answers(report)
     left = [name for name in STAGES if name not in report.stages]
     lines.append(f'not run: {", ".join(left) or "nothing"}')
     return '\n'.join(lines)

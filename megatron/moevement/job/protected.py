@@ -14,6 +14,7 @@ from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.job.unsupported import hazard, not_localized
 from megatron.moevement.seams import patches
 from megatron.moevement.seams.data_position import DataPosition
+from megatron.moevement.seams.losses import Losses
 from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.state.global_scalars import ScalarRecorder
 from megatron.moevement.state.operation_count import OperationCount
@@ -73,7 +74,7 @@ def protected_job(
         events=EventLog(config.events, facts.rank, required=not joining),
         exchange=Exchange(membership.archive if membership else None, joining),
     )
-    around = Surroundings(ScalarRecorder(), data, PostStep(facts, counters), operations)
+    around = Surroundings(ScalarRecorder(), data, PostStep(facts, counters), operations, Losses())
     session = Session(Job(rank, membership), store, facts, counters, around)
     session.begin(args)
     try:

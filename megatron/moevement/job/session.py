@@ -67,6 +67,7 @@ class Session:
             args: all settings of the job; upstream reads there that a process connects to nobody.
         """
         self.around.recorder.install()
+        self.around.losses.install()
         data_caches.install()
         faults.arm(self._facts.rank)
         if self.job.joining:

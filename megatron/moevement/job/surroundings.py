@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from megatron.moevement.seams.data_position import DataPosition
+from megatron.moevement.seams.losses import Losses
 from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.state.global_scalars import ScalarRecorder
 from megatron.moevement.state.operation_count import OperationCount
@@ -21,3 +22,5 @@ class Surroundings:
     """What the loop does after an iteration."""
     operations: OperationCount
     """Floating point operations so far, for upstream's own count."""
+    losses: Losses
+    """The loss of each iteration on this rank."""

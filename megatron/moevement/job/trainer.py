@@ -55,6 +55,7 @@ class MegatronTrainer:
         self._counters = counters
         self._recorder = around.recorder
         self._operations = around.operations
+        self._losses = around.losses
         self._broken = BrokenIteration(training.model, training.operators) if localized else None
         self._step: Callable[..., Any] | None = None
         self.operators = training
@@ -88,6 +89,11 @@ class MegatronTrainer:
         assert self._counters.train_iters is not None
         return self._counters.train_iters
 
+    @property
+    def loss(self) -> float | None:
+        """The newest iteration's on this rank, if it is on the last stage."""
+        return self._losses.newest
+
     def use(self, train_step: Callable[..., Any]) -> None:
         """Have iterations run by this from now on, called as `train_step(iteration=, **schedule)`.
 
@@ -114,6 +120,7 @@ class MegatronTrainer:
     def iterate(self, iteration: int) -> Any:
         """Upstream's `train_step`, or what stands for it."""
         assert self._step is not None
+        self._losses.begin()
         return self._step(iteration=iteration, **self.pipeline.schedule(iteration))
 
     def record(self, iteration: int, skipped: bool) -> Committed:
@@ -136,6 +143,7 @@ class MegatronTrainer:
             num_microbatches=num_microbatches,
             consumed_samples=state.consumed_train_samples,
             num_tokens=state.scalars.num_tokens,
+            loss=self.loss,
         )
         return Committed(iteration_state.encode(state), entry)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.pinning import pin_like
 from moevement_ext.memory.sizing import GENERATIONS
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
@@ -146,6 +147,7 @@ class OwnerWindows:
         """
         with self._lock:
             file = WindowFile.create(self.path / writing_name(name), nbytes)
+            pin_like(self._generations[0].file, file)
             self._generations.append(_Generation(file, self._next_index(), _State.WRITING))
             file.begin(name)
             return file

@@ -130,6 +130,9 @@ class NcclLike(c10d.Backend):
         """Make the communicator now."""
         self._connect()
 
+    def _is_initialized(self) -> bool:
+        return self._gloo is not None
+
     def start(self, operation: '_Operation') -> None:
         """Put it on the device, or note it if a group is open."""
         if self.aborted.is_set():

@@ -18,7 +18,7 @@ from megatron.moevement import attachment
 from megatron.moevement.job import session, trainer
 from megatron.moevement.seams import data_position, p2p
 from megatron.moevement.state import broken_iteration, global_scalars, training_state
-from moevement_ext.recover import conversion, stage_replay
+from moevement_ext.recover import conversion, stage_replay, verification
 
 
 def data_not_moved_back() -> None:
@@ -128,13 +128,32 @@ def one_bit_wrong_in_the_replay() -> None:
         return
     run = conversion.Conversion.run
 
-    def run_with_a_wrong_bit(self, trainer):
-        run(self, trainer)
+    def run_with_a_wrong_bit(self, trainer, verification):
+        run(self, trainer, verification)
         name, state = max(trainer.operators.loader._states.items())
         state.master().view(torch.int32)[0] ^= 1 << 20
         print(f'wrong bit in {name}')
 
     conversion.Conversion.run = run_with_a_wrong_bit
+
+
+def one_bit_wrong_after_the_last_capture() -> None:
+    """A replay goes wrong where no captured state is left to compare it with, in a new process."""
+    if os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0':
+        return
+    check = verification.Verification._check_state
+
+    def check_and_spoil(self, iteration):
+        was_last = iteration == max(self._expected, default=-1)
+        check(self, iteration)
+        if was_last:
+            key = max(key for key in self._sources if key.part in ('master', 'weight'))
+            for other, source in self._sources.items():
+                if (other.operator, other.tensor) == key[:2]:
+                    source.view(-1).view(torch.uint8)[-1] ^= 1
+            print(f'wrong bit in {key.operator} after iteration {iteration}')
+
+    verification.Verification._check_state = check_and_spoil
 
 
 def norm_of_detached_heads_wrong() -> None:

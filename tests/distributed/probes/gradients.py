@@ -82,7 +82,7 @@ def count_weight_gradients() -> None:
     """Write down the counts of every replayed iteration by operator."""
     run = Conversion.run
 
-    def counted(self: Any, trainer: Any) -> None:
+    def counted(self: Any, trainer: Any, verification: Any) -> None:
         frozen, iterate = trainer.operators.frozen, trainer.iterate
         parameters = {
             name: parameter
@@ -119,7 +119,7 @@ def count_weight_gradients() -> None:
             return result
 
         trainer.iterate = counting
-        run(self, trainer)
+        run(self, trainer, verification)
         del trainer.iterate
         probes.report('replayed', replayed)
 

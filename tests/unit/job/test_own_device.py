@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which GPU a process takes; the machine that this runs on need not have any."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from moevement_ext.devices import affinity
 from moevement_ext.job import own_device
 
 
@@ -35,3 +38,17 @@ def test_a_process_takes_the_gpu_of_its_local_rank(
         monkeypatch.setenv('LOCAL_RANK', local_rank)
     own_device.take()
     assert present == [taken]
+
+
+@pytest.mark.parametrize('gpu', [True, False])
+def test_a_process_is_bound_by_the_address_of_its_gpu(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpu)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 3)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', {3: address}.__getitem__)
+    monkeypatch.setattr(affinity, 'bind', asked.append)
+    own_device.bind()
+    assert asked == (['0000:1b:00.0'] if gpu else [])

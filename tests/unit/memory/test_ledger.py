@@ -213,7 +213,12 @@ def test_floats_keep_their_bits(floats: tuple[float, ...], integers: tuple[int, 
 def test_scalars_of_many_optimizers_fit_and_too_many_are_refused(shm: Path) -> None:
     ledger = Ledger(shm / 'ledger', 2, OWN)
     largest = msgspec.structs.replace(
-        entry(2**62), consumed_samples=2**63, num_microbatches=2**32, num_tokens=2**63
+        entry(2**62),
+        consumed_samples=2**63,
+        num_microbatches=2**32,
+        num_tokens=2**63,
+        loss=0.1,
+        judges=False,
     )
     fitting = msgspec.structs.replace(
         largest, grad_norms=[0.1] * MAX_SCALARS, overflows=[True] * MAX_SCALARS

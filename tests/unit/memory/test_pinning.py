@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import pin
 from moevement_ext.memory.window.file import WindowFile
-from tests.unit.memory.samples import capacity
+from moevement_ext.memory.window.generations import OwnerWindows
+from tests.unit.memory.samples import capacity, named, tmpfs_directory
 
 
 class Runtime:
@@ -70,3 +72,24 @@ def test_pages_that_cannot_be_locked_are_refused(
     del file
     gc.collect()
     assert not runtime.unregistered
+
+
+@pytest.mark.parametrize('pinned', [True, False])
+def test_a_window_that_comes_late_is_pinned_as_those_before_it(
+    pinned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other flags have made it longer; a limit that leaves no room for it costs speed alone."""
+    runtime = Runtime(0)
+    use(runtime, monkeypatch)
+    with tmpfs_directory() as shm:
+        windows = OwnerWindows(NodeStore(shm, 'run', 'node'), 0, 0, capacity(window=1))
+        before = windows.files()
+        for file in before if pinned else ():
+            pin(file)
+        larger = windows.begin_larger(named(0), capacity())
+        late = [pointer for pointer, _ in runtime.registered[len(before) :]]
+        assert late == ([larger.array.ctypes.data] if pinned else [])
+        runtime.status = 2
+        windows.begin_larger(named(9), capacity())
+    assert bool(caplog.messages) == pinned
+    assert not runtime.last_error, 'the next kernel would raise it'

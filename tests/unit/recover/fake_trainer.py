@@ -271,6 +271,7 @@ class FakeTrainer:
         self.place = Place(stage, [stage], None, [], interleaved=False)
         self.last_iteration = 0
         self.update = Update(lambda: None, lambda: None, lambda skipped: None)
+        self.loss: float | None = None
         self._known: float | None = None
 
     @property
@@ -294,6 +295,7 @@ class FakeTrainer:
         self.pipeline.begin(iteration + 1)
         weights = self.operators.weights()
         passes = [self._forward(iteration, index, weights) for index in range(MICRO_BATCHES)]
+        self.loss = float(int.from_bytes(mixed('loss', passes)[:6]))
         backward = [self._backward(given, result, weights) for given, result in passes]
         faults.point(Phase.OPTIMIZER)
         self.update.before()
@@ -308,7 +310,8 @@ class FakeTrainer:
         faults.point(Phase.AFTER_STEP)
 
     def record(self, iteration: int, skipped: bool) -> Committed:
-        entry = LedgerEntry(iteration, [self.small_state.norm], [], MICRO_BATCHES, iteration)
+        norms = [self.small_state.norm]
+        entry = LedgerEntry(iteration, norms, [], MICRO_BATCHES, iteration, loss=self.loss)
         return Committed(self.small_state.now(), entry)
 
     def around_update(self, *calls: Callable[..., None]) -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from moevement_ext.recover.conversion import Conversion
+from moevement_ext.recover.verification import Verification
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.recover.fake_window import FakeWindow, Plan
 
@@ -47,7 +48,7 @@ def converted(plan: Plan, breaking: Callable[[FakeTrainer], None] = lambda new: 
     new.small_state.random = b'of another process'
     breaking(new)
     conversion = Conversion(window)
-    conversion.run(new)
+    conversion.run(new, Verification.of_nothing())
     assert (conversion.first.iteration, conversion.last.iteration) == (
         START,
         START + len(plan) - 1,
@@ -68,7 +69,7 @@ def test_every_plan_leads_to_the_state_that_was_lost(plan: Plan) -> None:
 def test_the_job_goes_on_with_the_same_iterations(plan: Plan) -> None:
     window, lost = captured(plan)
     new = FakeTrainer(NAMES)
-    Conversion(window).run(new)
+    Conversion(window).run(new, Verification.of_nothing())
     for iteration in range(START + len(plan) - 1, START + len(plan) + 3):
         lost.iterate(iteration)
         new.iterate(iteration)
@@ -78,7 +79,7 @@ def test_the_job_goes_on_with_the_same_iterations(plan: Plan) -> None:
 def test_what_is_not_captured_in_full_yet_is_frozen_while_it_is_replayed() -> None:
     window, _ = captured((('a',), ('b', 'c'), ('d',)))
     new = FakeTrainer(NAMES)
-    Conversion(window).run(new)
+    Conversion(window).run(new, Verification.of_nothing())
     assert new.operators.log == [
         ('load', 0),
         ('freeze', frozenset('bcd')),

@@ -20,6 +20,7 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.stage_replay import StageReplay
+from moevement_ext.recover.verification import Verification
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.fake_trainer import FakeLoop, FakeOperators, FakePipeline, FakeState
 from tests.unit.recover.threaded_job import STAGES, WINDOW, Expected, Fault, ThreadedJob, install
@@ -280,3 +281,24 @@ def test_without_a_step_of_it_a_bit_differs(
     breaking(monkeypatch)
     with pytest.raises(AssertionError):
         train_through([Fault(1, phase, FIRST)], fault_free)
+
+
+@pytest.mark.parametrize('all_die', [False, True])
+def test_a_bit_that_differs_after_the_last_captured_state_shows_in_the_next_loss(
+    all_die: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest iteration is not captured yet: nothing else tells what its replay came to."""
+    check = Verification._check_state
+
+    def check_and_spoil(verification: Verification, iteration: int) -> None:
+        was_last = iteration == max(verification._expected, default=-1)
+        check(verification, iteration)
+        if was_last:
+            read = (key for key in verification._sources if key.part == 'weight')
+            verification._sources[min(read)][0] ^= 1
+
+    monkeypatch.setattr(Verification, '_check_state', check_and_spoil)
+    job = train(FIRST + WINDOW, [Fault(2, Phase.EVALUATE, FIRST + 1, all_die=all_die)])
+    found = {name for event in job.recovered for name in event.differing}
+    norm = {f'gradient norm from iteration {FIRST + 1}'} if all_die else set()
+    assert found == {f'loss from iteration {FIRST + 1}'} | norm

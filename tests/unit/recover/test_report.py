@@ -24,6 +24,7 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
     shares = {f'layer1.expert{expert}': 1 / experts for expert in range(experts)}
     memory = SimpleNamespace(
         log=None,
+        ledger=SimpleNamespace(entries=lambda after, to: []),
         store=NodeStore(folder, 'run', 'node'),
         windows=SimpleNamespace(committed=lambda: []),
         addresses=[('127.0.0.1', 1)],

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was captured before a failure tells whether a replay computed the same bits again."""
 
+import math
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice
+from moevement_ext.config import REPORT, STOP
 from moevement_ext.memory.batches import copy_all
+from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
 from moevement_ext.plan.byte_planner import WindowPlan
@@ -119,3 +124,42 @@ def test_without_a_newer_capture_nothing_is_claimed(state: dict[str, torch.Tenso
     verification.check(6)
     assert verification.result()[:2] == (0, -1)
     assert str(verification.result()).startswith('verified: checksums of the window')
+
+
+NOTHING: dict[str, OperatorSlices] = {}
+
+
+def test_scalars_of_replayed_iterations_are_compared_bit_for_bit() -> None:
+    """Also where nothing is captured; but what another replay recorded on trial judges nothing."""
+    recorded = [
+        LedgerEntry(7, [0.25], [], 2, 56, loss=5.25),
+        LedgerEntry(8, [math.nan], [True], 2, 64, loss=math.inf),
+        LedgerEntry(9, [0.5], [], 2, 72),
+        LedgerEntry(10, [9.0], [], 2, 80, loss=9.0).on_trial(),
+    ]
+    verification = Verification((), NOTHING, recorded)
+    verification.replayed(7, 5.25)
+    verification.check(7)  # the end of a conversion
+    verification.check(8, recorded[1])
+    verification.check(9, msgspec.structs.replace(recorded[2], loss=5.0))
+    verification.check(10, LedgerEntry(10, [1.0], [], 2, 80, loss=1.0))
+    result = verification.result()
+    assert (result.verified, result.iterations, result.differing) == (0, 3, ())
+    assert str(result) == 'verified: loss or gradient norm of 3 iterations, differing: 0'
+
+
+@pytest.mark.parametrize(
+    ('changed', 'name'),
+    [({'loss': math.nextafter(5.25, 6.0)}, 'loss'), ({'grad_norms': [0.5]}, 'gradient norm')],
+)
+def test_the_first_iteration_whose_scalars_differ_is_named(
+    changed: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorded = [LedgerEntry(t, [0.25], [], 2, 8 * t, loss=5.25) for t in (7, 8, 9)]
+    verification = Verification((), NOTHING, recorded)
+    verification.check(7, recorded[0])
+    for entry in recorded[1:]:
+        verification.check(entry.iteration, msgspec.structs.replace(entry, **changed))
+    assert verification.result().differing == (f'{name} from iteration 8',)
+    assert verification.forbids(STOP) and not verification.forbids(REPORT)
+    assert len([text for text in caplog.messages if f'the {name} of iteration 8' in text]) == 1

@@ -118,11 +118,15 @@ class Cluster:
 
 
 @contextmanager
-def cluster(size: int, backend: str = 'gloo') -> Iterator[Cluster]:
-    """With backend 'nccl' the processes have one that fails like it, for tensors on the CPU."""
+def cluster(size: int, backend: str = 'gloo', used: bool = True) -> Iterator[Cluster]:
+    """With backend 'nccl' the processes have one that fails like it, for tensors on the CPU.
+
+    All groups are used at first, unless it is said otherwise.
+    """
     made = Cluster(size, backend)
     try:
-        made.all(collectives)
+        if used:
+            made.all(collectives)
         yield made
     finally:
         for rank in made.ranks:

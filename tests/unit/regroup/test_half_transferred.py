@@ -168,7 +168,7 @@ def test_peer_that_dies_when_it_has_published_its_address_is_not_waited_for() ->
         mine = InterruptibleStore(PrefixStore('group', store.clone()), broken, DEADLINE)
         began = time.monotonic()
         with pytest.raises(RuntimeError):
-            Gloo().connect(mine, 0, 2, DEADLINE, None, DEADLINE, broken.is_set)
+            Gloo().connect(mine, 0, 2, DEADLINE, None, DEADLINE, broken.is_set, True)
         assert time.monotonic() - began < DEADLINE.total_seconds() / 2
     connecting = [t for t in threading.enumerate() if t.name == 'sparse-ckpt-connect']
     assert len(connecting) <= 6, 'one thread is left for each'
@@ -184,5 +184,5 @@ def test_connecting_ends_in_time_by_itself() -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError):
         limit = timedelta(seconds=0.5)
-        Gloo().connect(store.clone(), 0, 2, DEADLINE, None, limit, lambda: False)
+        Gloo().connect(store.clone(), 0, 2, DEADLINE, None, limit, lambda: False, True)
     assert time.monotonic() - began < DEADLINE.total_seconds() / 2

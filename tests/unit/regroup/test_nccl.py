@@ -200,6 +200,36 @@ def noted(order: list[str], name: str, call: Any) -> Any:
     return noting
 
 
+def test_only_communicators_that_a_member_has_used_are_made_again() -> None:
+    """A new process does not know; what nobody has used is made when it is used, as at first."""
+    with cluster(3, 'nccl', used=False) as job:
+        job.all(ranks.all_reduce, 'world')
+        job.all(ranks.all_reduce, '0,1', ranks=(0, 1))
+        for rank in (0, 2):
+            job.ranks[rank].kill()
+            job.replace(rank)
+        job.ranks[1].call(ranks.unblock)
+        job.ranks[1].call(silence, job.fresh_prefix())
+        job.renew()
+        assert job.all(made) == [{'world', '0,1'}, {'world', '0,1'}, {'world'}]
+        job.all(ranks.collectives)
+
+
+def silence(job: Job, prefix: str) -> None:
+    """As a survivor does before it enters its loop again."""
+    job.process_groups.renew(PrefixStore(prefix, job.store), (), DEADLINE)
+
+
+def made(job: Job) -> set[str]:
+    """Groups of several ranks whose communicator is there."""
+    found = set()
+    for name, group in job.groups.items():
+        backend: Any = group._get_backend(torch.device('cpu'))
+        if group.size() > 1 and backend._is_initialized():
+            found.add(name)
+    return found
+
+
 def test_member_that_does_not_come_is_an_error_in_time() -> None:
     """Communicators are made in `renew`; later they could not be aborted while they are made."""
     with cluster(3, 'nccl') as job:
@@ -207,7 +237,7 @@ def test_member_that_does_not_come_is_an_error_in_time() -> None:
         for rank in (0, 1):
             job.ranks[rank].start(renew_on_own_connection, prefix, 0.5)
         for rank in (0, 1):
-            with pytest.raises(Failed, match='RegroupError: The process group of ranks 0, 1'):
+            with pytest.raises(Failed, match='RegroupError: Not all of 3 ranks came'):
                 job.ranks[rank].result()
         job.renew()
         job.all(ranks.collectives)

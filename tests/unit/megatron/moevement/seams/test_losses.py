@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of an iteration, read off what a schedule returns."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from megatron.moevement.seams import losses, micro_batches
+
+SCHEDULE = micro_batches.SCHEDULES[1]
+
+
+def of_tokens(*pairs: tuple[float, float]) -> list[dict[str, torch.Tensor]]:
+    """What `loss_func` of upstream's trainer gives of each micro-batch, and another kind of it."""
+    return [{'lm loss': torch.tensor(pair), 'other': torch.ones(2)} for pair in pairs]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Runs a schedule that returns what it is given, wrapped as upstream's is."""
+    followed = losses.Losses()
+
+    def of(reduced: Any, **kwargs: Any) -> float | None:
+        wrapped = getattr(schedules, SCHEDULE)
+        assert wrapped(reduced=reduced, **kwargs) is reduced
+        return followed.newest
+
+    def schedule(reduced: Any, forward_only: bool = False) -> Any:
+        return reduced
+
+    def wrap(part: str, wrapper: Callable[..., Any]) -> None:
+        name = part.partition(':')[2]
+        monkeypatch.setattr(schedules, name, lambda **kwargs: wrapper(schedule, **kwargs))
+
+    monkeypatch.setattr(losses.patches, 'wrap', wrap)
+    followed.install()
+    of.followed = followed  # type: ignore[attr-defined]
+    yield of
+
+
+def test_it_is_the_mean_over_the_tokens_of_all_micro_batches(run: Callable[..., Any]) -> None:
+    assert run(of_tokens((12.0, 4.0), (8.0, 1.0))) == 4.0
+    assert run([{'loss': torch.tensor(1.5)}, {'loss': torch.tensor(2.5)}]) == 2.0
+    lowest = torch.tensor(2.0).nextafter(torch.tensor(3.0))
+    assert run([{'loss': lowest}]) == lowest.item() != 2.0
+
+
+@pytest.mark.parametrize(
+    'reduced', [[], None, [torch.ones(1)], [{}], of_tokens((1.0, 0.0))], ids=str
+)
+def test_nothing_is_known_where_no_loss_is_returned(run: Callable[..., Any], reduced: Any) -> None:
+    """On other stages, by another kind of loop, or where no token counts."""
+    assert run(reduced) is None
+
+
+def test_an_evaluation_and_the_iteration_before_leave_nothing(run: Callable[..., Any]) -> None:
+    assert run(of_tokens((3.0, 1.0))) == 3.0
+    assert run(of_tokens((9.0, 1.0)), forward_only=True) == 3.0
+    run.followed.begin()  # type: ignore[attr-defined]
+    assert run(of_tokens((9.0, 1.0)), forward_only=True) is None
+
+
+def test_a_copy_that_has_not_arrived_is_not_waited_for(run: Callable[..., Any]) -> None:
+    run(of_tokens((3.0, 1.0)))
+    followed = run.followed  # type: ignore[attr-defined]
+    for arrived, expected in ((False, None), (True, 3.0)):
+        followed._arrived = type('Event', (), {'query': lambda self, it=arrived: it})()
+        assert followed.newest == expected
