@@ -9,7 +9,6 @@ hours, every 27 minutes). Once with each kind of failures and recovery that the 
 Exit status: 0 if every case took less than a minute, else 1.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from moevement_ext.simulate.monte_carlo import Estimate, Spares, simulate
 from moevement_ext.simulate.partial import PartialExperts, PartialRun
 from moevement_ext.simulate.pipeline import Pipeline
 from moevement_ext.simulate.runs import CopyRun, SparseRun
+from tools.lab.arguments import Parser
 
 GPUS, GPU_HOURS_PER_FAILURE = 16384, 7500.0
 MTBF_S = GPU_HOURS_PER_FAILURE * 3600 / GPUS
@@ -74,10 +74,9 @@ def cases(hours: float) -> dict[str, Callable[[], Estimate]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog='bench_simulate',
+    parser = Parser(
+        prog='python -m tools.bench.simulate',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--hours', type=float, default=10_000.0, help='to simulate')
     args = parser.parse_args(argv)

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.demo.story import Plan, run_demo
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm
 from tools.lab.errors import LabError
 from tools.lab.launch import add_share_gpu
@@ -24,10 +25,9 @@ from tools.lab.launch import add_share_gpu
 
 def build_parser() -> argparse.ArgumentParser:
     """Flags of the demo."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog='scripts/demo.sh',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--iterations', type=int, default=40, help='to train (default: 40)')
     parser.add_argument(

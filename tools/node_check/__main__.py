@@ -31,6 +31,7 @@ from rich.console import Console
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.simulate.planning import plan_job
 from tools.drill.flags import value_of
+from tools.lab.arguments import Parser
 from tools.lab.errors import LabError
 from tools.lab.figures import replacing
 from tools.node_check import node
@@ -182,10 +183,9 @@ def _write(reports: Sequence[RankReport], path: Path | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog='node_check',
+    parser = Parser(
+        prog='python -m tools.node_check',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -39,6 +39,7 @@ from moevement_ext.simulate.profile import ProfileError
 from moevement_ext.simulate.runs import Run
 from moevement_ext.simulate.systems import SYSTEMS, System
 from moevement_ext.simulate.trace import TraceError
+from tools.lab.arguments import Parser
 from tools.simulate import flags
 
 BAD_INPUT = (FieldError, ProfileError, TraceError, InfeasiblePlan)
@@ -136,9 +137,7 @@ def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """The parser, for its errors, and the flags."""
-    parser = argparse.ArgumentParser(
-        prog='simulate', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog='python -m tools.simulate', description=__doc__)
     parser.add_argument('--system', choices=SYSTEMS, required=True)
     parser.add_argument(
         '--optimal-interval',

@@ -30,6 +30,7 @@ from moevement_ext.simulate.fields import FieldError
 from moevement_ext.simulate.profile import ProfileError
 from moevement_ext.simulate.systems import SPARSE_SYSTEMS, SYSTEMS
 from moevement_ext.simulate.trace import TraceError
+from tools.lab.arguments import Parser
 from tools.lab.figures import replacing
 from tools.simulate import flags
 
@@ -189,10 +190,9 @@ def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[float]]:
     """The parser, the flags and the values; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='simulate sweep',
+    parser = Parser(
+        prog='python -m tools.simulate sweep',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--over', choices=OVER, required=True, help='flag that is varied')
     parser.add_argument('--values', required=True, help='comma-separated')

@@ -25,6 +25,7 @@ from moevement_ext.simulate.fields import FieldError
 from moevement_ext.simulate.monte_carlo import Timeline
 from moevement_ext.simulate.profile import ProfileError
 from moevement_ext.simulate.trace import TraceError
+from tools.lab.arguments import Parser
 from tools.lab.figures import replacing
 from tools.simulate import flags
 from tools.simulate.sweep import names_of
@@ -76,10 +77,9 @@ def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """The parser and the flags; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='simulate timeline',
+    parser = Parser(
+        prog='python -m tools.simulate timeline',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--systems', required=True, help='comma-separated')
     parser.add_argument('--bins', type=int, default=72, help='spans of time (default: 72)')
