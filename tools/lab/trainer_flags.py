@@ -9,7 +9,7 @@ from megatron.moevement.seams import cpu_device
 
 
 def trainer_parser() -> argparse.ArgumentParser:
-    """Of all flags of Megatron and of sparse checkpointing. Importing Megatron takes seconds."""
+    """Takes all flags of Megatron and of sparse checkpointing. Importing Megatron takes seconds."""
     if cpu_device.needed():
         cpu_device.install()
     with warnings.catch_warnings(action='ignore'):  # of what is not installed: nothing trains
