@@ -21,6 +21,14 @@ def duration(seconds: float) -> str:
     return f'{whole // 86400} d {whole % 86400 // 3600:02} h'
 
 
+def tick(seconds: float) -> str:
+    """A round duration beside an axis: `5 min`, `1.5 h`."""
+    unit, name = next(
+        (one for one in ((86400, 'd'), (3600, 'h'), (60, 'min')) if seconds >= one[0]), (1, 's')
+    )
+    return f'{seconds / unit:.3g} {name}' if seconds else '0'
+
+
 def size(nbytes: float) -> str:
     """Bytes with three digits and a binary unit."""
     if nbytes < 1024:

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -26,8 +25,8 @@ from moevement_ext.simulate.monte_carlo import Timeline
 from moevement_ext.simulate.profile import ProfileError
 from moevement_ext.simulate.trace import TraceError
 from tools.lab.arguments import Parser
-from tools.lab.figures import replacing
 from tools.simulate import flags
+from tools.simulate.pictures import draw_timeline
 from tools.simulate.sweep import names_of
 
 _HISTORIES = 2  # only the first is drawn
@@ -50,27 +49,6 @@ def timelines(args: argparse.Namespace, systems: Sequence[str]) -> dict[str, Tim
         estimate, _ = scenario.simulate(scenario.system(name), whole_jobs=True)
         found[name] = estimate.timeline
     return found
-
-
-def plot(found: dict[str, Timeline], bins: int, target: Path) -> None:
-    """Draw a line per system and a mark per failure into an image file."""
-    import matplotlib
-
-    matplotlib.use('agg')
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 3.5), layout='constrained')
-    for name, timeline in found.items():
-        middles, goodput = timeline.goodput(bins)
-        axes.step(middles / 3600, goodput, where='mid', label=name)
-    failures = next(iter(found.values())).failures / 3600
-    axes.plot(failures, np.full(len(failures), 1.03), 'kv', ms=4, label='failure')
-    axes.set(xlabel='hours', ylabel='goodput (share of time)', ylim=(0, 1.08))
-    axes.grid(alpha=0.3)
-    axes.legend(loc='lower left')
-    with replacing(target) as partial:
-        figure.savefig(partial, dpi=100)
-    plt.close(figure)
 
 
 def parse_arguments(
@@ -108,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_table(found)
     if args.plot:
         with flags.plot_errors(parser, args.plot):
-            plot(found, args.bins, args.plot)
+            draw_timeline(found, args.bins, args.plot)
     return 0
 
 
