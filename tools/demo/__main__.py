@@ -5,8 +5,9 @@
 
 The job: an 8-expert GPT on 2 emulated nodes of 2 workers each, one pipeline stage a node, on real
 text, on the CPU or on one GPU. In the second run the workers of the first node are killed and its
-memory is deleted. New workers replay this stage alone; those of the other node live on and keep
-their state. Exit status 0 only if so it was and the final state of both runs is equal, bit for bit.
+memory is deleted. Hot spares take over and replay this stage alone; the workers of the other node
+live on and keep their state. Exit status 0 only if so it was and the final state of both runs is
+equal, bit for bit.
 """
 
 import argparse

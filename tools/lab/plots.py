@@ -103,15 +103,31 @@ def plot(
 def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failures: Sequence[Failure]) -> None:
     axes.set_title('Loss over wall-clock time')
     _draw_lives(axes, plain.lives, OTHER, 'fault-free run', linewidth=5, alpha=0.45)
-    _draw_lives(axes, sparse.lives, OWN, 'killed and recovered run', linewidth=1.8, marker='.')
-    _mark_end(axes, plain.lives, MUTED)
-    _mark_end(axes, sparse.lives, OWN)
+    pieces = _without_outages(sparse.lives, failures)
+    _draw_lives(axes, pieces, OWN, 'killed and recovered run', linewidth=1.8, marker='.')
+    for place, (log, color) in enumerate(((plain, MUTED), (sparse, OWN))):
+        _mark_end(axes, log.lives, color, place)
     for failure in failures:
         _mark_failure(axes, failure, _origin(sparse.lives))
     axes.set_xlabel('seconds since the first iteration')
     axes.set_ylabel('language model loss')
     axes.margins(x=0.04)
     axes.legend(loc='upper right')
+
+
+def _without_outages(
+    lives: Sequence[Sequence[Iteration]], failures: Sequence[Failure]
+) -> list[list[Iteration]]:
+    """Stretches in which training went on; a survivor's log has no gap of its own."""
+    backs = {failure.after for failure in failures}
+    pieces: list[list[Iteration]] = []
+    for life in lives:
+        pieces.append([])
+        for iteration in life:
+            if iteration in backs and pieces[-1]:
+                pieces.append([])
+            pieces[-1].append(iteration)
+    return pieces
 
 
 def _mark_failure(axes: Any, failure: Failure, origin: float) -> None:
@@ -152,16 +168,17 @@ def _draw_lives(
         )
 
 
-def _mark_end(axes: Any, lives: Sequence[Sequence[Iteration]], color: str) -> None:
+def _mark_end(axes: Any, lives: Sequence[Sequence[Iteration]], color: str, place: int) -> None:
+    """Say where a run ends, at the right edge, where neither lines nor failures are."""
     last = lives[-1][-1]
     axes.annotate(
         f'iteration {last.number}\nloss {last.loss:.6f}',
         (last.time - _origin(lives), last.loss),
-        xytext=(0, 28),
-        textcoords='offset points',
+        xytext=(1.02, 0.02 + 0.2 * place),
+        textcoords='axes fraction',
         color=color,
-        ha='right',
         va='bottom',
+        arrowprops={'arrowstyle': '-', 'color': color, 'alpha': 0.5},
     )
 
 

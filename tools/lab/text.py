@@ -23,10 +23,11 @@ def duration(seconds: float) -> str:
 
 def tick(seconds: float) -> str:
     """A round duration beside an axis: `5 min`, `1.5 h`."""
-    unit, name = next(
-        (one for one in ((86400, 'd'), (3600, 'h'), (60, 'min')) if seconds >= one[0]), (1, 's')
-    )
-    return f'{seconds / unit:.3g} {name}' if seconds else '0'
+    if seconds < 1:
+        return f'{1000 * seconds:.3g} ms' if seconds else '0'
+    units = ((86400, 'd'), (3600, 'h'), (60, 'min'), (1, 's'))
+    unit, name = next(one for one in units if seconds >= one[0])
+    return f'{seconds / unit:.3g} {name}'
 
 
 def size(nbytes: float) -> str:

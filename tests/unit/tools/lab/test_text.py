@@ -18,7 +18,15 @@ def test_durations(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ('seconds', 'text'),
-    [(0, '0'), (30, '30 s'), (300, '5 min'), (3600, '1 h'), (5400, '1.5 h'), (86400 * 2, '2 d')],
+    [
+        (0, '0'),
+        (0.2, '200 ms'),
+        (30, '30 s'),
+        (300, '5 min'),
+        (3600, '1 h'),
+        (5400, '1.5 h'),
+        (86400 * 2, '2 d'),
+    ],
 )
 def test_round_durations_beside_an_axis(seconds: float, text: str) -> None:
     assert tick(seconds) == text
