@@ -103,10 +103,10 @@ def plot(
 def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failures: Sequence[Failure]) -> None:
     axes.set_title('Loss over wall-clock time')
     _draw_lives(axes, plain.lives, OTHER, 'fault-free run', linewidth=5, alpha=0.45)
-    pieces = _without_outages(sparse.lives, failures)
+    pieces = without_outages(sparse.lives, failures)
     _draw_lives(axes, pieces, OWN, 'killed and recovered run', linewidth=1.8, marker='.')
     for place, (log, color) in enumerate(((plain, MUTED), (sparse, OWN))):
-        _mark_end(axes, log.lives, color, place)
+        _mark_end(axes, log, color, place)
     for failure in failures:
         _mark_failure(axes, failure, _origin(sparse.lives))
     axes.set_xlabel('seconds since the first iteration')
@@ -115,7 +115,7 @@ def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failures: Sequence[Fail
     axes.legend(loc='upper right')
 
 
-def _without_outages(
+def without_outages(
     lives: Sequence[Sequence[Iteration]], failures: Sequence[Failure]
 ) -> list[list[Iteration]]:
     """Stretches in which training went on; a survivor's log has no gap of its own."""
@@ -168,17 +168,15 @@ def _draw_lives(
         )
 
 
-def _mark_end(axes: Any, lives: Sequence[Sequence[Iteration]], color: str, place: int) -> None:
-    """Say where a run ends, at the right edge, where neither lines nor failures are."""
-    last = lives[-1][-1]
+def _mark_end(axes: Any, log: RunLog, color: str, place: int) -> None:
+    """Say where a run ends, beside the axes, where neither lines nor failures are."""
+    last = log.lives[-1][-1]
     axes.annotate(
         f'iteration {last.number}\nloss {last.loss:.6f}',
-        (last.time - _origin(lives), last.loss),
-        xytext=(1.02, 0.02 + 0.2 * place),
-        textcoords='axes fraction',
+        (1.02, 0.2 * place),
+        xycoords='axes fraction',
         color=color,
         va='bottom',
-        arrowprops={'arrowstyle': '-', 'color': color, 'alpha': 0.5},
     )
 
 
