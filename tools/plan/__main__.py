@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Plans sparse checkpointing for a model on a cluster: what it costs and what it saves.
 
-    python -m tools.plan --model deepseek-v3 --cluster h100 --mfu 0.35
+    python -m tools.plan --model deepseek-v3 --cluster h100 --mfu 0.35 --window 1
     python -m tools.plan --model job.json --cluster a100 --iteration-time 2.9 --mtbf 3600 --json
     python -m tools.plan --cluster h100 --gpus 64 --mfu 0.3 -- \
         --num-layers 32 --hidden-size 4096 ...
