@@ -84,7 +84,7 @@ class JobDescribed(Event, frozen=True, kw_only=True):
     layout: dict[str, int]
     """Number of ranks by kind of parallelism."""
     versions: dict[str, str]
-    """Of what computes."""
+    """Versions of what computes, by name."""
     command: list[str]
     """The program and its flags."""
 

@@ -44,9 +44,9 @@ class LocalizedRecovery(NamedTuple):
     seconds: float
     """From the kill until `new`."""
     starting: float
-    """Of those, until the lost stage began to replay: processes start, and meet the others."""
+    """Seconds of those until the lost stage began to replay: its processes start and meet others."""
     replaying: float
-    """Of those, until the lost stage was back."""
+    """Seconds of those from then until the lost stage was back."""
 
     @property
     def replayed(self) -> int:

@@ -120,7 +120,7 @@ class Episode:
 
     @property
     def slowest(self) -> Recovered | None:
-        """Of the ranks that computed most again, the one whose phases take longest together."""
+        """The rank whose phases take longest together, of those that computed most again."""
         found = self.recovered
         return max(found, key=lambda one: (one.replayed, sum(one.seconds.values())), default=None)
 

@@ -85,7 +85,7 @@ def _failed_between(history: History, before: float, after: float) -> bool:
 
 
 def _round_step(highest: float) -> float:
-    """Of three ticks or so: 1, 2 or 5 times a power of ten."""
+    """Distance of three ticks or so: 1, 2 or 5 times a power of ten."""
     power = 10 ** math.floor(math.log10(highest / 3))
     return next(power * many for many in (1, 2, 5, 10) if power * many >= highest / 4)
 
