@@ -44,7 +44,7 @@ class LocalizedRecovery(NamedTuple):
     seconds: float
     """From the kill until `new`."""
     starting: float
-    """Seconds of those until the lost stage began to replay: its processes start and meet others."""
+    """Seconds of those until the lost stage began to replay: its processes start, all meet."""
     replaying: float
     """Seconds of those from then until the lost stage was back."""
 
