@@ -75,6 +75,7 @@ ELSEWHERE = {
     r'.*scripts/local_cluster\.py .*(loop\.py$)': 'tests/distributed/test_pages.py',
     r'.*scripts/local_cluster\.py .*pretrain_gpt\.py': 'tests/distributed/test_launchers.py',
     r'torchrun \.\.\. pretrain_gpt\.py': 'no command, but a pattern of them',
+    rf'{_PYTHON}tools\.bench\.overhead .*--against': 'another checkout',
     rf'{_PYTHON}tools\.chaos (--faults (300|1000)|--fork|--resume) ':
         'hours; tests/distributed/test_chaos.py',
     rf'{_PYTHON}tools\.compatibility --write':
@@ -173,7 +174,7 @@ def complete(command: str, flags: str) -> str:
     """With what a reader puts in."""
     given = f'--num-layers 32 --hidden-size 4096 {_SHAPE}' if 'tools.plan' in command else flags
     command = re.sub(r'<[^>]*flags[^>]*>', given, re.sub(r'[\[\]]', '', command))
-    module = next((one for one in (*_SHORTER, *_LEFT_OUT) if f'-m {one}' in command), None)
+    module = next((one for one in (*_SHORTER, *_LEFT_OUT) if f'-m {one} ' in f'{command} '), None)
     if ' ...' in command:
         # Failures come from a trace or from the number of GPUs, too.
         known = re.findall(r'--(?:over )?([\w-]+)', command)
@@ -204,7 +205,9 @@ def flags(checkout: Path) -> str:
     return shlex.join(found)
 
 
-@pytest.mark.parametrize('command', COMMANDS_THAT_RUN)
+@pytest.mark.parametrize(
+    'command', sorted({one.removeprefix('.venv/bin/'): one for one in COMMANDS_THAT_RUN}.values())
+)
 def test_a_command_does_what_it_should(command: str, checkout: Path, flags: str) -> None:
     (expected,) = [last for row, last in RUNS.items() if re.match(row, command)]
     path = f'{ROOT / ".venv" / "bin"}{os.pathsep}{Path(sys.executable).parent}'
