@@ -82,7 +82,7 @@ ELSEWHERE = {
         'a file of the repository; tests/unit/megatron/moevement/job/test_compatibility.py',
     rf'{_PYTHON}tools\.prepare_data .*GPT2': 'a vocabulary; tests/unit/tools/test_prepare_data.py',
     rf'{_PYTHON}tools\.windows export': 'windows of a job; tests/distributed/test_export.py',
-    rf'{_PYTHON}tools\.windows \w+ /': 'a directory of somebody else; tests/unit/tools/windows',
+    rf'{_PYTHON}tools\.windows \w+ /': 'directories of other machines; tests/unit/tools/windows',
 }  # fmt: skip
 """Commands that do not run here, and what is missing, or which test runs them."""
 
