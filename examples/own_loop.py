@@ -2,7 +2,7 @@
 r"""A hand-written Megatron-Core training loop that survives failures: `megatron.moevement.attach`.
 
     python -m tools.prepare_data --input README.md docs --output-prefix /tmp/text
-    scripts/local_cluster.py --nodes 4 --spares 1 --kill 2@30 -- \\
+    scripts/local_cluster.py --nodes 4 --spares 1 --kill 2@30 -- \
         examples/own_loop.py --data /tmp/text --iterations 200
 
 Trains a small GPT with a Mixture of Experts in bf16, one pipeline stage per rank. Everything that

@@ -27,7 +27,9 @@ class EventName(enum.StrEnum):
     """Value of `event` in a line."""
 
     WORKER_STARTED = 'worker_started'
+    JOB_DESCRIBED = 'job_described'
     PROTECTED = 'protected'
+    LOSS_LOGGED = 'loss_logged'
     WINDOW_COMMITTED = 'window_committed'
     WINDOW_PERSISTED = 'window_persisted'
     WINDOW_ON_DISK = 'window_on_disk'
@@ -69,6 +71,31 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
 
     start_up_s: float = 0.0
     """Since the process was created; a hot spare's waiting is part of it."""
+
+
+class JobDescribed(Event, frozen=True, kw_only=True):
+    """What is trained, how and on what; each process of rank 0 says it."""
+
+    name = EventName.JOB_DESCRIBED
+
+    train_iterations: int | None
+    """At which training ends; None: not known at the start."""
+    model: str
+    layout: dict[str, int]
+    """Number of ranks by kind of parallelism."""
+    versions: dict[str, str]
+    """Versions of what computes, by name."""
+    command: list[str]
+    """The program and its flags."""
+
+
+class LossLogged(Event, frozen=True, kw_only=True):
+    """The trainer has logged the loss; on the rank that logs."""
+
+    name = EventName.LOSS_LOGGED
+
+    loss: float
+    """Mean over the log interval, as it is in the log."""
 
 
 class Protected(Event, frozen=True, kw_only=True):

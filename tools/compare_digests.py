@@ -7,22 +7,27 @@ The files are those of `--sparse-ckpt-digest`. Exit status: 0 the same, 1 differ
 be read.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from tools.lab.arguments import Parser
 from tools.lab.digests import DigestFileError, difference_table, differences, read_digest
+
+_ONLY_GENERATORS = (
+    'Only states of random number generators differ; weights and optimizers are equal. A generator '
+    'that the program never seeds begins with another state in each run: seed those of torch, '
+    'random and numpy before training.'
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog='compare_digests',
+    parser = Parser(
+        prog='python -m tools.compare_digests',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('first', type=Path, metavar='A')
     parser.add_argument('second', type=Path, metavar='B')
@@ -34,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     found = differences(first, second)
     if found:
-        Console().print(difference_table(found, first, second))
+        console = Console()
+        console.print(difference_table(found, first, second))
+        if {difference.kind for difference in found} == {'rng'}:
+            console.print(_ONLY_GENERATORS, highlight=False)
         return 1
     entries = sum(map(len, first.ranks.values()))
     print(f'equal: {entries} digests of {len(first.ranks)} ranks after iteration {first.iteration}')

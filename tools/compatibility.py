@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/compatibility.md: which flags of Megatron go with which recovery, and versions.
+r"""Says how a job can be protected, by its flags, without starting it.
 
-    python -m tools.compatibility
+    python -m tools.compatibility -- --num-layers 32 --hidden-size 4096 ...
+    python -m tools.compatibility --write
 
-All of it comes from the lists in `megatron/moevement/job/compatibility`, from the parser of the
-installed megatron-core and from what setup.py and the Dockerfile ask for.
+After `--` come all flags of pretrain_gpt.py. What upstream itself refuses shows at the start only.
+With --write docs/compatibility.md is written anew, which lists all flags: from the lists in
+`megatron/moevement/job/compatibility`, from the parser of the installed megatron-core and from what
+setup.py and the Dockerfile ask for.
+
+Exit status: 0 the job can be protected, 1 it is refused, 2 a flag is wrong.
 """
 
 import argparse
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,11 +25,18 @@ from megatron.moevement.job.compatibility.refused import REFUSED
 from megatron.moevement.job.compatibility.rule import Group, Rule
 from megatron.moevement.job.compatibility.whole_job import WHOLE_JOB
 from megatron.moevement.job.compatibility.without_effect import WITHOUT_EFFECT
-from megatron.moevement.seams import cpu_device
+from moevement_ext.config import LOCALIZED, ConfigurationError
+from tools.lab.arguments import Parser
+from tools.lab.trainer_flags import parse_trainer_flags, trainer_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / 'docs' / 'compatibility.md'
 _WIDTH = 100
+_END = '--'
+_RECOVERED = {
+    True: 'on the stages that lost a worker alone, under a launcher that can (docs/operations.md)',
+    False: 'by all workers together, which start again from windows in host memory',
+}
 
 CHECKED = (
     ('torch 2.15.0, gloo', '0.19.2', 'none', 'all tests but `tests/gpu`, on the CPU'),
@@ -56,7 +69,7 @@ CHECKED = (
 
 _HEAD = """# Compatibility
 
-<!-- Written by `python -m tools.compatibility`; a change goes into its sources. -->
+<!-- Written by `python -m tools.compatibility --write`; a change goes into its sources. -->
 
 Every flag of megatron-core 0.19.2 is in one of these lists, by what becomes of a job with
 `--sparse-ckpt`. A flag at its default never matters, but for gloo groups beside those of NCCL.
@@ -83,12 +96,45 @@ _LOCALIZED = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the document anew."""
-    argparse.ArgumentParser(prog='python -m tools.compatibility', description=__doc__).parse_args(
-        argv
-    )
+    """Run the tool; returns the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    own = given[: given.index(_END)] if _END in given else given
+    parser = Parser(prog='python -m tools.compatibility', description=__doc__)
+    parser.add_argument('--write', action='store_true', help='write docs/compatibility.md anew')
+    flags = given[len(own) + 1 :]
+    if parser.parse_args(own).write == bool(flags):
+        parser.error(f'give {_END} and the flags of the job, or --write')
+    if flags:
+        return _judge(parse_trainer_flags(flags))
     DOCUMENT.write_text(document(), 'utf-8')
     print(f'{DOCUMENT.relative_to(ROOT)} is written.')
+    return 0
+
+
+def _judge(settings: argparse.Namespace) -> int:
+    """Print what becomes of a job with these settings; the exit status."""
+    # Here, for they import parts of upstream, which comes after the stand-in for a GPU.
+    from megatron.moevement.arguments import config_from_args
+    from megatron.moevement.job.unsupported import hazard
+
+    refused = [rule for rule in REFUSED if rule.applies(settings)]
+    for rule in refused:
+        print(f'refused: {rule.shown(settings)}: {rule.remedy}; {rule.reason}')
+    if refused:
+        return 1
+    try:
+        config = config_from_args(settings)
+    except ConfigurationError as error:
+        print(f'refused: {error}')
+        return 1
+    whole = [rule for rule in WHOLE_JOB if rule.applies(settings)]
+    for rule in whole:
+        print(f'whole job: {rule.shown(settings)}: {rule.reason}; to avoid it {rule.remedy}')
+    danger = hazard(settings)
+    if danger:
+        print(f'note: {danger}')
+    localized = config.recovery == LOCALIZED and not whole
+    print(f'protected: a failure is recovered {_RECOVERED[localized]}')
     return 0
 
 
@@ -109,11 +155,7 @@ def document() -> str:
 
 def flags_of_megatron() -> dict[str, str]:
     """How a user writes the flag of each setting, from upstream's own parser."""
-    if cpu_device.needed():
-        cpu_device.install()
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser = trainer_parser()
     return {
         action.dest: next(text for text in action.option_strings if text.startswith('--'))
         for action in reversed(parser._actions)

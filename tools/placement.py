@@ -24,6 +24,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tools.lab.arguments import Parser
 from tools.simulate import lazarus as expert_placement
 from tools.simulate.survival import Placed, survival_report
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Flags of both commands."""
-    parser = argparse.ArgumentParser(prog='placement.py', description=__doc__.split('\n')[0])
+    parser = Parser(prog='python -m tools.placement', description=__doc__.split('\n')[0])
     commands = parser.add_subparsers(dest='command', required=True)
     ranks = commands.add_parser('ranks', help="copies of ranks' states")
     experts = commands.add_parser('experts', help='replicas of experts')

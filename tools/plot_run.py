@@ -11,20 +11,18 @@ failure that the logging rank survives is not in its log; `scripts/demo.sh` draw
 events, with a strip that shows what each pipeline stage did meanwhile.)
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.lab.arguments import Parser
 from tools.lab.plots import plot
 from tools.lab.run_log import LogError, read_log
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog='plot_run', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog='python -m tools.plot_run', description=__doc__)
     parser.add_argument('--plain', type=Path, required=True, help='log of the fault-free run')
     parser.add_argument('--sparse', type=Path, required=True, help='log of the recovered run')
     parser.add_argument('--dense-bytes', type=int, help='dense checkpoint of the last rank')

@@ -31,6 +31,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from tools.lab.arguments import Parser
+
 STDLIB = 'stdlib'
 BYTES = 'bytes'
 MIB = 1 << 20
@@ -85,8 +87,8 @@ class UpstreamTokenizer:
 
         if tokenizer_type in SUPPORTED_BY_TRAINER_ONLY:
             raise DataError(f'--tokenizer {tokenizer_type}: not a tokenizer of plain text')
-        parser = argparse.ArgumentParser(
-            prog=f'prepare_data --tokenizer {tokenizer_type}', allow_abbrev=False
+        parser = Parser(
+            prog=f'python -m tools.prepare_data --tokenizer {tokenizer_type}', allow_abbrev=False
         )
         ArgumentGroupFactory(TokenizerConfig).build_group(parser, 'tokenizer')
         args = parser.parse_args(flags)
@@ -333,10 +335,9 @@ def write_dataset(
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of this tool; what is not known here goes to the tokenizer."""
-    parser = argparse.ArgumentParser(
-        prog='prepare_data',
+    parser = Parser(
+        prog='python -m tools.prepare_data',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(

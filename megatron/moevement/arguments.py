@@ -3,7 +3,9 @@
 
 import argparse
 import dataclasses
+import functools
 import re
+from typing import NoReturn
 
 from megatron.moevement.job.unsupported import refuse_unsupported
 from moevement_ext.config import (
@@ -16,6 +18,8 @@ from moevement_ext.config import (
     WHOLE_JOB,
     SparseCheckpointConfig,
 )
+from moevement_ext.errors import EXIT_USER_ERROR
+from moevement_ext.process.user_errors import usage_error
 
 _DEFAULTS = SparseCheckpointConfig()
 
@@ -217,7 +221,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         'itself; small updates are lost. Works without --sparse-ckpt too.',
     )
     _mend_help(parser)
+    parser.error = functools.partial(_error, parser)  # type: ignore[method-assign]
     return parser
+
+
+def _error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Without the usage of upstream's flags, which is hundreds of lines, of each rank."""
+    parser.exit(EXIT_USER_ERROR, usage_error(parser, message))
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:

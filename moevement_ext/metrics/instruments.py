@@ -36,6 +36,7 @@ def _gauge(name: str, help_: str, label: str | None = None) -> Instrument:
 ITERATION = _gauge('iteration', 'Newest iteration committed on this rank.')
 TARGET = _gauge('train_iterations', 'Iteration at which training ends.')
 FINISHED = _gauge('finished', '1 once this process has ended as planned, else 0.')
+LOSS = _gauge('loss', 'Loss that the trainer logged last, on the rank that logs.')
 WINDOW = _gauge('window_iterations', 'Iterations per window in force.')
 WINDOW_AGE = _gauge(
     'window_age_iterations', 'Iterations since the newest window that all ranks and holders have.'

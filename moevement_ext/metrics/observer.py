@@ -10,6 +10,7 @@ from moevement_ext.events import (
     Event,
     FailureDetected,
     Finished,
+    LossLogged,
     NextTier,
     ProtectionReduced,
     Recovered,
@@ -78,6 +79,8 @@ class Observer:
 
     def _count(self, event: Event) -> None:
         match event:
+            case LossLogged():
+                self._set(of.LOSS, event.loss)
             case WindowCommitted():
                 self._committed = event.start
                 self._add(of.COMMITTED)

@@ -190,6 +190,7 @@ def check_tools(events: Path) -> None:
     [episode] = history.episodes
     assert (episode.scope, episode.replaced) == ('whole job', [0, 1])
     assert (history.finished, history.iteration) == (True, ITERATIONS)
+    assert history.of_iterations == f'{ITERATIONS} of {ITERATIONS}' and history.losses
     assert [place.stage for _, place in sorted(history.places.items())] == [0, 1]
     time = shares(history)
     assert time is not None and 0 < time.ettr < 1

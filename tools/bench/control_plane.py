@@ -40,6 +40,7 @@ from tools.bench.control_plane_members import (
     Traffic,
     packed_bytes,
 )
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.cpu_clock import exact_cpu_seconds
 from tools.lab.errors import LabError
@@ -343,10 +344,9 @@ def print_report(report: ControlPlaneReport, console: Console) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags, checked; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='bench_control_plane',
+    parser = Parser(
+        prog='python -m tools.bench.control_plane',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     sizes = [64, 256, 1024]
     parser.add_argument(

@@ -47,6 +47,7 @@ from moevement_ext.plan.byte_planner import (
 )
 from tools.bench.gpu_contention import Beside, Latency, SmallWork, alone, latencies
 from tools.bench.gpu_stage import Compute, Settings, State, synchronize, timed
+from tools.lab.arguments import Parser
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread, write_json
 from tools.lab.hardware import Hardware
@@ -375,10 +376,9 @@ def print_report(report: CopyReport, console: Console) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags, checked; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='bench_gpu_copy',
+    parser = Parser(
+        prog='python -m tools.bench.gpu_copy',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         '--state-gib',

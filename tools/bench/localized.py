@@ -61,6 +61,7 @@ from tools.bench.localized_report import (
 )
 from tools.bench.restarts import dense_restart, sparse_restart
 from tools.lab import evidence
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.cpu_clock import cpu_seconds
 from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
@@ -244,10 +245,9 @@ def kill_after(job: Job, iteration: int) -> float:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags, checked; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='bench_localized',
+    parser = Parser(
+        prog='python -m tools.bench.localized',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add('--rounds', type=int, default=2, help='turns of everything (default: 2)')

@@ -41,6 +41,7 @@ from moevement_ext.recover.verdict import Localized, decide_recovery
 from moevement_ext.store.branches import Branches, needed
 from moevement_ext.store.server import allow_many_connections
 from tools.bench.control_plane_members import RANKS_PER_NODE, Layout, newcomer
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.cpu_clock import exact_cpu_seconds
 from tools.lab.errors import LabError
@@ -368,10 +369,9 @@ def print_report(report: MeetingReport, console: Console) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags, checked; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='bench_meeting',
+    parser = Parser(
+        prog='python -m tools.bench.meeting',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     sizes = [1024, 4096, 16384]
     listed = ' '.join(map(str, sizes))

@@ -29,6 +29,7 @@ from moevement_ext.events import WindowOnDisk
 from tools.bench import model
 from tools.bench.model import NODES
 from tools.lab import precisions
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.cpu_clock import CpuClock
 from tools.lab.digests import read_digest
@@ -279,10 +280,9 @@ def print_report(report: OverheadReport, console: Console) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags, checked; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='bench_overhead',
+    parser = Parser(
+        prog='python -m tools.bench.overhead',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--rounds', type=int, default=3, help='turns of all variants (default: 3)')
     parser.add_argument('--iterations', type=int, default=12, help='per run (default: 12)')

@@ -28,6 +28,7 @@ from moevement_ext.membership.place import Place
 from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.protect.planner import Planner, RankOperators, RankSummary
 from moevement_ext.protect.stage_plan import handed_out, publish
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import run_benchmark
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
@@ -170,10 +171,9 @@ def print_report(report: PlanningReport, console: Console) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags, checked; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='bench_planning',
+    parser = Parser(
+        prog='python -m tools.bench.planning',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for flag, default, text in (
         ('--ranks', 1024, 'of the stage'),

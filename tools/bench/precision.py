@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.lab import models, precisions
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
@@ -183,10 +184,9 @@ def print_report(report: PrecisionReport, console: Console) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags, checked; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='bench_precision',
+    parser = Parser(
+        prog='python -m tools.bench.precision',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--iterations', type=int, default=300, help='of each run (default: 300)')
     parser.add_argument('--output', type=Path, default=Path('runs/bench'), help='folder for logs')

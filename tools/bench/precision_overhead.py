@@ -25,6 +25,7 @@ from rich.table import Table
 
 from tools.bench.overhead import PLAIN, SPARSE, Bench, Run
 from tools.lab import precisions
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
@@ -199,10 +200,9 @@ def print_report(report: PrecisionOverheadReport, console: Console) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags, checked; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='bench_precision_overhead',
+    parser = Parser(
+        prog='python -m tools.bench.precision_overhead',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--rounds', type=int, default=3, help='turns of all (default: 3)')
     parser.add_argument('--iterations', type=int, default=12, help='per run (default: 12)')

@@ -31,6 +31,7 @@ from rich.table import Table
 from tools.bench import model
 from tools.bench.model import NODES
 from tools.bench.restarts import Restart, dense_restart, sparse_restart
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
 from tools.lab.errors import LabError
@@ -210,10 +211,9 @@ def print_report(report: RecoveryReport, console: Console) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags, checked; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='bench_recovery',
+    parser = Parser(
+        prog='python -m tools.bench.recovery',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--rounds', type=int, default=2, help='turns of both (default: 2)')
     parser.add_argument('--ranks', type=int, choices=model.RANKS, default=2)

@@ -29,6 +29,7 @@ from rich.table import Table
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from moevement_ext.regroup.process_groups import ProcessGroups
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread
@@ -264,10 +265,9 @@ def grew(report: RegroupReport) -> bool:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags, checked; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='bench_regroup',
+    parser = Parser(
+        prog='python -m tools.bench.regroup',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--processes', type=int, default=4, help='even (default: 4)')
     parser.add_argument('--cycles', type=int, default=1000, help='(default: 1000)')

@@ -9,7 +9,6 @@ hours, every 27 minutes). Once with each kind of failures and recovery that the 
 Exit status: 0 if every case took less than a minute, else 1.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from tools.lab.arguments import Parser
 from tools.simulate.closed_form import Dense, Sparse
 from tools.simulate.failures import Correlated, Renewal
 from tools.simulate.monte_carlo import Estimate, Spares, simulate
@@ -74,10 +74,9 @@ def cases(hours: float) -> dict[str, Callable[[], Estimate]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog='bench_simulate',
+    parser = Parser(
+        prog='python -m tools.bench.simulate',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--hours', type=float, default=10_000.0, help='to simulate')
     args = parser.parse_args(argv)

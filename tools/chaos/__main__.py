@@ -15,6 +15,7 @@ how far into an iteration a fault strikes, the machine decides.
 
 A fault has one of three outcomes: `localized` (the other workers kept their state), `whole_job`
 (all workers were started again and recovered from host memory), `disk` (from a dense checkpoint, or
+from tools.lab.arguments import Parser
 from the start). An iteration is lost if the last rank had logged it before the recovery and the job
 trains it again after it; what is replayed as part of the recovery is not lost. Iterations that were
 cut off before they were committed are not lost either: nobody had them. A survivor is lost if a
@@ -56,6 +57,7 @@ from tools.chaos.drawing import Kind, draw_window
 from tools.chaos.landing import Coverage, parse_cells
 from tools.chaos.model import parse_layout
 from tools.chaos.results import NAME, Begun, ResultError, Results
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.digests import DigestFileError
 from tools.lab.errors import LabError
@@ -68,9 +70,7 @@ _ALWAYS = (Kind.KILL, Kind.STOP, Kind.NODE, Kind.DOUBLE)
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags, checked; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='chaos', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog='python -m tools.chaos', description=__doc__)
     add = parser.add_argument
     add('--faults', type=int, default=20, help='how many (default: 20)')
     add('--seed', type=int, help='of everything that is drawn (default: the time)')

@@ -5,8 +5,9 @@
 
 The job: an 8-expert GPT on 2 emulated nodes of 2 workers each, one pipeline stage a node, on real
 text, on the CPU or on one GPU. In the second run the workers of the first node are killed and its
-memory is deleted. New workers replay this stage alone; those of the other node live on and keep
-their state. Exit status 0 only if so it was and the final state of both runs is equal, bit for bit.
+memory is deleted. Hot spares take over and replay this stage alone; the workers of the other node
+live on and keep their state. Exit status 0 only if so it was and the final state of both runs is
+equal, bit for bit.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.demo.story import Plan, run_demo
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm
 from tools.lab.errors import LabError
 from tools.lab.launch import add_share_gpu
@@ -24,10 +26,9 @@ from tools.lab.launch import add_share_gpu
 
 def build_parser() -> argparse.ArgumentParser:
     """Flags of the demo."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog='scripts/demo.sh',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--iterations', type=int, default=40, help='to train (default: 40)')
     parser.add_argument(

@@ -43,6 +43,10 @@ class LocalizedRecovery(NamedTuple):
     """The first new one that was logged."""
     seconds: float
     """From the kill until `new`."""
+    starting: float
+    """Seconds of those until the lost stage began to replay: its processes start, all meet."""
+    replaying: float
+    """Seconds of those from then until the lost stage was back."""
 
     @property
     def replayed(self) -> int:
@@ -78,7 +82,15 @@ def recovery(
     if new is None:
         raise LabError(f'no iteration was logged after the recovery to iteration {target}')
     stages = [_stage_recovery([recovered[rank] for rank in ranks]) for ranks in stage_ranks]
-    return LocalizedRecovery(lost, stages, new, new.time - killed_at)
+    starting, replaying = _lost_spans(events, killed_at, stage_ranks[lost])
+    return LocalizedRecovery(
+        lost,
+        stages,
+        new,
+        new.time - killed_at,
+        starting.end - starting.start,
+        replaying.end - replaying.start,
+    )
 
 
 def all_recovered(events: Events, ranks: Sequence[int]) -> bool:
@@ -152,8 +164,10 @@ def story(
     ended = log.iterations[-1].time
     lanes = []
     for stage, (title, ranks) in enumerate(zip(titles, stage_ranks, strict=True)):
-        recent = [event for event in events if event.rank in ranks and event.time > killed_at]
-        spans = _lost(recent, killed_at) if stage == found.lost else _kept(recent)
+        if stage == found.lost:
+            spans = _lost_spans(events, killed_at, ranks)
+        else:
+            spans = _kept_spans(events, killed_at, ranks)
         training = Span(Doing.TRAINING, began, spans[0].start)
         again = Span(Doing.TRAINING, spans[-1].end, ended)
         lanes.append(Lane(title, [training, *spans, again]))
@@ -161,19 +175,25 @@ def story(
     return LocalizedFailure(Failure(what, killed_at, before[-1], found.new), lanes)
 
 
-def _lost(events: Events, killed_at: float) -> list[Span]:
+def _lost_spans(events: Events, killed_at: float, ranks: Sequence[int]) -> list[Span]:
     """Spans of the stage that was killed; its slowest rank counts."""
-    replay = _last(events, RecoveryStarted)
+    recent = _since(events, killed_at, ranks)
+    replay = _last(recent, RecoveryStarted)
     return [
         Span(Doing.STARTING, killed_at, replay),
-        Span(Doing.REPLAYING, replay, _last(events, Recovered)),
+        Span(Doing.REPLAYING, replay, _last(recent, Recovered)),
     ]
 
 
-def _kept(events: Events) -> list[Span]:
+def _kept_spans(events: Events, killed_at: float, ranks: Sequence[int]) -> list[Span]:
     """Spans of a stage that lives on: it waits once its first rank has noticed the failure."""
-    noticed = min(event.time for event in kind_of(events, FailureDetected))
-    return [Span(Doing.WAITING, noticed, _last(events, Recovered))]
+    recent = _since(events, killed_at, ranks)
+    noticed = min(event.time for event in kind_of(recent, FailureDetected))
+    return [Span(Doing.WAITING, noticed, _last(recent, Recovered))]
+
+
+def _since(events: Events, time: float, ranks: Sequence[int]) -> Events:
+    return [event for event in events if event.rank in ranks and event.time > time]
 
 
 def _last(events: Events, kind: type[Event]) -> float:

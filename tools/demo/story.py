@@ -25,7 +25,7 @@ from tools.lab.digests import difference_table, differences, read_digest
 from tools.lab.errors import LabError
 from tools.lab.evidence import kind_of, ranks_with, read_events
 from tools.lab.job import Job, memory_directory
-from tools.lab.launch import Launch, Launcher, node_name
+from tools.lab.launch import Launch, node_name
 from tools.lab.models import prepare_text, sparse_flags
 from tools.lab.plots import plot
 from tools.lab.run_log import RunLog, read_log
@@ -66,6 +66,7 @@ class Plan(NamedTuple):
             WORKERS_PER_NODE,
             max_restarts,
             share_gpu=self.share_gpu,
+            spares=WORKERS_PER_NODE if max_restarts else 0,
         )
 
 
@@ -105,8 +106,8 @@ class NodeLoss:
             f'  [red]{lost} is lost[/] after iteration {log.iterations[-1].number}: killed '
             f'its {WORKERS_PER_NODE} workers (all of pipeline stage {LOST}) and deleted its memory '
             f'({nbytes / 2**20:.0f} MiB).\n'
-            f'  Its torchrun agent starts new workers, which fetch the replicas that '
-            f'{other} holds.\n'
+            f'  Hot spares, processes that have imported the program, take over, and fetch the '
+            f'replicas that {other} holds.\n'
             f'  The workers of {other} (stage {1 - LOST}) live on: they keep their state '
             'and wait.'
         )
@@ -162,7 +163,7 @@ def _prepare_data(folder: Path, console: Console) -> Path:
 def _fault_free_run(plan: Plan, data: Path, console: Console) -> RunLog:
     console.print('[bold]2. Fault-free run:[/] plain Megatron, without --sparse-ckpt')
     flags = training_flags(data, plan.iterations, plan.output / 'fault-free.json')
-    with Job(plan.launch('fault-free', flags), Launcher.TORCHRUN) as job:
+    with Job(plan.launch('fault-free', flags)) as job:
         _follow(job, plan.iterations, console, lambda job, log: 'training')
         return read_log(job.log)
 
@@ -180,7 +181,7 @@ def _disturbed_run(
         *sparse_flags(memory, RUN_ID, plan.window, events),
     ]
     loss = NodeLoss(plan.kill_after, events, memory, console)
-    with Job(plan.launch('recovered', flags, _MAX_RESTARTS), Launcher.TORCHRUN) as job:
+    with Job(plan.launch('recovered', flags, _MAX_RESTARTS)) as job:
         _follow(job, plan.iterations, console, loss)
         log = read_log(job.log)
     if loss.killed_at is None:

@@ -37,6 +37,8 @@ class Result:
         return (
             f'demo: bit_identical={str(self.bit_identical).lower()} '
             f'replayed={self.recovery.replayed} recovery_s={self.recovery.seconds:.1f} '
+            f'(starting processes {self.recovery.starting:.1f}, '
+            f'replaying {self.recovery.replaying:.1f}) '
             f'overhead={self.overhead:.3f} '
             f'slot_over_dense={costs.slot_over_dense(self.captured):.3f}'
         )

@@ -28,11 +28,13 @@ from rich.console import Console
 
 from tools.drill.flags import DIGEST, EVENTS, drill_flags
 from tools.drill.verdict import devices, problems, recoveries, table
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.digests import kinds_of_difference, read_digest
 from tools.lab.errors import LabError
 from tools.lab.evidence import read_events
 from tools.lab.launch import ROOT
+from tools.lab.trainer_flags import parse_trainer_flags
 
 _END = '--'
 _UNDISTURBED = 'undisturbed'
@@ -72,6 +74,9 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
             f'--first {args.first} --second {args.second} --iterations {args.iterations}: each '
             'must be above the one before'
         )
+    if args.nodes < 1 or args.workers_per_node < 1:
+        raise LabError('--nodes and --workers-per-node: give numbers of 1 or more')
+    parse_trainer_flags(flags)  # exits where one is wrong, before anything is launched
     run_id = f'drill-{uuid.uuid4().hex[:8]}'
     folder = (args.output or ROOT / 'runs' / run_id).absolute()
     if folder.exists():
@@ -137,10 +142,9 @@ def _run(command: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog='drill',
+    parser = Parser(
+        prog='python -m tools.drill',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

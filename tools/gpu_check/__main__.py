@@ -30,6 +30,7 @@ from tools.gpu_check.answers import answers
 from tools.gpu_check.report import NOTHING, Notes, Report, StageResult, load, save
 from tools.gpu_check.settings import Settings
 from tools.gpu_check.stages import STAGES, possible
+from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm
 from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
@@ -42,11 +43,10 @@ _LIMIT_S = 570
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; exits with a message if they are wrong."""
     stages = '\n'.join(f'  {name:18} {stage.proves}' for name, stage in STAGES.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog='scripts/gpu_check.sh',
         description=__doc__,
         epilog=f'stages, and what each shows:\n{stages}',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

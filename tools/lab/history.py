@@ -16,6 +16,8 @@ from moevement_ext.events import (
     Event,
     FailureDetected,
     Finished,
+    JobDescribed,
+    LossLogged,
     NextTier,
     Protected,
     ProtectionReduced,
@@ -29,6 +31,9 @@ from moevement_ext.events import (
 from tools.lab.errors import LabError
 from tools.lab.evidence import kind_of, read_events
 from tools.lab.plots import Doing, Span
+
+PROCESS_START = 'process_start'
+"""Phase from the failure until the program of the new process runs."""
 
 
 class Progress(NamedTuple):
@@ -114,10 +119,21 @@ class Episode:
         return [(event.rank, name) for event in self.recovered for name in event.differing]
 
     @property
+    def slowest(self) -> Recovered | None:
+        """The rank whose phases take longest together, of those that computed most again."""
+        found = self.recovered
+        return max(found, key=lambda one: (one.replayed, sum(one.seconds.values())), default=None)
+
+    @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, on the rank whose phases take longest together."""
-        all_ranks = (event.seconds for event in self.recovered)
-        return max(all_ranks, key=lambda seconds: sum(seconds.values()), default={})
+        """Seconds by phase on that rank; where it has a new process, with the start of that."""
+        slowest = self.slowest
+        if slowest is None:
+            return {}
+        started = [event for event in kind_of(self.events, WorkerStarted)
+                   if event.rank == slowest.rank]  # fmt: skip
+        start = {PROCESS_START: started[-1].time - self.start} if started else {}
+        return {**start, **slowest.seconds}
 
 
 class History:
@@ -159,6 +175,16 @@ class History:
         """The newest description of each rank."""
         return {event.rank: event for event in kind_of(self.events, Protected)}
 
+    @property
+    def about(self) -> JobDescribed | None:
+        """What is trained; None where an older version wrote the events."""
+        return next(reversed(kind_of(self.events, JobDescribed)), None)
+
+    @property
+    def losses(self) -> list[LossLogged]:
+        """All that were logged, in the order of time."""
+        return kind_of(self.events, LossLogged)
+
     @cached_property
     def spans(self) -> dict[int, list[Span]]:
         """What each rank did, from its first process on."""
@@ -175,8 +201,13 @@ class History:
 
     @cached_property
     def doing(self) -> dict[int, Doing]:
-        """What each rank does now."""
-        return {rank: turns[-1][1] for rank, turns in self._turns.items()}
+        """What each rank does now; one that has not noticed a failure is the one that failed."""
+        found = {rank: turns[-1][1] for rank, turns in self._turns.items()}
+        last = self.episodes[-1] if self.episodes else None
+        if last is not None and last.end is None:
+            gone = (rank for rank, events in self.by_rank.items() if events[-1].time < last.start)
+            found |= dict.fromkeys(gone, Doing.STARTING)
+        return found
 
     @cached_property
     def trained_from(self) -> float:
@@ -234,6 +265,12 @@ class History:
         """The newest one that a rank has committed, of those that a job going back has not lost."""
         newest = {event.rank: event.iteration for event in self.events if event.iteration}
         return max(newest.values(), default=0)  # a new process says 0 until it is back
+
+    @property
+    def of_iterations(self) -> str:
+        """The newest one, of how many where that is known."""
+        target = self.about.train_iterations if self.about else None
+        return str(self.iteration) if target is None else f'{self.iteration} of {target}'
 
     @cached_property
     def kept(self) -> int:

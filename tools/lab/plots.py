@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.lab.figures import replacing
+from tools.lab.drawing import FAILURE, MUTED, OTHER, OWN, picture
 from tools.lab.run_log import Iteration, RunLog
 
 MIB = 1 << 20
@@ -65,9 +65,8 @@ def restarts(log: RunLog) -> list[Failure]:
     ]
 
 
-_PLAIN, _SPARSE, _FAILURE, _MUTED = '#7a869a', '#0b6e99', '#c8102e', '#5e6c84'
 _COLORS = {
-    Doing.TRAINING: '#0b6e99',
+    Doing.TRAINING: OWN,
     Doing.WAITING: '#b9d7e4',
     Doing.STARTING: '#c4cad3',
     Doing.REPLAYING: '#f0a202',
@@ -91,52 +90,23 @@ def plot(
         localized: a failure that the logging rank survived; adds the strip of the stages. None
             marks the restarts of that rank.
     """
-    # Here, for it takes a second: readers of logs and wrong flags should not wait for it.
-    import matplotlib
-
-    matplotlib.use('Agg')
-    from matplotlib import pyplot
-
-    style: Any = {
-        'font.size': 10,
-        'axes.spines.top': False,
-        'axes.spines.right': False,
-        'axes.grid': True,
-        'grid.color': '#e6e8eb',
-        'axes.axisbelow': True,
-        'axes.edgecolor': _MUTED,
-        'xtick.color': _MUTED,
-        'ytick.color': _MUTED,
-        'axes.titlelocation': 'left',
-        'axes.titleweight': 'bold',
-        'legend.frameon': False,
-    }
-    with pyplot.rc_context(style):
-        heights = (3, 2) if localized is None else (3, 2, 1.3)
-        figure, (above, below, *strip) = pyplot.subplots(
-            len(heights),
-            1,
-            figsize=(9, 1.4 * sum(heights)),
-            height_ratios=heights,
-            layout='constrained',
-        )
+    heights = (3, 2) if localized is None else (3, 2, 1.3)
+    size = (9, 1.4 * sum(heights))
+    with picture(target, nrows=len(heights), figsize=size, height_ratios=heights) as found:
+        above, below, *strip = found
         _draw_loss(above, plain, sparse, [localized.failure] if localized else restarts(sparse))
         _draw_bytes(below, sparse, dense_bytes)
         if localized is not None:
             _draw_stages(strip[0], localized, _origin(sparse.lives))
-        try:
-            with replacing(target) as partial:
-                figure.savefig(partial, dpi=150)
-        finally:
-            pyplot.close(figure)
 
 
 def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failures: Sequence[Failure]) -> None:
     axes.set_title('Loss over wall-clock time')
-    _draw_lives(axes, plain.lives, _PLAIN, 'fault-free run', linewidth=5, alpha=0.45)
-    _draw_lives(axes, sparse.lives, _SPARSE, 'killed and recovered run', linewidth=1.8, marker='.')
-    _mark_end(axes, plain.lives, _MUTED)
-    _mark_end(axes, sparse.lives, _SPARSE)
+    _draw_lives(axes, plain.lives, OTHER, 'fault-free run', linewidth=5, alpha=0.45)
+    pieces = without_outages(sparse.lives, failures)
+    _draw_lives(axes, pieces, OWN, 'killed and recovered run', linewidth=1.8, marker='.')
+    for place, (log, color) in enumerate(((plain, MUTED), (sparse, OWN))):
+        _mark_end(axes, log, color, place)
     for failure in failures:
         _mark_failure(axes, failure, _origin(sparse.lives))
     axes.set_xlabel('seconds since the first iteration')
@@ -145,17 +115,32 @@ def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failures: Sequence[Fail
     axes.legend(loc='upper right')
 
 
+def without_outages(
+    lives: Sequence[Sequence[Iteration]], failures: Sequence[Failure]
+) -> list[list[Iteration]]:
+    """Stretches in which training went on; a survivor's log has no gap of its own."""
+    backs = {failure.after for failure in failures}
+    pieces: list[list[Iteration]] = []
+    for life in lives:
+        pieces.append([])
+        for iteration in life:
+            if iteration in backs and pieces[-1]:
+                pieces.append([])
+            pieces[-1].append(iteration)
+    return pieces
+
+
 def _mark_failure(axes: Any, failure: Failure, origin: float) -> None:
     start, end = failure.time - origin, failure.after.time - origin
-    axes.axvspan(start, end, color=_FAILURE, alpha=0.08, linewidth=0)
-    axes.axvline(start, color=_FAILURE, linestyle='--', linewidth=1.2)
+    axes.axvspan(start, end, color=FAILURE, alpha=0.08, linewidth=0)
+    axes.axvline(start, color=FAILURE, linestyle='--', linewidth=1.2)
     axes.annotate(
         f'{failure.what}\nafter iteration {failure.before.number}',
         (start, 0.8),
         xycoords=('data', 'axes fraction'),
         xytext=(6, 0),
         textcoords='offset points',
-        color=_FAILURE,
+        color=FAILURE,
         va='top',
     )
     axes.annotate(
@@ -163,7 +148,7 @@ def _mark_failure(axes: Any, failure: Failure, origin: float) -> None:
         (end, failure.after.loss),
         xytext=(-8, 14),
         textcoords='offset points',
-        color=_FAILURE,
+        color=FAILURE,
         va='bottom',
         ha='right',
     )
@@ -183,15 +168,14 @@ def _draw_lives(
         )
 
 
-def _mark_end(axes: Any, lives: Sequence[Sequence[Iteration]], color: str) -> None:
-    last = lives[-1][-1]
+def _mark_end(axes: Any, log: RunLog, color: str, place: int) -> None:
+    """Say where a run ends, beside the axes, where neither lines nor failures are."""
+    last = log.lives[-1][-1]
     axes.annotate(
         f'iteration {last.number}\nloss {last.loss:.6f}',
-        (last.time - _origin(lives), last.loss),
-        xytext=(0, 28),
-        textcoords='offset points',
+        (1.02, 0.2 * place),
+        xycoords='axes fraction',
         color=color,
-        ha='right',
         va='bottom',
     )
 
@@ -208,12 +192,12 @@ def _draw_bytes(axes: Any, sparse: RunLog, dense_bytes: int | None) -> None:
     axes.bar(
         list(newest),
         [nbytes / MIB for nbytes in newest.values()],
-        color=_SPARSE,
+        color=OWN,
         width=0.75,
         label='sparse slot',
     )
     if dense_bytes is not None and newest:
-        axes.axhline(dense_bytes / MIB, color=_MUTED, linestyle='--', linewidth=1.4)
+        axes.axhline(dense_bytes / MIB, color=MUTED, linestyle='--', linewidth=1.4)
         mean = sum(newest.values()) / len(newest)
         axes.annotate(
             f'dense checkpoint: {dense_bytes / MIB:.2f} MiB      '
@@ -222,7 +206,7 @@ def _draw_bytes(axes: Any, sparse: RunLog, dense_bytes: int | None) -> None:
             xycoords=('axes fraction', 'data'),
             xytext=(0, 6),
             textcoords='offset points',
-            color=_MUTED,
+            color=MUTED,
             bbox={'facecolor': 'white', 'edgecolor': 'none', 'pad': 1},
         )
         axes.set_ylim(top=1.18 * dense_bytes / MIB)
@@ -252,7 +236,7 @@ def _draw_stages(axes: Any, localized: LocalizedFailure, origin: float) -> None:
                 )
     for doing, color in _COLORS.items():
         axes.barh(0, 0, color=color, label=doing)
-    axes.axvline(failure.time - origin, color=_FAILURE, linestyle='--', linewidth=1.2)
+    axes.axvline(failure.time - origin, color=FAILURE, linestyle='--', linewidth=1.2)
     margin = (failure.after.time - failure.time) / 4
     axes.set_xlim(failure.time - margin - origin, failure.after.time + margin - origin)
     axes.set_yticks(range(len(lanes)), [lane.title for lane in lanes])

@@ -21,6 +21,15 @@ def duration(seconds: float) -> str:
     return f'{whole // 86400} d {whole % 86400 // 3600:02} h'
 
 
+def tick(seconds: float) -> str:
+    """A round duration beside an axis: `5 min`, `1.5 h`."""
+    if seconds < 1:
+        return f'{1000 * seconds:.3g} ms' if seconds else '0'
+    units = ((86400, 'd'), (3600, 'h'), (60, 'min'), (1, 's'))
+    unit, name = next(one for one in units if seconds >= one[0])
+    return f'{seconds / unit:.3g} {name}'
+
+
 def size(nbytes: float) -> str:
     """Bytes with three digits and a binary unit."""
     if nbytes < 1024:

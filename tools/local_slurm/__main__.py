@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.lab.arguments import Parser
 from tools.lab.errors import LabError
 from tools.local_slurm.cluster import NODES, LocalSlurm
 
@@ -36,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 killed = cluster.lose_node(args.node)
                 print(f'{args.node} is lost: {killed} processes were killed')
             case 'stop':
-                cluster.stop()
+                found = cluster.stop()
+                print(f'{found} processes ended' if found else f'no cluster runs in {args.folder}')
     except LabError as error:
         print(f'local_slurm: {error}\n{error.tail}'.rstrip(), file=sys.stderr)
         return 2
@@ -45,10 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Flags of all commands."""
-    parser = argparse.ArgumentParser(
-        prog='local_slurm',
+    parser = Parser(
+        prog='python -m tools.local_slurm',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest='command', required=True)
     for name, about in (

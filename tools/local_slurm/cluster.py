@@ -152,12 +152,17 @@ class LocalSlurm:
             and ('SLURM_JOB_ID' in variables or _program(process) in (*_PROGRAMS, _STEP_DAEMON))
         ]
 
-    def stop(self) -> None:
-        """End everything, by process id; daemons first, which might start more."""
+    def stop(self) -> int:
+        """End everything, by process id; daemons first, which might start more.
+
+        Returns how many processes there were.
+        """
+        found = len(self.processes())
         _kill([process for process in self.processes() if _program(process) in _PROGRAMS])
         _kill(self.processes())
         for child in self._children:
             child.wait()
+        return found
 
     def check(self) -> None:
         """See whether one may be started.

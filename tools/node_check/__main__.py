@@ -30,6 +30,7 @@ from rich.console import Console
 
 from moevement_ext.config import SparseCheckpointConfig
 from tools.drill.flags import value_of
+from tools.lab.arguments import Parser
 from tools.lab.errors import LabError
 from tools.lab.figures import replacing
 from tools.node_check import node
@@ -49,9 +50,8 @@ _LAG = '--sparse-ckpt-log-lag'
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool on one rank; returns the exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    own = given[: given.index(_END)] if _END in given else given
-    args, flags = _parser().parse_args(own), given[len(own) + 1 :]
+    own, flags = _split(list(sys.argv[1:] if argv is None else argv))
+    args = _parser().parse_args(own)
     parse_megatron_flags(flags)  # exits where a value is wrong
     try:
         place = Place.of(environ)
@@ -70,6 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             return _could_not(f'--json {args.json}: {error.strerror}')
     return 1 if found else 0
+
+
+def _split(given: list[str]) -> tuple[list[str], list[str]]:
+    """Own flags and those of Megatron; `torchrun` drops a `--` right behind the module."""
+    known = [flag for action in _parser()._actions for flag in action.option_strings]
+    if given and _END not in given and given[0].partition('=')[0] not in known:
+        return [], given
+    own = given[: given.index(_END)] if _END in given else given
+    return own, given[len(own) + 1 :]
 
 
 def _could_not(why: object) -> int:
@@ -182,10 +191,9 @@ def _write(reports: Sequence[RankReport], path: Path | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog='node_check',
+    parser = Parser(
+        prog='python -m tools.node_check',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Plans sparse checkpointing for a model on a cluster: what it costs and what it saves.
 
-    python -m tools.plan --model deepseek-v3 --cluster h100 --mfu 0.35
+    python -m tools.plan --model deepseek-v3 --cluster h100 --mfu 0.35 --window 1
     python -m tools.plan --model job.json --cluster a100 --iteration-time 2.9 --mtbf 3600 --json
     python -m tools.plan --cluster h100 --gpus 64 --mfu 0.3 -- \
         --num-layers 32 --hidden-size 4096 ...
@@ -33,6 +33,7 @@ from moevement_ext.plan.byte_planner import (
     bytes_over_budget,
     fewest_slots,
 )
+from tools.lab.arguments import Parser
 from tools.plan import advice
 from tools.plan.cluster import (
     CLUSTERS,
@@ -59,11 +60,18 @@ from tools.plan.planning import (
 )
 from tools.plan.presets import PRESETS
 from tools.plan.report import as_json, print_plan
+from tools.simulate.fields import FieldError
 
 PRINTED = 'paper'
 BY_BYTES = 'bytes'
 _FORMATS = 'compute', 'master', 'first_moment', 'second_moment'
 _DEFAULT_FAILURES = 'projection-131k'
+_FLAG_OF_FIELD = {
+    'ranks': 'gpus', 'overhead_s': 'overhead', 'restart_s': 'restart_time',
+    'copy_bytes_per_s': 'copy_bandwidth', 'network_bytes_per_s': 'network_bandwidth',
+    'host_memory_bytes': 'host_memory', 'gpu_memory_bytes': 'gpu_memory',
+}  # fmt: skip
+"""Destination of the flag, where it is not the field's name."""
 
 
 def plan_operators(operators: Sequence[OperatorBytes], budget: int, algorithm: str) -> WindowPlan:
@@ -126,9 +134,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Meg
     """The flags, checked; exits with a message if they are wrong."""
     given = list(sys.argv[1:] if argv is None else argv)
     cut = given.index('--') if '--' in given else len(given)
-    parser = argparse.ArgumentParser(
-        prog='plan', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog='python -m tools.plan', description=__doc__)
     _add_operator_flags(parser)
     _add_job_flags(parser)
     _add_protection_flags(parser)
@@ -352,6 +358,14 @@ def _run_job(args: argparse.Namespace, megatron: MegatronFlags, console: Console
     return 0
 
 
+def _flag_error(error: FieldError, args: argparse.Namespace, megatron: MegatronFlags) -> str:
+    """The message, with the flag that was given in the field's place."""
+    name = _FLAG_OF_FIELD.get(error.field, error.field)
+    own = None if getattr(args, name, None) is None else '--' + name.replace('_', '-')
+    flag = own or megatron.named(error.field)
+    return str(error) if flag is None else f'{flag} {error.problem}'
+
+
 def _print_json(content: dict[str, Any]) -> None:
     print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
 
@@ -366,6 +380,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_job(args, megatron, console)
     except InfeasiblePlan as error:
         reason = '; '.join([str(error), *getattr(error, '__notes__', ())])
+    except FieldError as error:
+        reason = _flag_error(error, args, megatron)
     except ValueError as error:
         reason = str(error)
     problems.print(f'plan: {reason}', style='bold red', markup=False, soft_wrap=True)

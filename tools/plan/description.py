@@ -33,8 +33,9 @@ def read_operators(path: Path) -> list[OperatorBytes]:
     Raises:
         DescriptionError: something is wrong with the list; names entry and field.
     """
+    found = read(path)
     try:
-        listed = msgspec.convert(read(path), list[ListedOperator])
+        listed = msgspec.convert(found, list[ListedOperator])
         return [
             OperatorBytes(item.name, (item.full_bytes,), (item.light_bytes,)) for item in listed
         ]

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from tools.lab.arguments import Parser
 from tools.plan.description import DescriptionError, Training
 from tools.plan.layout import Batch, Layout, Precision, spread
 from tools.plan.model import LatentAttention, ModelShape
@@ -89,6 +90,12 @@ class MegatronFlags:
         """Settings of sparse checkpointing that were given, by field."""
         return self._renamed(_PROTECTION)
 
+    def named(self, field: str) -> str | None:
+        """The flag that gave a field its value, None if none did."""
+        names = {**_LAYOUT, **_BATCH, **_PRECISION, **_PROTECTION}
+        found = (_flag(old) for old, new in names.items() if new == field and old in self.given)
+        return next(found, None)
+
     def _renamed(self, names: dict[str, str]) -> dict[str, Any]:
         return {new: self.given[old] for old, new in names.items() if old in self.given}
 
@@ -161,8 +168,11 @@ class MegatronFlags:
 
 def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
     """Sort flags into those a plan depends on and others. Exits with a message on a wrong value."""
-    parser = argparse.ArgumentParser(
-        prog='plan ... --', allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False
+    parser = Parser(
+        prog='python -m tools.plan ... --',
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
     )
     switches = {name for name in _LAYOUT if not name.endswith('_size')}
     for name in (*_MODEL_SIZES, *(set(_LAYOUT) - switches), *_BATCH, *_CHUNKS, *_UNEVEN):

@@ -13,11 +13,11 @@ not over it shows the state of now.
 Exit status: 0 done, 2 there is nothing to report on, or the page cannot be written.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.lab.arguments import Parser
 from tools.lab.errors import LabError
 from tools.lab.figures import replacing
 from tools.lab.history import read_history
@@ -27,9 +27,7 @@ from tools.report.page import render
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog='report', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog='python -m tools.report', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
     parser.add_argument('-o', '--output', type=Path, required=True, help='HTML file to write')
     parser.add_argument('--plan', type=Path, help='what `python -m tools.plan --json` printed')

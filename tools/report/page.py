@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page: what a history says, put into the template."""
 
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -10,15 +11,15 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.lab.history import Episode, History, shares
+from tools.lab.history import PROCESS_START, Episode, History, shares
 from tools.lab.text import duration, readable, size
 from tools.report import lanes, protection
 from tools.report.forecast import Plan, compare
 
 _DETAILED = 40  # recoveries that are drawn; the table has all
 _PHASES = {
-    'detect': 0, 'find': 0, 'unblock': 1, 'respawn': 2, 'load': 2, 'regroup': 3, 'fetch': 4,
-    'obtain': 4, 'convert': 5, 'catch_up': 6,
+    'detect': 0, 'find': 0, 'unblock': 1, PROCESS_START: 2, 'respawn': 1, 'load': 3, 'regroup': 3,
+    'fetch': 4, 'obtain': 4, 'convert': 5, 'catch_up': 6,
 }  # fmt: skip
 """Colour in the template, by phase of a localized recovery or of one of the whole job."""
 _NOTES = 20
@@ -74,6 +75,7 @@ def render(history: History, title: str, plan: Plan | None) -> str:
         slots=protection.slot_bars(history),
         memory=protection.memory_rows(history),
         protection=protection.figures(history),
+        about=_about(history),
         notes=_notes(history),
         forecast=[] if plan is None else compare(plan, history, time),
     )
@@ -81,6 +83,19 @@ def render(history: History, title: str, plan: Plan | None) -> str:
 
 def _moment(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime('%Y-%m-%d %H:%M:%S')
+
+
+def _about(history: History) -> dict[str, str]:
+    """What was trained, where and by what, for those to whom the page is sent."""
+    about = history.about
+    nodes = sorted({place.node for place in history.places.values()})
+    found = {'hosts': ', '.join(nodes)} if nodes else {}
+    if about is None:
+        return found
+    layout = ', '.join(f'{kind} {size}' for kind, size in about.layout.items())
+    versions = ', '.join(f'{name} {version}' for name, version in about.versions.items())
+    return {'model': about.model, 'layout': layout, **found, 'versions': versions,
+            'command': shlex.join(about.command)}  # fmt: skip
 
 
 def _numbered(history: History) -> list[tuple[int, Episode]]:
@@ -105,7 +120,8 @@ def _verdict(history: History) -> str:
         bits = f' All {verified} operators that could be compared were equal, bit for bit.'
     else:
         bits = ''
-    return f'{"Finished" if history.finished else "Not finished"}. {failures}{bits}'
+    ended = 'Finished' if history.finished else 'Not finished'
+    return f'{ended}, iteration {history.of_iterations}. {failures}{bits}'
 
 
 def _tiles(history: History) -> list[Tile]:
@@ -114,8 +130,10 @@ def _tiles(history: History) -> list[Tile]:
     return [
         Tile('effective training time', f'{time.ettr:.1%}' if time else 'not recorded',
              f'of {duration(time.wall)}' if time else ''),
-        Tile('iterations', str(history.iteration),
+        Tile('iterations', history.of_iterations,
              f'{duration(pace.iteration_s)} each' if pace else ''),
+        Tile('loss', f'{history.losses[-1].loss:.4f}' if history.losses else 'not recorded',
+             'as logged last' if history.losses else ''),
         Tile('held up by checkpointing', f'{pace.exposed_s / pace.iteration_s:.2%}' if pace else
              'not recorded', f'{duration(pace.exposed_s)} per iteration' if pace else ''),
         Tile('failures', str(len(found)),
@@ -163,6 +181,7 @@ def _recovery(
         'verified': episode.verified,
         'differing': episode.differing,
         'gave_up': episode.gave_up,
+        'slowest': episode.slowest,
         'phases': [
             Part(name.replace('_', ' '), seconds / total, duration(seconds),
                  f'phase{_PHASES[name]}' if name in _PHASES else 'other')

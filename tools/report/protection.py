@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What protection is like: pace, slots, host memory, how long windows take to be safe."""
 
+import math
 import statistics
 from collections import defaultdict
 from typing import NamedTuple
 
 from moevement_ext.events import Replanned
 from tools.lab.history import History, Progress
-from tools.lab.text import duration, size
+from tools.lab.text import duration, size, tick
 
 _BINS = 120
 
@@ -16,9 +17,9 @@ class Chart(NamedTuple):
     """A line over the time of the run, in a box of 100 by 100 whose origin is above left."""
 
     points: str
-    """Points of an SVG path."""
-    highest: str
-    """What the upper edge stands for."""
+    """An SVG path, of a piece for each stretch without a failure."""
+    ticks: list[tuple[float, str]]
+    """Percent from below, and what stands there."""
 
 
 class Bar(NamedTuple):
@@ -58,11 +59,35 @@ def pace_chart(history: History) -> Chart | None:
         for place, found in bins.items()
     }
     highest = 1.1 * max(means.values())
-    points = [
-        f'{100 * (place + 0.5) / _BINS:.2f},{100 - 100 * seconds / highest:.2f}'
-        for place, seconds in sorted(means.items())
-    ]
-    return Chart('M' + ' L'.join(points), duration(highest))
+    stretches: list[list[str]] = []
+    before: float | None = None
+    for place, seconds in sorted(means.items()):
+        middle = (place + 0.5) / _BINS
+        if before is None or _failed_between(history, before, middle):
+            stretches.append([])
+        stretches[-1].append(f'{100 * middle:.2f},{100 - 100 * seconds / highest:.2f}')
+        before = middle
+    # A piece of one point alone is drawn as a dot, by a line of no length.
+    path = ' '.join('M' + ' L'.join(one if one[1:] else one * 2) for one in stretches)
+    step = _round_step(highest)
+    ticks = [(100 * step * n / highest, tick(step * n)) for n in range(int(highest / step) + 1)]
+    return Chart(path, ticks)
+
+
+def _failed_between(history: History, before: float, after: float) -> bool:
+    """Whether a failure struck, or lasted, between two places of the run, from 0 to 1."""
+    length = max(history.end - history.begun, 1e-3)
+    start, end = (history.begun + length * place for place in (before, after))
+    return any(
+        episode.start < end and (episode.end is None or episode.end > start)
+        for episode in history.episodes
+    )
+
+
+def _round_step(highest: float) -> float:
+    """Distance of three ticks or so: 1, 2 or 5 times a power of ten."""
+    power = 10 ** math.floor(math.log10(highest / 3))
+    return next(power * many for many in (1, 2, 5, 10) if power * many >= highest / 4)
 
 
 def slot_bars(history: History) -> list[Bar]:

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
+from tools.lab.arguments import Parser
 from tools.simulate import flags, intervals
 from tools.simulate.closed_form import Dense
 from tools.simulate.fields import FieldError
@@ -135,9 +136,7 @@ def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """The parser, for its errors, and the flags."""
-    parser = argparse.ArgumentParser(
-        prog='simulate', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog='python -m tools.simulate', description=__doc__)
     parser.add_argument('--system', choices=SYSTEMS, required=True)
     parser.add_argument(
         '--optimal-interval',

@@ -11,7 +11,6 @@ replicas they do not say how fast the network is (`--network-bandwidth`).
 Exit status: 0 done, 2 the events do not say enough, or the profile cannot be written.
 """
 
-import argparse
 import math
 import statistics
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from msgspec import UNSET
 
 from moevement_ext.events import Protected, Replanned, WindowCommitted
+from tools.lab.arguments import Parser
 from tools.lab.errors import LabError
 from tools.lab.figures import write_json
 from tools.lab.history import Episode, History, read_history
@@ -131,10 +131,9 @@ def _pipeline(places: Mapping[int, Protected]) -> Pipeline:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog='simulate profile',
+    parser = Parser(
+        prog='python -m tools.simulate profile',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
     parser.add_argument('-o', '--output', type=Path, required=True, help='JSON file to write')

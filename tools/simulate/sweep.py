@@ -25,10 +25,11 @@ from rich.table import Table
 from tqdm import tqdm
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
-from tools.lab.figures import replacing
+from tools.lab.arguments import Parser
 from tools.simulate import flags
 from tools.simulate.closed_form import Dense
 from tools.simulate.fields import FieldError
+from tools.simulate.pictures import Axis, Series, draw_sweep
 from tools.simulate.profile import ProfileError
 from tools.simulate.systems import SPARSE_SYSTEMS, SYSTEMS
 from tools.simulate.trace import TraceError
@@ -129,32 +130,17 @@ def print_table(points: Sequence[Point], over: str, what: str, console: Console)
 
 def plot(points: Sequence[Point], over: str, what: str, target: Path) -> None:
     """Draw a line per system into an image file."""
-    import matplotlib
-
-    matplotlib.use('agg')
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout='constrained')
+    series = {}
     for name in dict.fromkeys(point.system for point in points):
         own = [point for point in points if point.system == name]
-        values = [point.value for point in own]
-        (line,) = axes.plot(values, [shown(point, what) for point in own], label=name)
-        if what == 'ettr':
-            middle = [point.ettr_simulated for point in own]
-            low = [point.ettr_simulated - point.ettr_simulated_ci95[0] for point in own]
-            high = [point.ettr_simulated_ci95[1] - point.ettr_simulated for point in own]
-            axes.errorbar(values, middle, [low, high], fmt='o', ms=3, color=line.get_color())
-    if over != 'skew' and min(point.value for point in points) > 0:
-        axes.set_xscale('log')
-    if what == 'ettr':
-        axes.set_ylim(top=1)
-    axes.set_xlabel(AXIS[over])
-    axes.set_ylabel(SHOWN[what])
-    axes.grid(alpha=0.3)
-    axes.legend()
-    with replacing(target) as partial:
-        figure.savefig(partial, dpi=100)
-    plt.close(figure)
+        simulated = [(point.ettr_simulated, *point.ettr_simulated_ci95) for point in own]
+        series[name] = Series(
+            [point.value for point in own],
+            [shown(point, what) for point in own],
+            simulated if what == 'ettr' else (),
+        )
+    logarithmic = over != 'skew' and min(point.value for point in points) > 0
+    draw_sweep(series, Axis(AXIS[over], logarithmic, over == 'mtbf'), SHOWN[what], target)
 
 
 def check_it_matters(args: argparse.Namespace, names: Sequence[str]) -> None:
@@ -189,10 +175,9 @@ def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[float]]:
     """The parser, the flags and the values; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='simulate sweep',
+    parser = Parser(
+        prog='python -m tools.simulate sweep',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--over', choices=OVER, required=True, help='flag that is varied')
     parser.add_argument('--values', required=True, help='comma-separated')

@@ -15,16 +15,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
-from tools.lab.figures import replacing
+from tools.lab.arguments import Parser
 from tools.simulate import flags
 from tools.simulate.failures import Renewal
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import Timeline
+from tools.simulate.pictures import draw_timeline
 from tools.simulate.profile import ProfileError
 from tools.simulate.sweep import names_of
 from tools.simulate.trace import TraceError
@@ -51,35 +51,13 @@ def timelines(args: argparse.Namespace, systems: Sequence[str]) -> dict[str, Tim
     return found
 
 
-def plot(found: dict[str, Timeline], bins: int, target: Path) -> None:
-    """Draw a line per system and a mark per failure into an image file."""
-    import matplotlib
-
-    matplotlib.use('agg')
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 3.5), layout='constrained')
-    for name, timeline in found.items():
-        middles, goodput = timeline.goodput(bins)
-        axes.step(middles / 3600, goodput, where='mid', label=name)
-    failures = next(iter(found.values())).failures / 3600
-    axes.plot(failures, np.full(len(failures), 1.03), 'kv', ms=4, label='failure')
-    axes.set(xlabel='hours', ylabel='goodput (share of time)', ylim=(0, 1.08))
-    axes.grid(alpha=0.3)
-    axes.legend(loc='lower left')
-    with replacing(target) as partial:
-        figure.savefig(partial, dpi=100)
-    plt.close(figure)
-
-
 def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """The parser and the flags; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        prog='simulate timeline',
+    parser = Parser(
+        prog='python -m tools.simulate timeline',
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--systems', required=True, help='comma-separated')
     parser.add_argument('--bins', type=int, default=72, help='spans of time (default: 72)')
@@ -108,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_table(found)
     if args.plot:
         with flags.plot_errors(parser, args.plot):
-            plot(found, args.bins, args.plot)
+            draw_timeline(found, args.bins, args.plot)
     return 0
 
 

@@ -6,8 +6,9 @@
     5400,node3,repair
     7260,node1,failure
 
-Seconds in any order, names of nodes, `failure` or `repair`. A failure of a node that is down
-already counts, too; a repair ends all of them, after which the node can serve as a spare.
+Seconds from the beginning on, or those of a clock, in any order; names of nodes; `failure` or
+`repair`. A failure of a node that is down already counts, too; a repair ends all of them, after
+which the node can serve as a spare.
 """
 
 import csv
@@ -95,7 +96,7 @@ def read_trace(path: Path) -> Trace:
         raise TraceError(f'{path}: cannot be read: {error}') from error
     names = tuple(sorted({node for _, node, _ in events}))
     index = {name: number for number, name in enumerate(names)}
-    start = events[0][0]
+    start = _beginning(events[0][0], events[-1][0])
     down: dict[str, list[int]] = {}
     times: list[float] = []
     nodes: list[int] = []
@@ -110,9 +111,14 @@ def read_trace(path: Path) -> Trace:
             for failed in down.pop(node, []):
                 repairs[failed] = time - start - times[failed]
     # The mean gap after the last event keeps the rate when the trace is run through repeatedly.
-    span = events[-1][0] - start
-    length = span + span / (len(events) - 1)
+    gap = (events[-1][0] - events[0][0]) / (len(events) - 1)
+    length = events[-1][0] - start + gap
     return Trace(np.array(times), np.array(nodes, dtype=int), np.array(repairs), length, names)
+
+
+def _beginning(first: float, last: float) -> float:
+    """Zero, so that what was before the first event counts; the first event by a clock's times."""
+    return 0.0 if 0 <= first < last - first else first
 
 
 def _events(rows: csv.DictReader[str], path: Path) -> list[tuple[float, str, str]]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from tools.lab.arguments import Parser
 from tools.lab.errors import LabError
 from tools.lab.history import History, read_history
 from tools.status.following import Follower
@@ -29,9 +30,7 @@ from tools.status.screen import show
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog='status', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog='python -m tools.status', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
     parser.add_argument('--once', action='store_true', help='print the state of now and end')
     parser.add_argument(

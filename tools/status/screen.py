@@ -5,7 +5,7 @@ from collections import Counter
 from datetime import datetime
 from typing import NamedTuple
 
-from rich.console import Group
+from rich.console import Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +14,7 @@ from tools.lab.plots import Doing
 from tools.lab.text import duration
 
 _RECOVERIES = 5
+_HOSTS = 2  # of a stage; more do not fit a line
 _RECENT = 5  # windows of each rank that make up the present pace
 _LATE_WINDOWS = 3  # as the alert of the same meaning
 _DEAD_WINDOWS = 10
@@ -98,7 +99,7 @@ def recent_pace(history: History) -> Pace | None:
 
 def _headline(history: History, now: float) -> Text:
     if history.finished:
-        return Text(f'finished at iteration {history.iteration}', _WELL)
+        return Text(f'finished at iteration {history.of_iterations}', _WELL)
     doing, style = _state(history, now)
     silence = max(now - history.end, 0.0)
     late, dead = _patience(history)
@@ -120,7 +121,7 @@ def _state(history: History, now: float) -> tuple[str, str]:
         return f'RECOVERING for {lasting}: {reasons}', 'bold yellow'
     if history.trained_from >= history.end:
         return 'starting', 'bold'
-    return f'training, iteration {history.iteration}', _WELL
+    return f'training, iteration {history.of_iterations}', _WELL
 
 
 def _patience(history: History) -> tuple[float, float]:
@@ -135,6 +136,12 @@ def _figures(history: History) -> Table:
     if pace is not None:
         held = f'{pace.exposed_s / pace.iteration_s:.2%} of it held up by checkpointing'
         table.add_row('iteration', f'{duration(pace.iteration_s)}, {held}')
+        if history.about and history.about.train_iterations and not history.finished:
+            left = max(history.about.train_iterations - history.iteration, 0) * pace.iteration_s
+            table.add_row('left', f'about {duration(left)}, without failures')
+    if history.losses:
+        newest = history.losses[-1]
+        table.add_row('loss', f'{newest.loss:.4f}, logged at iteration {newest.iteration}')
     if time is not None:
         table.add_row('effective training time', f'{time.ettr:.1%} of {duration(time.wall)}')
     table.add_row('protection', _protection(history))
@@ -157,24 +164,35 @@ def _protection(history: History) -> Text:
 
 
 def _stages(history: History) -> Table:
-    table = Table(title='Stages', title_justify='left')
-    for column in ('stage', 'ranks', *Doing, 'iteration'):
-        table.add_column(column, justify='right')
-    for stage in stages(history):
+    table = Table(title='Stages', title_justify='left', box=None, pad_edge=False)
+    found = stages(history)
+    present = [doing for doing in Doing if any(stage.doing[doing] for stage in found)]
+    words = [doing.split(' ')[0] for doing in present]
+    for column in ('stage', 'hosts', 'ranks', *words, 'iteration'):
+        table.add_column(column, justify='left' if column == 'hosts' else 'right')
+    for stage in found:
         least, greatest = stage.iterations
         table.add_row(
-            stage.title, str(len(stage.ranks)),
-            *(str(stage.doing[doing] or '') for doing in Doing),
+            stage.title, _hosts(history, stage.ranks), str(len(stage.ranks)),
+            *(str(stage.doing[doing] or '') for doing in present),
             str(least) if least == greatest else f'{least} to {greatest}',
         )  # fmt: skip
     return table
 
 
+def _hosts(history: History, ranks: list[int]) -> str:
+    nodes = {history.places[rank].node: None for rank in ranks if rank in history.places}
+    shown = ' '.join(list(nodes)[:_HOSTS])
+    return shown if len(nodes) <= _HOSTS else f'{shown} and {len(nodes) - _HOSTS} more'
+
+
 def _recoveries(history: History, now: float) -> Table:
     found = history.episodes
-    table = Table(title=f'Newest of {len(found)} failures', title_justify='left')
-    for column in ('at', 'came back', 'replaced ranks', 'replayed', 'verified', 'differ', 'lasted'):
-        table.add_column(column, justify='left' if column == 'came back' else 'right')
+    title = f'Newest of {len(found)} failures'
+    table = Table(title=title, title_justify='left', box=None, pad_edge=False)
+    for column in ('at', 'came back', 'replaced', 'replayed', 'verified', 'differ', 'lasted'):
+        justify: JustifyMethod = 'left' if column == 'came back' else 'right'
+        table.add_column(column, justify=justify, no_wrap=column in ('at', 'lasted'))
     for episode in found[-_RECOVERIES:]:
         table.add_row(*_row(episode, now), style='bold red' if episode.differing else None)
     return table

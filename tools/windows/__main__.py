@@ -29,6 +29,7 @@ from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tools.lab.arguments import Parser
 from tools.lab.text import size
 from tools.windows.export import TORCH_DIST, ExportError, export, source
 from tools.windows.found import Found, complete, find
@@ -60,9 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Flags of all commands."""
-    parser = argparse.ArgumentParser(
-        prog='windows', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog='python -m tools.windows', description=__doc__)
     commands = parser.add_subparsers(dest='command', required=True)
     for name, about in (
         ('list', 'what lies where'),

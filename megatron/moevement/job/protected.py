@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts, UpstreamArguments
 from megatron.moevement.job import identity
+from megatron.moevement.job.description import describe
 from megatron.moevement.job.local_files import refuse_missing
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.surroundings import Surroundings
@@ -76,6 +77,8 @@ def protected_job(
     )
     around = Surroundings(ScalarRecorder(), data, PostStep(facts, counters), operations, Losses())
     session = Session(Job(rank, membership), store, facts, counters, around)
+    if facts.rank == 0:
+        rank.events.emit(describe(args, facts, counters))
     session.begin(args)
     try:
         yield session

@@ -13,6 +13,7 @@ import torch
 
 from megatron.moevement.facts import JobFacts, UpstreamArguments
 from megatron.moevement.job import identity
+from megatron.moevement.job.description import logged_loss
 from megatron.moevement.job.local_files import missing_data
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import dense_tier, patches, post_step, upstream
@@ -20,6 +21,7 @@ from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.seams.faults import armed_forward
 from megatron.moevement.state.dense_random import DenseRandom
 from moevement_ext import faults
+from moevement_ext.events import LossLogged
 from moevement_ext.job.localized import LOOP_ENDS
 
 
@@ -60,6 +62,8 @@ class UpstreamTrainer:
         patches.wrap(f'{trainer}:train', self._train)
         patches.wrap(f'{trainer}:train_step', self._train_step)
         patches.wrap(f'{trainer}:training_log', self._training_log)
+        if self._facts.rank == self._facts.world_size - 1:  # upstream logs on the last rank
+            patches.wrap(f'{trainer}:print_rank_last', self._note_loss)
         patches.wrap(f'{trainer}:checkpoint_and_decide_exit', self._decide_exit)
 
     def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -218,6 +222,13 @@ class UpstreamTrainer:
             raise
         self._session.report(iteration)
         return result
+
+    def _note_loss(self, original: Callable[..., Any], message: str) -> None:
+        """Reads it where upstream has it as a number already: nothing more waits for a GPU."""
+        original(message)
+        loss = logged_loss(message)
+        if loss is not None:
+            self._session.job.rank.events.emit(LossLogged(loss=loss))
 
     def _keep(self, totals: dict[str, Any]) -> None:
         """Some of them upstream adds up in place; copies are allocated once."""

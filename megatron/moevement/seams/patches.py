@@ -73,6 +73,7 @@ UPSTREAM = {
         'max_attention_logit', 'pg_collection', 'is_first_iteration',
         'seqlen_squared_sum_in_batch', 'total_real_tokens_in_batch',
     ),
+    'megatron.training.training:print_rank_last': ('message',),
     'megatron.training.training:evaluate_and_print_results': (
         'prefix', 'forward_step_func', 'data_iterator', 'model', 'iteration',
         'process_non_loss_data_func', 'config', 'verbose', 'write_to_tensorboard',

@@ -3,7 +3,7 @@
 
 import pytest
 
-from moevement_ext.events import FailureDetected, Finished
+from moevement_ext.events import FailureDetected, Finished, LossLogged
 from moevement_ext.metrics.instruments import INSTRUMENTS, Instrument, Kind
 from moevement_ext.metrics.observer import Observer
 from moevement_ext.protect.statistics import Figures
@@ -46,6 +46,14 @@ def test_what_is_not_known_has_no_value() -> None:
         observer.close()
         assert recorder.values['moevement_iteration'] == 3
         assert recorder.values.get('moevement_disk_bytes') == disk_bytes
+
+
+def test_the_newest_loss_that_was_logged_is_shown() -> None:
+    recorder = Noted()
+    observer = Observer([recorder])
+    for loss in (5.5, 5.25):
+        observer.event(LossLogged(loss=loss))
+    assert recorder.values == {'moevement_loss': 5.25}
 
 
 @pytest.mark.parametrize(('iteration', 'age'), [(12, 4), (0, 0)])

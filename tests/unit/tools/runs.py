@@ -11,6 +11,8 @@ from moevement_ext.events import (
     Event,
     FailureDetected,
     Finished,
+    JobDescribed,
+    LossLogged,
     Protected,
     Recovered,
     RecoveryPhase,
@@ -26,6 +28,10 @@ LOST = 2
 EXPOSED_S = 0.1
 """Of each iteration."""
 OPERATORS = {'layer1.router': (12, 2), 'layer1.expert0': (240, 40), 'layer1.expert1': (240, 40)}
+JOB: dict[str, Any] = {
+    'train_iterations': 18, 'model': '2 layers', 'layout': {'ranks': 4, 'pipeline': 2},
+    'versions': {'torch': '2.15'}, 'command': ['pretrain_gpt.py', '--num-layers', '2'],
+}  # fmt: skip
 _SECONDS = {'detect': 0.5, 'respawn': 2.0, 'regroup': 0.5, 'convert': 1.0, 'catch_up': 1.0}
 
 
@@ -68,9 +74,12 @@ def localized_run(finished: bool = True) -> list[Event]:
     Its predecessor was killed in the middle of iteration 9; survivors noticed at 10.5 s.
     """
     found: list[Event] = []
+    found += [event(LossLogged, 3, 24.5, pid=13, iteration=18, loss=4.5)]
     for rank in RANKS:
         pid = 10 + rank
         found += [*starts(rank, 0.0, pid), *trains(rank, pid, 2.0, 0, 8)]
+        if rank == 0:
+            found.append(event(JobDescribed, 0, 1.0, pid=pid, **JOB))
         back: dict[str, Any] = {
             'scope': 'localized', 'target': 8, 'stages': [1], 'newcomers': [LOST], 'copied': [],
             'iteration': 8, 'seconds': _SECONDS,

@@ -54,6 +54,16 @@ def test_one_changed_entry_is_named_by_rank_and_kind(
     assert [cell.strip() for cell in row.strip('│').split('│')][:4] == ['1', kind, '1', '1']
 
 
+@pytest.mark.parametrize(('other', 'said'), [('rng/torch', True), ('loss_scale', False)])
+def test_where_only_generators_differ_it_says_so(
+    first: Path, tmp_path: Path, other: str, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = state()
+    changed['ranks']['0'] |= {'rng/torch': 'other', other: 'other'}
+    assert main([str(first), str(write(tmp_path / 'second.json', changed))]) == 1
+    assert ('Only states of random number generators' in capsys.readouterr().out) is said
+
+
 def test_entries_of_one_kind_are_one_row_with_their_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

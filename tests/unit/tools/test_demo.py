@@ -186,7 +186,8 @@ def result() -> Result:
 
 def test_the_last_line_keeps_its_format() -> None:
     assert result().line() == (
-        'demo: bit_identical=true replayed=10 recovery_s=17.0 overhead=1.250 slot_over_dense=0.500'
+        'demo: bit_identical=true replayed=10 recovery_s=17.0 (starting processes 10.0, '
+        'replaying 5.8) overhead=1.250 slot_over_dense=0.500'
     )
 
 

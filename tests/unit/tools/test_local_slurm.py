@@ -74,5 +74,8 @@ def test_a_cluster_that_runs_is_not_ended_by_another_start(
         job.kill()
 
 
-def test_stopping_what_does_not_run_is_no_error(tmp_path: Path) -> None:
+def test_stopping_what_does_not_run_is_no_error_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(['stop', str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f'no cluster runs in {tmp_path}\n'

@@ -8,7 +8,16 @@ import pytest
 from matplotlib import image
 
 from tests.unit.tools.samples import CONVERTED, START, iteration_line, slot_line
-from tools.lab.plots import Doing, Failure, Lane, LocalizedFailure, Span, plot, restarts
+from tools.lab.plots import (
+    Doing,
+    Failure,
+    Lane,
+    LocalizedFailure,
+    Span,
+    plot,
+    restarts,
+    without_outages,
+)
 from tools.lab.run_log import parse_log
 from tools.plot_run import main
 
@@ -50,6 +59,13 @@ def test_restarts_are_between_lives() -> None:
     assert (failure.before.number, failure.after.number) == (4, 4)
     assert failure.time == failure.before.time
     assert restarts(parse_log(plain_log())) == []
+
+
+def test_no_line_is_drawn_through_an_outage() -> None:
+    log = parse_log(plain_log())
+    failure = Failure('stage 0 lost', 0.0, log.iterations[3], log.iterations[4])
+    assert [len(piece) for piece in without_outages(log.lives, [failure])] == [4, 2]
+    assert [len(piece) for piece in without_outages(parse_log(killed_log()).lives, [])] == [4, 3]
 
 
 def columns_of(picture: Path, color: tuple[int, int, int]) -> np.ndarray:

@@ -10,7 +10,6 @@ to a row or a table is said so. docs/paper.md sums up what follows and what does
 Exit status: 0 whenever the computation ran; to disagree with the paper is no error.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -19,6 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tools.lab.arguments import Parser
 from tools.simulate.paper import fit, tables
 from tools.simulate.paper.compare import Cell, Claim, Verdict
 from tools.simulate.paper.report import Report, recompute
@@ -48,8 +48,9 @@ TITLES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog='simulate.py paper', description='Recompute the tables and figures of the paper.'
+    parser = Parser(
+        prog='python -m tools.simulate paper',
+        description='Recompute the tables and figures of the paper.',
     )
     parser.add_argument('--json', action='store_true', help='print everything as JSON instead')
     args = parser.parse_args(argv)

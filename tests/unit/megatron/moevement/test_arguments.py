@@ -24,7 +24,8 @@ def test_any_other_window_is_refused_with_the_rule(
     with pytest.raises(SystemExit) as ended:
         parse('--sparse-ckpt-window', text)
     assert ended.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == (
-        f'train: error: argument --sparse-ckpt-window: {text!r} must be a whole number or "auto"'
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f'train: error: argument --sparse-ckpt-window: {text!r} must be a whole number or "auto" '
+        '(train --help: all flags)'
     )

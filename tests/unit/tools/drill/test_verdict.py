@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from moevement_ext.events import DeviceProblem, Event, NextTier, Recovered
+from tools.drill import __main__ as drill
 from tools.drill.__main__ import main
 from tools.drill.verdict import devices, problems, recoveries
 
@@ -71,6 +72,7 @@ def test_what_is_wrong_with_a_gpu_is_said_once_and_is_no_reason_not_to_pass() ->
         ([], 'no flags of pretrain_gpt.py: put -- and them'),
         (['--first', '5', '--second', '5', '--', '--bf16'], 'each must be above the one before'),
         (['--output', '/', '--', '--bf16'], '--output / is there already'),
+        (['--nodes', '0', '--', '--bf16'], 'give numbers of 1 or more'),
     ],
 )
 def test_mistakes_are_named(
@@ -78,3 +80,14 @@ def test_mistakes_are_named(
 ) -> None:
     assert main(argv) == 2
     assert message in capsys.readouterr().out
+
+
+def test_a_wrong_flag_of_the_job_is_found_before_anything_is_launched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched: list[object] = []
+    monkeypatch.setattr(drill, '_run', launched.append)
+    with pytest.raises(SystemExit) as ended:
+        main(['--', '--sparse-ckpt-windw', '3'])
+    assert ended.value.code == 2 and not launched
+    assert 'did you mean --sparse-ckpt-window?' in capsys.readouterr().err

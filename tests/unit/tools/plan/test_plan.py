@@ -28,6 +28,7 @@ MEGATRON = (
 ).split()
 
 _CHUNK = '--num-layers-per-virtual-pipeline-stage'
+_TENSOR, _REPLICAS = '--tensor-model-parallel-size', '--sparse-ckpt-replicas'
 
 CLUSTER = {
     'name': 'two',
@@ -74,6 +75,13 @@ def as_json(capsys, *argv):
     )
     assert status == 0, err
     return json.loads(out)
+
+
+def test_a_file_that_is_none_is_named_once(capsys, tmp_path):
+    path = tmp_path / 'file'
+    path.write_bytes(b'\0')
+    _, _, err = run(capsys, '--operators', path, '--budget-bytes', 4)
+    assert err.startswith(f'plan: {path}: JSON is malformed')
 
 
 @pytest.mark.parametrize(('flags', 'most_gib'), [((), 306.4), (('--log-lag', 1), 404.0)])
@@ -194,17 +202,19 @@ def test_wrong_flags_are_named(capsys, argv, message):
     [
         (['--model', 'nothing', '--mfu', '0.3'], 'no such file, nor one of moe-llava'),
         (['--model', 'gpt-moe', '--cluster', 'b200', '--mfu', '0.3'], '--cluster b200'),
-        (['--model', 'gpt-moe', '--mfu', '1.3'], 'mfu: is 1.3'),
-        (['--model', 'gpt-moe', '--mfu', '0.3', '--gpus', '97'], 'ranks: is 97'),
+        (['--model', 'gpt-moe', '--mfu', '1.3'], '--mfu is 1.3'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--gpus', '97'], '--gpus is 97'),
         (['--model', 'gpt-moe', '--mfu', '0.3', '--window', 'x'], '--window x'),
-        (['--model', 'gpt-moe', '--mfu', '0.3', '--window', '0'], 'window: is 0'),
-        (['--model', 'gpt-moe', '--mfu', '0.3', '--window', '9' * 13], 'window: is 9999'),
-        (['--model', 'gpt-moe', '--mfu', '0.3', '--max-window', '9' * 13], 'max_window: is 999'),
-        (['--model', 'gpt-moe', '--mfu', '0.3', '--restart-time', '-5'], 'restart_s: is -5'),
-        (['--model', 'gpt-moe', '--mfu', '0.3', '--frozen-saving', '2'], 'frozen_saving: is 2'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--window', '0'], '--window is 0'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--window', '9' * 13], '--window is 9999'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--max-window', '9' * 13], '--max-window is 999'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--restart-time', '-5'], '--restart-time is -5'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--frozen-saving', '2'], '--frozen-saving is 2'),
         (['--mfu', '0.3', '--gpus', '8', '--', *MEGATRON, _CHUNK, '0'], f'{_CHUNK} 0: give'),
         (['--mfu', '0.3', '--gpus', '8', '--', *MEGATRON, _CHUNK, '-1'], f'{_CHUNK} -1: give'),
-        (['--model', 'gpt-moe', '--mfu', '0.3', '--compute', 'int4'], 'compute: is .int4.'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--compute', 'int4'], '--compute is .int4.'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--', _TENSOR, '0'], f'{_TENSOR} is 0;'),
+        (['--model', 'gpt-moe', '--mfu', '0.3', '--', _REPLICAS, '-1'], f'{_REPLICAS} is -1;'),
         (['--model', 'gpt-moe', '--mfu', '0.3', '--', '--num-layers', '3'], '--num-layers'),
         (['--mfu', '0.3', '--gpus', '8', '--', '--num-layers', '3'], '--hidden-size is missing'),
         (['--mfu', '0.3', '--', *MEGATRON], '--gpus is missing'),

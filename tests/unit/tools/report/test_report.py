@@ -18,6 +18,7 @@ from tools.plan import __main__ as plan
 from tools.report.__main__ import main
 from tools.report.lanes import of_run, timeline
 from tools.report.page import _headline, render
+from tools.report.protection import pace_chart
 
 
 class Page(HTMLParser):
@@ -62,13 +63,17 @@ def test_a_run_that_lost_a_stage(tmp_path: Path) -> None:
     page = report(tmp_path, '--title', 'a <run>')
     assert page.text.startswith('a <run> a <run> 1970')
     assert '1970-01-01 00:00:00 to 1970-01-01 00:00:26 UTC, 26.0 s; 4 ranks' in page.text
-    verdict = 'Finished. 1 failure, recovered. All 6 operators that could be compared were equal'
+    verdict = 'Finished, iteration 18 of 18. 1 failure, recovered. All 6 operators'
     assert verdict in page.text
     assert 'effective training time 62.3% of 26.0 s' in page.text
     assert 'failures and recoveries: 4.5 s' in page.text
     assert '1 1970-01-01 00:00:10 localized 2 1 4 6 0 4.5 s' in page.text
     assert '1: rank 2 (pid 12) was killed by SIGKILL' in page.text
+    assert 'Phases, on rank 2, which replayed 4 iterations process start: 1.1 s' in page.text
     assert 'respawn: 2.0 s' in page.text
+    assert 'model 2 layers layout ranks 4, pipeline 2 hosts node0, node1, node2, node3' in page.text
+    assert 'versions torch 2.15 command pretrain_gpt.py --num-layers 2' in page.text
+    assert 'iterations 18 of 18' in page.text and 'loss 4.5000' in page.text
     assert 'slot 0 300 bytes slot 1 240 bytes whole state 492 bytes' in page.text
     assert 'node2 1 1.95 KiB 48 bytes 2 KiB' in page.text
     assert 'Protection was never reduced.' in page.text
@@ -104,8 +109,22 @@ def test_what_went_wrong_is_said(tmp_path: Path) -> None:
 def test_a_run_that_has_just_begun() -> None:
     events = [one for one in localized_run() if one.time < 2]
     page = Page(render(History(events), 'run', None))
-    assert 'Not finished. Nothing failed.' in page.text
+    assert 'Not finished, iteration 0 of 18. Nothing failed.' in page.text
     assert 'effective training time not recorded' in page.text
+
+
+def test_no_line_is_drawn_through_an_outage() -> None:
+    chart = pace_chart(History(localized_run()))
+    assert chart is not None
+    before, after = chart.points.removeprefix('M').split(' M')
+    assert float(before.split(' L')[-1].split(',')[0]) < 100 * 10.5 / 26
+    assert float(after.split(',')[0]) > 100 * 15 / 26
+    assert [text for _, text in chart.ticks] == ['0', '500 ms', '1 s']
+
+
+def test_the_start_of_processes_is_a_phase_of_a_whole_job_too() -> None:
+    (episode,) = History(restarted_run()).episodes
+    assert episode.phases == {'process_start': 1.0, 'find': 0.25, 'convert': 2.0}
 
 
 def test_many_ranks_are_drawn_by_stage() -> None:

@@ -93,13 +93,19 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_trace_is_read(tmp_path: Path) -> None:
-    text = 'time,event,node\n130,failure,a\n100,failure,a\n160,repair,a\n400,failure,b\n'
-    trace = read_trace(write(tmp_path, text))
-    assert trace.times.tolist() == [0, 30, 300]
+@pytest.mark.parametrize(
+    ('start', 'times', 'length'),
+    [(0, [100, 130, 400], 500), (1_700_000_000, [0, 30, 300], 400)],
+    ids=['of the job', 'of a clock'],
+)
+def test_trace_is_read(tmp_path: Path, start: int, times: list[int], length: int) -> None:
+    events = ((130, 'failure,a'), (100, 'failure,a'), (160, 'repair,a'), (400, 'failure,b'))
+    text = ''.join(f'{start + time},{event}\n' for time, event in events)
+    trace = read_trace(write(tmp_path, f'time,event,node\n{text}'))
+    assert trace.times.tolist() == times
     assert trace.nodes.tolist() == [0, 0, 1] and trace.names == ('a', 'b')
     assert trace.repair_s.tolist() == [60, 30, math.inf]
-    assert trace.length_s == 400 and trace.mtbf_s == pytest.approx(400 / 3)
+    assert trace.length_s == length and trace.mtbf_s == pytest.approx(length / 3)
 
 
 def test_a_trace_keeps_its_rate(tmp_path: Path) -> None:

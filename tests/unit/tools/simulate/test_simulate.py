@@ -5,13 +5,17 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import pyplot
 
 from tools.bench import simulate as bench_simulate
 from tools.simulate import __main__ as simulate
+from tools.simulate import pictures
 
 ROOT = Path(__file__).resolve().parents[4]
 PROFILE = str(ROOT / 'docs' / 'assets' / 'simulate-profile.json')
@@ -252,6 +256,48 @@ def test_timeline_of_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert len(found['ours']['goodput']) == 12 and len(found['ours']['failures']) == 24
     assert sum(found['checkfreq']['goodput']) < sum(found['ours']['goodput'])
     assert target.read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Axes of the pictures that are drawn, in the place of files."""
+    found: list[Any] = []
+
+    @contextmanager
+    def keep(target: Path, **subplots: Any) -> Iterator[Any]:
+        found.append(pyplot.subplots(**subplots)[1])
+        yield found[-1]
+
+    monkeypatch.setattr(pictures, 'picture', keep)
+    yield found
+    pyplot.close('all')
+
+
+def texts(labels: list[Any]) -> list[str]:
+    return [label.get_text() for label in labels]
+
+
+def test_a_sweep_is_drawn_with_names_and_durations_that_people_use(drawn: list[Any]) -> None:
+    argv = ['sweep', '--over', 'mtbf', '--values', '300,305,3600', '--systems', 'gemini,ours']
+    assert simulate.main([*argv, '--profile', PROFILE, '--plot', 'picture.png']) == 0
+    (axes,) = drawn
+    assert texts(axes.get_xticklabels()) == ['5 min', '1 h'], 'one label in the place of two'
+    assert texts(axes.get_legend().get_texts()) == ['Gemini', 'this implementation']
+    assert axes.get_title(loc='left') == 'ETTR by MTBF'
+
+
+def test_a_timeline_begins_with_the_job_and_shows_differences(
+    drawn: list[Any], tmp_path: Path
+) -> None:
+    trace = tmp_path / 'trace.csv'
+    trace.write_text('time,node,event\n3600,a,failure\n9000,b,failure\n18000,a,failure\n')
+    argv = ['timeline', '--trace', str(trace), '--systems', 'gemini,ours', '--profile', PROFILE]
+    assert simulate.main([*argv, '--plot', 'picture.png']) == 0
+    (axes,) = drawn
+    (failures,) = [line for line in axes.get_lines() if line.get_label() == 'failure']
+    assert failures.get_xdata().tolist() == [3600, 9000, 18000]
+    assert axes.get_xlim()[0] == 0 and texts(axes.get_xticklabels())[:2] == ['0', '1 h']
+    assert axes.get_ylim()[0] > 0.5
 
 
 def test_timeline_needs_a_length(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from moevement_ext.events import Event, ProtectionReduced, WindowCommitted, WindowPersisted
+from moevement_ext.events import (
+    Event,
+    ProtectionReduced,
+    RecoveryPhase,
+    WindowCommitted,
+    WindowPersisted,
+)
 from tests.unit.tools.runs import LOST, localized_run, of_rank, started_over, write
 from tests.unit.tools.samples import event
 from tools.lab.history import History
@@ -36,10 +42,38 @@ def shown(events: list[Event], now: float) -> str:
 
 def test_training() -> None:
     text = shown(until(22), 23.0)
-    assert text.startswith('training, iteration 14, last event 1.8 s ago')
+    assert text.startswith('training, iteration 14 of 18, last event 1.8 s ago')
     assert 'iteration 1.0 s, 10.00% of it held up by checkpointing' in text
     assert 'newest window that all have begins at 12, 2 iterations ago; windows of 2' in text
     assert 'Newest of 1 failures' in text and 'localized 2 4 6 0 4.5 s' in text
+
+
+def test_how_far_it_is_and_where_and_what_the_loss_is() -> None:
+    text = shown(until(22), 23.0)
+    assert 'left about 4.0 s, without failures' in text
+    assert '1 node2 node3 2 2 14' in text
+    assert 'loss 4.5000, logged at iteration 18' in shown(localized_run(finished=False), 25.0)
+    assert 'finished at iteration 18 of 18' in shown(localized_run(), 99.0)
+
+
+@pytest.mark.parametrize('seconds', [14, 22])
+def test_lines_fit_a_terminal(seconds: float) -> None:
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(show(History(until(seconds)), seconds + 0.5))
+    lines = capture.get().splitlines()
+    (stages_at,) = (number for number, line in enumerate(lines) if line.startswith('stage '))
+    assert lines[stages_at + 1].split()[:2] == ['0', 'node0'], 'a row is a line'
+    assert '…' not in capture.get()
+    (failures_at,) = (number for number, line in enumerate(lines) if line.split()[0] == 'at')
+    assert lines[failures_at + 1 :] == lines[-1:]
+
+
+def test_a_rank_that_is_gone_does_not_train() -> None:
+    """Others have noticed it, and its new process has written nothing yet."""
+    meeting = event(RecoveryPhase, 0, 10.9, pid=10, iteration=8, phase='meet')
+    doing = stages(History([*until(11.0), meeting]))[1].doing
+    assert doing == {Doing.STARTING: 1, Doing.WAITING: 1}
 
 
 def test_recovering() -> None:
@@ -54,7 +88,7 @@ def test_recovering() -> None:
 @pytest.mark.parametrize(
     ('last', 'quiet_s', 'colour', 'said'),
     [
-        (22.0, 50.0, '32', 'training, iteration 14, last event'),
+        (22.0, 50.0, '32', 'training, iteration 14 of 18, last event'),
         (22.0, 100.0, '33', 'NO SIGN OF LIFE for 1 min 41 s; before that: training, iteration 14'),
         (22.0, 7200.0, '31', 'NO SIGN OF LIFE for 2 h 00 min; before that: training'),
         (14.0, 500.0, '33', 'RECOVERING for 8 min 2'),

@@ -89,7 +89,7 @@ def test_tests_that_are_named_exist() -> None:
 
 
 def test_page_is_up_to_date() -> None:
-    """If not: `python -m tools.compatibility`."""
+    """If not: `python -m tools.compatibility --write`."""
     assert compatibility.DOCUMENT.read_text('utf-8') == compatibility.document()
 
 

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command that documents and `--help` print is one that its program takes.
+
+That it also does what it should is tried by `tests/distributed/test_printed_commands.py`; a command
+is in its table, or in that of the commands which this machine cannot run.
+"""
+
+import re
+
+import pytest
+
+from tests.distributed.test_printed_commands import COMMANDS_THAT_RUN, ELSEWHERE, RUNS
+from tests.unit.each import each
+from tests.unit.printed_commands import ROOT, parse, printed
+
+FOREIGN = r'docker |kubectl |pip |promtool |apt-get |srun |pytest |.*-m pytest '
+"""Programs of others, whose flags are not known here."""
+INTERNAL = (
+    r'python -m (tests\.fuzz|tools\.gpu_check\.(stages|copy_probe)|moevement_ext\.store\.branch'
+    r'|moevement_ext\.local_cluster\.shared_gpu)'
+)
+"""Started by another program of this project; those of fuzzing need a package."""
+COMMANDS = sorted(printed())
+
+
+def test_there_are_as_many_as_ever() -> None:
+    assert len(COMMANDS) > 150
+
+
+@each('command', [one for one in COMMANDS if not re.match(f'{FOREIGN}|{INTERNAL}', one)])
+def test_the_program_takes_the_flags(command: str) -> None:
+    try:
+        parse(command)
+    except SystemExit as refused:
+        raise AssertionError(f'{command}: refused with status {refused.code}') from refused
+
+
+@pytest.mark.parametrize(
+    'command',
+    [
+        'python -m tools.plan --modl deepseek-v3 --mfu 0.35',
+        'python -m tools.report runs/events',
+        'python -m tools.drill --nodes 2 -- --nonsense',
+        '.venv/bin/torchrun --nprocs 8 pretrain_gpt.py <flags> --sparse-ckpt',
+        'scripts/demo.sh --iteration-count 3',
+        'sbatch scripts/slurm_pretrain.sbatch --sparse-ckpt-windw 3',
+    ],
+)
+def test_a_flag_that_is_none_is_seen(command: str) -> None:
+    with pytest.raises(SystemExit) as refused:
+        parse(command)
+    assert refused.value.code == 2
+
+
+@each('command', COMMANDS)
+def test_it_is_known_whether_it_runs_here(command: str) -> None:
+    """If not: it goes into `RUNS`, or into `ELSEWHERE` with the reason."""
+    assert command in COMMANDS_THAT_RUN or any(re.match(row, command) for row in ELSEWHERE)
+
+
+def test_no_row_of_the_tables_is_left_over() -> None:
+    rows = [*RUNS, *ELSEWHERE]
+    assert not [row for row in rows if not any(re.match(row, one) for one in COMMANDS)]
+
+
+def test_tests_that_are_named_are_there() -> None:
+    for reason in ELSEWHERE.values():
+        for path in re.findall(r'tests/[\w/.]+', reason):
+            assert (ROOT / path).exists(), path

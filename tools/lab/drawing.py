@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one look of all pictures of this project."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tools.lab.figures import replacing
+
+OWN, OTHER, MUTED, FAILURE = '#0b6e99', '#7a869a', '#5e6c84', '#c8102e'
+PALETTE = (OTHER, '#7a5cc0', '#e89b00', '#3f8f8a', '#b7791f', '#c4cad3')
+"""Lines that are compared with `OWN`."""
+_STYLE = {
+    'font.size': 10,
+    'axes.spines.top': False,
+    'axes.spines.right': False,
+    'axes.grid': True,
+    'grid.color': '#e6e8eb',
+    'axes.axisbelow': True,
+    'axes.edgecolor': MUTED,
+    'xtick.color': MUTED,
+    'ytick.color': MUTED,
+    'axes.titlelocation': 'left',
+    'axes.titleweight': 'bold',
+    'legend.frameon': False,
+}
+
+
+@contextmanager
+def picture(target: Path, **subplots: Any) -> Iterator[Any]:
+    """Axes to draw on, as `pyplot.subplots` makes them; then they are written as an image.
+
+    Args:
+        target: file to write; its folder is made.
+        subplots: arguments of `pyplot.subplots`.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: its name ends like no format.
+    """
+    # Here, for it takes a second: readers of logs and wrong flags should not wait for it.
+    import matplotlib
+
+    matplotlib.use('Agg')
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(_STYLE):  # type: ignore[arg-type]
+        figure, axes = pyplot.subplots(layout='constrained', **subplots)
+        try:
+            yield axes
+            with replacing(target) as partial:
+                figure.savefig(partial, dpi=150)
+        finally:
+            pyplot.close(figure)
+
+
+def subtitle(axes: Any, text: str) -> None:
+    """A line between the title on the left, which moves up, and the axes."""
+    axes.set_title(axes.get_title(loc='left'), loc='left', pad=22)
+    axes.annotate(
+        text, (0, 1), xycoords='axes fraction', xytext=(0, 6), textcoords='offset points',
+        color=MUTED,
+    )  # fmt: skip
