@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from tools.chaos.configuration import Configuration
+from tools.chaos.configuration import DISK, Configuration
 from tools.chaos.drawing import Fault, Kind, draw_faults
 from tools.chaos.injecting import FEWEST_ITERATIONS, LAST_ITERATIONS, FaultInjector, Outcome
 from tools.chaos.landing import Coverage
@@ -162,6 +162,8 @@ class Campaign:
     def _made(self, configuration: Configuration, folder: Path, memory: Path) -> TargetJob:
         flags = configuration.training_flags(self.data, self._iterations(configuration), folder)
         flags += configuration.sparse_flags(memory, folder / 'events')
+        if configuration.disk:
+            (folder / DISK).mkdir()
         launch = configuration.launch(folder, flags, _MAX_RESTARTS, configuration.spares)
         return TargetJob(launch, configuration.launcher, memory / RUN_ID)
 
