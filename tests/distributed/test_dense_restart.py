@@ -109,19 +109,27 @@ def test_phase_of_training_goes_on_with_its_own_samples(cluster: Make, tmp_path:
     assert differences(read_digest(plain), read_digest(job)) == []
 
 
+RANDOM_ROUTING = (
+    '--bf16 --use-distributed-optimizer --expert-model-parallel-size 2 --train-iters 8 '
+    '--moe-router-force-load-balancing'
+).split()
+
+
+def routed_at_random(cluster: Make, checkpoints: Path) -> Cluster:
+    """Dead, with a dense checkpoint and no windows."""
+    dense = ['--save', str(checkpoints), '--load', str(checkpoints), '--save-interval', '4']
+    job = cluster(*RANDOM_ROUTING, *dense, ranks=2)
+    assert -9 in job.run(fail_at='1:6:forward')
+    shutil.rmtree(job.memory)
+    return job
+
+
 def test_random_routing_goes_on_from_a_dense_checkpoint(
     cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
     """Each rank draws from a generator of its own, and upstream keeps that of the first alone."""
-    flags = (
-        '--bf16 --use-distributed-optimizer --expert-model-parallel-size 2 --train-iters 8 '
-        '--moe-router-force-load-balancing'
-    ).split()
-    checkpoints, saved = tmp_path / 'dense', tmp_path / 'copy'
-    dense = ['--save', str(checkpoints), '--load', str(checkpoints), '--save-interval', '4']
-    job = cluster(*flags, *dense, ranks=2)
-    assert -9 in job.run(fail_at='1:6:forward')
-    shutil.rmtree(job.memory)
+    flags, checkpoints, saved = RANDOM_ROUTING, tmp_path / 'dense', tmp_path / 'copy'
+    job = routed_at_random(cluster, checkpoints)
     kept = sorted(checkpoints.glob('iter_*/moevement/random-*'))
     assert [path.name for path in kept] == ['random-00000', 'random-00001']
     shutil.copytree(checkpoints, saved)
@@ -136,6 +144,17 @@ def test_random_routing_goes_on_from_a_dense_checkpoint(
     assert 'no random numbers of rank 1' in without.output(life=0)
     found = differences(reference(*flags, ranks=2), read_digest(without))
     assert any(name.endswith('expert-parallel-rng') for name in found)
+
+
+@pytest.mark.thorough
+def test_leaving_out_random_numbers_of_a_dense_checkpoint_is_noticed(
+    cluster: Make, reference: Callable, tmp_path: Path
+) -> None:
+    job = routed_at_random(cluster, tmp_path / 'dense')
+    mutation = 'mutations.whole_job:random_numbers_of_a_dense_checkpoint_not_restored'
+    job.finish(mutation=mutation)
+    assert 'loaded checkpoint' in job.output(life=1)
+    assert differences(reference(*RANDOM_ROUTING, ranks=2), read_digest(job)) != []
 
 
 def save(directory: str) -> list[str]:
