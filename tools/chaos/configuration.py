@@ -131,7 +131,7 @@ class Configuration(NamedTuple):
     """Workers of the local launcher are forked from one process, instead of hot spares."""
     hang_timeout_s: int = HANG_TIMEOUT_S
     verify: str = REPORT
-    """Of `--sparse-ckpt-verify`."""
+    """What `--sparse-ckpt-verify` does where a recovery differs."""
     disk: bool = False
     """Windows are copied to disk, too."""
 

@@ -59,8 +59,9 @@ class _Job(NamedTuple):
 class UpstreamLog:
     """Records of all tensors sent in the iterations from `first_iteration` on.
 
-    The training thread calls `append`, `rewind`, `pause` and `close`; any thread calls the rest. The
-    index lives in this process, and the log with it: a file left by an earlier one is overwritten.
+    The training thread calls `append`, `rewind`, `pause` and `close`; any thread calls the rest.
+    The index lives in this process, and the log with it: a file left by an earlier one is
+    overwritten.
 
     Args:
         path: file in a tmpfs, in a directory that no other process uses.

@@ -47,7 +47,7 @@ def _loader_blocks(rank: str, iteration: int) -> None:
 
 
 def dense_save_of_rank_1_takes_long() -> None:
-    """The first, longer than a thread may stand still: its bytes are moved by a thread, as upstream's are."""
+    """Longer than a thread may stand still; a thread writes, as upstream's do. The first only."""
     if os.environ['RANK'] != '1':
         return
     save, writer = training.save_checkpoint, threading.Thread(target=_write_for, args=(25.0,))
