@@ -139,7 +139,10 @@ def _bytes_moved() -> int:
     A call counts when it is over, the pages that it writes to a file system as they come. What the
     looking thread reads does not count: it looks for children among all processes of the node.
     """
-    children = psutil.Process().children(recursive=True)
+    try:
+        children = psutil.Process().children(recursive=True)
+    except (psutil.Error, OSError):  # some nodes hide the processes of others
+        children = []
     moved = sum(_counted(child.pid) for child in children)
     return moved + _counted('self') - _counted('thread-self')
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -228,6 +229,22 @@ def test_bytes_of_all_threads_and_children_are_counted(
     write.start()
     write.join()
     assert training_thread._bytes_moved() - before >= 2**22
+
+
+def test_a_node_that_hides_processes_of_others_is_looked_at_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As `/proc` does that is mounted with `hidepid=1`."""
+
+    def hidden(process: psutil.Process, recursive: bool) -> list[psutil.Process]:
+        raise PermissionError(1, 'not permitted', '/proc/1/stat')
+
+    monkeypatch.setattr(psutil.Process, 'children', hidden)
+    before = training_thread._bytes_moved()
+    write = threading.Thread(target=(tmp_path / 'shard').write_bytes, args=(bytes(2**20),))
+    write.start()
+    write.join()
+    assert training_thread._bytes_moved() - before >= 2**20
 
 
 class Queue:
