@@ -109,6 +109,21 @@ def test_phase_of_training_goes_on_with_its_own_samples(cluster: Make, tmp_path:
     assert differences(read_digest(plain), read_digest(job)) == []
 
 
+@pytest.mark.thorough
+def test_flags_of_a_checkpoint_are_those_that_windows_were_captured_with(
+    cluster: Make, reference: Callable, tmp_path: Path
+) -> None:
+    """The first launch finds none to read, the second a checkpoint that is older than windows."""
+    flags = SETUPS['bf16-distributed'].split()
+    dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
+    job = cluster(*flags, *dense, '--save-interval', '6', '--use-checkpoint-args', ranks=2)
+    job.flags += ['--sparse-ckpt-window', '3']
+    assert -9 in job.run(fail_at='1:11:forward')
+    job.finish()
+    assert differences(reference(*flags, ranks=2), read_digest(job)) == []
+    assert job.events_of(Recovered)
+
+
 RANDOM_ROUTING = (
     '--bf16 --use-distributed-optimizer --expert-model-parallel-size 2 --train-iters 8 '
     '--moe-router-force-load-balancing'

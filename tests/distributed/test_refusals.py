@@ -167,7 +167,6 @@ def test_a_blend_that_changed_under_its_path_is_refused(cluster: Make, tmp_path:
 
 # What happens to a folder of dense checkpoints between two launches.
 UNREADABLE = {
-    'nothing': lambda dense: None,
     'an empty tracker file': lambda dense: os.truncate(dense / TRACKER, 0),
     'a checkpoint that is gone': lambda dense: shutil.rmtree(dense / 'iter_0000008'),
     'a checkpoint that is cut off': _cut_off,
@@ -316,7 +315,7 @@ def test_what_cannot_be_read_of_the_dense_tier_ends_no_job_that_has_windows(
 ) -> None:
     dense = tmp_path / 'dense'
     flags = ['--save', str(dense), '--load', str(dense), '--save-interval', '4']
-    flags += ['--use-checkpoint-args']  # of which some are others than those it was begun with
+    flags += ['--use-checkpoint-args']
     job = cluster(*TWO_STAGES, *flags, '--sparse-ckpt-window', '6', ranks=2)
     assert -9 in job.run(fail_at='1:11:forward')
     UNREADABLE[trouble](dense)
