@@ -162,10 +162,11 @@ class Campaign:
     def _made(self, configuration: Configuration, folder: Path, memory: Path) -> TargetJob:
         flags = configuration.training_flags(self.data, self._iterations(configuration), folder)
         flags += configuration.sparse_flags(memory, folder / 'events')
+        launch = configuration.launch(folder, flags, _MAX_RESTARTS, configuration.spares)
+        job = TargetJob(launch, configuration.launcher, memory / RUN_ID)
         if configuration.disk:
             (folder / DISK).mkdir()
-        launch = configuration.launch(folder, flags, _MAX_RESTARTS, configuration.spares)
-        return TargetJob(launch, configuration.launcher, memory / RUN_ID)
+        return job
 
     def _compare(self, reference: StateDigest, digest: StateDigest, number: int) -> bool:
         different = differences(reference, digest)
