@@ -62,7 +62,7 @@ if __name__ != '__mp_main__':  # which is no worker, but writes a checkpoint for
     from megatron.moevement.facts import UpstreamArguments
     from megatron.moevement.job.unsupported import refuse_unsupported
     from megatron.moevement.program import run_with_sparse_checkpointing
-    from megatron.moevement.seams import fp8_masters
+    from megatron.moevement.seams import dense_tier, fp8_masters
     from moevement_ext import faults
 
     dataset_helpers.use_compiled()
@@ -198,6 +198,7 @@ def main() -> None:
     """Parse the command line and train."""
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     quiet.arguments_once()
+    dense_tier.let_flags_count_as_given()
     args = parse_and_validate_args(extra_args_provider=add_arguments)
     with user_errors.in_one_line():
         fp8_masters.take_place(args)

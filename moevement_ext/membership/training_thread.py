@@ -5,9 +5,13 @@ A process whose training thread is stuck (in a data loader, in a write to a dead
 gives signs of life; all others wait for it in their collectives. Who waits for others is not at
 fault, so each process judges itself: what of its stack is not Python's standard library, innermost,
 says whether it waits inside a process group, or in the engine, or is stuck by itself.
+
+A dense checkpoint can take longer than any thread may stand still, and be written by other threads,
+or processes: as long as this process or its children read or write, the thread is not stuck.
 """
 
 import ctypes
+import re
 import sys
 import sysconfig
 import threading
@@ -17,6 +21,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+import psutil
 import torch
 
 from moevement_ext import faults
@@ -26,6 +31,9 @@ _SHOWN_FRAMES = 12
 _MOST_BETWEEN_LOOKS_S = 2.0
 _COMPUTES = 0.05
 """Share of the time between two looks."""
+_MOVES_BYTES = 2**16
+"""Each second; less is what a process says of itself, in its log or to the one beside it."""
+_COUNTS = re.compile(r'^(?:[rw]char|read_bytes|write_bytes): (\d+)$', re.MULTILINE)
 _LIBRARY = sysconfig.get_path('stdlib')
 _PACKAGES = sysconfig.get_path('purelib')
 _ROOT = Path(__file__).parents[2]
@@ -54,7 +62,8 @@ class TrainingThread:
     """The thread that makes this object, as another one sees it.
 
     A thread counts as moving when it is at another place of its program at two looks in turn,
-    wherever that is, or has computed in between; so nothing has to be counted in the training loop.
+    wherever that is, or has computed in between, or its process has read or written; so nothing
+    has to be counted in the training loop.
 
     Made when process groups exist: the GPU of this rank, if there is one, is in use by then.
     """
@@ -65,6 +74,7 @@ class TrainingThread:
         self._place: list[tuple[CodeType, int]] = []
         self._clock = time.pthread_getcpuclockid(self._ident)
         self._computed_s = 0.0
+        self._bytes: int | None = None
         self._still_s = self._same_place_s = 0.0
         self._looked = time.monotonic()
 
@@ -85,7 +95,8 @@ class TrainingThread:
         self._computed_s = computed_s
         same = place == self._place
         self._same_place_s = self._same_place_s + between_s if same else 0.0
-        self._still_s = self._still_s + between_s if same and not computes else 0.0
+        moves = not same or computes or self._bytes_move(between_s)
+        self._still_s = 0.0 if moves else self._still_s + between_s
         self._place = place
         self._looked = now
         waits = _waits_for_others(frames) or _device_is_busy(self._stream)
@@ -97,6 +108,11 @@ class TrainingThread:
             return time.clock_gettime(self._clock)
         except OSError:
             return self._computed_s
+
+    def _bytes_move(self, between_s: float) -> bool:
+        """Only asked of a thread that stands still, as it takes some ms."""
+        before, self._bytes = self._bytes, _bytes_moved()
+        return before is not None and self._bytes - before > _MOVES_BYTES * between_s
 
     def moved(self) -> None:
         """It got on since the last look, as its program says. Called by who looks."""
@@ -115,6 +131,28 @@ class TrainingThread:
             frames.append(frame)
             frame = frame.f_back
         return frames
+
+
+def _bytes_moved() -> int:
+    """By this process and its children, from and to files and pipes, but not sockets.
+
+    A call counts when it is over, the pages that it writes to a file system as they come. What the
+    looking thread reads does not count: it looks for children among all processes of the node.
+    """
+    try:
+        children = psutil.Process().children(recursive=True)
+    except (psutil.Error, OSError):  # some nodes hide the processes of others
+        children = []
+    moved = sum(_counted(child.pid) for child in children)
+    return moved + _counted('self') - _counted('thread-self')
+
+
+def _counted(process: str | int) -> int:
+    """0 for one that has ended, and where the system does not count."""
+    try:
+        return sum(map(int, _COUNTS.findall(Path(f'/proc/{process}/io').read_text())))
+    except OSError:
+        return 0
 
 
 def _waits_for_others(frames: list[FrameType]) -> bool:

@@ -41,7 +41,7 @@ class RankMemory(msgspec.Struct, frozen=True):
     log_ring: int = 0
     """The upstream log (boundary activations and gradients)."""
     beside: int = 0
-    """Locks, and what the ranks of a node share when all meet."""
+    """Locks, what the ranks of a node share when all meet, and the witness of a recovery."""
 
     @property
     def total(self) -> int:

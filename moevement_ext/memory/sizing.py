@@ -26,6 +26,11 @@ BESIDE_BYTES = 64 * 1024
 """What a rank has in the tmpfs besides: its lock, and its share of what the ranks of a node have
 brought to the meeting of all (`membership.node_copy`)."""
 
+_WITNESS_BYTES = 512 * 1024
+_PAYLOAD_PER_WITNESS = 1024
+"""One byte for so many of a window file, besides: a slot's header has some 110 bytes for each of
+its tensors, of two windows, and twice while the file is written anew (`memory.witness`)."""
+
 SLOT_ROOM_BYTES = 128 * 1024
 """For the header of a slot and the small state in it."""
 _PAYLOAD_PER_ROOM = 1024
@@ -103,8 +108,17 @@ def rank_memory(
         replicas=GENERATIONS * sum(map(in_pages, replica_files)),
         ledger=in_pages(Ledger.bytes_needed(LEDGER_RECORDS)),
         log_ring=in_pages(log_ring),
-        beside=BESIDE_BYTES,
+        beside=beside_bytes(window_file),
     )
+
+
+def beside_bytes(window_file: int) -> int:
+    """What a rank has besides, at most.
+
+    Args:
+        window_file: size of its window files.
+    """
+    return BESIDE_BYTES + in_pages(_WITNESS_BYTES + window_file // _PAYLOAD_PER_WITNESS)
 
 
 def in_pages(nbytes: int) -> int:

@@ -4,7 +4,7 @@
 A recovery needs the files of windows that are newer than the one it starts from. Their headers have
 the checksums by which it is judged, and so are all the others that follow it when it is refused, or
 cut off: also by the process after this one, and in the next life of the job. A file beside the
-windows, some KiB for each slot; where there is no room for it, this process remembers alone.
+windows, which the plan has room for; where there is no room for it, this process remembers alone.
 """
 
 import logging
@@ -42,7 +42,8 @@ class Witness:
 
     def remember(self, headers: Sequence[SlotHeader]) -> None:
         """A recovery begins that is judged by these, and by what is known already."""
-        bare = [msgspec.structs.replace(header, context=b'') for header in headers]
+        replace = msgspec.structs.replace
+        bare = [replace(header, context=b'', settings=b'') for header in headers]
         new = [header for header in bare if header not in self._headers]
         if not new:
             return

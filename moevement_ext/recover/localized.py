@@ -218,11 +218,14 @@ class LocalizedRecovery:
             # too, waits for what is sent anew, and its windows count when it has them again.
             self._protection.rewind_log(verdict.window.start)
             self._protection.withdraw_after(verdict.window.name)
+        else:
+            self._sends_no_more()
         self._exchange_addresses(verdict)
         self._phases.respawn += time.perf_counter() - began
         with self._outage.replay(), self._on_trial(verdict):
             if self._rank.number in verdict.ranks:
                 self._replay_stage(verdict, iterate)
+                self._sends_no_more()
                 verified = self.verification.result()
                 self._outage.tell_verified(self._membership.store, verified)
             faults.point(Phase.REPLAYED)
@@ -411,6 +414,11 @@ class LocalizedRecovery:
         self._phases.fetch = self._replay.fetch_s
         self._phases.convert = self._replay.convert_s
         self._phases.catch_up = self._replay.catch_up_s
+
+    def _sends_no_more(self) -> None:
+        """In this recovery: a replay asks in vain for what this rank has not logged."""
+        if (log := self._protection.memory.log) is not None:
+            log.pause()
 
     def _on_trial(self, verdict: Localized) -> AbstractContextManager[None]:
         if verdict.window is None or self._rank.number not in verdict.ranks:

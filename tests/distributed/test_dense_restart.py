@@ -110,19 +110,42 @@ def test_phase_of_training_goes_on_with_its_own_samples(cluster: Make, tmp_path:
     assert differences(read_digest(plain), read_digest(job)) == []
 
 
+@pytest.mark.thorough
+def test_flags_of_a_checkpoint_are_those_that_windows_were_captured_with(
+    cluster: Make, reference: Callable, tmp_path: Path
+) -> None:
+    """The first launch finds none to read, the second a checkpoint that is older than windows."""
+    flags = SETUPS['bf16-distributed'].split()
+    dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
+    job = cluster(*flags, *dense, '--save-interval', '6', '--use-checkpoint-args', ranks=2)
+    job.flags += ['--sparse-ckpt-window', '3']
+    assert -9 in job.run(fail_at='1:11:forward')
+    job.finish()
+    assert differences(reference(*flags, ranks=2), read_digest(job)) == []
+    assert job.events_of(Recovered)
+
+
+RANDOM_ROUTING = (
+    '--bf16 --use-distributed-optimizer --expert-model-parallel-size 2 --train-iters 8 '
+    '--moe-router-force-load-balancing'
+).split()
+
+
+def routed_at_random(cluster: Make, checkpoints: Path) -> Cluster:
+    """Dead, with a dense checkpoint and no windows."""
+    dense = ['--save', str(checkpoints), '--load', str(checkpoints), '--save-interval', '4']
+    job = cluster(*RANDOM_ROUTING, *dense, ranks=2)
+    assert -9 in job.run(fail_at='1:6:forward')
+    shutil.rmtree(job.memory)
+    return job
+
+
 def test_random_routing_goes_on_from_a_dense_checkpoint(
     cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
     """Each rank draws from a generator of its own, and upstream keeps that of the first alone."""
-    flags = (
-        '--bf16 --use-distributed-optimizer --expert-model-parallel-size 2 --train-iters 8 '
-        '--moe-router-force-load-balancing'
-    ).split()
-    checkpoints, saved = tmp_path / 'dense', tmp_path / 'copy'
-    dense = ['--save', str(checkpoints), '--load', str(checkpoints), '--save-interval', '4']
-    job = cluster(*flags, *dense, ranks=2)
-    assert -9 in job.run(fail_at='1:6:forward')
-    shutil.rmtree(job.memory)
+    flags, checkpoints, saved = RANDOM_ROUTING, tmp_path / 'dense', tmp_path / 'copy'
+    job = routed_at_random(cluster, checkpoints)
     kept = sorted(checkpoints.glob('iter_*/moevement/random-*'))
     assert [path.name for path in kept] == ['random-00000', 'random-00001']
     shutil.copytree(checkpoints, saved)
@@ -137,6 +160,17 @@ def test_random_routing_goes_on_from_a_dense_checkpoint(
     assert 'no random numbers of rank 1' in without.output(life=0)
     found = differences(reference(*flags, ranks=2), read_digest(without))
     assert any(name.endswith('expert-parallel-rng') for name in found)
+
+
+@pytest.mark.thorough
+def test_leaving_out_random_numbers_of_a_dense_checkpoint_is_noticed(
+    cluster: Make, reference: Callable, tmp_path: Path
+) -> None:
+    job = routed_at_random(cluster, tmp_path / 'dense')
+    mutation = 'mutations.whole_job:random_numbers_of_a_dense_checkpoint_not_restored'
+    job.finish(mutation=mutation)
+    assert 'loaded checkpoint' in job.output(life=1)
+    assert differences(reference(*RANDOM_ROUTING, ranks=2), read_digest(job)) != []
 
 
 def save(directory: str) -> list[str]:

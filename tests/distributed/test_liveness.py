@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +79,22 @@ def test_worker_whose_loader_blocks_replaces_itself(
         (failure,) = job.events_of(FailureDetected, rank)
         assert 'rank 2 is stuck: its training thread has stood still' in failure.reason
     assert 'mutations/liveness.py' in (job.directory / 'life0-rank2.log').read_text()
+
+
+@pytest.mark.thorough
+def test_a_save_longer_than_a_thread_may_stand_still_is_not_stuck(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
+) -> None:
+    flags = f'{UNTIED} --pipeline-model-parallel-size 2 --train-iters 6'.split()
+    job = cluster(
+        *flags,
+        *f'--save {tmp_path / "dense"} --save-interval 4 --sparse-ckpt-window 2'.split(),
+        *'--sparse-ckpt-hang-timeout 10 --sparse-ckpt-stuck-timeout 10'.split(),
+        ranks=2,
+    )
+    assert job.survive(mutation='mutations.liveness:dense_save_of_rank_1_takes_long') == {}
+    assert differences(reference(*flags, ranks=2), read_digest(job)) == []
+    assert job.events_of(FailureDetected) == []
 
 
 @pytest.mark.thorough

@@ -315,6 +315,7 @@ def test_what_cannot_be_read_of_the_dense_tier_ends_no_job_that_has_windows(
 ) -> None:
     dense = tmp_path / 'dense'
     flags = ['--save', str(dense), '--load', str(dense), '--save-interval', '4']
+    flags += ['--use-checkpoint-args']
     job = cluster(*TWO_STAGES, *flags, '--sparse-ckpt-window', '6', ranks=2)
     assert -9 in job.run(fail_at='1:11:forward')
     UNREADABLE[trouble](dense)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from tools.chaos.configuration import Configuration
+from tools.chaos.configuration import DISK, Configuration
 from tools.chaos.drawing import Fault, Kind, draw_faults
 from tools.chaos.injecting import FEWEST_ITERATIONS, LAST_ITERATIONS, FaultInjector, Outcome
 from tools.chaos.landing import Coverage
@@ -163,7 +163,10 @@ class Campaign:
         flags = configuration.training_flags(self.data, self._iterations(configuration), folder)
         flags += configuration.sparse_flags(memory, folder / 'events')
         launch = configuration.launch(folder, flags, _MAX_RESTARTS, configuration.spares)
-        return TargetJob(launch, configuration.launcher, memory / RUN_ID)
+        job = TargetJob(launch, configuration.launcher, memory / RUN_ID)
+        if configuration.disk:
+            (folder / DISK).mkdir()
+        return job
 
     def _compare(self, reference: StateDigest, digest: StateDigest, number: int) -> bool:
         different = differences(reference, digest)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from moevement_ext.config import REPORT, STOP
 from tools.chaos.drawing import Kind
 from tools.chaos.model import COMMON_FLAGS, RUN_ID, SAMPLES, SEQUENCE, Layout, parse_layout
 from tools.lab import models, precisions
@@ -15,6 +16,8 @@ from tools.lab.launch import PROGRAM, Launch, Launcher
 AUTO = 'auto'
 LONGEST_WINDOW = 6
 HANG_TIMEOUT_S = 5
+DISK = 'disk'
+"""Folder of windows on disk, in that of the job."""
 _STUCK_TIMEOUT_OF_A_WRITER_S = 15
 """For each rank: its training thread waits while upstream starts processes that write checkpoints,
 those of all ranks at once on this machine."""
@@ -127,12 +130,17 @@ class Configuration(NamedTuple):
     fork: bool = False
     """Workers of the local launcher are forked from one process, instead of hot spares."""
     hang_timeout_s: int = HANG_TIMEOUT_S
+    verify: str = REPORT
+    """What `--sparse-ckpt-verify` does where a recovery differs."""
+    disk: bool = False
+    """Windows are copied to disk, too."""
 
     def __str__(self) -> str:
         features = ', '.join(self.features) or 'no features'
         return (
             f'{self.layout.name} {self.precision}, window {self.window}, {self.nodes} nodes, '
-            f'replicas {self.replicas}, spares {self.spares}, {self.launcher}: {features}'
+            f'replicas {self.replicas}, spares {self.spares}, {self.launcher}, '
+            f'verify {self.verify}{", disk" if self.disk else ""}: {features}'
         )
 
     @property
@@ -218,11 +226,15 @@ class Configuration(NamedTuple):
 
         Args:
             memory: directory in a tmpfs.
-            events: folder for the events.
+            events: folder for the events; that of the disk is beside it.
         """
         flags = models.sparse_flags(memory, RUN_ID, self.window, events)
         flags += ['--sparse-ckpt-replicas', str(self.replicas)]
         flags += ['--sparse-ckpt-hang-timeout', str(self.hang_timeout_s)]
+        flags += ['--sparse-ckpt-verify', self.verify]
+        if self.disk:
+            flags += ['--sparse-ckpt-disk', str(events.with_name(DISK))]
+            flags += ['--sparse-ckpt-disk-every', str(LONGEST_WINDOW)]
         if self.window == AUTO:
             flags += ['--sparse-ckpt-max-window', str(LONGEST_WINDOW), *_RESTLESS.split()]
         return [*flags, '--sparse-ckpt-stuck-timeout', str(self._stuck_timeout_s)]
@@ -289,6 +301,8 @@ def draw_configuration(
         replicas=min(rng.choice((1, 1, 2)), nodes - 1),
         spares=rng.randint(0, 2) if launcher is Launcher.LOCAL else 0,
         launcher=launcher,
+        verify=deal('verify', (REPORT, STOP) * (_BLOCK // 2))[place],
+        disk=place in deal('disk', range(_BLOCK))[:_OF_BLOCK],
     )
 
 

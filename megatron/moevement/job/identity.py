@@ -116,8 +116,19 @@ def run_identity(args: UpstreamArguments, run_id: str) -> str:
         args: all settings of the job; read before training begins.
         run_id: as given, or empty to digest the settings alone.
     """
-    settings = {name: value for name, value in vars(args).items() if counts(name)}
-    return _digest({'run id': run_id, **settings})
+    return _digest({'run id': run_id, **_counting(args)})
+
+
+def _counting(args: UpstreamArguments) -> dict[str, Any]:
+    """Settings that count, by name.
+
+    A number of query groups that is not used is not: with `--use-checkpoint-args` it is 1 before
+    there is a checkpoint, and then the number of heads.
+    """
+    found = {name: value for name, value in vars(args).items() if counts(name)}
+    if not found.get('group_query_attention'):
+        found.pop('num_query_groups', None)
+    return found
 
 
 def counts(name: str) -> bool:
@@ -140,7 +151,7 @@ def rank_identity(args: UpstreamArguments, config: SparseCheckpointConfig) -> Ra
 def settings(args: UpstreamArguments, run_id: str) -> RunSettings:
     """What the job is launched with, by name, to tell in what two launches differ."""
     layout = {_flag(name): _shown(getattr(args, name, None)) for name in LAYOUT}
-    flags = {_flag(name): _shown(value) for name, value in vars(args).items() if counts(name)}
+    flags = {_flag(name): _shown(value) for name, value in _counting(args).items()}
     return bounded(
         RunSettings(
             flags={'--sparse-ckpt-run-id': run_id, **flags},

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from megatron.training import checkpointing
@@ -22,7 +22,8 @@ from megatron.training.checkpointing import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron.moevement.facts import JobFacts
+from megatron.moevement.facts import JobFacts, UpstreamArguments
+from megatron.moevement.seams import patches
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,31 @@ def dense_iteration(facts: JobFacts, exchange: Callable[[str, bytes], list[bytes
             )
         return -1
     return 0 if facts.finetune and newest >= 0 else newest
+
+
+def let_flags_count_as_given() -> None:
+    """Where `--use-checkpoint-args` finds a checkpoint that cannot be read. Before they are parsed.
+
+    Windows of a job that was launched otherwise are refused by name later; without windows upstream
+    ends the job when it loads the checkpoint.
+    """
+    patches.wrap('megatron.training.checkpointing:load_args_from_checkpoint', _or_as_given)
+
+
+def _or_as_given(
+    original: Callable[..., Any], args: UpstreamArguments, *more: Any, **named: Any
+) -> Any:
+    try:
+        return original(args, *more, **named)
+    except (Exception, SystemExit) as error:
+        if not args.sparse_ckpt:
+            raise
+        logger.warning(
+            'sparse checkpointing: --use-checkpoint-args: flags count as given, as the dense '
+            'checkpoint of --load cannot be read: %r',
+            error,
+        )
+        return args
 
 
 def _seen(facts: JobFacts, load: str) -> DenseTier:

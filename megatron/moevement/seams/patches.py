@@ -51,6 +51,9 @@ UPSTREAM = {
         'non_persistent_ckpt', 'train_data_iterator', 'preprocess_common_state_dict_fn', 'release',
         'tp_group', 'pp_group', 'dp_cp_group', 'dp_group', 'expt_dp_group', 'rng_state_key_prefix',
     ),
+    'megatron.training.checkpointing:load_args_from_checkpoint': (
+        'args', 'load_arg', 'checkpointing_context',
+    ),
     'megatron.training.checkpointing:_get_non_persistent_iteration': (
         'non_persistent_global_dir', 'args', 'checkpointing_context',
     ),

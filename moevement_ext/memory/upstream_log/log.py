@@ -59,8 +59,9 @@ class _Job(NamedTuple):
 class UpstreamLog:
     """Records of all tensors sent in the iterations from `first_iteration` on.
 
-    The training thread calls `append`, `rewind` and `close`; any thread calls the rest. The
-    index lives in this process, and the log with it: a file left by an earlier one is overwritten.
+    The training thread calls `append`, `rewind`, `pause` and `close`; any thread calls the rest.
+    The index lives in this process, and the log with it: a file left by an earlier one is
+    overwritten.
 
     Args:
         path: file in a tmpfs, in a directory that no other process uses.
@@ -105,6 +106,7 @@ class UpstreamLog:
         self._first: int | None = None
         self._iteration: int | None = None  # of the newest append
         self._counts: Counter[Direction] = Counter()  # of that iteration
+        self._paused = False
         self._waited_in_vain = False
         self._forgetting = False
         self._closed = False
@@ -149,6 +151,7 @@ class UpstreamLog:
         """Forget the records after `iteration`: the iterations after it are computed again."""
         self.drain()
         with self._changed:
+            self._paused = False
             if self._first is None or self._iteration is None or self._iteration <= iteration:
                 return
             while self._records and next(reversed(self._records)).iteration > iteration:
@@ -160,6 +163,12 @@ class UpstreamLog:
             self._counts = Counter(
                 key.direction for key in self._records if key.iteration == iteration
             )
+
+    def pause(self) -> None:
+        """Until the next `append` or `rewind` nothing is sent: no reader waits for that."""
+        with self._changed:
+            self._paused = True
+            self._changed.notify_all()
 
     # Reading
 
@@ -245,6 +254,7 @@ class UpstreamLog:
         """Enter the next record; None: its iteration is given up."""
         with self._changed:
             key = self._next_key(iteration, direction)
+            self._paused = False
             first = self._first
             record = self._place(key, source)
             forgotten = self._first != first
@@ -365,11 +375,10 @@ class UpstreamLog:
         """Why a record will never come; None: it is there or may come."""
         if self._closed:
             return 'the log is closed'
-        if self._first is None or self._iteration is None:
-            return None
-        if key.iteration < self._first:
+        if self._first is not None and key.iteration < self._first:
             return f'iteration {key.iteration} is gone, the log begins with {self._first}'
-        if key.iteration < self._iteration and key not in self._records:
+        over = self._iteration is not None and key.iteration < self._iteration
+        if (over or self._paused) and key not in self._records:
             return f'there is no {key}; sender and receiver follow different schedules'
         return None
 

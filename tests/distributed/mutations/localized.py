@@ -124,12 +124,29 @@ def slow_set_up_of_new_worker() -> None:
 
 def one_bit_wrong_in_the_replay() -> None:
     """A chip that corrupts: one bit of a master weight is wrong, in a new process."""
-    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
-        return
+    if os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':
+        _one_bit_wrong(once=False)
+
+
+def one_bit_wrong_in_the_first_replay_of_rank_3() -> None:
+    """A chip that corrupts once: that of the first process in its place."""
+    if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('3', '1'):
+        _one_bit_wrong(once=True)
+
+
+def one_bit_wrong_on_rank_0() -> None:
+    """In each start of the whole job."""
+    if os.environ['RANK'] == '0':
+        _one_bit_wrong(once=False)
+
+
+def _one_bit_wrong(once: bool) -> None:
     run = conversion.Conversion.run
 
     def run_with_a_wrong_bit(self, trainer, verification):
         run(self, trainer, verification)
+        if once:
+            conversion.Conversion.run = run
         name, state = max(trainer.operators.loader._states.items())
         state.master().view(torch.int32)[0] ^= 1 << 20
         print(f'wrong bit in {name}')

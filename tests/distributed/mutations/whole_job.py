@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to break recovery, one step each. Every one must turn the comparison of bits red."""
 
-from megatron.moevement.state import global_scalars, iteration_state, slices, training_state
+from megatron.moevement.state import (
+    dense_random,
+    global_scalars,
+    iteration_state,
+    slices,
+    training_state,
+)
 
 
 def moments_not_restored() -> None:
@@ -22,6 +28,11 @@ def router_bias_not_restored() -> None:
 def rng_not_restored() -> None:
     """Random number generators stay as seeded."""
     iteration_state.restore_rng = lambda state: None
+
+
+def random_numbers_of_a_dense_checkpoint_not_restored() -> None:
+    """Each rank keeps what upstream has given it."""
+    dense_random.DenseRandom._read = lambda self, folder: None
 
 
 def scaler_not_restored() -> None:

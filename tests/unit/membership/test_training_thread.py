@@ -3,6 +3,8 @@
 
 import ctypes
 import hashlib
+import itertools
+import multiprocessing
 import os
 import threading
 import time
@@ -11,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -192,6 +195,56 @@ def test_time_for_which_the_whole_process_was_stopped_does_not_count() -> None:
         thread._looked -= 1000.0  # as if nobody had looked for so long
         assert thread.look().still_s < 5.0
     release.set()
+
+
+@pytest.mark.parametrize(('each_second', 'stuck'), [(2**20, False), (2**10, True)])
+def test_a_thread_whose_process_moves_bytes_is_not_stuck(
+    each_second: int, stuck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dense save takes longer than a thread may stand still; a heartbeat is no save."""
+    counts = itertools.count(0, each_second)
+    monkeypatch.setattr(training_thread, '_bytes_moved', lambda: next(counts))
+    release = threading.Event()
+    with running(release.wait) as thread:
+        looks(thread, 3)
+        found = []
+        for _ in range(10):
+            thread._looked -= 1.0
+            found.append(thread.look())
+        monkeypatch.setattr(training_thread, '_bytes_moved', lambda: 0)
+        thread._looked -= 1.0
+        over = thread.look()
+    release.set()
+    assert [look.still_s > 0 for look in found] == len(found) * [stuck]
+    assert over.still_s >= 1.0 and found[-1].same_place_s > 9.0
+
+
+@pytest.mark.parametrize('writer', [threading.Thread, multiprocessing.get_context('spawn').Process])
+def test_bytes_of_all_threads_and_children_are_counted(
+    writer: Callable[..., threading.Thread], tmp_path: Path
+) -> None:
+    before = training_thread._bytes_moved()
+    assert training_thread._bytes_moved() - before < 2**10, 'looking counts'
+    write = writer(target=(tmp_path / 'shard').write_bytes, args=(bytes(2**22),))
+    write.start()
+    write.join()
+    assert training_thread._bytes_moved() - before >= 2**22
+
+
+def test_a_node_that_hides_processes_of_others_is_looked_at_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As `/proc` does that is mounted with `hidepid=1`."""
+
+    def hidden(process: psutil.Process, recursive: bool) -> list[psutil.Process]:
+        raise PermissionError(1, 'not permitted', '/proc/1/stat')
+
+    monkeypatch.setattr(psutil.Process, 'children', hidden)
+    before = training_thread._bytes_moved()
+    write = threading.Thread(target=(tmp_path / 'shard').write_bytes, args=(bytes(2**20),))
+    write.start()
+    write.join()
+    assert training_thread._bytes_moved() - before >= 2**20
 
 
 class Queue:

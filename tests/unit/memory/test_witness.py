@@ -3,10 +3,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from moevement_ext.memory import witness as module
+from moevement_ext.memory.sizing import BESIDE_BYTES, beside_bytes, window_file_bytes
+from moevement_ext.memory.window.slot import Record
 from moevement_ext.memory.witness import Witness
 from tests.unit.memory.samples import make_header, tmpfs_directory
+
+_NAME = 'chunk0.decoder.layers.59.mlp.experts.local_experts.159.linear_fc2.weight'
 
 
 @pytest.fixture
@@ -51,3 +56,15 @@ def test_without_room_this_process_remembers_alone(
     witness.remember([make_header(0)])
     assert len(witness.after(-1)) == 1
     assert 'only this process' in caplog.text
+
+
+def test_the_plan_has_room_for_it(path: Path) -> None:
+    """For two windows of 5,000 tensors of 1 MiB, while the file is written anew."""
+    records = [
+        Record(f'layer{n // 100}.expert{n % 100}', _NAME, 'exp_avg_sq', 'float32', 0, 2**18, 0, 1)
+        for n in range(5000)
+    ]
+    headers = [replace(make_header(slot), records=records, settings=bytes(9)) for slot in (0, 1)]
+    Witness(path).remember(headers)
+    window_file = window_file_bytes(len(records) * 2**20, longest_window=1)
+    assert BESIDE_BYTES + 2 * path.stat().st_size <= beside_bytes(window_file)

@@ -249,6 +249,20 @@ def test_a_record_that_will_never_come(log: UpstreamLog) -> None:
     assert log.read(LogKey(2, DOWN, 1), 0) is None, 'this may still come'
 
 
+def test_nothing_comes_while_nothing_is_sent(log: UpstreamLog) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(log.read, LogKey(1, DOWN, 0), DEADLINE_S)
+        log.pause()
+        with pytest.raises(LogGap, match='no tensor 0 sent down in iteration 1; .*schedules'):
+            reading.result(DEADLINE_S)
+    log.append(1, DOWN, region(1))
+    assert log.read(LogKey(1, DOWN, 1), 0) is None, 'sending goes on'
+    log.pause()
+    assert value(log, 1, DOWN, 0) == 1
+    log.rewind(1)
+    assert log.read(LogKey(1, DOWN, 1), 0) is None, 'it will be sent anew'
+
+
 def test_a_dropped_record_wakes_its_reader(log: UpstreamLog) -> None:
     log.append(1, DOWN, region(1))
     with ThreadPoolExecutor(1) as pool:

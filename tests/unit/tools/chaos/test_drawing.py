@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.config import REPORT, STOP
 from tools.chaos.configuration import AUTO, Configuration, Feature, Precision, draw_configuration
 from tools.chaos.drawing import Kind, draw_faults, draw_window
 from tools.chaos.model import parse_layout
@@ -98,6 +99,8 @@ class TestConfiguration:
         assert {feature for one in drawn for feature in one.features} == set(Feature)
         assert {one.precision for one in drawn} == set(Precision) - NARROW
         assert {one.launcher for one in drawn} == set(Launcher)
+        assert {(one.verify, one.disk) for one in drawn} >= {(STOP, False), (REPORT, False)}
+        assert {one.disk for one in drawn} == {True, False}
         assert {one.window for one in drawn} == {1, 2, 3, 4, 5, 6, AUTO}
         layouts = {one.layout.name for one in drawn}
         assert layouts >= {'pp2-ep2', 'pp4', 'pp2-dp2', 'pp2-ep2-vp2', 'pp2-tp2', 'pp3', 'ep2'}
@@ -157,6 +160,13 @@ class TestConfiguration:
         real = one._replace(share_gpu=True)
         assert real.launch(Path('run'), []).program_file == PROGRAM
         assert 'transformer_engine' in real.training_flags(Path('text'), 50, Path('run'))
+
+    def test_refusals_and_the_disk_are_switched_on_by_flags(self) -> None:
+        one = Configuration(parse_layout('pp4'), Precision.BF16, (), 3, 4)
+        assert '--sparse-ckpt-disk' not in one.sparse_flags(Path('m'), Path('job/events'))
+        both = one._replace(verify=STOP, disk=True).sparse_flags(Path('m'), Path('job/events'))
+        assert '--sparse-ckpt-verify stop' in ' '.join(both)
+        assert '--sparse-ckpt-disk job/disk' in ' '.join(both)
 
     def test_plan_of_auto_is_restless(self) -> None:
         one = Configuration(parse_layout('pp2-ep2'), Precision.BF16, (), AUTO, 4)

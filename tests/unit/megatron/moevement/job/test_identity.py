@@ -105,9 +105,19 @@ def test_layout_is_told_apart_from_the_run(defaults: Namespace, name: str) -> No
     assert topology != identity.topology_identity(defaults)
 
 
+def test_query_groups_count_where_there_are_any(defaults: Namespace) -> None:
+    """Upstream's report of memory changes the number, and a dense checkpoint holds it then."""
+    other = _changed(defaults, 'num_query_groups')
+    assert _identities(other) == _identities(defaults)
+    assert identity.settings(other, '').flags == identity.settings(defaults, '').flags
+    grouped = _changed(defaults, 'group_query_attention')
+    assert _identities(_changed(grouped, 'num_query_groups')) != _identities(grouped)
+
+
 def test_every_flag_counts_unless_it_is_named(defaults: Namespace) -> None:
     """A flag that upstream adds is not in any list, so it counts."""
     named = identity.INDIFFERENT | identity.LAYOUT
+    defaults = Namespace(**{**vars(defaults), 'group_query_attention': True})
     for name in vars(defaults):
         changed = _identities(_changed(defaults, name)) != _identities(defaults)
         indifferent = name in identity.INDIFFERENT or name.startswith('sparse_ckpt')

@@ -15,9 +15,13 @@ from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
+from megatron.training import checkpointing  # noqa: E402
+
+from megatron.moevement.seams import dense_tier, patches  # noqa: E402
 from megatron.moevement.seams.dense_tier import DenseTier, dense_iteration  # noqa: E402
 from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402
 
+ARGUMENTS = 'megatron.training.checkpointing:load_args_from_checkpoint'
 TRACKER = 'latest_checkpointed_iteration.txt'
 NOT_KEPT = '--non-persistent-ckpt-type global --non-persistent-save-interval 5'.split()
 
@@ -113,3 +117,20 @@ def test_a_file_that_is_cut_off_is_named(dense: Path, caplog: pytest.LogCaptureF
     (folder / '.metadata').write_bytes(b'x')
     assert found(args) == -1
     assert f'{folder} cannot be read' in caplog.text
+
+
+@pytest.mark.parametrize('sparse', [True, False])
+def test_flags_count_as_given_where_a_checkpoint_has_none_to_read(
+    sparse: bool, dense: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Upstream would end with status 0: a launcher takes such a job for done."""
+    (dense / TRACKER).write_text('')
+    args = parsed('--load', str(dense), '--use-checkpoint-args', '--num-layers', '4')
+    args.sparse_ckpt = sparse
+    with patches.wrapped(ARGUMENTS, dense_tier._or_as_given):
+        if sparse:
+            assert checkpointing.load_args_from_checkpoint(args) is args
+        else:
+            with pytest.raises(SystemExit):
+                checkpointing.load_args_from_checkpoint(args)
+    assert args.num_layers == 4 and ('flags count as given' in caplog.text) == sparse
