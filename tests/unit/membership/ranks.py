@@ -2,6 +2,7 @@
 """What a test has a rank do in a process of its own."""
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from moevement_ext.membership import membership, watch
+from moevement_ext.membership import membership, training_thread, watch
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import Rendezvous, break_epoch
 from moevement_ext.membership.report import Report
@@ -38,7 +39,7 @@ def member_of(
     stuck_timeout_s: float = 0.0,
 ) -> tuple[Membership, TCPStore]:
     """A member that is not settled yet, and often looks at its training thread."""
-    watch.HEARTBEAT_SECONDS = 0.05
+    watch.HEARTBEAT_SECONDS = membership.HEARTBEAT_SECONDS = 0.05
     store = connect(port)
     place = Rendezvous(store, rank, world_size)
     report = Report(survivor=False, node='a', pid=100 + rank, windows=[])
@@ -123,58 +124,63 @@ def waits_for_too_long(port: int, rank: int, committed: int) -> None:
 
 def meets_at_a_barrier(port: int, rank: int) -> None:
     """Rank 1 comes when rank 0 has waited for longer than a collective may take."""
-    looks = noted_looks()
     member, store = member_of(port, rank, 2)
     init_gloo(PrefixStore('pg', store), rank, 2)
     member._timeout = timedelta(seconds=1)
     member.settle()
+    look, told = TrainingThread.look, connect(port)
+
+    def look_and_tell(thread: TrainingThread) -> Look:
+        found = look(thread)
+        if rank == 0 and found.waits_for_others and found.same_place_s > 1.5:
+            told.set('go', '1')
+        return found
+
+    TrainingThread.look = look_and_tell  # type: ignore[method-assign]
     member.watch('gloo', int)
-    if rank == 0:
-        before = len(looks)
-
-        def let_go() -> None:
-            wait_until(lambda: looks[before:] and looks[-1].same_place_s > 1.5)
-            connect(port).set('go', '1')
-
-        threading.Thread(target=let_go, daemon=True).start()
-    while rank == 1 and not store.check(['go']):  # it replays, or so
-        pass
+    wait_until(lambda: rank == 0 or store.check(['go']))  # it replays, or so
     member.barrier('replayed')
     leave(0)
 
 
-def noted_looks() -> list[Look]:
-    """All that is seen of training threads from now on."""
-    looks: list[Look] = []
-    look = TrainingThread.look
+class _CountedLooks:
+    """Stands for the module `time` where training threads are looked at: a look is 0.05 s."""
 
-    def noted(thread: TrainingThread) -> Look:
-        looks.append(look(thread))
-        return looks[-1]
+    def __init__(self) -> None:
+        self._now_s = 0.0
 
-    TrainingThread.look = noted  # type: ignore[method-assign]
-    return looks
+    def __getattr__(self, name: str) -> object:
+        return getattr(time, name)
+
+    def monotonic(self) -> float:
+        self._now_s += 0.05
+        return self._now_s
 
 
 def waits_without_a_store(port: int, iterations: int) -> None:
-    """For others, who come some looks later each time, and in the end no more."""
-    hang_s, looks = 2.0, noted_looks()
-    others = threading.Semaphore(0)
+    """For others, who come two looks later each time, and in the end no more."""
+    hang_s, others, waited, seen = 1.0, threading.Semaphore(0), False, 0
+    training_thread.time = _CountedLooks()  # type: ignore[assignment]
     init_gloo(HashStore())
     member, _ = member_of(port, hang_timeout_s=hang_s)
+    look = TrainingThread.look
+
+    def look_and_come(thread: TrainingThread) -> Look:
+        nonlocal waited, seen
+        found = look(thread)
+        if not waited and found.same_place_s > hang_s:
+            waited = True
+            print('waited for long', flush=True)
+        seen += member.store_lost.is_set()
+        iteration = seen // 3
+        if seen % 3 == 2 and iteration < iterations:
+            others.release()
+            wait_until(lambda: member.committed == iteration)
+        return found
+
+    TrainingThread.look = look_and_come  # type: ignore[method-assign]
     member.settle()
     member.watch('gloo', others.release)
-
-    def come() -> None:
-        wait_until(lambda: looks and looks[-1].same_place_s > hang_s)
-        print('waited for long', flush=True)
-        member.store_lost.wait()
-        for _ in range(iterations):
-            seen = len(looks)
-            wait_until(lambda: len(looks) >= seen + 2)  # noqa: B023 - called at once
-            others.release()
-
-    threading.Thread(target=come, daemon=True).start()
     for iteration in range(iterations):
         in_time(others.acquire, NEVER_HUNG_S)  # in the engine: it waits for others
         if member.broken:
