@@ -3,6 +3,7 @@
 
 import multiprocessing
 import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -83,4 +84,8 @@ def _run(
     out.close()
     errors.close()
     os.environ.update(environment)
-    function(*arguments)
+    try:
+        function(*arguments)
+    except Exception:  # at once, whatever its threads wait for
+        traceback.print_exc()
+        os._exit(1)

@@ -30,7 +30,7 @@ from tests.unit.replicate.peers import wait_for
 
 pytestmark = pytest.mark.timed
 
-LIMIT_S = 300.0
+LIMIT_S = 120.0
 """Of what ends well before."""
 TIMEOUT = timedelta(seconds=60)
 HANG_S = 2.0

@@ -63,7 +63,7 @@ def test_all_know_the_same_life_of_a_store(loss_of: Lose) -> None:
 def test_store_that_stays_out_of_reach_is_lost(loss_of: Lose) -> None:
     store = serve()
     called = threading.Event()
-    loss = loss_of(client(store.port), PATIENCE_S, called.set)
+    loss = loss_of(client(store.port), 0.2, called.set)
     del store
     with pytest.raises(DistError):
         loss.connect()

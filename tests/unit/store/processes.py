@@ -22,7 +22,7 @@ _LEADS = """
 import json, signal, sys
 from moevement_ext.store import leader
 from moevement_ext.store.node_leader import NodeLeader
-leader._ASKED_EVERY_S, leader._TO_ANSWER_S = json.loads(sys.argv[2])
+leader._ASKED_EVERY_S, leader._TO_ANSWER_S, leader._TO_CONNECT_S = json.loads(sys.argv[2])
 node = NodeLeader('127.0.0.1', int(sys.argv[1]))
 print(node.port, flush=True)
 print(json.dumps(node.variables), flush=True)
@@ -96,11 +96,19 @@ def _serve(port: int, pipe: Connection) -> None:
 class Leader(_Process):
     """Leads to the store at a port, which it asks so often for an answer in so many seconds.
 
+    A store that it connects with has `to_connect_s` to answer.
+
     A fresh interpreter: a leader does not import torch.
     """
 
-    def __init__(self, port: int, every_s: float = WAIT_S, to_answer_s: float = WAIT_S) -> None:
-        times = json.dumps([every_s, to_answer_s])
+    def __init__(
+        self,
+        port: int,
+        every_s: float = WAIT_S,
+        to_answer_s: float = WAIT_S,
+        to_connect_s: float = WAIT_S,
+    ) -> None:
+        times = json.dumps([every_s, to_answer_s, to_connect_s])
         command = [sys.executable, '-c', _LEADS, str(port), times]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.pid = self._process.pid

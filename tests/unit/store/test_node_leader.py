@@ -253,6 +253,7 @@ def test_without_its_leader_a_rank_asks_the_store_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     _set(monkeypatch, leader)
+    monkeypatch.setattr(nearest, '_TO_CONNECT_S', 0.5)
     leader.close()
     store = nearest.connect('127.0.0.1', server.port, timedelta(seconds=WAIT_S))
     assert store.port == server.port
