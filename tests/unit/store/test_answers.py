@@ -2,7 +2,7 @@
 """A store that stands still, as a process of its own."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -15,13 +15,6 @@ from moevement_ext.store.answers import AnswerWatch, addresses_of, cut_connectio
 from tests.unit.store.processes import WAIT_S, Server, until
 
 pytestmark = pytest.mark.timed
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.close()
 
 
 class Asking:
