@@ -135,7 +135,7 @@ def test_a_connection_that_is_lost_is_not_the_end(loss_of: Lose) -> None:
 def test_who_waits_without_a_store_leaves_only_when_others_do_not_come() -> None:
     """A wait that was long before the store was lost does not count, nor do many short ones."""
     store = serve()
-    port, iterations = store.port, 30
+    port, iterations = store.port, 10
     rank = Forked(ranks.waits_without_a_store, port, iterations)
     assert rank.stdout.readline() == 'waited for long\n'
     del store
