@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import psutil
 from torch.distributed import TCPStore
 
-from moevement_ext.store import leader
+from moevement_ext.store import clients, leader
 from moevement_ext.store.node_leader import NodeLeader
 from tests.unit.forks import context
 
@@ -92,7 +92,8 @@ def _serve(pipe: Connection, port: int) -> None:
 class Leader(_Forked):
     """Leads to the store at a port, which it asks so often for an answer in so many seconds.
 
-    A store that it connects with has `to_connect_s` to answer.
+    A store that it connects with has `to_connect_s` to answer, and a client of its own
+    `greeting_s` to say that it is one.
     """
 
     def __init__(
@@ -101,12 +102,15 @@ class Leader(_Forked):
         every_s: float = WAIT_S,
         to_answer_s: float = WAIT_S,
         to_connect_s: float = WAIT_S,
+        greeting_s: float = clients.GREETING_S,
     ) -> None:
-        super().__init__(_lead, port, every_s, to_answer_s, to_connect_s)
+        times = every_s, to_answer_s, to_connect_s
+        super().__init__(_lead, port, greeting_s, *times)
         self.variables: dict[str, str] = self._known_by[0]
 
 
-def _lead(pipe: Connection, port: int, *times: float) -> None:
+def _lead(pipe: Connection, port: int, greeting_s: float, *times: float) -> None:
+    clients.GREETING_S = greeting_s
     leader._ASKED_EVERY_S, leader._TO_ANSWER_S, leader._TO_CONNECT_S = times
     node = NodeLeader('127.0.0.1', port)
     pipe.send([node.port, node.variables])

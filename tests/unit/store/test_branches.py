@@ -184,7 +184,7 @@ def test_a_store_that_falls_silent_before_its_branches_are_known_is_asked_again(
     with socket.create_server(('127.0.0.1', 0)) as listening:
         threading.Thread(target=greet_and_fall_silent, daemon=True).start()
         port = listening.getsockname()[1]
-        with closing(Leader(port, to_connect_s=0.5)) as leader:
+        with closing(Leader(port, to_connect_s=0.5, greeting_s=2 * WAIT_S)) as leader:
             for _ in range(2):
                 with closing(Raw(leader.port)) as rank:
                     rank.add(b'n')
