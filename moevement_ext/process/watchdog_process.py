@@ -16,8 +16,10 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 _LOOK_S = 0.5
+NOTHING, SIGN, DEATH = 'nothing', 'sign', 'death'
 
 
 def main() -> None:
@@ -31,22 +33,41 @@ def main() -> None:
         return
     if os.getppid() != pid:  # it died before, and the number may be another's
         return
-    looks, signs = 0, [0]
-    while looks * _LOOK_S < silent_s:
-        # Counted in looks, not by a clock: the whole machine may have stood still in between.
-        ready = select.select([*signs, process], [], [], _LOOK_S)[0]
-        if process in ready:
-            _note_death(pid, rank, directory, says)
-            return
-        if not ready:
-            looks += 1
-        elif os.read(0, 1 << 16):
-            looks = 0
-        else:  # closed: by a death, say, of which only this is to be seen yet
-            signs.clear()
+    if not falls_silent(silent_s, looks(process, signs=0)):
+        _note_death(pid, rank, directory, says)
+        return
     signal.pidfd_send_signal(process, signal.SIGKILL)  # first: saying so may fail, or wait
     _say(f'rank {rank} (pid {pid}) has given no sign of life for {silent_s:g} s: killed')
     _note_death(pid, rank, directory, says)
+
+
+def looks(process: int, signs: int) -> Iterator[str]:
+    """What is seen, in at most `_LOOK_S` each, of a process: its pidfd, and where signs arrive."""
+    poll = select.poll()
+    for fd in (process, signs):
+        poll.register(fd, select.POLLIN)
+    while True:
+        ready = [fd for fd, _ in poll.poll(_LOOK_S * 1000)]
+        if process in ready:
+            yield DEATH
+        elif not ready:
+            yield NOTHING
+        elif os.read(signs, 1 << 16):
+            yield SIGN
+        else:  # closed: by a death, say, of which only this is to be seen yet
+            poll.unregister(signs)
+
+
+def falls_silent(silent_s: float, looks: Iterator[str]) -> bool:
+    """True as soon as the process has given no sign of life for so long; False when it is dead."""
+    nothing = 0
+    while nothing * _LOOK_S < silent_s:
+        # Counted in looks, not by a clock: the whole machine may have stood still in between.
+        seen = next(looks)
+        if seen == DEATH:
+            return False
+        nothing = nothing + 1 if seen == NOTHING else 0
+    return True
 
 
 def _note_death(pid: int, rank: str, directory: str, says: bool) -> None:

@@ -94,7 +94,7 @@ def test_store_that_stands_still_is_lost_until_it_goes_on(
     job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernel takes connections and requests all the same."""
-    monkeypatch.setattr(supervisor, '_TO_ANSWER_S', 4.0)
+    monkeypatch.setattr(supervisor, '_TO_ANSWER_S', 2.0)
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerStarted) and event.rank == 1:
@@ -141,7 +141,7 @@ def test_workers_train_on_without_a_store(
 
     def counted() -> bool:
         glances.append(look())
-        if len(glances) == 50:
+        if len(glances) == 10:
             job.finish()
         return glances[-1]
 

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of one job, each a thread here, go through epochs in a real store."""
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore
@@ -26,12 +23,15 @@ from moevement_ext.membership.rendezvous import (
 )
 from moevement_ext.membership.report import Report
 from moevement_ext.membership.store_loss import StoreLoss
+from tests.unit.forks import Forked
+from tests.unit.membership import ranks
 from tests.unit.membership.way import Way
 from tests.unit.replicate.peers import wait_for
 
 pytestmark = pytest.mark.timed
 
-REPOSITORY = Path(__file__).parents[3]
+LIMIT_S = 120.0
+"""Of what ends well before."""
 TIMEOUT = timedelta(seconds=60)
 HANG_S = 2.0
 WORLD = 3
@@ -260,64 +260,7 @@ def wait_until(true: Callable[[], bool]) -> bool:
     return any(true() or never.wait(0.05) for _ in range(1200))
 
 
-_STUCK = """
-import sys, threading
-from datetime import timedelta
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
-from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.rendezvous import Rendezvous, break_epoch
-from moevement_ext.recover.verdict import Report
-limit = timedelta(seconds=60)
-store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, timeout=limit)
-dist.init_process_group('gloo', store=PrefixStore('pg', store), rank=0, world_size=1)
-report = lambda: Report(survivor=False, node='a', pid=1, windows=[])
-member = Membership(Rendezvous(store, 0, 1), limit, 2.0, report, stuck_timeout_s=float(sys.argv[2]))
-member.settle()
-member.watch('gloo', lambda: None)
-"""
-_NEVER_COMPUTES = 'threading.Event().wait(60)'
-# Nothing that ends a process group's operations wakes this one up.
-_WAITS_FOR_A_PEER = """
-break_epoch(store, 0, 'another rank died')
-dist.distributed_c10d._store_based_barrier(0, store, 'never', 2, limit)
-"""
-
-
-_WAITS = """
-import sys, threading
-from datetime import timedelta
-import torch, torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
-from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.rendezvous import Rendezvous
-from moevement_ext.membership.report import Report
-from moevement_ext.membership.store_loss import StoreLoss
-from moevement_ext.process.leaving import leave
-rank, port, committed = map(int, sys.argv[1:4])
-limit = timedelta(seconds=60)
-store = TCPStore('127.0.0.1', port, is_master=False, timeout=limit)
-dist.init_process_group(
-    'gloo', store=PrefixStore('pg', store), rank=rank, world_size=2, timeout=limit)
-report = lambda: Report(survivor=False, node='a', pid=100 + rank, windows=[])
-member = Membership(Rendezvous(store, rank, 2), limit, 2.0, report)
-member._timeout = timedelta(seconds=5)
-member.committed = committed
-member.settle()
-member.watch('gloo', lambda: None)
-if rank == 0:
-    try:
-        dist.recv(torch.zeros(1), 1)
-    except RuntimeError:
-        print('the wait was ended')
-else:
-    while not member.broken:  # it gets on, but never sends
-        sum(range(1000))
-store.add('out', 1)
-while store.add('out', 0) < 2:
-    pass
-leave(0)  # a thread that waits in torch would abort the process, as it may any that returns
-"""
+# Ranks in processes of their own
 
 
 @pytest.mark.parametrize(('committed', 'evicted'), [((7, 7), None), ((8, 7), 101)])
@@ -325,17 +268,10 @@ def test_rank_that_waits_for_too_long_ends_the_epoch(
     job: Job, committed: tuple[int, int], evicted: int | None
 ) -> None:
     """Nobody is dead or stuck by itself; one that alone is behind is replaced."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, '-c', _WAITS, str(rank), str(job.store.port), str(committed[rank])],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
+    both = [
+        Forked(ranks.waits_for_too_long, job.store.port, rank, committed[rank]) for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert 'the wait was ended' in outputs[0]
+    assert 'the wait was ended' in [rank.end(LIMIT_S)[1] for rank in both][0]
     reason = why_broken(job.store, 0) or ''
     assert reason.startswith('rank 0 has waited for others for ')
     assert ('rank 1 is behind' in reason) == (evicted is not None)
@@ -343,61 +279,11 @@ def test_rank_that_waits_for_too_long_ends_the_epoch(
     assert found == evicted and not job.store.check(['evict/0'])
 
 
-_MEETS_AT_A_BARRIER = """
-import sys
-from datetime import timedelta
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
-from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.rendezvous import Rendezvous
-from moevement_ext.membership.report import Report
-from moevement_ext.process.leaving import leave
-rank, port = map(int, sys.argv[1:3])
-limit = timedelta(seconds=60)
-store = TCPStore('127.0.0.1', port, is_master=False, timeout=limit)
-dist.init_process_group('gloo', store=PrefixStore('pg', store), rank=rank, world_size=2)
-report = lambda: Report(survivor=False, node='a', pid=100 + rank, windows=[])
-member = Membership(Rendezvous(store, rank, 2), limit, 60.0, report)
-member._timeout = timedelta(seconds=1)
-member.settle()
-member.watch('gloo', lambda: None)
-while rank == 1 and not store.check(['go']):  # it replays, or so
-    pass
-member.barrier('replayed')
-leave(0)
-"""
-
-
 def test_who_is_busy_is_waited_for_at_a_barrier(job: Job) -> None:
     """For longer than a collective may take, since it would be noticed if it hung."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, '-c', _MEETS_AT_A_BARRIER, str(rank), str(job.store.port)],
-            cwd=REPOSITORY,
-        )
-        for rank in range(2)
-    ]
-    assert wait_until(lambda: job.store.add('epoch/0/barrier/replayed', 0) == 1)
-    with pytest.raises(subprocess.TimeoutExpired):
-        ranks[0].wait(5.0)
-    job.store.set('go', '1')
-    assert [rank.wait(TIMEOUT.total_seconds()) for rank in ranks] == [0, 0]
+    both = [Forked(ranks.meets_at_a_barrier, job.store.port, rank) for rank in range(2)]
+    assert [rank.wait(LIMIT_S) for rank in both] == [0, 0]
     assert why_broken(job.store, 0) is None
-
-
-_NEVER_SET_UP = """
-import sys, threading
-from datetime import timedelta
-from torch.distributed import TCPStore
-from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.rendezvous import Rendezvous
-from moevement_ext.membership.report import Report
-limit = timedelta(seconds=60)
-store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, timeout=limit)
-report = lambda: Report(survivor=False, node='a', pid=1, windows=[])
-member = Membership(Rendezvous(store, 2, 3), limit, 2.0, report, stuck_timeout_s=2.0)
-threading.Event().wait()
-"""
 
 
 def test_new_process_whose_set_up_stands_still_ends(job: Job) -> None:
@@ -408,92 +294,40 @@ def test_new_process_whose_set_up_stands_still_ends(job: Job) -> None:
     members[2].close()
     break_epoch(job.store, 0, 'rank 2 died')
     moving = [job.move_on(member) for member in members[:2]]
-    ended = subprocess.run(
-        [sys.executable, '-c', _NEVER_SET_UP, str(job.store.port)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=2 * TIMEOUT.total_seconds(),
-    )
+    code, _, said = Forked(ranks.never_sets_up, job.store.port).end(LIMIT_S)
     assert [len(future.result()) for future in moving] == [WORLD, WORLD]
-    assert ended.returncode == EXIT_STUCK, ended.stderr
-    assert 'rank 2 replaces itself: its set-up has stood still' in ended.stderr
-
-
-_LOST = """
-import sys
-from datetime import timedelta
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
-from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.rendezvous import Rendezvous
-from moevement_ext.membership.report import Report
-from moevement_ext.membership.store_loss import StoreLoss
-from moevement_ext.regroup.gloo import Gloo
-def lost(self):
-    raise RuntimeError('CUDA error: unspecified launch failure')
-Gloo.check_device = lost
-limit = timedelta(seconds=60)
-store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, timeout=limit)
-dist.init_process_group('gloo', store=PrefixStore('pg', store), rank=0, world_size=1)
-report = lambda: Report(survivor=False, node='a', pid=1, windows=[])
-member = Membership(Rendezvous(store, 0, 1), limit, 2.0, report)
-member.settle()
-member.watch('gloo', lambda: None)
-member.leave('rank 1 died')
-"""
+    assert code == EXIT_STUCK, said
+    assert 'rank 2 replaces itself: its set-up has stood still' in said
 
 
 def test_process_whose_gpu_is_lost_ends_before_it_reports(job: Job) -> None:
-    ended = subprocess.run(
-        [sys.executable, '-c', _LOST, str(job.store.port)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT.total_seconds(),
-    )
-    assert ended.returncode == EXIT_STUCK
-    assert 'its GPU is lost: CUDA error: unspecified launch failure' in ended.stderr
+    code, _, said = Forked(ranks.loses_its_gpu, job.store.port).end(LIMIT_S)
+    assert code == EXIT_STUCK
+    assert 'its GPU is lost: CUDA error: unspecified launch failure' in said
     assert why_broken(job.store, 0) == 'rank 1 died'
-
-
-def run_to_its_end(program: str, job: Job, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, '-c', program, str(job.store.port), *arguments]
-    seconds = 3 * TIMEOUT.total_seconds()
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds)
-
-
-_NEVER_UNBLOCKED = """
-from moevement_ext.membership import membership
-from moevement_ext.regroup.gloo import Gloo
-membership._UNBLOCK_SECONDS = 5.0
-Gloo.close = lambda self, backends: threading.Event().wait()
-break_epoch(store, 0, 'another rank died')
-member.leave('another rank died')
-"""
 
 
 def test_process_whose_waits_cannot_be_ended_ends(job: Job) -> None:
     """As where a GPU does not let go of a communicator that is aborted."""
-    ended = run_to_its_end(_STUCK + _NEVER_UNBLOCKED, job, '0')
-    assert ended.returncode == EXIT_STUCK, ended.stderr
-    assert 'rank 0 replaces itself: its waits have not ended within 5 s' in ended.stderr
-    assert 'in leave' in ended.stderr
+    code, _, said = Forked(ranks.is_never_unblocked, job.store.port).end(LIMIT_S)
+    assert code == EXIT_STUCK, said
+    assert 'rank 0 replaces itself: its waits have not ended within 1 s' in said
+    assert 'in leave' in said
 
 
 @pytest.mark.parametrize(
-    ('program', 'stuck_timeout_s', 'place', 'reason'),
+    ('does', 'place', 'reason'),
     [
-        (_NEVER_COMPUTES, 2.0, 'in wait', 'rank 0 is stuck'),
-        (_WAITS_FOR_A_PEER, 0.0, 'in _store_based_barrier', 'another rank died'),
+        (ranks.stands_still, 'in wait', 'rank 0 is stuck'),
+        (ranks.waits_for_a_peer, 'in _store_based_barrier', 'another rank died'),
     ],
 )
 def test_process_whose_training_thread_is_never_going_to_leave_ends_and_says_where(
-    job: Job, program: str, stuck_timeout_s: float, place: str, reason: str
+    job: Job, does: Callable[[int], None], place: str, reason: str
 ) -> None:
     """It is stuck by itself; or a failure was announced, and it still waits for others."""
-    ended = run_to_its_end(_STUCK + program, job, str(stuck_timeout_s))
-    assert ended.returncode == EXIT_STUCK, ended.stderr
-    assert 'rank 0 replaces itself: its training thread has stood still' in ended.stderr
-    assert place in ended.stderr
+    code, _, said = Forked(does, job.store.port).end(LIMIT_S)
+    assert code == EXIT_STUCK, said
+    assert 'rank 0 replaces itself: its training thread has stood still' in said
+    assert place in said
     assert reason in (why_broken(job.store, 0) or '')

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import random
 import secrets
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
@@ -28,6 +25,7 @@ from moevement_ext.membership.rendezvous import (
     why_broken,
 )
 from moevement_ext.membership.signs import Signs
+from tests.unit.forks import Forked
 from tests.unit.membership.lives import (
     DEADLINE_S,
     TIMEOUT,
@@ -39,10 +37,10 @@ from tests.unit.membership.lives import (
     meet_all,
     report_of,
 )
+from tests.unit.membership.ranks import meets
 
 pytestmark = pytest.mark.timed
 
-REPOSITORY = Path(__file__).parents[3]
 SHORT = timedelta(seconds=1)
 """For what would take long otherwise; by then all that can come has come."""
 
@@ -86,27 +84,13 @@ def test_a_new_life_of_all_ranks_meets_elsewhere(connections: list[TCPStore]) ->
     assert assert_one_new_epoch(meet_all(lives_of(connections))) > 0
 
 
-_FIRST_LIFE = """
-import sys
-from datetime import timedelta
-from torch.distributed import TCPStore
-from moevement_ext.membership.rendezvous import Rendezvous
-timeout = timedelta(seconds=60)
-store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, timeout=timeout)
-Rendezvous(store, 1, 4).meet(lambda: b'first life', timeout)
-"""
-
-
 def test_second_life_of_one_rank_opens_a_new_epoch_and_everybody_follows(
     launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
 ) -> None:
     """Rank 1 is killed while it waits. All have come then, but not all are alive."""
-    victim = subprocess.Popen(
-        [sys.executable, '-c', _FIRST_LIFE, str(launcher.port)], cwd=REPOSITORY
-    )
+    victim = Forked(meets, launcher.port, 1, WORLD)
     launcher.wait(['here/0/0'], TIMEOUT)
     victim.kill()
-    assert victim.wait() == -9
     one, *others = [lives_of(connections)[rank] for rank in (1, 0, 2, 3)]
     waiting = [threads.submit(life.meet, report_of(life.rank), TIMEOUT) for life in others]
     launcher.wait(['full/0'], TIMEOUT)
@@ -492,5 +476,5 @@ def test_an_epoch_whose_breaker_died_half_way_is_left() -> None:
     assert present_epoch(store) == 0
     store.compare_set('broken/0', '', 'the launcher of rank 1 was killed')
     with pytest.raises(SparseCheckpointError, match='did not come in time'):
-        Rendezvous(store, 0, 4).meet(lambda: b'same', timedelta(seconds=0.2))
+        Rendezvous(store, 0, 4).meet(lambda: b'same', SHORT)
     assert present_epoch(store) == 1 and store.check(['join/1/0'])

@@ -2,24 +2,22 @@
 """A connection that is lost, and a store that is."""
 
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from torch.distributed import DistError, TCPStore
 
 from moevement_ext.membership import store_loss
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
+from tests.unit.forks import Forked
+from tests.unit.membership import ranks
 from tests.unit.store.processes import Server
 
 pytestmark = pytest.mark.timed
 
-REPOSITORY = Path(__file__).parents[3]
 WAIT_S = 60.0
 PATIENCE_S = 1.0
 
@@ -65,7 +63,7 @@ def test_all_know_the_same_life_of_a_store(loss_of: Lose) -> None:
 def test_store_that_stays_out_of_reach_is_lost(loss_of: Lose) -> None:
     store = serve()
     called = threading.Event()
-    loss = loss_of(client(store.port), PATIENCE_S, called.set)
+    loss = loss_of(client(store.port), 0.2, called.set)
     del store
     with pytest.raises(DistError):
         loss.connect()
@@ -134,75 +132,16 @@ def test_a_connection_that_is_lost_is_not_the_end(loss_of: Lose) -> None:
     assert not loss.lost.is_set()
 
 
-_WAITS_WITHOUT_A_STORE = """
-import sys, threading
-from datetime import timedelta
-import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore
-from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.rendezvous import Rendezvous
-from moevement_ext.membership.report import Report
-from moevement_ext.membership.training_thread import TrainingThread
-from moevement_ext.process.leaving import leave
-from moevement_ext.store.answers import in_time
-
-HANG_S, ITERATIONS, LOOKS = 5.0, 8, 2
-limit = timedelta(seconds=60)
-store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, timeout=limit)
-dist.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
-report = lambda: Report(survivor=False, node='a', pid=1, windows=[])
-looks, others = [], threading.Semaphore(0)
-look = TrainingThread.look
-
-def noted(thread):
-    looks.append(look(thread))
-    return looks[-1]
-
-def wait_until(true):
-    while not true():
-        threading.Event().wait(0.01)
-
-def come():
-    wait_until(lambda: looks and looks[-1].same_place_s > HANG_S)
-    print('waited for long', flush=True)
-    member.store_lost.wait()
-    for _ in range(ITERATIONS):
-        seen = len(looks)
-        wait_until(lambda: len(looks) >= seen + LOOKS)
-        others.release()
-
-TrainingThread.look = noted
-member = Membership(Rendezvous(store, 0, 1), limit, HANG_S, report)
-member.settle()
-member.watch('gloo', others.release)
-threading.Thread(target=come, daemon=True).start()
-for iteration in range(ITERATIONS):
-    in_time(others.acquire, 600.0)  # in the engine: it waits for others
-    if member.broken:
-        break
-    print('got to', iteration, flush=True)
-    member.committed = iteration
-else:
-    in_time(others.acquire, 600.0)
-print('woken up:', member.broken, flush=True)
-leave(0)
-"""
-
-
 def test_who_waits_without_a_store_leaves_only_when_others_do_not_come() -> None:
     """A wait that was long before the store was lost does not count, nor do many short ones."""
     store = serve()
-    port = store.port
-    rank = subprocess.Popen(
-        [sys.executable, '-c', _WAITS_WITHOUT_A_STORE, str(port)],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert rank.stdout is not None
+    port, iterations = store.port, 10
+    rank = Forked(ranks.waits_without_a_store, port, iterations)
     assert rank.stdout.readline() == 'waited for long\n'
     del store
     other = serve(port)
-    output, _ = rank.communicate(timeout=300)
+    _, output, _ = rank.end(300.0)
     assert not other.check(['broken/0'])
-    assert output.splitlines() == [*(f'got to {i}' for i in range(8)), 'woken up: True']
+    assert output.splitlines() == [
+        *(f'got to {i}' for i in range(iterations)), 'woken up: True',
+    ]  # fmt: skip

@@ -6,6 +6,8 @@ import hashlib
 import itertools
 import multiprocessing
 import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +30,31 @@ from moevement_ext.regroup import waits
 
 pytestmark = pytest.mark.timed
 
-LOOKS = 20
+STEP_S = 0.5
+"""What passes between two looks."""
+
+
+class Clock:
+    """Stands for the module `time` where threads are looked at: what a test says has passed."""
+
+    pthread_getcpuclockid = staticmethod(time.pthread_getcpuclockid)
+
+    def __init__(self) -> None:
+        self.now = self.computed_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def clock_gettime(self, clock: int) -> float:
+        """CPU seconds of the thread."""
+        return self.computed_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(training_thread, 'time', clock)
+    return clock
 
 
 @contextmanager
@@ -47,106 +73,101 @@ def running(body: Callable[[], object]) -> Iterator[TrainingThread]:
     yield made[0]
 
 
-def looks(thread: TrainingThread, count: int = LOOKS) -> list[Look]:
-    found = []
-    for _ in range(count):
-        time.sleep(0.05)
-        found.append(thread.look())
-    return found
+def look_after(clock: Clock, thread: TrainingThread, share: float = 0.0) -> Look:
+    """The next look, before which the thread has computed for a share of the time."""
+    clock.now += STEP_S
+    clock.computed_s += share * STEP_S
+    return thread.look()
 
 
-def looks_once_it_waits(thread: TrainingThread) -> list[Look]:
-    """Looks at one that comes to wait for others sooner or later."""
-    while not thread.look().waits_for_others:
-        time.sleep(0.05)
-    return looks(thread, LOOKS // 2)
+def looks_until_still(
+    clock: Clock, thread: TrainingThread, place: str = 'waiter.acquire()'
+) -> list[Look]:
+    """The last looks at a thread that comes to stand still, at this line, sooner or later."""
+    while place not in thread.stack():
+        time.sleep(0.001)
+    found = [look_after(clock, thread)]
+    while found[-1].same_place_s < 10 * STEP_S:
+        time.sleep(0.01)
+        found.append(look_after(clock, thread))
+    return found[-10:]
 
 
-def looks_with_shares(thread: TrainingThread) -> Iterator[tuple[Look, float]]:
-    """Looks, and what share of the time since the look before the thread has computed, at least."""
-    clock = time.pthread_getcpuclockid(thread._ident)
-    before = time.monotonic()
-    thread.look()
-    while True:
-        computed_s = time.clock_gettime(clock)
-        time.sleep(0.05)
-        computed_s = time.clock_gettime(clock) - computed_s
-        now = time.monotonic()
-        look = thread.look()
-        yield look, computed_s / (time.monotonic() - before)
-        before = now
-
-
-def test_a_thread_that_is_stuck_stands_still_and_waits_for_nobody() -> None:
+def test_a_thread_that_is_stuck_stands_still_and_waits_for_nobody(clock: Clock) -> None:
     release = threading.Event()
     with running(release.wait) as thread:
-        last = looks(thread)[-1]
+        found = looks_until_still(clock, thread)
         stack = thread.stack()
     release.set()
-    assert last.still_s > LOOKS / 2 * 0.05 and not last.waits_for_others
+    assert [look.still_s for look in found] == [STEP_S * n for n in range(1, 11)]
+    assert not any(look.waits_for_others for look in found)
     assert 'in run' in stack and 'body()' in stack
 
 
 def test_a_thread_that_has_ended_is_nowhere_for_ever() -> None:
     """A loop of one's own may run on a thread that fails; its process is looked at all the same."""
     with running(lambda: None) as thread:
-        last = looks(thread)[-1]
-    assert last.waits_for_others and last.same_place_s > LOOKS / 2 * 0.05
+        while not (last := thread.look()).same_place_s:
+            time.sleep(0.001)
+        assert last.waits_for_others and thread.look().same_place_s > last.same_place_s
 
 
 def test_a_loader_that_hangs_on_purpose_waits_for_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     file = tmp_path / f'stall.{os.getpid()}'
     file.touch()
     monkeypatch.setattr(faults, '_stall_file', str(tmp_path / 'stall'))
     with running(faults.stall) as thread:
-        found = [thread.look()]
-        while found[-1].still_s <= LOOKS / 2 * 0.05:  # it looks for its file now and then
-            found += looks(thread, 1)
+        found = looks_until_still(clock, thread, 'in stall')  # and looks for its file now and then
     file.unlink()
     assert not any(look.waits_for_others for look in found)
 
 
-def test_a_thread_that_computes_moves() -> None:
-    over = threading.Event()
-
-    def compute() -> None:
-        total = 0
-        while not over.is_set():
-            for i in range(1000):
-                total += i % 7
-                total -= abs(-i)
-
-    with running(compute) as thread:
-        shares = looks_with_shares(thread)
-        moved = 0
-        while moved < LOOKS:
-            look, share = next(shares)
-            if share > 0.1:  # a machine with much else to do may leave it less
-                assert look.still_s == 0
-                moved += 1
-    over.set()
+def test_a_thread_that_gets_to_another_place_moves(clock: Clock) -> None:
+    first, second = threading.Event(), threading.Event()
+    with running(lambda: (first.wait(), second.wait())) as thread:
+        before = looks_until_still(clock, thread)[-1]
+        first.set()
+        while look_after(clock, thread).same_place_s >= before.same_place_s:
+            time.sleep(0.001)
+    second.set()
 
 
-def test_a_thread_that_only_looks_again_and_again_stays_at_its_place() -> None:
-    """As one that waits for a GPU; it computes, and gets on when its program says so."""
-
-    over = threading.Event()
-
-    def compute() -> None:
-        while not over.is_set():
-            hashlib.pbkdf2_hmac('sha256', b'', b'', 4_000_000)  # one call, without the GIL
-
-    with running(compute) as thread:
-        shares = looks_with_shares(thread)
-        look, share = next(shares)
-        while share < 0.1 or look.same_place_s <= 2 * 0.05:
-            look, share = next(shares)
+def test_a_thread_that_computes_at_its_place_does_not_stand_still(clock: Clock) -> None:
+    """As one that waits for a GPU: it gets on only when its program says so."""
+    release = threading.Event()
+    with running(release.wait) as thread:
+        before = looks_until_still(clock, thread)[-1]
+        idle = look_after(clock, thread, share=0.04)
+        look = look_after(clock, thread, share=0.06)
         thread.moved()
-        after = thread.look()
+        after = look_after(clock, thread)
+    release.set()
+    assert idle.still_s > before.still_s
+    assert (look.still_s, look.same_place_s) == (0, before.same_place_s + 2 * STEP_S)
+    assert after.same_place_s == 0
+
+
+def test_only_what_the_thread_itself_computes_counts() -> None:
+    def compute() -> None:
+        while not over.is_set():
+            hashlib.pbkdf2_hmac('sha256', b'', b'', 10_000)  # without the GIL
+
+    over = threading.Event()
+    with running(compute) as busy, running(over.wait) as idle:
+        idle_s, began_s = idle._computed_until_now(), busy._computed_until_now()
+        while busy._computed_until_now() < began_s + 0.2:
+            time.sleep(0.001)
+        assert idle._computed_until_now() - idle_s < 0.1
     over.set()
-    assert look.still_s == 0 and after.same_place_s == 0
+
+
+def looks_once_it_waits(thread: TrainingThread) -> list[Look]:
+    """Looks at a thread that comes to wait for others sooner or later."""
+    while not thread.look().waits_for_others:
+        time.sleep(0.001)
+    return [thread.look() for _ in range(10)]
 
 
 def test_a_thread_at_a_barrier_waits_for_others() -> None:
@@ -188,12 +209,12 @@ def test_a_thread_in_a_collective_waits_for_others(
     assert all(look.waits_for_others for look in found)
 
 
-def test_time_for_which_the_whole_process_was_stopped_does_not_count() -> None:
+def test_time_for_which_the_whole_process_was_stopped_does_not_count(clock: Clock) -> None:
     release = threading.Event()
     with running(release.wait) as thread:
-        looks(thread, 3)
-        thread._looked -= 1000.0  # as if nobody had looked for so long
-        assert thread.look().still_s < 5.0
+        before = looks_until_still(clock, thread)[-1]
+        clock.now += 1000.0
+        assert thread.look().still_s - before.still_s == training_thread._MOST_BETWEEN_LOOKS_S
     release.set()
 
 
@@ -291,33 +312,41 @@ def test_the_gpu_of_the_training_thread_is_looked_at(
     monkeypatch.setattr(training_thread, 'driver', lambda: queue)
     release = threading.Event()
     with running(release.wait) as thread:
-        found = looks(thread, 3)
+        thread.look()  # it may still be on its way
+        found = [thread.look() for _ in range(2)]
     release.set()
-    assert [look.waits_for_others for look in found[1:]] == [waits, waits]
+    assert [look.waits_for_others for look in found] == [waits, waits]
     assert set(queue.asked_on) == {Queue.device}
 
 
 def test_the_driver_may_not_answer_for_long_and_nobody_else_stands_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The C library instead, which can be made to wait."""
+    """The C library instead, which waits for a byte: of this thread, or else of a process."""
     monkeypatch.setattr(cuda_driver, '_DRIVER', 'libc.so.6')
-    sleep = cuda_driver.driver.__wrapped__().usleep
-    asking = threading.Thread(target=sleep, args=(1_000_000,))
-    asking.start()
-    rounds = 0
-    while asking.is_alive():
-        time.sleep(0.01)
-        rounds += 1
-    assert rounds > 3, 'nothing else ran while the driver was asked'
+    read, found = cuda_driver.driver.__wrapped__().read, ctypes.create_string_buffer(1)
+    near, far = os.pipe()
+    command = ['sh', '-c', 'sleep 30; printf c']
+    with subprocess.Popen(command, stdout=far, start_new_session=True) as late:
+        asking = threading.Thread(target=read, args=(near, found, 1))
+        asking.start()
+        time.sleep(0.1)  # it asks; else this proves nothing, which is no error
+        os.write(far, b't')
+        asking.join()
+        os.killpg(late.pid, signal.SIGKILL)
+    os.close(near)
+    os.close(far)
+    assert found.raw == b't', 'nothing else ran while the driver was asked'
 
 
-def test_a_thread_in_a_call_of_cuda_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_in_a_call_of_cuda_waits_for_others(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
     release = threading.Event()
     # `synchronize` lies in the same file, but may be that for machines without a GPU.
     monkeypatch.setattr(torch.cuda, '_lazy_init', release.wait)
     monkeypatch.setattr(torch._C, '_cuda_ipc_collect', lambda: None, raising=False)
     with running(torch.cuda.ipc_collect) as thread:
-        found = looks(thread, 3)
+        found = looks_until_still(clock, thread)
     release.set()
     assert all(look.waits_for_others for look in found)

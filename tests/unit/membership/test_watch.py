@@ -3,13 +3,10 @@ import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,11 +17,13 @@ from moevement_ext.membership.rendezvous import break_epoch, present_epoch, why_
 from moevement_ext.membership.signs import Signs, hear
 from moevement_ext.membership.watch import EpochWatch
 from moevement_ext.store.connections import Connections
+from tests.unit.forks import Forked
 from tests.unit.membership.clock import Clock
+from tests.unit.membership.ranks import watches
+from tests.unit.store.processes import Server, until
 
 pytestmark = pytest.mark.timed
 
-REPOSITORY = Path(__file__).parents[3]
 DEADLINE_S = 60.0
 """How long a test waits for something that comes soon."""
 TIMEOUT = timedelta(seconds=DEADLINE_S)
@@ -158,13 +157,21 @@ def wait_for_the_next_epoch(job: Job) -> None:
         assert time.monotonic() < deadline
 
 
-def test_a_rank_that_stops_its_heartbeat_is_evicted(job: Job, fast_heartbeats: None) -> None:
+def test_a_rank_that_stops_its_heartbeat_is_evicted(
+    job: Job, fast_heartbeats: None, clock: Clock
+) -> None:
     """Rank 1 stops; only rank 0, which watches it, says so, and all that are left wake up."""
     watches = [job.watch(rank, [100, 101, 102], hang_timeout_s=10.0) for rank in (0, 2)]
     stopped = job.watch(1, [100, 101, 102])
     while job.heartbeats(1) < 3:
         assert not watches[0].broken.wait(0.01)
     stopped.stop()
+    for _ in range(5):
+        has_listened(job, watches[0])
+        clock.now += 1.9  # more is not counted
+    has_listened(job, watches[0])
+    assert not watches[0].broken.is_set()
+    clock.now += 1.9
     reason = 'rank 1 has not been heard of for 10 s'
     assert sorted([job.next_woken(), job.next_woken()]) == [(0, reason), (2, reason)]
     assert job.store.get('evict/1') == b'101'
@@ -189,36 +196,21 @@ def test_a_silent_rank_is_left_alone_until_it_is_judged(job: Job, fast_heartbeat
     assert job.next_woken() == (0, 'rank 1 has not been heard of for 0.3 s')
 
 
-_NEIGHBOUR = """
-import os, sys, threading
-from datetime import timedelta
-from torch.distributed import TCPStore
-from moevement_ext.membership.watch import EpochWatch
-from moevement_ext.store.connections import Connections
-connect = lambda: TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False)
-woken = threading.Event()
-watch = EpochWatch(Connections(connect), 0, 1, [0, os.getpid()], 600.0, lambda reason: woken.set())
-woken.wait(60)
-print(watch.reason, flush=True)
-"""
-
-
-def test_a_stopped_process_is_evicted_and_learns_of_it_when_it_goes_on(job: Job) -> None:
-    neighbour = subprocess.Popen(
-        [sys.executable, '-c', _NEIGHBOUR, str(job.store.port)],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with neighbour:
+def test_a_stopped_process_is_evicted_and_learns_of_it_when_it_goes_on(
+    job: Job, fast_heartbeats: None
+) -> None:
+    neighbour = Forked(watches, job.store.port, [0, 7])
+    try:
         wait_for_a_sign(job.store, 1)
-        watch = job.watch(0, [0, neighbour.pid], hang_timeout_s=1.5)
         neighbour.send_signal(signal.SIGSTOP)
+        watch = job.watch(0, [0, 7], hang_timeout_s=0.3)
         assert watch.broken.wait(DEADLINE_S)
-        assert int(job.store.get('evict/1')) == neighbour.pid
+        assert int(job.store.get('evict/1')) == 7
         neighbour.send_signal(signal.SIGCONT)
-        said, _ = neighbour.communicate(timeout=DEADLINE_S)
-    assert said == 'rank 1 has not been heard of for 1.5 s\n'
+        _, said, _ = neighbour.end(DEADLINE_S)
+    finally:
+        neighbour.kill()
+    assert said == 'rank 1 has not been heard of for 0.3 s\n'
 
 
 def test_a_rank_with_a_heartbeat_is_left_alone_however_slowly(
@@ -303,52 +295,24 @@ def test_stop_lets_others_be_woken_up_first(job: Job) -> None:
     assert order == ['woken', 'stopped']
 
 
-_SERVER = """
-import sys
-from torch.distributed import TCPStore
-store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-store.set('epoch', '0')
-print(store.port, flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_store_that_is_gone_is_reported_and_no_failure_of_a_rank(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = subprocess.Popen(
-        [sys.executable, '-c', _SERVER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
-    with server:
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
-        woken: list[str] = []
-        tries = 0
+    monkeypatch.setattr(detect, '_FIRST_RETRY_SECONDS', 0.05)
+    server, woken, tries = Server(), list[str](), list[float]()
 
-        def connect_soon() -> TCPStore:
-            nonlocal tries
-            tries += 1
-            short = timedelta(seconds=0.5)
-            return TCPStore('127.0.0.1', port, is_master=False, timeout=short)
+    def connect_soon() -> TCPStore:
+        tries.append(0.2 if server_is_gone.is_set() else DEADLINE_S)
+        timeout = timedelta(seconds=tries[-1])
+        return TCPStore('127.0.0.1', server.port, is_master=False, timeout=timeout)
 
-        watch = EpochWatch(
-            Connections(connect_soon),
-            0,
-            0,
-            [0, 1],
-            NEVER_HUNG_S,
-            woken.append,
-        )
-        wait_for_a_sign(connect(port), 0)
-        server.kill()
-    deadline = time.monotonic() + DEADLINE_S
-    while LOST not in caplog.text or tries < 4:  # two were made; it is tried again
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    server_is_gone = threading.Event()
+    connect(server.port).set('epoch', '0')
+    watch = EpochWatch(Connections(connect_soon), 0, 0, [0, 1], NEVER_HUNG_S, woken.append)
+    wait_for_a_sign(connect(server.port), 0)
+    server_is_gone.set()
+    server.close()
+    until(lambda: LOST in caplog.text and len(tries) >= 4)  # two were made; it is tried again
     watch.stop()
     wait_for_end_of_threads()
     assert woken == []

@@ -106,38 +106,29 @@ def test_what_a_live_process_writes_is_left_alone(
 
 
 @either
+@pytest.mark.parametrize('known', [False, True])
 def test_a_process_that_dies_is_waited_for(
     take: Take,
+    known: bool,
     earlier: subprocess.Popen[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     tried: threading.Semaphore,
 ) -> None:
-    """And what it left under way is worthless then."""
-    monkeypatch.setattr(module, 'LOCK_SECONDS', 100.0)
+    """If it is known to die for as long as that takes, as with much pinned memory.
+
+    What it left under way is worthless then.
+    """
+    monkeypatch.setattr(module, 'LOCK_SECONDS', 0.0 if known else 100.0)
+    if known:
+        monkeypatch.setattr(module, '_dies', lambda who: who.startswith(f'{earlier.pid} on '))
     waiting = Waiting(take, tmp_path)
-    assert tried.acquire(timeout=60)
+    for _ in range(1 + known):
+        assert tried.acquire(timeout=60)
     earlier.kill()
     waiting.close()
     if take is take_disk:
         assert not list((tmp_path / 'run1' / 'rank0').glob('writing-*'))
-
-
-@either
-def test_one_that_is_known_to_die_is_waited_for_longer(
-    take: Take,
-    earlier: subprocess.Popen[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tried: threading.Semaphore,
-) -> None:
-    """A process with much pinned memory is killed, and takes its time."""
-    monkeypatch.setattr(module, 'LOCK_SECONDS', 0.0)
-    monkeypatch.setattr(module, '_dies', lambda who: who.startswith(f'{earlier.pid} on '))
-    waiting = Waiting(take, tmp_path)
-    assert tried.acquire(timeout=60) and tried.acquire(timeout=60)
-    earlier.kill()
-    waiting.close()
 
 
 @either

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistError
 
+from moevement_ext.protect import store_connection
 from moevement_ext.protect.store_connection import StoreConnection
 from tests.unit.protect.distant_store import DistantStore
 from tests.unit.replicate.peers import wait_for
@@ -21,7 +22,8 @@ def server() -> DistantStore:
 
 
 @pytest.fixture
-def connection(server: DistantStore) -> StoreConnection:
+def connection(server: DistantStore, monkeypatch: pytest.MonkeyPatch) -> StoreConnection:
+    monkeypatch.setattr(store_connection, '_TIMEOUT', timedelta(seconds=1))  # of each attempt
     return StoreConnection(server.connect(TIMEOUT), 'so nothing is written')
 
 

@@ -83,7 +83,7 @@ def commits(job: Job) -> bool:
 @pytest.mark.parametrize('at_once', [True, False])
 def test_groups_that_hang_are_aborted_at_once(at_once: bool) -> None:
     """One after the other, the first abort waits for the second, and that for its timeout."""
-    timeout = 2 * DEADLINE if at_once else timedelta(seconds=3)
+    timeout = 2 * DEADLINE if at_once else timedelta(seconds=1)
     with cluster(2, 'nccl') as job:
         seconds = job.ranks[0].call(seconds_to_abort, at_once, timeout)
         assert seconds < timeout.total_seconds() if at_once else seconds >= timeout.total_seconds()

@@ -165,7 +165,10 @@ def test_strangers_take_few_threads_and_no_memory(
         sock.close()
 
 
-def test_a_silent_stranger_is_dropped_soon(server: ReplicaServer) -> None:
+def test_a_silent_stranger_is_dropped_soon(
+    server: ReplicaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, '_GREETING_SECONDS', 0.2)
     with socket.create_connection(server.address) as sock:
         sock.settimeout(server_module._GREETING_SECONDS + DEADLINE_S)
         assert sock.recv(1) == b''

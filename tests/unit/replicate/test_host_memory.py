@@ -347,29 +347,16 @@ def test_what_cannot_be_used_costs_protection_and_not_training(
     shared = shm / 'shared'
     shared.mkdir()
     shared.chmod(0o777)
-    for directory in (shm / 'file', shm / 'file' / 'below', shared, Path('/proc/nowhere')):
-        config = SparseCheckpointConfig(dir=str(directory))
-        with pytest.raises(HostMemoryError, match=str(directory)):
-            HostMemory(
-                config,
-                'run1',
-                Share(identity_of(0), capacity()),
-                CPU,
-                pytest.fail,
-                lambda own: members,
-                SECRET,
-            )
-    config = SparseCheckpointConfig(dir=str(shm / 'memory'), interface='nosuch0')
-    with pytest.raises(HostMemoryError, match='--sparse-ckpt-interface nosuch0'):
-        HostMemory(
-            config,
-            'run1',
-            Share(identity_of(0), capacity()),
-            CPU,
-            pytest.fail,
-            lambda own: members,
-            SECRET,
-        )
+    wrong = {
+        str(directory): SparseCheckpointConfig(dir=str(directory))
+        for directory in (shm / 'file', shm / 'file' / 'below', shared, Path('/proc/nowhere'))
+    }
+    nosuch = SparseCheckpointConfig(dir=str(shm / 'memory'), interface='nosuch0')
+    wrong['--sparse-ckpt-interface nosuch0'] = nosuch
+    for what, config in wrong.items():
+        share = Share(identity_of(0), capacity())
+        with pytest.raises(HostMemoryError, match=what):
+            HostMemory(config, 'run1', share, CPU, pytest.fail, lambda own: members, SECRET)
     assert [path for path in (shm / 'memory').rglob('*') if path.is_file()] == []
     assert (shm / 'file').read_text() == 'not a directory'
     assert [*shared.iterdir()] == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.slurm import messages
+from moevement_ext.slurm import link, messages
 from moevement_ext.slurm.agent import Agent
 from moevement_ext.slurm.devices import Devices
 from moevement_ext.slurm.link import Link
@@ -53,6 +53,7 @@ def test_a_busy_agent_gives_signs_of_life_and_outlives_its_being_busy(
 ) -> None:
     """It waits for a file system, say; then it does what it was told meanwhile."""
     monkeypatch.setattr(messages, 'SILENT_S', 5.0)
+    monkeypatch.setattr(link, '_HEARTBEAT_S', 0.1)
     with socket.create_server(('127.0.0.1', 0)) as server:
         here = socket.create_connection(server.getsockname())
         there, _ = server.accept()

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store, and the leader of a node, as processes of their own."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,19 +12,11 @@ from multiprocessing.connection import Connection
 import psutil
 from torch.distributed import TCPStore
 
+from moevement_ext.store import clients, leader
+from moevement_ext.store.node_leader import NodeLeader
 from tests.unit.forks import context
 
 WAIT_S = 120.0
-_LEADS = """
-import json, signal, sys
-from moevement_ext.store import leader
-from moevement_ext.store.node_leader import NodeLeader
-leader._ASKED_EVERY_S, leader._TO_ANSWER_S = json.loads(sys.argv[2])
-node = NodeLeader('127.0.0.1', int(sys.argv[1]))
-print(node.port, flush=True)
-print(json.dumps(node.variables), flush=True)
-signal.pause()
-"""
 
 
 class _Process(ABC):
@@ -68,16 +57,16 @@ class _Process(ABC):
         """Kill it."""
 
 
-class Server(_Process):
-    """Serves a store."""
+class _Forked(_Process):
+    """Runs a function that sends what it is known by, its port first."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, serve: Callable[..., None], *arguments: object) -> None:
         ours, theirs = context().Pipe()
-        self._process = context().Process(target=_serve, args=(port, theirs), daemon=True)
+        self._process = context().Process(target=serve, args=(theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
         assert ours.poll(WAIT_S)
-        self.port = ours.recv()
+        self.port, *self._known_by = ours.recv()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -86,32 +75,46 @@ class Server(_Process):
         self._process.join()
 
 
-def _serve(port: int, pipe: Connection) -> None:
+class Server(_Forked):
+    """Serves a store."""
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(_serve, port)
+
+
+def _serve(pipe: Connection, port: int) -> None:
     store = TCPStore('127.0.0.1', port, is_master=True, wait_for_workers=False)
-    pipe.send(store.port)
+    pipe.send([store.port])
     while store:
         signal.pause()
 
 
-class Leader(_Process):
+class Leader(_Forked):
     """Leads to the store at a port, which it asks so often for an answer in so many seconds.
 
-    A fresh interpreter: a leader does not import torch.
+    A store that it connects with has `to_connect_s` to answer, and a client of its own
+    `greeting_s` to say that it is one.
     """
 
-    def __init__(self, port: int, every_s: float = WAIT_S, to_answer_s: float = WAIT_S) -> None:
-        times = json.dumps([every_s, to_answer_s])
-        command = [sys.executable, '-c', _LEADS, str(port), times]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self.pid = self._process.pid
-        assert self._process.stdout is not None
-        self.output = self._process.stdout
-        self.port = int(self.output.readline())
-        self.variables: dict[str, str] = json.loads(self.output.readline())
+    def __init__(
+        self,
+        port: int,
+        every_s: float = WAIT_S,
+        to_answer_s: float = WAIT_S,
+        to_connect_s: float = WAIT_S,
+        greeting_s: float = clients.GREETING_S,
+    ) -> None:
+        times = every_s, to_answer_s, to_connect_s
+        super().__init__(_lead, port, greeting_s, *times)
+        self.variables: dict[str, str] = self._known_by[0]
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+
+def _lead(pipe: Connection, port: int, greeting_s: float, *times: float) -> None:
+    clients.GREETING_S = greeting_s
+    leader._ASKED_EVERY_S, leader._TO_ANSWER_S, leader._TO_CONNECT_S = times
+    node = NodeLeader('127.0.0.1', port)
+    pipe.send([node.port, node.variables])
+    signal.pause()
 
 
 def until(holds: Callable[[], bool]) -> None:

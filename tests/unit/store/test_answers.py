@@ -2,7 +2,7 @@
 """A store that stands still, as a process of its own."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -10,18 +10,11 @@ from torch.distributed import DistError
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
-from moevement_ext.store import outside
+from moevement_ext.store import answers, outside
 from moevement_ext.store.answers import AnswerWatch, addresses_of, cut_connections, in_time
-from tests.unit.store.processes import WAIT_S, Server
+from tests.unit.store.processes import WAIT_S, Server, until
 
 pytestmark = pytest.mark.timed
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.close()
 
 
 class Asking:
@@ -58,15 +51,25 @@ def test_who_waits_for_a_store_that_stands_still_has_an_error(server: Server) ->
     watch.close()
 
 
-def test_who_asks_a_store_that_answers_is_left_alone(server: Server) -> None:
+def test_who_asks_a_store_that_answers_is_left_alone(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def counted(ask: Callable[[], object], limit_s: float) -> object:
+        asked.append(limit_s)
+        return in_time(ask, limit_s)
+
+    monkeypatch.setattr(answers, 'in_time', counted)
+    monkeypatch.setattr(answers, '_ASKED_IN_A_LIMIT', 100 * WAIT_S)
     store = server.connect()
-    watches = [AnswerWatch(store, limit_s) for limit_s in (6.0, WAIT_S)]
+    watch = AnswerWatch(store, WAIT_S)
     waiting = Asking(lambda: store.clone().wait(['comes'], timedelta(seconds=WAIT_S)))
-    waiting.thread.join(4.0)  # it is asked meanwhile
+    until(lambda: len(asked) > 5)
+    assert waiting.thread.is_alive()
     store.set('comes', 'now')
     assert waiting.ends_with() is None
-    for watch in watches:
-        watch.close()
+    watch.close()
 
 
 def test_only_connections_with_the_store_are_cut(server: Server) -> None:

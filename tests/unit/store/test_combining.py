@@ -3,8 +3,6 @@
 
 import asyncio
 from asyncio import Future
-from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 
 import pytest
@@ -17,12 +15,6 @@ pytestmark = pytest.mark.timed
 
 KEYS = (b'/gate',)
 """As torch's clients name it."""
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with closing(Server()) as made:
-        yield made
 
 
 def test_who_waits_is_told_in_the_order_in_which_it_came(server: Server) -> None:

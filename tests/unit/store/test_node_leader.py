@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from datetime import timedelta
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed import DistError, DistStoreError, Store
 from moevement_ext.store import nearest, wire
 from moevement_ext.store.wire import Kind, Request
 from tests.unit.store.processes import WAIT_S, Leader, Server, until
+from tests.unit.store.raw import Raw
 from tests.unit.store.relay import Relay
 
 pytestmark = pytest.mark.timed
@@ -32,20 +34,6 @@ QUESTIONS = st.one_of(
     st.tuples(st.just('delete_key'), KEYS),
     st.tuples(st.just('multi_set'), st.just(['a', 'b']), st.lists(VALUES, min_size=2, max_size=2)),
 )
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def leader(server: Server) -> Iterator[Leader]:
-    made = Leader(server.port)
-    yield made
-    made.close()
 
 
 def answers(store: Store, questions: list[tuple]) -> list[object]:
@@ -105,20 +93,23 @@ def test_one_of_those_who_try_to_be_first_is(leader: Leader) -> None:
 
 
 def test_what_all_ask_at_once_is_asked_once(server: Server) -> None:
+    """All but the first, who finds nobody to ask with."""
     relay = Relay(server.port)
-    leader = Leader(relay.port)
-    stores = [leader.connect() for _ in range(RANKS)]
-    relay_before = relay.nbytes
-    stores[0].add('count', 1)
-    bytes_of_one = relay.nbytes - relay_before
-    server.stand_still()
-    with ThreadPoolExecutor(RANKS) as threads:
-        told = [threads.submit(store.add, 'count', 1) for store in stores]
-        time.sleep(2.0)  # all have asked; else more than two requests follow, which is no error
+    with closing(Leader(relay.port)) as leader, ExitStack() as opened:
+        ranks = [opened.enter_context(closing(Raw(leader.port))) for _ in range(RANKS)]
+        ranks[0].add(b'count')
+        assert ranks[0].number() == 1
+        before = relay.nbytes
+        ranks[0].add(b'count')
+        assert ranks[0].number() == 2
+        bytes_of_one = relay.nbytes - before
+        server.stand_still()
+        for rank in ranks:
+            rank.add(b'count')
+        opened.enter_context(closing(Raw(leader.port))).pass_by()
         server.go_on()
-        assert sorted(one.result() for one in told) == list(range(2, RANKS + 2))
-    assert relay.nbytes - relay_before <= 4 * bytes_of_one
-    leader.close()
+        assert sorted(rank.number() for rank in ranks) == list(range(3, RANKS + 3))
+        assert relay.nbytes - before <= 3 * bytes_of_one
 
 
 def test_all_who_wait_are_woken_up(leader: Leader, server: Server) -> None:
@@ -253,6 +244,7 @@ def test_without_its_leader_a_rank_asks_the_store_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     _set(monkeypatch, leader)
+    monkeypatch.setattr(nearest, '_TO_CONNECT_S', 0.5)
     leader.close()
     store = nearest.connect('127.0.0.1', server.port, timedelta(seconds=WAIT_S))
     assert store.port == server.port

@@ -13,24 +13,15 @@ from moevement_ext.store.clients import MOST_BYTES_OWED, MOST_STRANGERS
 from moevement_ext.store.wire import Kind, Request
 from tests.unit.store.processes import WAIT_S, Leader, Server, until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 MIB = 1 << 20
 GREETING = wire.encoded(Request(Kind.VALIDATE, number=wire.MAGIC))
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def leader(server: Server) -> Iterator[Leader]:
-    made = Leader(server.port)
-    yield made
-    assert made.connect().add('goes on', 1) == 1, 'ranks are served all the same'
-    made.close()
+def leader(leader: Leader) -> Iterator[Leader]:
+    yield leader
+    assert leader.connect().add('goes on', 1) == 1, 'ranks are served all the same'
 
 
 @pytest.fixture

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a test has a rank do in a process of its own."""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from moevement_ext.membership import membership, training_thread, watch
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rendezvous import Rendezvous, break_epoch
+from moevement_ext.membership.report import Report
+from moevement_ext.membership.training_thread import Look, TrainingThread
+from moevement_ext.membership.watch import EpochWatch
+from moevement_ext.process.leaving import leave
+from moevement_ext.regroup.gloo import Gloo
+from moevement_ext.store.answers import in_time
+from moevement_ext.store.connections import Connections
+
+LIMIT = timedelta(seconds=120)
+"""For what takes well under a second."""
+NEVER_HUNG_S = 600.0
+
+
+def connect(port: int) -> TCPStore:
+    return TCPStore('127.0.0.1', port, is_master=False, timeout=LIMIT)
+
+
+def member_of(
+    port: int,
+    rank: int = 0,
+    world_size: int = 1,
+    hang_timeout_s: float = NEVER_HUNG_S,
+    stuck_timeout_s: float = 0.0,
+) -> tuple[Membership, TCPStore]:
+    """A member that is not settled yet, and often looks at its training thread."""
+    watch.HEARTBEAT_SECONDS = membership.HEARTBEAT_SECONDS = 0.05
+    store = connect(port)
+    place = Rendezvous(store, rank, world_size)
+    report = Report(survivor=False, node='a', pid=100 + rank, windows=[])
+    return Membership(place, LIMIT, hang_timeout_s, lambda: report, stuck_timeout_s), store
+
+
+def init_gloo(store: Store, rank: int = 0, world_size: int = 1) -> None:
+    dist.init_process_group('gloo', store=store, rank=rank, world_size=world_size, timeout=LIMIT)
+
+
+def settled(port: int, stuck_timeout_s: float = 0.0) -> tuple[Membership, TCPStore]:
+    """A rank that is alone in its job, and watched."""
+    member, store = member_of(port, stuck_timeout_s=stuck_timeout_s)
+    init_gloo(PrefixStore('pg', store))
+    member.settle()
+    member.watch('gloo', int)
+    return member, store
+
+
+def stands_still(port: int) -> None:
+    settled(port, stuck_timeout_s=1.0)
+    threading.Event().wait()
+
+
+def waits_for_a_peer(port: int) -> None:
+    """What ends a process group's operations does not end this."""
+    membership._OUT_OF_WAITS_SECONDS = 1.0
+    _, store = settled(port)
+    break_epoch(store, 0, 'another rank died')
+    dist.distributed_c10d._store_based_barrier(0, store, 'never', 2, timedelta(hours=1))
+
+
+def is_never_unblocked(port: int) -> None:
+    membership._UNBLOCK_SECONDS = 1.0
+    Gloo.close = lambda self, backends: threading.Event().wait()  # type: ignore[method-assign]
+    member, store = settled(port)
+    break_epoch(store, 0, 'another rank died')
+    member.leave('another rank died')
+
+
+def loses_its_gpu(port: int) -> None:
+    def lost(gloo: Gloo) -> NoReturn:
+        raise RuntimeError('CUDA error: unspecified launch failure')
+
+    Gloo.check_device = lost  # type: ignore[method-assign]
+    member, _ = settled(port)
+    member.leave('rank 1 died')
+
+
+def never_sets_up(port: int) -> None:
+    """In the place of the last of three."""
+    member_of(port, 2, 3, stuck_timeout_s=1.0)
+    threading.Event().wait()
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    while not true():
+        threading.Event().wait(0.01)
+
+
+def waits_for_too_long(port: int, rank: int, committed: int) -> None:
+    """Rank 0 waits for what rank 1 never sends, and has said before what it has committed."""
+    member, store = member_of(port, rank, 2)
+    init_gloo(PrefixStore('pg', store), rank, 2)
+    member._timeout = timedelta(seconds=1)
+    member.committed = committed
+    member.settle()
+    member.watch('gloo', int)
+    wait_until(lambda: store.check(['progress/0/0', 'progress/0/1']))
+    if rank == 0:
+        try:
+            dist.recv(torch.zeros(1), 1)
+        except RuntimeError:
+            print('the wait was ended', flush=True)
+    else:
+        while not member.broken:  # it gets on
+            sum(range(1000))
+    store.add('out', 1)
+    wait_until(lambda: store.add('out', 0) == 2)
+    leave(0)  # a thread that waits in torch would abort the process, as it may any that returns
+
+
+def meets_at_a_barrier(port: int, rank: int) -> None:
+    """Rank 1 comes when rank 0 has waited for longer than a collective may take."""
+    member, store = member_of(port, rank, 2)
+    init_gloo(PrefixStore('pg', store), rank, 2)
+    member._timeout = timedelta(seconds=1)
+    member.settle()
+    look, told = TrainingThread.look, connect(port)
+
+    def look_and_tell(thread: TrainingThread) -> Look:
+        found = look(thread)
+        if rank == 0 and found.waits_for_others and found.same_place_s > 1.5:
+            told.set('go', '1')
+        return found
+
+    TrainingThread.look = look_and_tell  # type: ignore[method-assign]
+    member.watch('gloo', int)
+    wait_until(lambda: rank == 0 or member.broken or store.check(['go']))  # it replays, or so
+    member.barrier('replayed')
+    leave(0)
+
+
+class _CountedLooks:
+    """Stands for the module `time` where training threads are looked at: a look is 0.05 s."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(time, name)
+
+    def monotonic(self) -> float:
+        self._now_s += 0.05
+        return self._now_s
+
+
+def waits_without_a_store(port: int, iterations: int) -> None:
+    """For others, who come two looks later each time, and in the end no more."""
+    hang_s, others, waited, seen = 1.0, threading.Semaphore(0), False, 0
+    training_thread.time = _CountedLooks()  # type: ignore[assignment]
+    init_gloo(HashStore())
+    member, _ = member_of(port, hang_timeout_s=hang_s)
+    look = TrainingThread.look
+
+    def look_and_come(thread: TrainingThread) -> Look:
+        nonlocal waited, seen
+        found = look(thread)
+        if not waited and found.same_place_s > hang_s:
+            waited = True
+            print('waited for long', flush=True)
+        seen += member.store_lost.is_set()
+        iteration = seen // 3
+        if seen % 3 == 2 and iteration < iterations:
+            others.release()
+            wait_until(lambda: member.committed == iteration)
+        return found
+
+    TrainingThread.look = look_and_come  # type: ignore[method-assign]
+    member.settle()
+    member.watch('gloo', others.release)
+    for iteration in range(iterations):
+        in_time(others.acquire, NEVER_HUNG_S)  # in the engine: it waits for others
+        if member.broken:
+            break
+        print('got to', iteration, flush=True)
+        member.committed = iteration
+    else:
+        in_time(others.acquire, NEVER_HUNG_S)
+    print('woken up:', member.broken, flush=True)
+    leave(0)
+
+
+def meets(port: int, rank: int, world_size: int) -> None:
+    Rendezvous(connect(port), rank, world_size).meet(lambda: b'first life', LIMIT)
+
+
+def watches(port: int, pids: list[int]) -> None:
+    """As the last of these; it says what wakes it up."""
+    woken = threading.Event()
+    opened = Connections(lambda: connect(port))
+    seen = EpochWatch(opened, 0, len(pids) - 1, pids, NEVER_HUNG_S, lambda _: woken.set())
+    woken.wait()
+    print(seen.reason, flush=True)
