@@ -54,6 +54,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(training_thread, 'time', clock)
+    monkeypatch.setattr(training_thread, '_bytes_moved', lambda: 0)
     return clock
 
 
@@ -220,24 +221,19 @@ def test_time_for_which_the_whole_process_was_stopped_does_not_count(clock: Cloc
 
 @pytest.mark.parametrize(('each_second', 'stuck'), [(2**20, False), (2**10, True)])
 def test_a_thread_whose_process_moves_bytes_is_not_stuck(
-    each_second: int, stuck: bool, monkeypatch: pytest.MonkeyPatch
+    each_second: int, stuck: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dense save takes longer than a thread may stand still; a heartbeat is no save."""
-    counts = itertools.count(0, each_second)
+    counts = itertools.count(0, int(each_second * STEP_S))
     monkeypatch.setattr(training_thread, '_bytes_moved', lambda: next(counts))
     release = threading.Event()
     with running(release.wait) as thread:
-        looks(thread, 3)
-        found = []
-        for _ in range(10):
-            thread._looked -= 1.0
-            found.append(thread.look())
+        found = looks_until_still(clock, thread)[1:]
         monkeypatch.setattr(training_thread, '_bytes_moved', lambda: 0)
-        thread._looked -= 1.0
-        over = thread.look()
+        over = look_after(clock, thread)
     release.set()
     assert [look.still_s > 0 for look in found] == len(found) * [stuck]
-    assert over.still_s >= 1.0 and found[-1].same_place_s > 9.0
+    assert over.still_s >= STEP_S and found[-1].same_place_s >= 9 * STEP_S
 
 
 @pytest.mark.parametrize('writer', [threading.Thread, multiprocessing.get_context('spawn').Process])
