@@ -13,13 +13,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from megatron.moevement.seams import cpu_device
-from moevement_ext.process.name_lookups import ask_again_soon
 from tests.suite.sessions import Outcomes
 from tests.suite.shards import Shard, recorded
 
 BY_THEMSELVES = [Path(__file__).resolve().parent / name for name in ('gpu', 'transformer_engine')]
 
-ask_again_soon()  # this process has stores, too, whose time to connect is short
+# torch's stores ask a name server for the name of each address that they connect to; an answer that
+# is lost costs seconds. All addresses of tests are of this machine, so no server is asked at all.
+os.environ['RES_OPTIONS'] = 'attempts:0'
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

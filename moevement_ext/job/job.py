@@ -328,7 +328,9 @@ class Job:
             if self._guard is not None and self.rank.config.store is not None:
                 lost = self._guard.store_lost
             return WholeJob(self.rank, self.trainer, protection, self._restart, lost)
-        return Localized(self.rank, self.trainer, protection, self._restart, self.membership)
+        membership = self.membership
+        protection.windows.in_vain = lambda: membership.broken
+        return Localized(self.rank, self.trainer, protection, self._restart, membership)
 
     def failed(self, error: Exception) -> None:
         """The program ends with an error; if it is another rank's, all workers start again."""

@@ -64,7 +64,10 @@ RECOVERIES = _counter('recoveries', 'Recoveries that this rank took part in.', '
 RECOVERY = _counter('recovery_seconds', 'In recoveries, on this rank.', 'phase')
 REPLAYED = _counter('replayed_iterations', 'Iterations computed again to recover.')
 VERIFIED = _counter('verified_operators', 'Operators compared with captures after a recovery.')
-DIFFERING = _counter('differing_operators', 'Operators whose recovered state was another.')
+DIFFERING = _counter(
+    'differing_operators',
+    'Operators whose recovered state was another, and losses or gradient norms.',
+)
 NEXT_TIER = _counter('next_tier', 'Recoveries that gave up what they tried.', 'tier')
 DEVICE_PROBLEMS = _counter('device_problems', 'Signs that the GPU of this rank fails.', 'harm')
 

@@ -36,6 +36,10 @@ from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 
 
+_LOOK_S = 0.01
+"""Between two looks at whether a wait of the training thread is in vain."""
+
+
 class Board(Protocol):
     """Tells all ranks which windows a rank and its replica holders have."""
 
@@ -79,6 +83,8 @@ class WindowLife:
         self._windows = windows
         self._on_persisted = on_persisted
         self._max_wait_s = max_wait_s
+        self.in_vain: Callable[[], bool] = lambda: False
+        """Training leaves its iteration, as a rank is lost: no window will be persisted meanwhile."""
         self._freed = threading.Event()
         self._stalled = False
         self._newest: WindowName | None = None
@@ -148,9 +154,11 @@ class WindowLife:
             file = self._windows.begin(name)
             if file is not None:
                 return file
-            remaining = deadline - time.perf_counter()
-            if remaining <= 0 or not self._freed.wait(remaining):
-                return None
+            while not self._freed.is_set():
+                remaining = deadline - time.perf_counter()
+                if remaining <= 0 or self.in_vain():
+                    return None
+                self._freed.wait(min(remaining, _LOOK_S))
 
     def _on_trial(self, name: WindowName, length: int) -> WindowFile | None:
         """A file for a window that does not count yet.

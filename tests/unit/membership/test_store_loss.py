@@ -52,9 +52,9 @@ def loss_of() -> Iterator[Lose]:
 
 def test_all_know_the_same_life_of_a_store(loss_of: Lose) -> None:
     store = serve()
-    losses = [loss_of(client(store.port), PATIENCE_S) for _ in range(2)]
+    losses = [loss_of(client(store.port), WAIT_S) for _ in range(2)]
     assert losses[0].life == losses[1].life
-    assert loss_of(serve(), PATIENCE_S).life != losses[0].life
+    assert loss_of(serve(), WAIT_S).life != losses[0].life
     losses[0].connect().set('key', 'value')
     assert losses[1].reconnect().get('key') == b'value'
     assert not losses[0].lost.is_set()
