@@ -198,7 +198,8 @@ def main() -> None:
     """Parse the command line and train."""
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     quiet.arguments_once()
-    dense_tier.let_flags_count_as_given()
+    if '--sparse-ckpt' in sys.argv:  # upstream loads flags of a checkpoint while it parses its own
+        dense_tier.let_flags_count_as_given()
     args = parse_and_validate_args(extra_args_provider=add_arguments)
     with user_errors.in_one_line():
         fp8_masters.take_place(args)

@@ -195,6 +195,13 @@ def test_help_shows_the_flags_in_a_group(cluster: Callable[..., Cluster]) -> Non
         (
             True,
             {
+                'megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining',
+                'megatron.core.pipeline_parallel.schedules.'
+                'forward_backward_pipelining_with_interleaving',
+                'megatron.core.pipeline_parallel.schedules.'
+                'forward_backward_pipelining_without_interleaving',
+                'megatron.training.checkpointing.load_args_from_checkpoint',
+                'megatron.training.training.print_rank_last',
                 'megatron.training.training.build_pretraining_data_loader',
                 'megatron.training.training.build_train_valid_test_data_iterators',
                 'megatron.training.training.checkpoint_and_decide_exit',

@@ -93,8 +93,6 @@ def _or_as_given(
     try:
         return original(args, *more, **named)
     except (Exception, SystemExit) as error:
-        if not args.sparse_ckpt:
-            raise
         logger.warning(
             'sparse checkpointing: --use-checkpoint-args: flags count as given, as the dense '
             'checkpoint of --load cannot be read: %r',
