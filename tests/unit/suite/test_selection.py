@@ -53,9 +53,9 @@ def test_what_is_imported_by_others_is_reached() -> None:
 @pytest.mark.parametrize(
     ('changed', 'touched', 'not_touched'),
     [
-        ('moevement_ext/recover/verdict.py', 'recover/test_verdict.py', 'plan/test_sizes.py'),
+        ('moevement_ext/recover/verdict.py', 'recover/test_verdict.py', 'tools/plan/test_sizes.py'),
         ('moevement_ext/recover/verdict.py', '../distributed/test_torchrun.py', 'readable.py'),
-        ('tools/plan/sizes.py', 'plan/test_sizes.py', 'recover/test_verdict.py'),
+        ('tools/plan/sizes.py', 'tools/plan/test_sizes.py', 'recover/test_verdict.py'),
         ('tools/plot_run.py', 'test_design.py', '../distributed/test_torchrun.py'),
         ('scripts/slurm_job.sh', 'test_repository.py', 'recover/test_verdict.py'),
         ('tests/unit/regroup/ranks.py', 'regroup/test_nccl.py', 'recover/test_verdict.py'),
