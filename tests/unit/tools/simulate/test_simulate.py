@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 
-from tools.bench import simulate as bench_simulate
 from tools.simulate import __main__ as simulate
 from tools.simulate import pictures
 
@@ -304,11 +303,6 @@ def test_timeline_needs_a_length(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         simulate.main(['timeline', '--mtbf', '600', '--systems', 'ours', '--profile', PROFILE])
     assert '--job-hours is missing' in capsys.readouterr().err
-
-
-def test_benchmark_runs_every_case(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_simulate.main(['--hours', '200']) == 0
-    assert 'partial experts' in capsys.readouterr().out
 
 
 def test_runs_as_module() -> None:
