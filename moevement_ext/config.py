@@ -27,7 +27,7 @@ class SparseCheckpointConfig:
     """One field per `--sparse-ckpt-*` flag."""
 
     window: int | str = AUTO
-    """Iterations per window, or 'auto': the fewest whose slots can be hidden."""
+    """Iterations per window, or 'auto': the fewest that the links carry."""
     max_window: int = 8
     """The longest window 'auto' may choose; host memory is reserved for it."""
     replicas: int = 2

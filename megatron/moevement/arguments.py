@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-window',
         type=_window,
         default=_DEFAULTS.window,
-        help='Iterations per window, or "auto": the fewest whose slots hide behind compute.',
+        help='Iterations per window, or "auto": the fewest that the links carry, as measured.',
     )
     group.add_argument(
         '--sparse-ckpt-max-window',

@@ -93,6 +93,10 @@ class WindowLife:
         self._replicator.stop()
         self._board.stop()
 
+    def send_bytes_per_s(self) -> float | None:
+        """Rate to the holders of replicas, as in the events. Any thread."""
+        return self._replicator.bytes_per_s()
+
     # Training thread
 
     def open(self, name: WindowName, length: int) -> WindowFile | None:
@@ -197,7 +201,7 @@ class WindowLife:
                 training_s=round(figures.training_s, 6),
                 exposed_s=round(figures.exposed_s, 6),
                 copy_bytes_per_s=figures.copy_bytes_per_s,
-                send_bytes_per_s=self._replicator.bytes_per_s(),
+                send_bytes_per_s=self.send_bytes_per_s(),
             )
         )
 

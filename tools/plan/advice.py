@@ -43,12 +43,10 @@ def _window(plan: JobPlan) -> Iterator[str]:
 
 
 def _network(plan: JobPlan) -> Iterator[str]:
-    if plan.budgets.limited_by == 'network' and plan.fewest != plan.fewest_by_copy:
-        alone = plan.fewest_by_copy or 'no window'
+    if plan.limited_by == 'network':
         yield (
-            f'the network limits the budget ({plan.job.copies} replicas leave each node); by the '
-            f'copy to host memory alone it would be {alone}. The window `auto` of the training '
-            f'looks at the copy only: pass --sparse-ckpt-window {plan.window}'
+            f'the network makes the window longer ({plan.job.copies} replicas leave each node); by '
+            f'the copy to host memory alone it would be {plan.fewest_by_copy}'
         )
     needed, offered = plan.replicated_bytes(), plan.network_bytes()
     if needed > offered:
@@ -62,14 +60,18 @@ def _network(plan: JobPlan) -> Iterator[str]:
 def _exposed(plan: JobPlan) -> Iterator[str]:
     needed = plan.fewest_by_copy
     worst = float(plan.exposed_s().max())
-    if plan.job.protection.window is None and (plan.fewest or 0) > plan.window:
+    if plan.job.protection.window is None and plan.fewest != plan.window:
         yield (
-            f'staying within budget takes a window of {plan.fewest}, the longest allowed is '
+            f'the links carry {_window_of(plan.fewest)}, the longest allowed is '
             f'{plan.window}; raise --sparse-ckpt-max-window, or accept what follows'
         )
     if worst > 0:
         remedy = f'a window of {needed} hides it' if needed else 'no window hides it'
         yield f'the copy lengthens the worst iteration by {worst:.3f} s: {remedy}'
+
+
+def _window_of(fewest: int | None) -> str:
+    return 'no window of a sensible length' if fewest is None else f'a window of {fewest}'
 
 
 def _memory(plan: JobPlan) -> Iterator[str]:
