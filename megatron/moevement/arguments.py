@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-max-window',
         type=int,
         default=_DEFAULTS.max_window,
-        help='Longest window that "auto" may choose. Host memory is reserved for it.',
+        help='Longest window that "auto" may choose. Host memory is reserved for it, or for '
+        'the longest that fits.',
     )
     group.add_argument(
         '--sparse-ckpt-replicas',

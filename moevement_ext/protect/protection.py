@@ -29,7 +29,7 @@ from moevement_ext.protect.lifecycle import WindowLife
 from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner
-from moevement_ext.protect.reserving import reserve
+from moevement_ext.protect.reserving import longest_window, reserve
 from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
@@ -77,7 +77,8 @@ class Protection:
         self._started = False
         self._former_places = False
         self._statistics = CaptureStatistics(rank.events)
-        longest = rank.config.longest_window
+        capacity = partial(planner.capacity, context_bytes=context_bytes)
+        longest = longest_window(rank, capacity, logged)
         window = longest
         self._auto_window: AutoWindow | None = None
         if rank.config.window == AUTO:
@@ -85,11 +86,11 @@ class Protection:
             window = min(longest, _FIRST_WINDOW)
             self._auto_window = AutoWindow(self._shortest_window, longest)
         self._first_plan = planner.first_plan(window)
-        capacity = planner.capacity(longest, context_bytes)
+        self._longest = longest
         self._disk: DiskTier | None = None
         self.memory = reserve(
             rank,
-            Share(rank.identity, capacity, logged, disk=disk),
+            Share(rank.identity, capacity(longest), logged, disk=disk, longest_window=longest),
             operators.device,
             self._statistics.degraded,
         )
@@ -447,7 +448,7 @@ class Protection:
         """The fewest slots that the links of all ranks carry, at these rates."""
         copies = max(map(len, self.memory.holders))
         carried = budgets(seen.iteration_s, seen.copy_bytes_per_s, seen.send_bytes_per_s, copies)
-        return self.planner.shortest_window(carried, self._rank.config.longest_window)
+        return self.planner.shortest_window(carried, self._longest)
 
     def _adopt(self, plan: StagePlan) -> None:
         """On the replanner's thread."""

@@ -19,9 +19,9 @@ def infeasible(plan: JobPlan) -> str | None:
     remedies = ['hold fewer replicas', 'use more nodes']
     if needed.by_kind()['log_ring']:
         remedies.insert(0, 'do without logs (recovery of the whole job)')
-    if plan.window < plan.job.protection.longest_window:
-        less = plan.host_memory(plan.window).node_total
-        remedies.insert(0, f'fix the window to {plan.window} ({gib(less)})')
+    if plan.longest > 1:
+        less = plan.host_memory(1).node_total
+        remedies.insert(0, f'take a shorter window ({gib(less)} with 1)')
     return f'{needed.describe()}, but a node has {gib(int(available))}: {" or ".join(remedies)}'
 
 
@@ -61,9 +61,11 @@ def _exposed(plan: JobPlan) -> Iterator[str]:
     needed = plan.fewest_by_copy
     worst = float(plan.exposed_s().max())
     if plan.job.protection.window is None and plan.fewest != plan.window:
+        shrunk = plan.longest < plan.job.protection.longest_window
+        remedy = 'find host memory' if shrunk else 'raise --sparse-ckpt-max-window'
         yield (
-            f'the links carry {_window_of(plan.fewest)}, the longest allowed is '
-            f'{plan.window}; raise --sparse-ckpt-max-window, or accept what follows'
+            f'the links carry {_window_of(plan.fewest)}, the longest is {plan.window}; '
+            f'{remedy}, or accept what follows'
         )
     if worst > 0:
         remedy = f'a window of {needed} hides it' if needed else 'no window hides it'
@@ -75,7 +77,12 @@ def _window_of(fewest: int | None) -> str:
 
 
 def _memory(plan: JobPlan) -> Iterator[str]:
-    longest = plan.job.protection.longest_window
+    longest, allowed = plan.longest, plan.job.protection.longest_window
+    if longest < allowed:
+        yield (
+            f'host memory has no room for windows of {allowed}: `auto` takes {longest} at most. '
+            f'--sparse-ckpt-log-lag {plan.log_lag():g} may leave room for longer ones'
+        )
     if plan.window < longest:
         reserved, enough = plan.host_memory().node_total, plan.host_memory(plan.window).node_total
         yield (

@@ -6,14 +6,15 @@ Windows come from the planner that the training uses; stages that hold equal byt
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from moevement_ext.config import LONGEST_WINDOW
+from moevement_ext.config import LONGEST_WINDOW, SparseCheckpointConfig
 from moevement_ext.memory.budget import HostMemoryPlan
-from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
+from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged, window_lengths
 from moevement_ext.plan.algorithm1 import plan_as_printed
 from moevement_ext.plan.byte_planner import (
     DEFAULT_HIDDEN_FRACTION,
@@ -76,7 +77,7 @@ class ProtectionSettings:
 
     @property
     def longest_window(self) -> int:
-        """Iterations that host memory is reserved for."""
+        """Iterations that host memory is reserved for, if so much fits."""
         return self.max_window if self.window is None else self.window
 
 
@@ -181,6 +182,8 @@ class JobPlan:
     fewest_by_copy: int | None
     """The same if the network were no limit."""
     paper: PaperPlan
+    longest: int
+    """W that host memory is reserved for."""
 
     @property
     def limited_by(self) -> str:
@@ -201,11 +204,7 @@ class JobPlan:
 
     def per_rank(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """Values of every global rank from those (ranks of a stage,) of each kind of stage."""
-        by_stage = [np.empty(0)] * self.job.layout.pipeline
-        for kind, value in zip(self.kinds, values, strict=True):
-            for stage in kind.stages:
-                by_stage[stage] = np.broadcast_to(value, self.job.layout.stage_ranks)
-        return np.concatenate(by_stage)
+        return per_rank(self.job.layout, self.kinds, values)
 
     def replicated_bytes(self) -> float:
         """Bytes that leave the busiest node per iteration, mean over the window."""
@@ -246,21 +245,9 @@ class JobPlan:
         """Memory of the node that needs most.
 
         Args:
-            longest_window: iterations to reserve memory for; None: as configured.
+            longest_window: iterations to reserve memory for; None: as the training does.
         """
-        longest = longest_window or self.job.protection.longest_window
-        files = [
-            np.array(memory.window_files(kind.operators, longest, kind.always))
-            for kind in self.kinds
-        ]
-        rings = memory.log_rings([kind.logged for kind in self.kinds], longest, self.log_lag())
-        return memory.fullest_node(
-            self.per_rank(files).astype(np.int64),
-            self.per_rank([np.array(ring) for ring in rings]).astype(np.int64),
-            self.job.ranks_per_node,
-            self.job.protection.replicas,
-            self.job.protection.disk,
-        )
+        return _host_memory(self.job, self.kinds, longest_window or self.longest, self.log_lag())
 
     def persist_s(self) -> float:
         """Seconds from the beginning of the copy of a window's last slot until it is persisted.
@@ -337,6 +324,12 @@ def plan_job(job: Job) -> JobPlan:
     stages = [operator_sizes(job.model, job.layout, job.precision, group[0]) for group in groups]
     always = [scaling_bytes(job.model, job.layout, job.precision, group[0]) for group in groups]
     planned = [_with_always(*pair) for pair in zip(stages, always, strict=True)]
+
+    def kinds_of(window: int) -> list[StageKind]:
+        plans = plan_stages(stages, window=window, budget=carried.bytes)
+        return [_stage_kind(job, *one) for one in zip(groups, stages, plans, always, strict=True)]
+
+    longest = _longest_that_fits(job, kinds_of(1))
     by_copy = _fewest(planned, carried.copy_bytes)
     window, fewest = job.protection.window, None
     if by_copy is not None:
@@ -345,10 +338,49 @@ def plan_job(job: Job) -> JobPlan:
     if window is None:
         if by_copy is None:
             raise _reason(planned, groups, carried.copy_bytes)
-        window = min(fewest or LONGEST_WINDOW, job.protection.max_window)
-    plans = plan_stages(stages, window=window, budget=carried.bytes)
-    kinds = [_stage_kind(job, *stage) for stage in zip(groups, stages, plans, always, strict=True)]
-    return JobPlan(job, carried, kinds, fewest, by_copy, _paper_plan(planned, carried.bytes))
+        window = min(fewest or LONGEST_WINDOW, longest)
+    kinds = kinds_of(window)
+    paper = _paper_plan(planned, carried.bytes)
+    return JobPlan(job, carried, kinds, fewest, by_copy, paper, longest)
+
+
+def per_rank(
+    layout: Layout, kinds: Sequence[StageKind], values: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Values of every global rank from those (ranks of a stage,) of each kind of stage."""
+    by_stage = [np.empty(0)] * layout.pipeline
+    for kind, value in zip(kinds, values, strict=True):
+        for stage in kind.stages:
+            by_stage[stage] = np.broadcast_to(value, layout.stage_ranks)
+    return np.concatenate(by_stage)
+
+
+def _host_memory(
+    job: Job, kinds: Sequence[StageKind], longest: int, log_lag: float
+) -> HostMemoryPlan:
+    files = [np.array(memory.window_files(kind.operators, longest, kind.always)) for kind in kinds]
+    rings = memory.log_rings([kind.logged for kind in kinds], longest, log_lag)
+    return memory.fullest_node(
+        per_rank(job.layout, kinds, files).astype(np.int64),
+        per_rank(job.layout, kinds, [np.array(ring) for ring in rings]).astype(np.int64),
+        job.ranks_per_node,
+        job.protection.replicas,
+        job.protection.disk,
+    )
+
+
+def _longest_that_fits(job: Job, kinds: Sequence[StageKind]) -> int:
+    """W that host memory has room for, as the training finds it before iteration 1."""
+    settings = job.protection
+    if settings.window is not None:
+        return settings.window
+    lag = SparseCheckpointConfig.log_lag if settings.log_lag is None else settings.log_lag
+    lengths = window_lengths(settings.max_window)
+
+    def too_long(length: int) -> bool:
+        return _host_memory(job, kinds, length, lag).node_total > job.cluster.host_memory_bytes
+
+    return lengths[max(bisect_left(lengths, True, key=too_long) - 1, 0)]
 
 
 def _with_always(operators: Sequence[OperatorBytes], always: int) -> list[OperatorBytes]:

@@ -26,6 +26,7 @@ def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
         'iteration_s': job.iteration_s,
         'window': plan.window,
         'fewest_slots': plan.fewest,
+        'longest_window': plan.longest,
         'copy_budget_bytes': plan.budgets.copy_bytes,
         'network_budget_bytes': plan.budgets.network_bytes,
         'limited_by': plan.limited_by,

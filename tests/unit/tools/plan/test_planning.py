@@ -219,13 +219,31 @@ def test_node_that_holds_several_stages_is_told():
 
 
 def test_host_memory_over_the_nodes_is_refused():
+    """With `auto` only what does not fit with a window of 1."""
     assert advice.infeasible(plan_job(JOB)) is None
     plan = plan_job(on(host_memory_bytes=1e6))
     reason = advice.infeasible(plan)
-    assert reason is not None and 'fix the window to' in reason
-    assert 'do without logs' in reason
+    assert plan.window == 1 and reason is not None and 'do without logs' in reason
+    assert 'shorter window' not in reason
+    fixed = advice.infeasible(plan_job(protected(on(host_memory_bytes=1e6), window=3)))
+    assert 'take a shorter window' in fixed
     whole = advice.infeasible(plan_job(protected(on(host_memory_bytes=1e6), localized=False)))
     assert 'do without logs' not in whole
+
+
+def test_auto_takes_no_longer_windows_than_host_memory_has_room_for():
+    lag = protected(max_window=50, log_lag=1.0)
+    unbound = plan_job(lag)
+    assert unbound.window > 3 and unbound.longest == 50
+    room = unbound.host_memory(3).node_total
+    plan = plan_job(on(lag, host_memory_bytes=room))
+    assert (plan.longest, plan.window, plan.fewest) == (3, 3, unbound.fewest)
+    assert advice.infeasible(plan) is None and plan.host_memory().node_total == room
+    told = advice.warnings(plan)
+    assert any('no room for windows of 50: `auto` takes 3 at most' in text for text in told)
+    assert any('find host memory' in text for text in told)
+    assert plan_job(on(lag, host_memory_bytes=room - 1)).longest == 2
+    assert plan_job(protected(on(host_memory_bytes=room), window=9)).longest == 9
 
 
 def test_recovery_near_the_time_between_failures_is_told():
