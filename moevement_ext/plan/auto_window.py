@@ -16,6 +16,8 @@ from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 
 logger = logging.getLogger(__name__)
 
+FIRST_WINDOW = 2
+"""Until rates are measured."""
 CONFIRMED = 3
 """Windows in a row that must agree on a change."""
 MARGIN = 1.25

@@ -13,6 +13,7 @@ import torch
 
 from moevement_ext.capture.operators import Operators
 from moevement_ext.config import AUTO, OFF, STOP, node_name
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Protected, Replanned
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import DiskWindows
@@ -20,7 +21,7 @@ from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
-from moevement_ext.plan.auto_window import AutoWindow, Measured
+from moevement_ext.plan.auto_window import FIRST_WINDOW, AutoWindow, Measured
 from moevement_ext.plan.replanning import PlanParameters, TokenCounter, WindowLoad, decide_plan
 from moevement_ext.plan.windows import budgets
 from moevement_ext.protect.checkpointer import ScheduledPlan, SparseCheckpointer
@@ -34,8 +35,6 @@ from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.host_memory import Share
-
-_FIRST_WINDOW = 2  # of `auto`, until times are measured
 
 
 class Protection:
@@ -83,14 +82,14 @@ class Protection:
         self._auto_window: AutoWindow | None = None
         if rank.config.window == AUTO:
             planner.compare_windows(longest)
-            window = min(longest, _FIRST_WINDOW)
+            window = min(longest, FIRST_WINDOW)
             self._auto_window = AutoWindow(self._shortest_window, longest)
         self._first_plan = planner.first_plan(window)
         self._longest = longest
         self._disk: DiskTier | None = None
         self.memory = reserve(
             rank,
-            Share(rank.identity, capacity(longest), logged, disk=disk, longest_window=longest),
+            Share(rank.identity, capacity(longest), logged, True, disk, longest, window),
             operators.device,
             self._statistics.degraded,
         )
@@ -137,6 +136,7 @@ class Protection:
         """
         self._former_places = forget_former_places
         rank, memory = self._rank, self.memory
+        self._make_room_in_log(present.plan.window)
         self._disk = self._disk_tier(store, on_disk)
         self._reached = memory.peer_addresses()
         self.windows = WindowLife(
@@ -210,6 +210,8 @@ class Protection:
             until: where it ends.
             of_all: all stages go back together.
         """
+        # All of it is logged again, beside what a window takes that is captured after it.
+        self._make_room_in_log(until - back_to.start + 1)
         if self._rank.config.verify == STOP:
             self.windows.begin_trial(Trial(back_to, until, of_all))
 
@@ -450,8 +452,16 @@ class Protection:
         carried = budgets(seen.iteration_s, seen.copy_bytes_per_s, seen.send_bytes_per_s, copies)
         return self.planner.shortest_window(carried, self._longest)
 
+    def _make_room_in_log(self, window: int) -> None:
+        """Any thread. Without it localized recovery is not possible for a while (the log says)."""
+        try:
+            self.memory.make_room_in_log(window)
+        except (HostMemoryError, OSError) as error:
+            self._statistics.degraded(f'the log has no room for windows of {window}: {error}')
+
     def _adopt(self, plan: StagePlan) -> None:
-        """On the replanner's thread."""
+        """On the replanner's thread, windows before the plan comes into force."""
+        self._make_room_in_log(plan.plan.window)
         self.checkpointer.schedule_next(plan.schedule())
         own = self._operators.slices
         shares = {name: share for name, share in plan.shares.items() if name in own}

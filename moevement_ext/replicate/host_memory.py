@@ -62,6 +62,8 @@ class Share(NamedTuple):
     """Where its windows are on disk."""
     longest_window: int | None = None
     """W that all of that is for; None: as configured."""
+    window: int | None = None
+    """W to begin with, which the log has room for; None: the longest."""
 
 
 class HostMemory:
@@ -138,7 +140,7 @@ class HostMemory:
         self.plan = self._plan()
         try:
             self.plan.check(config.host_memory_gb, self.store.path)
-            self._reserve(own, device, config, on_degraded)
+            self._reserve(own, device, config, on_degraded, share.window)
         except HostMemoryError:
             self.give_up()
             raise
@@ -152,6 +154,7 @@ class HostMemory:
         device: torch.device,
         config: SparseCheckpointConfig,
         on_degraded: Callable[[str], None],
+        window: int | None,
     ) -> None:
         rank = self.rank
         self.windows = OwnerWindows(
@@ -162,7 +165,7 @@ class HostMemory:
                 pin(file)
         self.witness = Witness(self.store.holder_path(rank) / 'captured-before')
         self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS, self._identity)
-        log_bytes = self._log_bytes(own)
+        log_bytes = self._log_bytes(own, window)
         if log_bytes:
             path = self.store.holder_path(rank) / 'upstream-log'
             self.log = UpstreamLog(path, log_bytes, device, config.max_wait, on_degraded)
@@ -172,6 +175,16 @@ class HostMemory:
         self.server = ReplicaServer(self.store, rank, hosted, self._secret, (host, 0))
         if self.log is not None:
             self.server.serve_log(self.log)
+
+    def make_room_in_log(self, window: int) -> None:
+        """Have room in the log for windows of that length; the plan has it. Called by any thread.
+
+        Raises:
+            HostMemoryError, OSError: something else has taken it.
+        """
+        if self.log is not None:
+            needed = self._log_bytes(self.members[self.rank], min(window, self._longest_window))
+            self.log.grow(needed)
 
     def describe(self) -> str:
         """What this node keeps in host memory."""
@@ -184,7 +197,7 @@ class HostMemory:
     def _windows_that_fit(self) -> str:
         longest, most = self._longest_window, self._most_windows
         said = f'windows: up to {longest} iterations'
-        return said if longest == most else f'{said}, as {longest + 1} or {most} do not fit'
+        return said if longest == most else f'{said}, as {most} do not fit'
 
     def first_on_node(self) -> bool:
         """True on one rank of each node, the one that speaks for it."""
@@ -368,9 +381,9 @@ class HostMemory:
             holds_none=None if self._hosts_replicas else self.rank,
         )
 
-    def _log_bytes(self, member: Member) -> int:
-        """Size of a rank's upstream log."""
-        return log_bytes(member, self.members, self._longest_window, self._log_lag)
+    def _log_bytes(self, member: Member, window: int | None = None) -> int:
+        """Size of a rank's upstream log for windows of that length; None: for the longest."""
+        return log_bytes(member, self.members, window or self._longest_window, self._log_lag)
 
 
 def _exchange_members(own: Member, exchange: Exchange) -> list[Member]:

@@ -86,8 +86,9 @@ def _memory(plan: JobPlan) -> Iterator[str]:
     if plan.window < longest:
         reserved, enough = plan.host_memory().node_total, plan.host_memory(plan.window).node_total
         yield (
-            f'host memory is reserved for windows of {longest} ({gib(reserved)} a node); '
-            f'--sparse-ckpt-window {plan.window} reserves {gib(enough)}'
+            f'a node needs room for windows of {longest} ({gib(reserved)}, of which it takes '
+            f'{gib(plan.taken_bytes())} until windows are longer); --sparse-ckpt-window '
+            f'{plan.window} needs {gib(enough)}'
         )
 
 

@@ -16,6 +16,7 @@ from moevement_ext.config import LONGEST_WINDOW, SparseCheckpointConfig
 from moevement_ext.memory.budget import HostMemoryPlan
 from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged, window_lengths
 from moevement_ext.plan.algorithm1 import plan_as_printed
+from moevement_ext.plan.auto_window import FIRST_WINDOW
 from moevement_ext.plan.byte_planner import (
     DEFAULT_HIDDEN_FRACTION,
     InfeasiblePlan,
@@ -249,6 +250,17 @@ class JobPlan:
         """
         return _host_memory(self.job, self.kinds, longest_window or self.longest, self.log_lag())
 
+    def taken_bytes(self) -> int:
+        """Bytes that this node takes of it with this window; a longer one takes more for the log.
+
+        Windows of any length take what the longest does.
+        """
+        longest, window = self.longest, self.window
+        if self.job.protection.window is None:
+            window = max(window, min(longest, FIRST_WINDOW))
+        whole = _host_memory(self.job, self.kinds, longest, self.log_lag(), window)
+        return whole.node_total
+
     def persist_s(self) -> float:
         """Seconds from the beginning of the copy of a window's last slot until it is persisted.
 
@@ -356,10 +368,15 @@ def per_rank(
 
 
 def _host_memory(
-    job: Job, kinds: Sequence[StageKind], longest: int, log_lag: float
+    job: Job,
+    kinds: Sequence[StageKind],
+    longest: int,
+    log_lag: float,
+    logged_window: int | None = None,
 ) -> HostMemoryPlan:
+    """With windows and logs for the longest, or with logs for a shorter window."""
     files = [np.array(memory.window_files(kind.operators, longest, kind.always)) for kind in kinds]
-    rings = memory.log_rings([kind.logged for kind in kinds], longest, log_lag)
+    rings = memory.log_rings([kind.logged for kind in kinds], logged_window or longest, log_lag)
     return memory.fullest_node(
         per_rank(job.layout, kinds, files).astype(np.int64),
         per_rank(job.layout, kinds, [np.array(ring) for ring in rings]).astype(np.int64),

@@ -42,6 +42,7 @@ def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
         'persist_s': plan.persist_s(),
         'log_lag': plan.log_lag(),
         'host_memory_bytes_per_node': {**memory.by_kind(), 'total': memory.node_total},
+        'host_memory_taken_bytes_per_node': plan.taken_bytes(),
         'host_memory_available_bytes': job.cluster.host_memory_bytes,
         'mtbf_s': effect.mtbf_s,
         'restart_s': effect.restart_s,

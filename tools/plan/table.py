@@ -24,7 +24,7 @@ def preset_job(name: str, cluster: str) -> Job:
 
 
 def cell(job: Job) -> str:
-    """W, the longest that fits and GiB a node, or why there is no plan."""
+    """W of the longest that fits, GiB taken of those needed by a node, or why there is no plan."""
     try:
         plan = plan_job(job)
     except InfeasiblePlan as error:
@@ -32,8 +32,9 @@ def cell(job: Job) -> str:
     refused = advice.infeasible(plan)
     if refused is not None:
         return f'none: {refused}'
-    gib = plan.host_memory().node_total / GIB
-    return f'{plan.window} of {plan.longest}, {gib:.0f} GiB'
+    needed = plan.host_memory().node_total
+    taken = f'{plan.taken_bytes() / GIB:.0f} of {needed / GIB:.0f} GiB'
+    return f'{plan.window} of {plan.longest}, {taken}'
 
 
 def table() -> str:

@@ -185,7 +185,7 @@ def test_a_network_that_makes_the_window_longer_is_told():
     assert plan.fewest > plan.fewest_by_copy and plan.limited_by == 'network'
     told = [text for text in advice.warnings(plan) if 'makes the window longer' in text]
     assert told and f'it would be {plan.fewest_by_copy}' in told[0]
-    assert not any('longer' in text for text in advice.warnings(plan_job(JOB)))
+    assert not any('makes the window longer' in text for text in advice.warnings(plan_job(JOB)))
     starved = plan_job(protected(on(network_bytes_per_s=1e5), window=2))
     assert any('windows will be skipped' in text for text in advice.warnings(starved))
 
@@ -244,6 +244,19 @@ def test_auto_takes_no_longer_windows_than_host_memory_has_room_for():
     assert any('find host memory' in text for text in told)
     assert plan_job(on(lag, host_memory_bytes=room - 1)).longest == 2
     assert plan_job(protected(on(host_memory_bytes=room), window=9)).longest == 9
+
+
+def test_the_log_takes_what_the_window_in_force_needs():
+    plan = plan_job(protected(max_window=50, log_lag=1.0))
+    ring = [plan.host_memory(w).by_kind()['log_ring'] for w in (plan.window, plan.longest)]
+    assert plan.host_memory().node_total - plan.taken_bytes() == ring[1] - ring[0] > 0
+    fast = on(copy_bytes_per_s=1e9, network_bytes_per_s=1e9)
+    short = plan_job(protected(fast, log_lag=1.0, max_window=50))
+    ring = [short.host_memory(w).by_kind()['log_ring'] for w in (2, 50)]
+    assert short.window == 1, 'the training begins with 2'
+    assert short.host_memory().node_total - short.taken_bytes() == ring[1] - ring[0]
+    fixed = plan_job(protected(window=5))
+    assert fixed.taken_bytes() == fixed.host_memory().node_total
 
 
 def test_recovery_near_the_time_between_failures_is_told():
