@@ -16,6 +16,7 @@ from moevement_ext.config import AUTO, OFF, STOP, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Protected, Replanned
 from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.device import bind_thread, with_index
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.file import WindowFile
@@ -86,6 +87,7 @@ class Protection:
             self._auto_window = AutoWindow(self._shortest_window, longest)
         self._first_plan = planner.first_plan(window)
         self._longest = longest
+        self._device = with_index(operators.device)
         self._disk: DiskTier | None = None
         self.memory = reserve(
             rank,
@@ -461,6 +463,7 @@ class Protection:
 
     def _adopt(self, plan: StagePlan) -> None:
         """On the replanner's thread, windows before the plan comes into force."""
+        bind_thread(self._device)
         self._make_room_in_log(plan.plan.window)
         self.checkpointer.schedule_next(plan.schedule())
         own = self._operators.slices

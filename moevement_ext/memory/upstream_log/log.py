@@ -167,6 +167,8 @@ class UpstreamLog:
     def grow(self, capacity_bytes: int) -> None:
         """Have a ring of that size at least; what is logged stays. Called by any thread.
 
+        On a GPU that must be the thread's current device (`bind_thread`), as it is pinned for it.
+
         Raises:
             HostMemoryError: there is no room, or CUDA cannot pin it; the log stays as it is.
         """

@@ -14,7 +14,7 @@ from moevement_ext.replicate.replicator import Replicator
 
 _LATE_ITERATIONS = 3
 _FAILED_CAPTURE = 4
-SLOW_WINDOWS = range(16, 60)
+SLOW_WINDOWS = range(16, 50)
 """Those that begin in these iterations."""
 
 
