@@ -28,9 +28,10 @@ class SparseCheckpointConfig:
     """One field per `--sparse-ckpt-*` flag."""
 
     window: int | str = AUTO
-    """Iterations per window, or 'auto': the fewest whose slots can be hidden."""
+    """Iterations per window, or 'auto': the fewest that the links carry."""
     max_window: int = 8
-    """The longest window 'auto' may choose; host memory is reserved for it."""
+    """The longest window 'auto' may choose; host memory is reserved for it, or for the longest
+    that fits."""
     replicas: int = 2
     """Copies of each rank's windows on other failure domains."""
     dir: str = f'/dev/shm/moevement-{os.geteuid()}'

@@ -46,13 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-window',
         type=_window,
         default=_DEFAULTS.window,
-        help='Iterations per window, or "auto": the fewest whose slots hide behind compute.',
+        help='Iterations per window, or "auto": the fewest that the links carry, as measured.',
     )
     group.add_argument(
         '--sparse-ckpt-max-window',
         type=int,
         default=_DEFAULTS.max_window,
-        help='Longest window that "auto" may choose. Host memory is reserved for it.',
+        help='Longest window that "auto" may choose. Host memory is reserved for it, or for '
+        'the longest that fits.',
     )
     group.add_argument(
         '--sparse-ckpt-replicas',

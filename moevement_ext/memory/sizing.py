@@ -37,6 +37,9 @@ _PAYLOAD_PER_ROOM = 1024
 """One more byte for so many of the payload: the alignment of its tensors, and router buffers."""
 
 
+_LENGTHS_TRIED = 64
+
+
 class Logged(msgspec.Struct, frozen=True):
     """What a rank logs of what it sends in one iteration, as regions of the ring; at most."""
 
@@ -61,6 +64,12 @@ def window_file_bytes(state_bytes: int, longest_window: int, needed_bytes: int =
     """
     room = align_up(state_bytes // _PAYLOAD_PER_ROOM) + longest_window * SLOT_ROOM_BYTES
     return max(PREAMBLE_BYTES + align_up(state_bytes) + room, needed_bytes)
+
+
+def window_lengths(longest_window: int) -> list[int]:
+    """W that host memory may have room for, ascending: all up to the longest, or some of many."""
+    step = -(-longest_window // _LENGTHS_TRIED)
+    return sorted({1, *range(longest_window, 0, -step)})
 
 
 def log_reach(longest_window: int) -> int:

@@ -265,20 +265,6 @@ def balanced(operators: Operators, window: int, budget: Budget | None = None) ->
     return WindowPlan(tuple(filled + [()] * (window - len(filled))))
 
 
-def largest_slots(operators: Operators, longest: int) -> list[int]:
-    """Bytes of the largest slot, over slots and ranks, with windows of 1, 2, ... `longest` slots.
-
-    In the given order no plan of that many slots is within a lower budget.
-    """
-    table = OperatorTable.of(operators)
-    totals = _Totals(table.full, table.light)
-    loads = _Loads(totals, [1] * totals.ranks)
-    largest = [loads.most]
-    for window in range(2, longest + 1):
-        largest.append(loads.smallest(window, largest[-1]))
-    return largest
-
-
 def plan_stages(
     stages: Sequence[Operators],
     *,
@@ -321,14 +307,10 @@ def hideable_budget(
     copy_bytes_per_s: float,
     iteration_s: float,
     hidden_fraction: float = DEFAULT_HIDDEN_FRACTION,
-    network_bytes_per_s: float | None = None,
-    replicas: int = 0,
 ) -> int:
-    """Bytes a rank can capture and replicate per iteration without lengthening it.
+    """Bytes that a rank can copy to host memory per iteration without lengthening it.
 
-    `copy_bytes_per_s` is the measured copy rate to host memory, `network_bytes_per_s` this rank's
-    share of its node's links (None: not a limit), over which each captured byte leaves `replicas`
-    times. `hidden_fraction` is the part of the iteration, in (0, 1], that can hide the copy.
+    `hidden_fraction` is the part of the iteration, in (0, 1], that can hide the copy.
     """
     if copy_bytes_per_s <= 0 or iteration_s <= 0:
         raise ValueError(
@@ -337,14 +319,7 @@ def hideable_budget(
         )
     if not 0 < hidden_fraction <= 1:
         raise ValueError(f'hidden_fraction is {hidden_fraction}; it must be in (0, 1]')
-    if replicas < 0:
-        raise ValueError(f'replicas is {replicas}; it must be 0 or more')
-    rate = copy_bytes_per_s
-    if network_bytes_per_s is not None and replicas:
-        if network_bytes_per_s <= 0:
-            raise ValueError(f'network_bytes_per_s is {network_bytes_per_s}; it must be positive')
-        rate = min(rate, network_bytes_per_s / replicas)
-    return int(min(rate * iteration_s * hidden_fraction, _UNLIMITED))
+    return int(min(copy_bytes_per_s * iteration_s * hidden_fraction, _UNLIMITED))
 
 
 def window_bytes_bound(operators: Operators, window: int) -> tuple[int, ...]:

@@ -43,8 +43,11 @@ class WindowLoad(msgspec.Struct, frozen=True):
     tokens: dict[str, int]
     """Tokens routed to each expert operator in the window's first iteration."""
     iteration_s: float
+    """Median, without waits for copies."""
     copy_bytes_per_s: float | None
     """None until something was copied: a window may pass without a capture."""
+    send_bytes_per_s: float | None = None
+    """To holders of replicas; None until something was sent."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):
@@ -74,27 +77,22 @@ def decide_plan(
     present: PlanParameters,
     loads: Sequence[WindowLoad],
     *,
-    best_window: Callable[[float, float], int] | None,
+    auto_window: Callable[[PlanParameters, Sequence[WindowLoad]], int] | None,
     change: float,
     fraction: float,
 ) -> PlanParameters | None:
-    """The next plan, or None to keep the present one. A pure function of its arguments.
+    """The next plan, or None to keep the present one.
 
     Args:
         present: the plan in force in the observed window.
         loads: what every rank saw in that window.
-        best_window: W for given iteration seconds and bytes per second; None: W is fixed.
+        auto_window: the next W, by what was measured; None: W is fixed.
         change: relative change of a share that counts.
         fraction: of the experts that must have changed.
     """
     shares = shares_of(loads)
     reorder = bool(shares) and _moved(present.shares, shares, change, fraction)
-    window = present.window
-    settled = present.version > 0 and not reorder  # measured once; noise must not change W
-    rates = [load.copy_bytes_per_s for load in loads if load.copy_bytes_per_s is not None]
-    if best_window is not None and not settled and rates:
-        iteration_s = float(np.median([load.iteration_s for load in loads]))
-        window = best_window(iteration_s, min(rates))
+    window = present.window if auto_window is None else auto_window(present, loads)
     if not reorder and window == present.window:
         return None
     return PlanParameters(

@@ -70,6 +70,9 @@ class SparseCheckpointer:
         device: where the state lives.
         life: of this rank's windows.
         schedule: the plan to begin with.
+
+    Attributes:
+        waited_s: seconds that updates have waited for copies.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class SparseCheckpointer:
         self._settings = settings.encode(identity.settings)
         self._operators = operators
         self._life = life
+        self.waited_s = 0.0
         self._copier = Copier(device)
         self._lock = threading.Lock()
         self._window: _Writing | None = None
@@ -172,7 +176,9 @@ class SparseCheckpointer:
 
     def before_update(self) -> None:
         """Wait until the optimizer may write. Called by the training thread."""
-        self.statistics.exposed_s += self._copier.wait()
+        waited_s = self._copier.wait()
+        self.waited_s += waited_s
+        self.statistics.exposed_s += waited_s
         self.statistics.iterations += 1
 
     def copy_bytes_per_s(self) -> float | None:

@@ -35,7 +35,6 @@ from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 
-
 _LOOK_S = 0.01
 """Between two looks at whether a wait of the training thread is in vain."""
 
@@ -84,7 +83,7 @@ class WindowLife:
         self._on_persisted = on_persisted
         self._max_wait_s = max_wait_s
         self.in_vain: Callable[[], bool] = lambda: False
-        """Training leaves its iteration, as a rank is lost: no window will be persisted meanwhile."""
+        """Training leaves its iteration, as a rank is lost: nothing is persisted meanwhile."""
         self._freed = threading.Event()
         self._stalled = False
         self._newest: WindowName | None = None
@@ -98,6 +97,10 @@ class WindowLife:
         """End all threads; files stay."""
         self._replicator.stop()
         self._board.stop()
+
+    def send_bytes_per_s(self) -> float | None:
+        """Rate to the holders of replicas, as in the events. Any thread."""
+        return self._replicator.bytes_per_s()
 
     # Training thread
 
@@ -205,7 +208,7 @@ class WindowLife:
                 training_s=round(figures.training_s, 6),
                 exposed_s=round(figures.exposed_s, 6),
                 copy_bytes_per_s=figures.copy_bytes_per_s,
-                send_bytes_per_s=self._replicator.bytes_per_s(),
+                send_bytes_per_s=self.send_bytes_per_s(),
             )
         )
 

@@ -7,7 +7,7 @@ digest of the window.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 
 import msgspec
 import xxhash
@@ -29,11 +29,11 @@ from moevement_ext.memory.window.slot import (
 from moevement_ext.plan.byte_planner import (
     OperatorTable,
     balanced,
-    largest_slots,
     window_bytes_bound,
 )
 from moevement_ext.plan.ordering import order_by_popularity
 from moevement_ext.plan.replanning import PlanParameters
+from moevement_ext.plan.windows import Budgets, Need, needs, shortest
 from moevement_ext.protect.stage_plan import StagePlan, hand_out, handed_out, published
 
 
@@ -103,7 +103,8 @@ class Planner:
             msgspec.msgpack.decode(item, type=RankSummary)
             for item in rank.exchange('ranks', msgspec.msgpack.encode(summary))
         ]
-        self._largest_slots: list[list[int]] = []
+        self._needs: list[list[Need]] = []
+        """What windows take, by stage and length."""
 
     @property
     def stage_of(self) -> list[int]:
@@ -182,27 +183,21 @@ class Planner:
         return handed_out(store, self.place.stage, version)
 
     def compare_windows(self, longest: int) -> None:
-        """Prepare `shortest_window`. Collective."""
-        own: list[int] = []
+        """Prepare `shortest_window` for windows of up to `longest` slots. Collective."""
+        own: list[Need] = []
         if self.is_first and not self._exchange.joining:
             always = max(member.always for member in self._members)
-            own = [size + always for size in largest_slots(self._table({}), longest)]
-        encoded = self._exchange('largest-slots', msgspec.msgpack.encode(own))
-        decoded = (msgspec.msgpack.decode(item, type=list[int]) for item in encoded)
-        self._largest_slots = [largest for largest in decoded if largest]
+            own = list(islice(needs(self._table({}), always), longest))
+        encoded = self._exchange('window-needs', msgspec.msgpack.encode(own))
+        decoded = (msgspec.msgpack.decode(item, type=list[Need]) for item in encoded)
+        self._needs = [found for found in decoded if found]
 
-    def shortest_window(self, budget: int) -> int | None:
-        """The fewest slots that are within `budget` bytes on every rank of every stage.
+    def shortest_window(self, budgets: Budgets, longest: int) -> int | None:
+        """The fewest slots that the links carry on every rank of every stage.
 
-        The order of the operators is that of the start; another one moves the limit by less than
-        an operator. None if even the longest window has a slot over the budget.
+        The order of the operators is that of the start. None if it takes more than `longest`.
         """
-        fitting = (
-            next((w for w, largest in enumerate(slots, 1) if largest <= budget), None)
-            for slots in self._largest_slots
-        )
-        found = list(fitting)
-        return None if None in found else max(w for w in found if w is not None)
+        return shortest(self._needs, budgets, longest)
 
     def capacity(self, window: int, context_bytes: int) -> int:
         """Bytes of a window file of this rank that suffice for any plan of up to W slots."""

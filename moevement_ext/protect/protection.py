@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the engine together for one rank: host memory, replication, persistence and capture."""
 
-import logging
 import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import torch
@@ -16,31 +14,28 @@ import torch
 from moevement_ext.capture.operators import Operators
 from moevement_ext.config import AUTO, OFF, STOP, node_name
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.events import Protected, ProtectionReduced, Replanned
+from moevement_ext.events import Protected, Replanned
 from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.device import bind_thread, with_index
 from moevement_ext.memory.disk import DiskWindows
-from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
-from moevement_ext.plan.byte_planner import hideable_budget
+from moevement_ext.plan.auto_window import FIRST_WINDOW, AutoWindow, Measured
 from moevement_ext.plan.replanning import PlanParameters, TokenCounter, WindowLoad, decide_plan
+from moevement_ext.plan.windows import budgets
 from moevement_ext.protect.checkpointer import ScheduledPlan, SparseCheckpointer
 from moevement_ext.protect.disk_tier import GIGA, DiskSettings, DiskTier
 from moevement_ext.protect.lifecycle import WindowLife
 from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner
+from moevement_ext.protect.reserving import longest_window, reserve
 from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
-from moevement_ext.replicate.host_memory import HostMemory, Share
-from moevement_ext.replicate.secret import agree
-
-logger = logging.getLogger(__name__)
-
-_FIRST_WINDOW = 2  # of `auto`, until times are measured
+from moevement_ext.replicate.host_memory import Share
 
 
 class Protection:
@@ -78,18 +73,28 @@ class Protection:
         self._windows_seen = 0
         self._slot = 0
         self._step_began = 0.0
+        self._waited_before = 0.0
         self._started = False
         self._former_places = False
         self._statistics = CaptureStatistics(rank.events)
-        longest = rank.config.longest_window
+        capacity = partial(planner.capacity, context_bytes=context_bytes)
+        longest = longest_window(rank, capacity, logged)
         window = longest
+        self._auto_window: AutoWindow | None = None
         if rank.config.window == AUTO:
             planner.compare_windows(longest)
-            window = min(longest, _FIRST_WINDOW)
+            window = min(longest, FIRST_WINDOW)
+            self._auto_window = AutoWindow(self._shortest_window, longest)
         self._first_plan = planner.first_plan(window)
-        capacity = planner.capacity(longest, context_bytes)
+        self._longest = longest
+        self._device = with_index(operators.device)
         self._disk: DiskTier | None = None
-        self.memory = self._reserve(Share(rank.identity, capacity, logged, disk=disk))
+        self.memory = reserve(
+            rank,
+            Share(rank.identity, capacity(longest), logged, True, disk, longest, window),
+            operators.device,
+            self._statistics.degraded,
+        )
         self.memory.connect(partial(rank.exchange, 'addresses'))
 
     @property
@@ -133,6 +138,7 @@ class Protection:
         """
         self._former_places = forget_former_places
         rank, memory = self._rank, self.memory
+        self._make_room_in_log(present.plan.window)
         self._disk = self._disk_tier(store, on_disk)
         self._reached = memory.peer_addresses()
         self.windows = WindowLife(
@@ -206,6 +212,8 @@ class Protection:
             until: where it ends.
             of_all: all stages go back together.
         """
+        # All of it is logged again, beside what a window takes that is captured after it.
+        self._make_room_in_log(until - back_to.start + 1)
         if self._rank.config.verify == STOP:
             self.windows.begin_trial(Trial(back_to, until, of_all))
 
@@ -288,6 +296,7 @@ class Protection:
         self._counter.counting = self._slot == 0 and iteration >= schedule.origin
         if self._slot == 0:
             self._shorten_log(iteration, schedule.plan.window)
+        self._waited_before = self.checkpointer.waited_s
         self._step_began = time.perf_counter()
 
     def end(self, iteration: int, replayed: bool) -> None:
@@ -298,9 +307,10 @@ class Protection:
             replayed: the job had committed it before.
         """
         schedule = self.checkpointer.schedule
-        self._seconds.append(time.perf_counter() - self._step_began)
+        seconds = time.perf_counter() - self._step_began
+        self._seconds.append(seconds - (self.checkpointer.waited_s - self._waited_before))
         if not replayed:
-            self._statistics.training_s += self._seconds[-1]
+            self._statistics.training_s += seconds
         if self._counter.counting:
             self._tokens = self._counter.take()
             self._counter.counting = False
@@ -310,6 +320,7 @@ class Protection:
                 self._tokens,
                 statistics.median(self._seconds),
                 self.checkpointer.copy_bytes_per_s(),
+                self.windows.send_bytes_per_s(),
             )
             self._seconds.clear()
             self._windows_seen += 1
@@ -404,45 +415,6 @@ class Protection:
         if self._disk is not None:
             self._disk.withdraw_after(window)
 
-    def _reserve(self, share: Share) -> HostMemory:
-        """Host memory of this rank; if any rank fails at the start, all do.
-
-        A process that joins a running job, perhaps on another node, does without holding replicas
-        for others if that helps; it is needed more than they are.
-        """
-        rank, exchange = self._rank, self._rank.exchange
-        node = NodeStore(Path(rank.config.dir), rank.run_id, node_name())
-        secret = agree(exchange, node)
-
-        def reserve(share: Share) -> HostMemory:
-            return HostMemory(
-                rank.config,
-                rank.run_id,
-                share,
-                self._operators.device,
-                self._statistics.degraded,
-                partial(exchange, 'members'),
-                secret,
-            )
-
-        memory: HostMemory | None = None
-        problem: HostMemoryError | None = None
-        try:
-            memory = reserve(share)
-        except HostMemoryError as error:
-            problem = error
-        if problem is not None and exchange.joining:
-            memory = reserve(share._replace(hosts_replicas=False))
-            reason = f'this rank holds no replicas for others: {problem}'
-            logger.warning('sparse checkpointing: protection is reduced: %s', reason)
-            rank.events.emit(ProtectionReduced(reason=reason))
-        if exchange.all_agree('reserved', memory is not None):
-            assert memory is not None
-            return memory
-        if memory is not None:
-            memory.give_up()
-        raise problem or HostMemoryError('another rank cannot reserve its host memory')
-
     def _description(self) -> Protected:
         rank, planner = self._rank, self.planner
         return Protected(
@@ -471,25 +443,28 @@ class Protection:
         return decide_plan(
             present,
             loads,
-            best_window=self._best_window if self._rank.config.window == AUTO else None,
+            auto_window=self._auto_window,
             change=self._rank.config.reorder_change,
             fraction=self._rank.config.reorder_fraction,
         )
 
-    def _best_window(self, iteration_s: float, bytes_per_s: float) -> int:
-        """The fewest slots that hide behind an iteration, at most `--sparse-ckpt-max-window`."""
-        window = self.planner.shortest_window(hideable_budget(bytes_per_s, iteration_s))
-        if window is None:
-            window = self._rank.config.longest_window
-            logger.warning(
-                'iterations will be longer: no window of up to --sparse-ckpt-max-window %d hides '
-                'every slot; allow a longer one, or spread the state over more ranks',
-                window,
-            )
-        return window
+    def _shortest_window(self, seen: Measured) -> int | None:
+        """The fewest slots that the links of all ranks carry, at these rates."""
+        copies = max(map(len, self.memory.holders))
+        carried = budgets(seen.iteration_s, seen.copy_bytes_per_s, seen.send_bytes_per_s, copies)
+        return self.planner.shortest_window(carried, self._longest)
+
+    def _make_room_in_log(self, window: int) -> None:
+        """Any thread. Without it localized recovery is not possible for a while (the log says)."""
+        try:
+            self.memory.make_room_in_log(window)
+        except (HostMemoryError, OSError) as error:
+            self._statistics.degraded(f'the log has no room for windows of {window}: {error}')
 
     def _adopt(self, plan: StagePlan) -> None:
-        """On the replanner's thread."""
+        """On the replanner's thread, windows before the plan comes into force."""
+        bind_thread(self._device)
+        self._make_room_in_log(plan.plan.window)
         self.checkpointer.schedule_next(plan.schedule())
         own = self._operators.slices
         shares = {name: share for name, share in plan.shares.items() if name in own}

@@ -24,8 +24,6 @@ from moevement_ext.memory.sizing import (
     LEDGER_RECORDS,
     NOTHING_LOGGED,
     Logged,
-    log_ring_bytes,
-    rank_memory,
 )
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import FileTooSmall, WindowFile
@@ -36,8 +34,9 @@ from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.memory.witness import Witness
 from moevement_ext.replicate.address import host_identity, local_host
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
-from moevement_ext.replicate.domains import failure_domains, own_domain
+from moevement_ext.replicate.domains import own_domain
 from moevement_ext.replicate.greeting import new_secret
+from moevement_ext.replicate.node_plan import Member, domains_of, hosted_by, log_bytes, node_plan
 from moevement_ext.replicate.placement import place_replicas
 from moevement_ext.replicate.secret import mark, of_life
 from moevement_ext.replicate.server import ReplicaServer
@@ -46,23 +45,6 @@ logger = logging.getLogger(__name__)
 
 Exchange = Callable[[bytes], list[bytes]]
 """Collective: every rank gives some bytes and gets those of all ranks, by rank."""
-
-
-class Member(msgspec.Struct, frozen=True):
-    """What a rank tells the others about its host memory."""
-
-    node: str
-    """Name of its node, real or emulated."""
-    capacity_bytes: int
-    """Size of one of its window files."""
-    logged: Logged
-    """What it logs; its upstream log is sized for that."""
-    host: str
-    """The real host, which emulated nodes share."""
-    salt: bytes
-    """Makes the secret of the job one of this life, from rank 0; what others draw is not used."""
-    domain: str = ''
-    """Failure domain by the topology file of its node; empty: that does not tell."""
 
 
 class Share(NamedTuple):
@@ -78,6 +60,10 @@ class Share(NamedTuple):
     """Hold those that are placed here; without them, their owners lack one."""
     disk: DiskWindows | None = None
     """Where its windows are on disk."""
+    longest_window: int | None = None
+    """W that all of that is for; None: as configured."""
+    window: int | None = None
+    """W to begin with, which the log has room for; None: the longest."""
 
 
 class HostMemory:
@@ -128,7 +114,8 @@ class HostMemory:
     ) -> None:
         self.rank = share.identity.rank
         self._identity = share.identity
-        self._longest_window = config.longest_window
+        self._longest_window = share.longest_window or config.longest_window
+        self._most_windows = config.longest_window
         self._log_lag = config.log_lag
         self._hosts_replicas = share.hosts_replicas
         self._to_disk = config.disk is not None
@@ -146,14 +133,14 @@ class HostMemory:
         # One replaced later still has that of the others.
         self._secret = of_life(secret, self.members[0].salt)
         self.mark = mark(secret)
-        self.holders = place_replicas(self._domains(config.topology), config.replicas)
+        self.holders = place_replicas(domains_of(self.members, config.topology), config.replicas)
         self.members[self.rank] = own  # a replacement may run on another node; replicas stay placed
         self.log: UpstreamLog | None = None
         self._fetching: ReplicaClient | None = None
         self.plan = self._plan()
         try:
             self.plan.check(config.host_memory_gb, self.store.path)
-            self._reserve(own, device, config, on_degraded)
+            self._reserve(own, device, config, on_degraded, share.window)
         except HostMemoryError:
             self.give_up()
             raise
@@ -167,6 +154,7 @@ class HostMemory:
         device: torch.device,
         config: SparseCheckpointConfig,
         on_degraded: Callable[[str], None],
+        window: int | None,
     ) -> None:
         rank = self.rank
         self.windows = OwnerWindows(
@@ -177,7 +165,7 @@ class HostMemory:
                 pin(file)
         self.witness = Witness(self.store.holder_path(rank) / 'captured-before')
         self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS, self._identity)
-        log_bytes = self._log_bytes(own)
+        log_bytes = self._log_bytes(own, window)
         if log_bytes:
             path = self.store.holder_path(rank) / 'upstream-log'
             self.log = UpstreamLog(path, log_bytes, device, config.max_wait, on_degraded)
@@ -188,20 +176,28 @@ class HostMemory:
         if self.log is not None:
             self.server.serve_log(self.log)
 
+    def make_room_in_log(self, window: int) -> None:
+        """Have room in the log for windows of that length; the plan has it. Called by any thread.
+
+        Raises:
+            HostMemoryError, OSError: something else has taken it.
+        """
+        if self.log is not None:
+            needed = self._log_bytes(self.members[self.rank], min(window, self._longest_window))
+            self.log.grow(needed)
+
     def describe(self) -> str:
         """What this node keeps in host memory."""
         replicas = min(len(holders) for holders in self.holders)
         return (
             f'node: {self.members[self.rank].node} | {self.plan.describe()} | '
-            f'directory: {self.store.path} | replicas: {replicas}'
+            f'directory: {self.store.path} | replicas: {replicas} | {self._windows_that_fit()}'
         )
 
-    def _domains(self, topology: str | None) -> list[str]:
-        """Those of the ranks, as known to all: a replacement's node may lack the file."""
-        told = [member.domain for member in self.members]
-        if topology is not None and all(told):
-            return told
-        return failure_domains([member.node for member in self.members], topology)
+    def _windows_that_fit(self) -> str:
+        longest, most = self._longest_window, self._most_windows
+        said = f'windows: up to {longest} iterations'
+        return said if longest == most else f'{said}, as {most} do not fit'
 
     def first_on_node(self) -> bool:
         """True on one rank of each node, the one that speaks for it."""
@@ -371,30 +367,23 @@ class HostMemory:
         """Bytes of a window file by owner, of those whose replicas `rank` holds."""
         if rank == self.rank and not self._hosts_replicas:
             return {}
-        return {
-            owner: self.members[owner].capacity_bytes
-            for owner, peers in enumerate(self.holders)
-            if rank in peers
-        }
+        return hosted_by(rank, self.members, self.holders)
 
     def _plan(self) -> HostMemoryPlan:
         """Bytes of every rank on this node."""
-        ranks = {}
-        for rank, member in enumerate(self.members):
-            if member.node != node_name():
-                continue
-            ranks[rank] = rank_memory(
-                member.capacity_bytes,
-                self._hosted(rank).values(),
-                self._log_bytes(member),
-                self._to_disk,
-            )
-        return HostMemoryPlan(ranks)
+        return node_plan(
+            node_name(),
+            self.members,
+            self.holders,
+            self._longest_window,
+            self._log_lag,
+            self._to_disk,
+            holds_none=None if self._hosts_replicas else self.rank,
+        )
 
-    def _log_bytes(self, member: Member) -> int:
-        """Size of a rank's upstream log."""
-        most = max((other.logged for other in self.members), key=lambda it: it.iteration_bytes)
-        return log_ring_bytes(member.logged, most, self._longest_window, self._log_lag)
+    def _log_bytes(self, member: Member, window: int | None = None) -> int:
+        """Size of a rank's upstream log for windows of that length; None: for the longest."""
+        return log_bytes(member, self.members, window or self._longest_window, self._log_lag)
 
 
 def _exchange_members(own: Member, exchange: Exchange) -> list[Member]:

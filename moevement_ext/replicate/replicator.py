@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 30.0
+_WINDOWS_MEASURED = 2
+"""By which the rate is known: old enough to be whole, young enough to follow a link."""
 
 
 class _Peer:
@@ -95,7 +97,8 @@ class Replicator:
         self._jobs: deque[_Job] = deque()
         self._reports: deque[str] = deque(maxlen=16)
         self._agreed = Agreed()
-        self._sent = 0, 0.0  # bytes, seconds
+        self._sent: dict[WindowName, tuple[int, float]] = {}
+        """Bytes and seconds of the newest windows, the oldest first; replaced, never changed."""
         self._stopping = threading.Event()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f'replicator-{owner}', daemon=True)
@@ -168,9 +171,13 @@ class Replicator:
             self._changed.notify()
 
     def bytes_per_s(self) -> float | None:
-        """Rate at which peers took slots, bytes/s; None before the first. Called by any thread."""
-        nbytes, seconds = self._sent
-        return nbytes / seconds if nbytes and seconds else None
+        """Rate at which peers took slots of the newest windows, bytes/s; None before the first.
+
+        Whole windows, as the slots of one may be of any size. Called by any thread.
+        """
+        of_windows = self._sent.values()
+        seconds = sum(taken for _, taken in of_windows)
+        return sum(nbytes for nbytes, _ in of_windows) / seconds if seconds else None
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """End the thread after the exchange it is in; windows not yet sent are left."""
@@ -262,10 +269,15 @@ class Replicator:
         began = time.perf_counter()
         nbytes = peer.client.put_slot(self.owner, job.file, slot, self._agreed)
         if nbytes:
-            self._sent = self._sent[0] + nbytes, self._sent[1] + time.perf_counter() - began
+            self._count(job.name, nbytes, time.perf_counter() - began)
         with self._changed:
             if job in self._jobs:  # not dropped meanwhile
                 peer.sent.add((job.name, slot))
+
+    def _count(self, name: WindowName, nbytes: int, seconds: float) -> None:
+        before = self._sent.get(name, (0, 0.0))
+        counted = {**self._sent, name: (before[0] + nbytes, before[1] + seconds)}
+        self._sent = dict(list(counted.items())[-_WINDOWS_MEASURED:])
 
     def _commit(self, job: _Job, peer: _Peer) -> None:
         peer.client.commit(self.owner, job.name, job.file.capacity)

@@ -2,6 +2,7 @@
 """Windows re-planned during the run: by popularity, and by measured times with `auto`."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -42,3 +43,26 @@ def test_auto_window_is_measured(
     assert replanned and replanned[0].window == 1, 'copies of a tiny model hide at once'
     persisted = [event.start for event in job.events_of(WindowPersisted)]
     assert any(start >= replanned[0].origin for start in persisted)
+
+
+@pytest.mark.thorough
+def test_auto_window_follows_a_throttled_holder_and_comes_back(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """From 1 to what the rate demands, with a log that has room for it; exact, as ever."""
+    flags = [*FLAGS[:-1], '180']
+    settings = '--sparse-ckpt-max-wait 0.1 --sparse-ckpt-reorder-fraction 1'
+    job = cluster(*flags, *settings.split())
+    sizes: set[int] = set()
+
+    def look(workers: list, start: object) -> None:
+        for path in job.node_memory(0).rglob('upstream-log'):
+            with suppress(FileNotFoundError):
+                sizes.add(path.stat().st_size)
+
+    mutation = 'mutations.protection:holders_of_rank_1_are_slow_for_a_while'
+    assert job.survive(strike=look, mutation=mutation, timeout_s=600.0) == {}
+    windows = [event.window for event in job.events_of(Replanned)]
+    assert (windows[0], windows[-1]) == (1, 1) and max(windows) > 2, windows
+    assert len(sizes) > 1, 'the log has grown'
+    assert differences(reference(*flags), read_digest(job)) == []

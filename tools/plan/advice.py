@@ -19,9 +19,9 @@ def infeasible(plan: JobPlan) -> str | None:
     remedies = ['hold fewer replicas', 'use more nodes']
     if needed.by_kind()['log_ring']:
         remedies.insert(0, 'do without logs (recovery of the whole job)')
-    if plan.window < plan.job.protection.longest_window:
-        less = plan.host_memory(plan.window).node_total
-        remedies.insert(0, f'fix the window to {plan.window} ({gib(less)})')
+    if plan.longest > 1:
+        less = plan.host_memory(1).node_total
+        remedies.insert(0, f'take a shorter window ({gib(less)} with 1)')
     return f'{needed.describe()}, but a node has {gib(int(available))}: {" or ".join(remedies)}'
 
 
@@ -43,12 +43,10 @@ def _window(plan: JobPlan) -> Iterator[str]:
 
 
 def _network(plan: JobPlan) -> Iterator[str]:
-    if plan.budgets.limited_by == 'network' and plan.fewest != plan.fewest_by_copy:
-        alone = plan.fewest_by_copy or 'no window'
+    if plan.limited_by == 'network':
         yield (
-            f'the network limits the budget ({plan.job.copies} replicas leave each node); by the '
-            f'copy to host memory alone it would be {alone}. The window `auto` of the training '
-            f'looks at the copy only: pass --sparse-ckpt-window {plan.window}'
+            f'the network makes the window longer ({plan.job.copies} replicas leave each node); by '
+            f'the copy to host memory alone it would be {plan.fewest_by_copy}'
         )
     needed, offered = plan.replicated_bytes(), plan.network_bytes()
     if needed > offered:
@@ -62,23 +60,35 @@ def _network(plan: JobPlan) -> Iterator[str]:
 def _exposed(plan: JobPlan) -> Iterator[str]:
     needed = plan.fewest_by_copy
     worst = float(plan.exposed_s().max())
-    if plan.job.protection.window is None and (plan.fewest or 0) > plan.window:
+    if plan.job.protection.window is None and plan.fewest != plan.window:
+        shrunk = plan.longest < plan.job.protection.longest_window
+        remedy = 'find host memory' if shrunk else 'raise --sparse-ckpt-max-window'
         yield (
-            f'staying within budget takes a window of {plan.fewest}, the longest allowed is '
-            f'{plan.window}; raise --sparse-ckpt-max-window, or accept what follows'
+            f'the links carry {_window_of(plan.fewest)}, the longest is {plan.window}; '
+            f'{remedy}, or accept what follows'
         )
     if worst > 0:
         remedy = f'a window of {needed} hides it' if needed else 'no window hides it'
         yield f'the copy lengthens the worst iteration by {worst:.3f} s: {remedy}'
 
 
+def _window_of(fewest: int | None) -> str:
+    return 'no window of a sensible length' if fewest is None else f'a window of {fewest}'
+
+
 def _memory(plan: JobPlan) -> Iterator[str]:
-    longest = plan.job.protection.longest_window
+    longest, allowed = plan.longest, plan.job.protection.longest_window
+    if longest < allowed:
+        yield (
+            f'host memory has no room for windows of {allowed}: `auto` takes {longest} at most. '
+            f'--sparse-ckpt-log-lag {plan.log_lag():g} may leave room for longer ones'
+        )
     if plan.window < longest:
         reserved, enough = plan.host_memory().node_total, plan.host_memory(plan.window).node_total
         yield (
-            f'host memory is reserved for windows of {longest} ({gib(reserved)} a node); '
-            f'--sparse-ckpt-window {plan.window} reserves {gib(enough)}'
+            f'a node needs room for windows of {longest} ({gib(reserved)}, of which it takes '
+            f'{gib(plan.taken_bytes())} until windows are longer); --sparse-ckpt-window '
+            f'{plan.window} needs {gib(enough)}'
         )
 
 

@@ -4,16 +4,19 @@
 Windows come from the planner that the training uses; stages that hold equal bytes are planned once.
 """
 
+import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from moevement_ext.config import LONGEST_WINDOW
+from moevement_ext.config import LONGEST_WINDOW, SparseCheckpointConfig
 from moevement_ext.memory.budget import HostMemoryPlan
-from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
+from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged, window_lengths
 from moevement_ext.plan.algorithm1 import plan_as_printed
+from moevement_ext.plan.auto_window import FIRST_WINDOW
 from moevement_ext.plan.byte_planner import (
     DEFAULT_HIDDEN_FRACTION,
     InfeasiblePlan,
@@ -21,9 +24,9 @@ from moevement_ext.plan.byte_planner import (
     WindowPlan,
     bytes_over_budget,
     fewest_slots,
-    hideable_budget,
     plan_stages,
 )
+from moevement_ext.plan.windows import DEFAULT_NETWORK_SHARE, Budgets, budgets, needs, shortest
 from tools.plan import memory
 from tools.plan.cluster import Cluster
 from tools.plan.layout import Batch, Layout, Precision
@@ -37,13 +40,16 @@ from tools.plan.sizes import (
 from tools.simulate import fields
 from tools.simulate.closed_form import Sparse
 
+_LONGEST_SOUGHT = 64
+"""Windows beyond those that are allowed, to say how long one would have to be."""
+
 
 @dataclass(frozen=True)
 class ProtectionSettings:
     """Settings of sparse checkpointing; defaults are those of the training's flags."""
 
     window: int | None = None
-    """Iterations; None: the fewest whose slots can be hidden."""
+    """Iterations; None: the fewest that the links carry."""
     max_window: int = 8
     """The longest window that None may lead to; host memory is reserved for it."""
     replicas: int = 2
@@ -51,7 +57,7 @@ class ProtectionSettings:
     """Log what stages send, so that a lost one replays alone."""
     hidden_fraction: float = DEFAULT_HIDDEN_FRACTION
     """Share of an iteration that can hide a copy."""
-    network_share: float = 0.5
+    network_share: float = DEFAULT_NETWORK_SHARE
     """Share of a node's network that replication may take; the rest is training's."""
     log_lag: float | None = None
     """Iterations that persisting a window takes, which the log has room for; None: from the rates
@@ -72,7 +78,7 @@ class ProtectionSettings:
 
     @property
     def longest_window(self) -> int:
-        """Iterations that host memory is reserved for."""
+        """Iterations that host memory is reserved for, if so much fits."""
         return self.max_window if self.window is None else self.window
 
 
@@ -138,28 +144,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Budgets:
-    """Bytes per rank and iteration that stay hidden."""
-
-    copy_bytes: int
-    """Copied to host memory."""
-    network_bytes: int | None
-    """Replicated by every rank's share of its node's network; None: there are no replicas."""
-
-    @property
-    def bytes(self) -> int:
-        """The smaller one."""
-        if self.network_bytes is None:
-            return self.copy_bytes
-        return min(self.copy_bytes, self.network_bytes)
-
-    @property
-    def limited_by(self) -> str:
-        """`copy` or `network`."""
-        return 'copy' if self.bytes == self.copy_bytes else 'network'
-
-
-@dataclass(frozen=True)
 class StageKind:
     """Stages that hold equal bytes, and their window. Slots are those of the first of them."""
 
@@ -195,10 +179,17 @@ class JobPlan:
     budgets: Budgets
     kinds: list[StageKind]
     fewest: int | None
-    """The shortest window within the budget; None: there is none."""
+    """The shortest window that the links carry; None: there is none, or a very long one."""
     fewest_by_copy: int | None
     """The same if the network were no limit."""
     paper: PaperPlan
+    longest: int
+    """W that host memory is reserved for."""
+
+    @property
+    def limited_by(self) -> str:
+        """`copy` or `network`: what makes the window as long as it is."""
+        return 'copy' if self.fewest == self.fewest_by_copy else 'network'
 
     @property
     def window(self) -> int:
@@ -214,17 +205,31 @@ class JobPlan:
 
     def per_rank(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """Values of every global rank from those (ranks of a stage,) of each kind of stage."""
-        by_stage = [np.empty(0)] * self.job.layout.pipeline
-        for kind, value in zip(self.kinds, values, strict=True):
-            for stage in kind.stages:
-                by_stage[stage] = np.broadcast_to(value, self.job.layout.stage_ranks)
-        return np.concatenate(by_stage)
+        return per_rank(self.job.layout, self.kinds, values)
 
     def replicated_bytes(self) -> float:
         """Bytes that leave the busiest node per iteration, mean over the window."""
         means = self.per_rank([kind.slot_bytes().mean(axis=0) for kind in self.kinds])
         nodes = np.arange(len(means)) // self.job.ranks_per_node
         return float(self.job.copies * np.bincount(nodes, weights=means).max())
+
+    def queued(self, kind: StageKind) -> np.ndarray:
+        """Bytes that wait to be sent to a holder after each slot, int64 (window, ranks of a stage).
+
+        At the pace that replication takes of the network on average. They wait in the file of their
+        window, which host memory has room for.
+        """
+        slots = kind.slot_bytes()
+        offered = self.budgets.network_bytes
+        if offered is None:
+            return np.zeros_like(slots)
+        for before, slot in itertools.pairwise(slots):
+            slot += np.maximum(before - offered, 0)
+        return slots
+
+    def queue_bytes(self) -> int:
+        """The most of them, on any rank."""
+        return max(int(self.queued(kind).max()) for kind in self.kinds)
 
     def network_bytes(self) -> float:
         """Bytes per iteration that a node's network has for replication."""
@@ -241,27 +246,26 @@ class JobPlan:
         """Memory of the node that needs most.
 
         Args:
-            longest_window: iterations to reserve memory for; None: as configured.
+            longest_window: iterations to reserve memory for; None: as the training does.
         """
-        longest = longest_window or self.job.protection.longest_window
-        files = [
-            np.array(memory.window_files(kind.operators, longest, kind.always))
-            for kind in self.kinds
-        ]
-        rings = memory.log_rings([kind.logged for kind in self.kinds], longest, self.log_lag())
-        return memory.fullest_node(
-            self.per_rank(files).astype(np.int64),
-            self.per_rank([np.array(ring) for ring in rings]).astype(np.int64),
-            self.job.ranks_per_node,
-            self.job.protection.replicas,
-            self.job.protection.disk,
-        )
+        return _host_memory(self.job, self.kinds, longest_window or self.longest, self.log_lag())
+
+    def taken_bytes(self) -> int:
+        """Bytes that this node takes of it with this window; a longer one takes more for the log.
+
+        Windows of any length take what the longest does.
+        """
+        longest, window = self.longest, self.window
+        if self.job.protection.window is None:
+            window = max(window, min(longest, FIRST_WINDOW))
+        whole = _host_memory(self.job, self.kinds, longest, self.log_lag(), window)
+        return whole.node_total
 
     def persist_s(self) -> float:
         """Seconds from the beginning of the copy of a window's last slot until it is persisted.
 
-        The slot is copied, summed and sent to the holders, who sum the whole window; then that is
-        announced.
+        The slot is copied, summed and sent to the holders after what waits before it; they sum the
+        whole window; then that is announced.
         """
         cluster, settings = self.job.cluster, self.job.protection
         last = max(int(kind.slot_bytes()[-1].max()) for kind in self.kinds)
@@ -269,7 +273,8 @@ class JobPlan:
         if self.job.copies:
             share = cluster.network_bytes_per_s * settings.network_share / self.job.ranks_per_node
             whole = max(int(kind.slot_bytes().sum(axis=0).max()) for kind in self.kinds)
-            seconds += self.job.copies * last / share + whole / memory.CHECKSUM_BYTES_PER_S
+            queued = max(int(self.queued(kind)[-1].max()) for kind in self.kinds)
+            seconds += self.job.copies * queued / share + whole / memory.CHECKSUM_BYTES_PER_S
         return seconds + memory.ANNOUNCEMENT_S
 
     def log_lag(self) -> float:
@@ -307,36 +312,92 @@ def iteration_seconds(
 
 def hidden_budgets(job: Job) -> Budgets:
     """What the links of a rank move while an iteration computes."""
-    seconds, hidden = job.iteration_s, job.protection.hidden_fraction
-    copy = hideable_budget(job.cluster.copy_bytes_per_s, seconds, hidden)
-    if not job.copies:
-        return Budgets(copy, None)
-    rate = job.cluster.network_bytes_per_s * job.protection.network_share / job.ranks_per_node
-    return Budgets(copy, hideable_budget(rate / job.copies, seconds, hidden))
+    settings = job.protection
+    return budgets(
+        job.iteration_s,
+        job.cluster.copy_bytes_per_s,
+        job.cluster.network_bytes_per_s / job.ranks_per_node,
+        job.copies,
+        settings.hidden_fraction,
+        settings.network_share,
+    )
 
 
 def plan_job(job: Job) -> JobPlan:
     """Plan all stages with one window.
 
     Raises:
-        InfeasiblePlan: the window is left to the planner, and one operator alone exceeds the
-            budget; a note names the stage.
+        InfeasiblePlan: the window is left to the planner, and the copy of one operator alone takes
+            too long; a note names the stage.
         FieldError: model and layout do not fit together.
     """
-    budgets = hidden_budgets(job)
+    carried = hidden_budgets(job)
     groups = _equal_stages(job)
     stages = [operator_sizes(job.model, job.layout, job.precision, group[0]) for group in groups]
     always = [scaling_bytes(job.model, job.layout, job.precision, group[0]) for group in groups]
     planned = [_with_always(*pair) for pair in zip(stages, always, strict=True)]
-    window, fewest = job.protection.window, _fewest(planned, budgets.bytes)
+
+    def kinds_of(window: int) -> list[StageKind]:
+        plans = plan_stages(stages, window=window, budget=carried.bytes)
+        return [_stage_kind(job, *one) for one in zip(groups, stages, plans, always, strict=True)]
+
+    longest = _longest_that_fits(job, kinds_of(1))
+    by_copy = _fewest(planned, carried.copy_bytes)
+    window, fewest = job.protection.window, None
+    if by_copy is not None:
+        found = [needs(*stage) for stage in zip(stages, always, strict=True)]
+        fewest = shortest(found, carried, max(_LONGEST_SOUGHT, job.protection.longest_window))
     if window is None:
-        if fewest is None:
-            raise _reason(planned, groups, budgets.bytes)
-        window = min(fewest, job.protection.max_window)
-    plans = plan_stages(planned, window=window, budget=budgets.bytes)
-    kinds = [_stage_kind(job, *stage) for stage in zip(groups, stages, plans, always, strict=True)]
-    by_copy = _fewest(planned, budgets.copy_bytes)
-    return JobPlan(job, budgets, kinds, fewest, by_copy, _paper_plan(planned, budgets.bytes))
+        if by_copy is None:
+            raise _reason(planned, groups, carried.copy_bytes)
+        window = min(fewest or LONGEST_WINDOW, longest)
+    kinds = kinds_of(window)
+    paper = _paper_plan(planned, carried.bytes)
+    return JobPlan(job, carried, kinds, fewest, by_copy, paper, longest)
+
+
+def per_rank(
+    layout: Layout, kinds: Sequence[StageKind], values: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Values of every global rank from those (ranks of a stage,) of each kind of stage."""
+    by_stage = [np.empty(0)] * layout.pipeline
+    for kind, value in zip(kinds, values, strict=True):
+        for stage in kind.stages:
+            by_stage[stage] = np.broadcast_to(value, layout.stage_ranks)
+    return np.concatenate(by_stage)
+
+
+def _host_memory(
+    job: Job,
+    kinds: Sequence[StageKind],
+    longest: int,
+    log_lag: float,
+    logged_window: int | None = None,
+) -> HostMemoryPlan:
+    """With windows and logs for the longest, or with logs for a shorter window."""
+    files = [np.array(memory.window_files(kind.operators, longest, kind.always)) for kind in kinds]
+    rings = memory.log_rings([kind.logged for kind in kinds], logged_window or longest, log_lag)
+    return memory.fullest_node(
+        per_rank(job.layout, kinds, files).astype(np.int64),
+        per_rank(job.layout, kinds, [np.array(ring) for ring in rings]).astype(np.int64),
+        job.ranks_per_node,
+        job.protection.replicas,
+        job.protection.disk,
+    )
+
+
+def _longest_that_fits(job: Job, kinds: Sequence[StageKind]) -> int:
+    """W that host memory has room for, as the training finds it before iteration 1."""
+    settings = job.protection
+    if settings.window is not None:
+        return settings.window
+    lag = SparseCheckpointConfig.log_lag if settings.log_lag is None else settings.log_lag
+    lengths = window_lengths(settings.max_window)
+
+    def too_long(length: int) -> bool:
+        return _host_memory(job, kinds, length, lag).node_total > job.cluster.host_memory_bytes
+
+    return lengths[max(bisect_left(lengths, True, key=too_long) - 1, 0)]
 
 
 def _with_always(operators: Sequence[OperatorBytes], always: int) -> list[OperatorBytes]:

@@ -26,10 +26,10 @@ def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
         'iteration_s': job.iteration_s,
         'window': plan.window,
         'fewest_slots': plan.fewest,
-        'budget_bytes': plan.budgets.bytes,
+        'longest_window': plan.longest,
         'copy_budget_bytes': plan.budgets.copy_bytes,
         'network_budget_bytes': plan.budgets.network_bytes,
-        'limited_by': plan.budgets.limited_by,
+        'limited_by': plan.limited_by,
         'stages': [_stage_json(kind) for kind in plan.kinds],
         'exposed_s_mean': float(exposed.mean()),
         'exposed_s_worst': float(exposed.max()),
@@ -37,10 +37,12 @@ def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
         'replicas': job.copies,
         'replication_bytes_per_node': plan.replicated_bytes(),
         'replication_budget_bytes_per_node': plan.network_bytes(),
+        'replication_queue_bytes': plan.queue_bytes(),
         'log_bytes_per_node': plan.log_bytes_of_node(),
         'persist_s': plan.persist_s(),
         'log_lag': plan.log_lag(),
         'host_memory_bytes_per_node': {**memory.by_kind(), 'total': memory.node_total},
+        'host_memory_taken_bytes_per_node': plan.taken_bytes(),
         'host_memory_available_bytes': job.cluster.host_memory_bytes,
         'mtbf_s': effect.mtbf_s,
         'restart_s': effect.restart_s,
@@ -116,13 +118,18 @@ def _result_table(plan: JobPlan) -> Table:
 
 def _cost_rows(plan: JobPlan) -> list[tuple[str, str]]:
     job, budgets, exposed = plan.job, plan.budgets, plan.exposed_s()
-    network = 'no replicas' if budgets.network_bytes is None else gib(budgets.network_bytes)
+    network = 'no replicas'
+    if budgets.network_bytes is not None:
+        network = (
+            f'{gib(budgets.network_bytes)} to each holder, on average over a window; at most '
+            f'{gib(plan.queue_bytes())} wait in its file'
+        )
     memory = plan.host_memory()
     kinds = ', '.join(f'{name.replace("_", " ")} {gib(n)}' for name, n in memory.by_kind().items())
     over = plan.paper.bytes_over_budget
     return [
-        ('budget per rank and iteration', f'{gib(budgets.bytes)} (copy {gib(budgets.copy_bytes)}, '
-                                          f'network {network})'),
+        ('budget per rank and iteration', f'copy {gib(budgets.copy_bytes)} a slot; network '
+                                          f'{network}'),
         ('exposed per iteration', f'{exposed.mean():.4f} s, worst {exposed.max():.4f} s'),
         ('replication per node and iteration', f'{plan.replicated_bytes() / 1e9:.2f} GB in '
          f'{job.copies} copies; the network share offers {plan.network_bytes() / 1e9:.2f} GB'),

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import xxhash
 
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import gib
 from moevement_ext.memory.device import bind_thread, side_stream, with_index
 from moevement_ext.memory.dtypes import dtype_name
@@ -110,6 +111,8 @@ class UpstreamLog:
         self._waited_in_vain = False
         self._forgetting = False
         self._closed = False
+        self._growing = threading.Lock()
+        self._former: list[np.ndarray] = []  # maps of the same pages, that copies may still use
         self._changed = threading.Condition()
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name='upstream-log', daemon=True)
@@ -169,6 +172,31 @@ class UpstreamLog:
         with self._changed:
             self._paused = True
             self._changed.notify_all()
+
+    def grow(self, capacity_bytes: int) -> None:
+        """Have a ring of that size at least; what is logged stays. Called by any thread.
+
+        On a GPU that must be the thread's current device (`bind_thread`), as it is pinned for it.
+
+        Raises:
+            HostMemoryError: there is no room, or CUDA cannot pin it; the log stays as it is.
+        """
+        with self._growing:
+            if capacity_bytes <= self._ring.capacity:
+                return
+            former = self.array
+            self.array = np.frombuffer(map_anew(self.path, capacity_bytes), np.uint8)
+            try:
+                if self._cuda:
+                    pin(self)
+            except HostMemoryError:
+                self.array = former
+                raise
+            with self._changed:
+                self._former.append(former)
+                self._bytes = torch.from_numpy(self.array)
+                self._ring.capacity = capacity_bytes
+                self._changed.notify_all()
 
     # Reading
 

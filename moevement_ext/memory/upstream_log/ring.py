@@ -20,7 +20,8 @@ class Ring:
     empty, so the ring is empty exactly when there is no region.
 
     Args:
-        capacity: size of the ring in bytes.
+        capacity: size of the ring in bytes; it may be made larger at any time, which counts once
+            the newest region lies behind the oldest.
     """
 
     def __init__(self, capacity: int) -> None:

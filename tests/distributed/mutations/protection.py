@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to make protection late or incomplete, which must cost protection and nothing else."""
 
+import itertools
 import os
+import statistics
+import time
+from collections import deque
 
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.protection import Protection
+from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 
 _LATE_ITERATIONS = 3
 _FAILED_CAPTURE = 4
+SLOW_WINDOWS = range(16, 50)
+"""Those that begin in these iterations."""
 
 
 def late_replicas_of_rank_1_and_a_failed_capture_on_rank_2() -> None:
@@ -75,3 +82,28 @@ def what_rank_1_lacks_after_a_copy_is_waited_for() -> None:
         del self.windows.give_up
 
     Protection.begin_window = waiting
+
+
+def holders_of_rank_1_are_slow_for_a_while() -> None:
+    """They take as long as two iterations for as much as rank 1 captures in all."""
+    if os.environ['RANK'] != '1':
+        return
+    begin, put = SparseCheckpointer.begin, ReplicaClient.put_slot
+    begun = deque([time.perf_counter()], maxlen=10)
+    largest = 0
+
+    def noting(self, iteration, state):
+        begun.append(time.perf_counter())
+        begin(self, iteration, state)
+
+    def slow(self, owner, file, slot, *args):
+        nonlocal largest
+        nbytes = put(self, owner, file, slot, *args)
+        largest = max(largest, nbytes)
+        if file.name is not None and file.name.start in SLOW_WINDOWS:
+            gaps = [later - earlier for earlier, later in itertools.pairwise(begun)]
+            time.sleep(2 * statistics.median(gaps) * nbytes / largest)
+        return nbytes
+
+    SparseCheckpointer.begin = noting
+    ReplicaClient.put_slot = slow

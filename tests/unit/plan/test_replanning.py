@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When windows are re-planned; how all ranks take the plan over: `tests/unit/protect`."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -17,7 +18,7 @@ def load(start: int, tokens: dict[str, int], iteration_s: float = 1.0) -> Window
     return WindowLoad(start, tokens, iteration_s, copy_bytes_per_s=1e9)
 
 
-fixed = partial(decide_plan, best_window=None, change=0.10, fraction=0.25)
+fixed = partial(decide_plan, auto_window=None, change=0.10, fraction=0.25)
 
 
 def test_shares_are_of_the_layer_and_summed_over_ranks() -> None:
@@ -61,32 +62,18 @@ def test_dense_models_are_not_replanned_by_popularity() -> None:
     assert fixed(PlanParameters(0, 0, 3, {}), [load(0, {})]) is None
 
 
-def test_auto_window_is_chosen_for_the_median_iteration_and_the_slowest_copy() -> None:
+def test_auto_is_asked_for_the_window_and_the_order_stays() -> None:
+    present = PlanParameters(1, 0, 2, shares_of([load(0, BALANCED)]))
     asked = []
 
-    def best(iteration_s: float, bytes_per_s: float) -> int:
-        asked.append((iteration_s, bytes_per_s))
+    def auto(plan: PlanParameters, loads: Sequence[WindowLoad]) -> int:
+        asked.append((plan, loads))
         return 5
 
-    loads = [
-        WindowLoad(4, BALANCED, seconds, rate)
-        for seconds, rate in ((1.0, 3e9), (9.0, 1e9), (2.0, 2e9))
-    ]
-    present = PlanParameters(0, 0, 2, shares_of(loads))
-    chosen = decide_plan(present, loads, best_window=best, change=0.1, fraction=0.25)
-    assert asked == [(2.0, 1e9)]
-    assert chosen == PlanParameters(1, 10, 5, present.shares)
-
-
-def test_rates_that_were_never_measured_are_left_out() -> None:
-    present = PlanParameters(0, 0, 2, shares_of([load(4, BALANCED)]))
-    best = partial(
-        decide_plan, present, best_window=lambda _, rate: int(rate), change=0.1, fraction=0.25
-    )
-    unmeasured = WindowLoad(4, BALANCED, 1.0, None)
-    assert best([unmeasured, unmeasured]) is None
-    chosen = best([unmeasured, WindowLoad(4, BALANCED, 1.0, 7.0)])
-    assert chosen is not None and chosen.window == 7
+    loads = [load(4, BALANCED)]
+    chosen = decide_plan(present, loads, auto_window=auto, change=0.1, fraction=0.25)
+    assert asked == [(present, loads)]
+    assert chosen == PlanParameters(2, 10, 5, present.shares)
 
 
 def test_load_without_a_measured_rate_reaches_the_deciding_rank() -> None:
@@ -94,9 +81,3 @@ def test_load_without_a_measured_rate_reaches_the_deciding_rank() -> None:
     unmeasured = WindowLoad(4, BALANCED, 1.0, copier.bytes_per_s())
     copier.stop()
     assert msgspec.json.decode(msgspec.json.encode(unmeasured), type=WindowLoad) == unmeasured
-
-
-def test_auto_window_stays_once_it_is_measured() -> None:
-    loads = [load(4, BALANCED)]
-    present = PlanParameters(1, 0, 2, shares_of(loads))
-    assert decide_plan(present, loads, best_window=lambda *_: 5, change=0.1, fraction=0.25) is None

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.membership.place import Place
 from moevement_ext.plan.replanning import PlanParameters
+from moevement_ext.plan.windows import Budgets
 from moevement_ext.protect import stage_plan
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.stage_plan import StagePlan, publish, published
@@ -87,8 +88,8 @@ class Stages(NamedTuple):
     join: Callable[[int], Planner]
 
 
-@pytest.fixture(scope='module')
-def stages() -> Stages:
+def stages_of_a_job() -> Stages:
+    """As the start of a job makes them, all at once."""
     gathered = Gathered()
 
     def planner(rank: int, joining: bool = False) -> Planner:
@@ -107,6 +108,11 @@ def stages() -> Stages:
     return Stages(planners, first, lambda rank: planner(rank, joining=True))
 
 
+@pytest.fixture(scope='module')
+def stages() -> Stages:
+    return stages_of_a_job()
+
+
 @pytest.fixture
 def planners(stages: Stages) -> list[Planner]:
     return stages.planners
@@ -119,6 +125,11 @@ def store() -> TCPStore:
 
 def plan(planner: Planner, window: int, shares: dict[str, float]) -> StagePlan:
     return planner.plan(PlanParameters(1, 0, window, shares))
+
+
+def copied(nbytes: int) -> Budgets:
+    """So much is copied in an iteration, and nothing is sent."""
+    return Budgets(nbytes, None, None)
 
 
 def order(planner: Planner, shares: dict[str, float]) -> list[str]:
@@ -190,7 +201,7 @@ def test_who_joins_needs_nobody_to_plan_for_it(stages: Stages, store: TCPStore) 
     for rank in range(WORLD):
         joined = stages.join(rank)
         assert joined.first_plan(2) == stages.first[rank]
-        assert joined.shortest_window(3 * BYTES) == 1
+        assert joined.shortest_window(copied(3 * BYTES), 4) == 1
     joined = stages.join(1)
     assert joined.announced_plan(1, store) == stages.planners[0].plan(published(store, 1))
     assert not store.check(['plan/1/0']), 'that is for the first rank of the stage to do'
@@ -206,6 +217,13 @@ def test_plans_that_nobody_asks_for_any_more_are_deleted(stages: Stages, store: 
 def test_the_window_is_as_long_as_the_largest_stage_needs(planners: list[Planner]) -> None:
     """Rank 0 has three operators to distribute, and ranks of the other stage two."""
     for planner in planners:
-        assert planner.shortest_window(3 * BYTES) == 1
-        assert planner.shortest_window(2 * BYTES + 64) == 2
-        assert planner.shortest_window(BYTES - 1) is None
+        assert planner.shortest_window(copied(3 * BYTES), 4) == 1
+        assert planner.shortest_window(copied(2 * BYTES + 64), 4) == 2
+        assert planner.shortest_window(copied(BYTES - 1), 4) is None
+
+
+def test_the_network_of_the_largest_stage_decides_too(planners: list[Planner]) -> None:
+    sent = Budgets(3 * BYTES, BYTES, 2 * BYTES)
+    for planner in planners:
+        assert planner.shortest_window(sent, 4) == 4
+        assert planner.shortest_window(sent, 3) is None

@@ -24,7 +24,7 @@ DEADLINE_S = 20.0
 """How long a test waits for something that comes at once."""
 BALANCED = {f'layer1.expert{expert}': 25 for expert in range(4)}
 
-fixed = partial(decide_plan, best_window=None, change=0.1, fraction=0.25)
+fixed = partial(decide_plan, auto_window=None, change=0.1, fraction=0.25)
 
 
 def load(start: int, *tokens: int) -> WindowLoad:

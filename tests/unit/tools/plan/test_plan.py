@@ -254,7 +254,7 @@ def test_plan_of_a_preset(capsys):
     assert kinds['total'] == sum(size for kind, size in kinds.items() if kind != 'total')
     assert sum(len(kind['stages']) for kind in found['stages']) == 12
     for kind in found['stages']:
-        assert max(kind['slot_bytes']) <= found['budget_bytes']
+        assert max(kind['slot_bytes']) <= found['copy_budget_bytes']
 
 
 def test_table_says_what_json_says(capsys):

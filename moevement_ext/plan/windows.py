@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which window: the shortest that the links of all ranks carry. For training and `tools.plan`.
+
+Two links have limits of different kinds. What is *copied* to host memory must have arrived before
+the next update writes over it: that limits each slot. What is *sent* to holders of replicas waits
+in the file of its window, so a large slot may take several iterations: the mean over a window
+counts, and that the queue is empty when the next window begins, which needs the file of the window
+before (`memory.sizing.GENERATIONS`). Hence no byte waits anywhere but in files that are in the
+budget of host memory already.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from moevement_ext.plan.byte_planner import (
+    DEFAULT_HIDDEN_FRACTION,
+    Operators,
+    OperatorTable,
+    balanced,
+    hideable_budget,
+)
+
+DEFAULT_NETWORK_SHARE = 0.5
+"""What replication takes, on average, of the rate at which a rank can send."""
+
+
+class Need(NamedTuple):
+    """Bytes an iteration that a window of some length takes, on the rank that needs most."""
+
+    copied: int
+    """The largest slot."""
+    sent: int
+    """To each holder of replicas, mean over the window."""
+    burst: int
+    """To each holder at the end of the window, so that all is sent before the next one begins."""
+
+
+class Budgets(NamedTuple):
+    """Bytes an iteration that the links of a rank carry, for each copy of what it captures."""
+
+    copy_bytes: int
+    """To host memory, before the next update."""
+    network_bytes: int | None
+    """To each holder of replicas, on average: a share of the link; None: there are no holders."""
+    link_bytes: int | None
+    """The same with the whole link, for an end of a window."""
+
+    @property
+    def bytes(self) -> int:
+        """The smaller one of what can be copied and sent."""
+        return min(self.copy_bytes, self.network_bytes or self.copy_bytes)
+
+    def carry(self, need: Need) -> bool:
+        """True if a window that needs so much lengthens no iteration and is never skipped."""
+        if need.copied > self.copy_bytes:
+            return False
+        if self.network_bytes is None or self.link_bytes is None:
+            return True
+        return need.sent <= self.network_bytes and need.burst <= self.link_bytes
+
+
+def budgets(
+    iteration_s: float,
+    copy_bytes_per_s: float,
+    send_bytes_per_s: float | None,
+    copies: int,
+    hidden_fraction: float = DEFAULT_HIDDEN_FRACTION,
+    network_share: float = DEFAULT_NETWORK_SHARE,
+) -> Budgets:
+    """What the links of a rank carry in an iteration.
+
+    Args:
+        iteration_s: seconds of an iteration without checkpointing.
+        copy_bytes_per_s: rate of copies to host memory.
+        send_bytes_per_s: rate at which this rank sends, to one holder after the other; None: it is
+            no limit, or not known.
+        copies: holders of replicas.
+        hidden_fraction: part of an iteration, in (0, 1], that hides a copy.
+        network_share: part of the send rate, in (0, 1], that replication takes on average.
+    """
+    copy = hideable_budget(copy_bytes_per_s, iteration_s, hidden_fraction)
+    if send_bytes_per_s is None or not copies:
+        return Budgets(copy, None, None)
+    link = hideable_budget(send_bytes_per_s / copies, iteration_s, 1.0)
+    return Budgets(copy, max(1, int(link * network_share)), link)
+
+
+def needs(operators: Operators, always: int = 0) -> Iterator[Need]:
+    """What windows of 1, 2, ... slots take of a stage, in the given order; without an end.
+
+    `always` is bytes that are in every slot of each rank besides. Another order of the operators
+    moves this by less than an operator.
+    """
+    table = OperatorTable.of(operators)
+    for window in itertools.count(1):
+        slots = np.array(balanced(table, window).slot_bytes(table), dtype=np.int64)
+        yield _need(slots + always)
+
+
+def shortest(stages: Sequence[Iterable[Need]], carried: Budgets, longest: int) -> int | None:
+    """The fewest slots that the links carry on every stage; None: more than `longest`.
+
+    A longer window may need more at its end than a shorter one, so all are looked at in turn.
+    """
+    for window, of_stages in enumerate(zip(*stages, strict=True), 1):
+        if all(map(carried.carry, of_stages)):
+            return window
+        if window == longest:
+            break
+    return None
+
+
+def _need(slots: np.ndarray) -> Need:
+    """From bytes of each slot on each rank, int64 (window, ranks)."""
+    window, ranks = slots.shape
+    if not ranks:
+        return Need(0, 0, 0)
+    # A slot and all after it have as many iterations as there are of them.
+    left = slots[::-1].cumsum(axis=0)
+    in_time = -(-left // np.arange(1, window + 1)[:, None])
+    mean = -(-left[-1] // window)
+    return Need(int(slots.max()), int(mean.max()), int(in_time.max()))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds what host memory has room for, and reserves it: of all ranks, or of one that joins."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from moevement_ext.config import AUTO, node_name
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.events import ProtectionReduced
+from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.sizing import Logged, window_lengths
+from moevement_ext.replicate.domains import own_domain
+from moevement_ext.replicate.host_memory import HostMemory, Share
+from moevement_ext.replicate.node_plan import Member, domains_of, node_plan
+from moevement_ext.replicate.placement import place_replicas
+from moevement_ext.replicate.secret import agree
+
+logger = logging.getLogger(__name__)
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What a rank tells the others so that all find out how long windows can be."""
+
+    member: Member
+    """With the shortest windows."""
+    capacities: list[int]
+    """Sizes of its window files, for each of the lengths."""
+
+
+def longest_window(rank: Rank, capacity: Callable[[int], int], logged: Logged) -> int:
+    """W that host memory of all nodes has room for, of those that are allowed; 1 if none has.
+
+    Collective. With a fixed window it is that one.
+
+    Args:
+        rank: this rank.
+        capacity: size of a window file of this rank, by W.
+        logged: what this rank logs.
+    """
+    config, exchange = rank.config, rank.exchange
+    if config.window != AUTO:
+        return config.longest_window
+    lengths = window_lengths(config.max_window)
+    capacities = [capacity(length) for length in lengths]
+    node = node_name()
+    member = Member(node, capacities[0], logged, '', b'', own_domain(node, config.topology))
+    encoded = exchange('room', msgspec.msgpack.encode(Room(member, capacities)))
+    rooms = [msgspec.msgpack.decode(item, type=Room) for item in encoded]
+    holders = place_replicas(
+        domains_of([room.member for room in rooms], config.topology), config.replicas
+    )
+
+    def fits(index: int) -> bool:
+        members = [
+            msgspec.structs.replace(room.member, capacity_bytes=room.capacities[index])
+            for room in rooms
+        ]
+        plan = node_plan(
+            node, members, holders, lengths[index], config.log_lag, config.disk is not None
+        )
+        try:
+            plan.check(config.host_memory_gb, Path(config.dir) / rank.run_id / node)
+        except (HostMemoryError, OSError):  # which is said when it is to be reserved
+            return False
+        return True
+
+    own = next((index for index in reversed(range(len(lengths))) if fits(index)), 0)
+    found = exchange('longest-window', msgspec.msgpack.encode(own))
+    return lengths[min(msgspec.msgpack.decode(item, type=int) for item in found)]
+
+
+def reserve(
+    rank: Rank, share: Share, device: torch.device, on_degraded: Callable[[str], None]
+) -> HostMemory:
+    """Host memory of this rank; if any rank fails at the start, all do. Collective.
+
+    A process that joins a running job, perhaps on another node, does without holding replicas for
+    others if that helps; it is needed more than they are.
+
+    Raises:
+        HostMemoryError: this or another rank cannot reserve its host memory.
+    """
+    exchange = rank.exchange
+    node = NodeStore(Path(rank.config.dir), rank.run_id, node_name())
+    secret = agree(exchange, node)
+
+    def attempt(share: Share) -> HostMemory:
+        return HostMemory(
+            rank.config,
+            rank.run_id,
+            share,
+            device,
+            on_degraded,
+            partial(exchange, 'members'),
+            secret,
+        )
+
+    memory: HostMemory | None = None
+    problem: HostMemoryError | None = None
+    try:
+        memory = attempt(share)
+    except HostMemoryError as error:
+        problem = error
+    if problem is not None and exchange.joining:
+        memory = attempt(share._replace(hosts_replicas=False))
+        reason = f'this rank holds no replicas for others: {problem}'
+        logger.warning('sparse checkpointing: protection is reduced: %s', reason)
+        rank.events.emit(ProtectionReduced(reason=reason))
+    if exchange.all_agree('reserved', memory is not None):
+        assert memory is not None
+        return memory
+    if memory is not None:
+        memory.give_up()
+    raise problem or HostMemoryError('another rank cannot reserve its host memory')

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`auto` follows the rates of the links, and stays where it is while they only vary."""
+
+import logging
+from collections.abc import Sequence
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moevement_ext.plan.auto_window import CONFIRMED, AutoWindow, Measured
+from moevement_ext.plan.byte_planner import OperatorBytes
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan
+from moevement_ext.plan.windows import budgets, needs, shortest
+
+OPERATORS = [OperatorBytes(f'expert{i}', (100,), (10,)) for i in range(16)]
+LONGEST = 8
+NEEDS = list(islice(needs(OPERATORS), LONGEST))
+COPIES = 2
+PLENTY = 1e6
+
+
+def demanded(seen: Measured) -> int | None:
+    """As `Protection` has it, of one stage."""
+    carried = budgets(seen.iteration_s, seen.copy_bytes_per_s, seen.send_bytes_per_s, COPIES)
+    return shortest([NEEDS], carried, LONGEST)
+
+
+class Training:
+    """Rank 0 of a job, window after window."""
+
+    def __init__(self, window: int = 2, version: int = 0) -> None:
+        self.present = PlanParameters(version, 0, window, {})
+        self.auto = AutoWindow(demanded, LONGEST)
+        self.windows = [window]
+
+    def see(self, *sent: float | None, copied: float = PLENTY) -> int:
+        """All ranks tell of a window; the result is W of the next."""
+        loads = [WindowLoad(self.present.origin, {}, 1.0, copied, rate) for rate in sent]
+        chosen = decide_plan(self.present, loads, auto_window=self.auto, change=0.1, fraction=0.25)
+        self.present = chosen or self.present
+        self.windows.append(self.present.window)
+        return self.present.window
+
+    def changes(self) -> int:
+        return sum(a != b for a, b in zip(self.windows, self.windows[1:], strict=False))
+
+
+def settled(rate: float) -> int:
+    return demanded(Measured(1.0, PLENTY, rate)) or LONGEST
+
+
+def see_all(training: Training, rates: Sequence[float]) -> None:
+    for rate in rates:
+        training.see(rate)
+
+
+def test_the_first_measured_window_replaces_the_guess_at_once() -> None:
+    assert Training().see(PLENTY, PLENTY) == 1
+
+
+def test_a_throttled_holder_makes_the_window_longer_and_back() -> None:
+    """One rank of three cannot send as fast as before; then it can again."""
+    training = Training()
+    training.see(PLENTY, PLENTY, PLENTY)
+    assert training.present.window == 1
+    slow = 2500.0
+    needed = settled(slow)
+    assert 1 < needed < LONGEST
+    for _ in range(CONFIRMED - 1):
+        assert training.see(PLENTY, slow, PLENTY) == 1
+    assert training.see(PLENTY, slow, PLENTY) == needed
+    for _ in range(20):
+        assert training.see(PLENTY, slow, PLENTY) == needed
+    for _ in range(CONFIRMED - 1):
+        assert training.see(PLENTY, PLENTY, PLENTY) == needed
+    assert training.see(PLENTY, PLENTY, PLENTY) == 1
+    assert training.changes() == 3, 'from the guess, to longer, and back'
+
+
+def test_one_slow_window_changes_nothing() -> None:
+    training = Training()
+    for _ in range(10):
+        see_all(training, [PLENTY, PLENTY, PLENTY, 100.0])
+    assert set(training.windows[1:]) == {1}
+
+
+@given(
+    st.floats(500.0, 20_000.0),
+    st.lists(st.floats(0.9, 1.1), min_size=40, max_size=40),
+    st.integers(1, LONGEST),
+)
+def test_noise_never_undoes_a_change(rate: float, noise: list[float], window: int) -> None:
+    """Wherever the rate is between those at which the window changes."""
+    training = Training(window, version=1)
+    see_all(training, [rate * factor for factor in noise])
+    assert training.windows in (sorted(training.windows), sorted(training.windows)[::-1])
+    steady = training.present.window
+    assert settled(1.4 * rate) <= steady <= settled(rate / 1.4), 'and is near what is needed'
+
+
+def test_a_slow_copy_makes_it_longer_too() -> None:
+    training = Training(1, version=1)
+    for _ in range(CONFIRMED):
+        training.see(PLENTY, copied=900.0)
+    assert training.present.window == demanded(Measured(1.0, 900.0, PLENTY)) == 3
+
+
+def test_times_that_the_copy_itself_lengthened_do_not_count() -> None:
+    """All wait for the rank whose copies hold it up; only that one knows how long."""
+    auto = AutoWindow(demanded, LONGEST)
+    loads = [WindowLoad(0, {}, seconds, 1e4, None) for seconds in (3.0, 0.1, 3.0)]
+    assert auto(PlanParameters(0, 0, 2, {}), loads) == demanded(Measured(0.1, 1e4, None))
+
+
+def test_without_a_measured_copy_nothing_changes() -> None:
+    training = Training()
+    assert training.see(None, copied=PLENTY) == 1, 'no holder has taken anything: no limit'
+    auto = AutoWindow(demanded, LONGEST)
+    assert auto(PlanParameters(0, 0, 2, {}), [WindowLoad(0, {}, 1.0, None, 7.0)]) == 2
+
+
+def test_no_window_long_enough_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            assert training.see(1.0) == LONGEST
+    assert caplog.text.count('no window of up to 8 is long enough') == 1
+    assert '--sparse-ckpt-max-window' in caplog.text

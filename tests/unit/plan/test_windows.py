@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows by what each link limits: the copy every slot, the network the mean over a window."""
+
+from fractions import Fraction
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moevement_ext.plan.byte_planner import InfeasiblePlan, OperatorBytes, balanced, fewest_slots
+from moevement_ext.plan.windows import Budgets, Need, budgets, needs, shortest
+from tests.unit.plan.test_byte_planner import operators_lists
+
+LARGE_LAST = [OperatorBytes(f'expert{i}', (1,), (0,)) for i in range(4)] + [
+    OperatorBytes('embedding', (16,), (0,))
+]
+"""One operator is larger than all others together, and is captured last."""
+
+
+def sent_in_time(slots: list[int], link: int) -> bool:
+    """All of a window is sent when the next one begins: iteration by iteration."""
+    waiting = 0
+    for size in slots:
+        waiting = max(waiting + size - link, 0)
+    return waiting == 0
+
+
+@given(operators_lists(), st.integers(1, 9), st.integers(0, 5))
+def test_needs_are_those_of_each_plan(
+    operators: list[OperatorBytes], window: int, always: int
+) -> None:
+    """Also of windows that have more slots than there are operators."""
+    need = list(islice(needs(operators, always), window))[-1]
+    slots = balanced(operators, window).slot_bytes(operators)
+    ranks = [[size + always for size in rank] for rank in zip(*slots, strict=True)]
+    assert need.copied == max(max(rank) for rank in ranks)
+    mean = max(Fraction(sum(rank), window) for rank in ranks)
+    assert need.sent - 1 < mean <= need.sent
+    assert all(sent_in_time(rank, need.burst) for rank in ranks)
+    assert need.burst == 0 or not all(sent_in_time(rank, need.burst - 1) for rank in ranks)
+
+
+@given(operators_lists(), st.integers(1, 120))
+def test_without_replicas_the_copy_alone_counts(
+    operators: list[OperatorBytes], budget: int
+) -> None:
+    """So ranks need not know the operators of other stages to find the window of all."""
+    try:
+        expected = fewest_slots(operators, budget).window
+    except InfeasiblePlan:
+        expected = None
+    carried = Budgets(budget, None, None)
+    assert shortest([needs(operators)], carried, len(operators) + 1) == expected
+
+
+def test_an_operator_larger_than_the_network_carries_in_an_iteration_has_a_plan() -> None:
+    """It need not be sent before the next update; it must be copied by then."""
+    of_window = list(islice(needs(LARGE_LAST), 4))
+    assert of_window == [Need(20, 20, 20), Need(16, 10, 16), Need(16, 7, 8), Need(16, 5, 6)]
+    assert shortest([of_window], Budgets(16, 10, 20), 4) == 2
+    assert shortest([of_window], Budgets(16, 10, 15), 4) == 3, 'at the end all must be sent'
+    assert shortest([of_window], Budgets(16, 6, 12), 4) == 4
+    assert shortest([of_window], Budgets(16, 6, 12), 3) is None
+    assert shortest([of_window], Budgets(15, 10, 20), 4) is None, 'the copy must'
+
+
+def test_the_stage_that_needs_the_longest_decides() -> None:
+    first, second = [OperatorBytes('a', (8,), (0,))], LARGE_LAST
+    assert shortest([needs(first), needs(second)], Budgets(16, None, None), 8) == 2
+    assert shortest([needs(first), needs(first)], Budgets(16, None, None), 8) == 1
+
+
+def test_each_budget_is_of_its_link() -> None:
+    assert budgets(2.0, 25e9, None, 2, 0.5) == Budgets(25_000_000_000, None, None)
+    assert budgets(2.0, 25e9, 10e9, 0, 0.5) == Budgets(25_000_000_000, None, None)
+    found = budgets(2.0, 25e9, 10e9, 2, hidden_fraction=0.5, network_share=0.25)
+    assert found == Budgets(25_000_000_000, 2_500_000_000, 10_000_000_000)
+    assert found.bytes == 2_500_000_000
+
+
+@pytest.mark.parametrize('rate', [0.0, -1.0])
+def test_rates_must_be_positive(rate: float) -> None:
+    with pytest.raises(ValueError, match='must be positive'):
+        budgets(1.0, 1e9, rate, 2)

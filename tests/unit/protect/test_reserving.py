@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With `auto` windows are as long as host memory of all nodes has room for."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from moevement_ext.config import SparseCheckpointConfig, node_name
+from moevement_ext.memory.budget import GIB
+from moevement_ext.memory.sizing import Logged, window_lengths
+from moevement_ext.protect.reserving import Room, longest_window
+from moevement_ext.replicate.node_plan import Member, node_plan
+from tests.unit.memory.samples import tmpfs_directory
+
+LOGGED = Logged(2**15, 2**14)
+MOST = 8
+
+
+def capacity(window: int) -> int:
+    return 2**20 + window * 2**16
+
+
+def needed(window: int) -> int:
+    """Bytes of this node, with one replica of the rank of the other."""
+    members = [Member(node, capacity(window), LOGGED, '', b'') for node in (node_name(), 'another')]
+    return node_plan(node_name(), members, [(1,), (0,)], window, 1.0, False).node_total
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def find(shm: Path) -> Callable[..., int]:
+    """W that rank 0 of two finds."""
+
+    def find(elsewhere: int = MOST, **settings: Any) -> int:
+        def exchange(name: str, own: bytes) -> list[bytes]:
+            if name == 'longest-window':
+                return [own, msgspec.msgpack.encode(window_lengths(MOST).index(elsewhere))]
+            room = msgspec.msgpack.decode(own, type=Room)
+            other = msgspec.structs.replace(room.member, node='another')
+            return [own, msgspec.msgpack.encode(msgspec.structs.replace(room, member=other))]
+
+        config = SparseCheckpointConfig(
+            **{'dir': str(shm), 'replicas': 1, 'max_window': MOST, **settings}
+        )
+        rank: Any = SimpleNamespace(config=config, exchange=exchange, run_id='run1')
+        return longest_window(rank, capacity, LOGGED)
+
+    return find
+
+
+def test_the_longest_that_is_allowed_where_memory_is_plenty(find: Callable[..., int]) -> None:
+    assert find() == MOST
+    assert find(max_window=3, elsewhere=3) == 3
+
+
+@pytest.mark.parametrize('window', [1, 2, 5, 7])
+def test_to_the_byte_what_fits(window: int, find: Callable[..., int]) -> None:
+    assert find(host_memory_gb=needed(window) / GIB) == window
+    assert find(host_memory_gb=(needed(window + 1) - 1) / GIB) == window
+
+
+def test_the_node_with_the_least_decides(find: Callable[..., int]) -> None:
+    assert find(elsewhere=2) == 2
+
+
+def test_where_nothing_fits_it_is_refused_with_the_shortest(find: Callable[..., int]) -> None:
+    """By `reserve`, which says how much is missing."""
+    assert find(host_memory_gb=(needed(1) - 1) / GIB) == 1
+
+
+def test_a_fixed_window_is_taken_as_it_is(find: Callable[..., int]) -> None:
+    assert find(window=6, host_memory_gb=needed(1) / GIB) == 6
+
+
+@pytest.mark.parametrize('longest', [1, 2, 8, 64, 65, 10_000])
+def test_lengths_that_are_tried(longest: int) -> None:
+    lengths = window_lengths(longest)
+    assert lengths[0] == 1 and lengths[-1] == longest and lengths == sorted(set(lengths))
+    assert len(lengths) <= 65 and (longest > 64 or lengths == list(range(1, longest + 1)))
