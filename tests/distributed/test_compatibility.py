@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest, with_quick
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
 from tests.distributed.test_localized_recovery import BASE, BF16, PP_EP, check_localized, victims
 
 pytestmark = ON_BOTH_BACKENDS
@@ -183,8 +183,10 @@ def test_what_held_back_reductions_does_not_end_in_a_later_iteration(
 @pytest.mark.mutation
 @pytest.mark.thorough
 def test_what_held_back_reductions_is_noticed_if_it_ends_in_a_later_iteration(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    backend: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
+    if backend == NCCL_LIKE:
+        pytest.skip('calls return there when a peer is lost, so the schedule comes to its end')
     job = cluster(*HELD_BACK, '--sparse-ckpt-window', '3')
     left = 'mutations.localized:what_was_cut_off_is_left_to_the_collector'
     job.survive(fail_at='3:8:backward', mutation=left)
