@@ -131,6 +131,21 @@ def test_a_file_that_becomes_free_ends_the_wait(training: Training) -> None:
     freeing.join()
 
 
+def test_no_file_is_waited_for_once_a_rank_is_lost(shm: Path) -> None:
+    """Nothing is persisted before that is recovered from, which waits for this rank."""
+    training = Training(shm, max_wait_s=threading.TIMEOUT_MAX)
+    training.persisting = False
+    training.run_until(2 * W)
+    lost = threading.Event()
+    training.life.in_vain = lost.is_set
+    losing = threading.Timer(0.1, lost.set)
+    losing.start()
+    training.run_until(3 * W)
+    assert training.committed() == [0, 3]
+    losing.join()
+    training.stop()
+
+
 def test_a_failed_capture_drops_only_its_window(
     training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
