@@ -276,5 +276,7 @@ def test_collectives_that_fail_as_those_of_nccl(
     hang = job.events_of(FailureDetected, rank=0)[0]
     assert 'has waited for others for 1' in hang.reason
     costs_nothing = job.events_of(Recovered, rank=0)[0]
-    assert costs_nothing.newcomers == [] == costs_nothing.stages
+    # A busy machine may have kept rank 3 from committing: it is behind all others, and replaced.
+    assert costs_nothing.newcomers == costs_nothing.stages
+    assert costs_nothing.stages in ([], [3])
     assert 'its GPU is lost: CUDA error' in job.output(0)
