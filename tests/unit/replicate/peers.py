@@ -102,7 +102,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def silent_peer(greets: bool) -> Iterator[tuple[str, int]]:
+def silent_peer(greets: bool, secret: bytes = SECRET) -> Iterator[tuple[str, int]]:
     """A peer that accepts connections and then hangs."""
     listener = socket.create_server(('127.0.0.1', 0))
     kept = []
@@ -113,7 +113,7 @@ def silent_peer(greets: bool) -> Iterator[tuple[str, int]]:
                 connection = Connection(listener.accept()[0])
                 kept.append(connection)
                 if greets:
-                    greeting.admit(connection, SECRET)
+                    greeting.admit(connection, secret)
         except OSError:
             return
 
