@@ -158,7 +158,7 @@ class _CountedLooks:
 
 
 def waits_without_a_store(port: int, iterations: int) -> None:
-    """For others, who come two looks later each time, and in the end no more."""
+    """Other ranks arrive two looks later in each iteration, and not at all in the end."""
     hang_s, others, waited, seen = 1.0, threading.Semaphore(0), False, 0
     training_thread.time = _CountedLooks()  # type: ignore[assignment]
     init_gloo(HashStore())

@@ -121,7 +121,7 @@ def test_a_process_that_dies_is_waited_for(
     """
     monkeypatch.setattr(module, 'LOCK_SECONDS', 0.0 if known else 100.0)
     if known:
-        monkeypatch.setattr(module, '_dies', lambda who: who.startswith(f'{earlier.pid} on '))
+        monkeypatch.setattr(module, '_dies', lambda holder: holder.startswith(f'{earlier.pid} on '))
     waiting = Waiting(take, tmp_path)
     for _ in range(1 + known):
         assert tried.acquire(timeout=60)
@@ -139,7 +139,7 @@ def test_one_that_never_dies_is_named_with_what_is_to_be_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, 'TO_DIE_SECONDS', 0.0)
-    monkeypatch.setattr(module, '_dies', lambda who: True)
+    monkeypatch.setattr(module, '_dies', lambda holder: True)
     with pytest.raises(UserError, match=f'process {earlier.pid} on .* does not die: .*restarted'):
         take(tmp_path)
 

@@ -201,7 +201,7 @@ def noted(order: list[str], name: str, call: Any) -> Any:
 
 
 def test_only_communicators_that_a_member_has_used_are_made_again() -> None:
-    """A new process does not know; what nobody has used is made when it is used, as at first."""
+    """A new process asks the others; torch makes any other communicator at its first operation."""
     with cluster(3, 'nccl', used=False) as job:
         job.all(ranks.all_reduce, 'world')
         job.all(ranks.all_reduce, '0,1', ranks=(0, 1))

@@ -93,7 +93,7 @@ def test_each_who_adds_is_told_a_number_of_its_own(leaders: list[Leader], server
 
 
 def test_what_all_nodes_ask_at_once_a_branch_asks_once(watched: Watched, server: Server) -> None:
-    """All but the first, who finds nobody to ask with."""
+    """Except for the first request, which finds no other to go with."""
     before = watched.relay.nbytes
     watched.leaders[0].connect().add('n', 1)
     bytes_of_one = watched.relay.nbytes - before

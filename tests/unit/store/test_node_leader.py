@@ -93,7 +93,7 @@ def test_one_of_those_who_try_to_be_first_is(leader: Leader) -> None:
 
 
 def test_what_all_ask_at_once_is_asked_once(server: Server) -> None:
-    """All but the first, who finds nobody to ask with."""
+    """Except for the first request, which finds no other to go with."""
     relay = Relay(server.port)
     with closing(Leader(relay.port)) as leader, ExitStack() as opened:
         ranks = [opened.enter_context(closing(Raw(leader.port))) for _ in range(RANKS)]
