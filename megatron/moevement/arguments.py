@@ -13,6 +13,8 @@ from moevement_ext.config import (
     GPU,
     LOCALIZED,
     OFF,
+    ON,
+    ORDERS,
     REPORT,
     STOP,
     WHOLE_JOB,
@@ -126,6 +128,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=_DEFAULTS.max_wait,
         help='Seconds that training waits at most for a window to be persisted; then the next one '
         'is skipped.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-order',
+        choices=ORDERS,
+        default=_DEFAULTS.order,
+        help='Which experts a window captures last, which a replay then keeps frozen longest. '
+        'popularity: those with the most tokens; soft: with the most weight from their router; '
+        'decayed: with the most tokens, averaged over windows; capacity: that use most of '
+        '--moe-expert-capacity-factor; fixed: as they come in the model.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-freeze',
+        choices=(ON, OFF),
+        default=_DEFAULTS.freeze,
+        help='on: a replay leaves out the weight gradients of frozen operators; off: it computes '
+        'and drops them, to measure what that spares.',
     )
     group.add_argument(
         '--sparse-ckpt-reorder-fraction',

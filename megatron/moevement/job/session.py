@@ -23,6 +23,7 @@ from megatron.moevement.state import parameter_groups
 from megatron.moevement.state.global_scalars import check_room
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext import faults
+from moevement_ext.config import ON
 from moevement_ext.job.ending import announce, finish
 from moevement_ext.job.job import Job
 
@@ -97,7 +98,8 @@ class Session:
             with parameter_groups.of_all_ranks(self.job.rank.exchange):
                 model, optimizer, scheduler = build(with_dense)
             check_room(optimizer, upstream.detaches_heads(get_model_config(model[0])))
-            self._training = TrainingState(model, optimizer, scheduler)
+            skips = self.job.rank.config.freeze == ON
+            self._training = TrainingState(model, optimizer, scheduler, skips)
             localized = self.job.membership is not None
             self._trainer = MegatronTrainer(
                 self._facts, self._counters, self._training, self.around, localized
