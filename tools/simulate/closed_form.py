@@ -37,6 +37,13 @@ def attempts_s(attempt_s: float, repair_s: float, mtbf_s: float) -> float:
         return math.inf
 
 
+def first_order[Number: (float, np.ndarray)](
+    iteration_s: Number, overhead_s: Number, recovery_s: Number, mtbf_s: Number
+) -> Number:
+    """1/(1 + o/T) x 1/(1 + E[R]/M), of numbers or of arrays that broadcast (paper, appendix C)."""
+    return 1 / (1 + overhead_s / iteration_s) / (1 + recovery_s / mtbf_s)
+
+
 @dataclass(frozen=True)
 class Dense:
     """Checkpoints of the whole state every `interval` iterations; a failure rolls all back.
@@ -79,7 +86,7 @@ class Dense:
     def ettr_first_order(self) -> float:
         """1 / (1 + o'/T) x 1 / (1 + E[R]/M) with o' = o + c/I (paper, appendix C)."""
         overhead_s = self.overhead_s + self.stall_s / self.interval
-        return _product_form(self.iteration_s, overhead_s, self.expected_recovery_s(), self.mtbf_s)
+        return first_order(self.iteration_s, overhead_s, self.expected_recovery_s(), self.mtbf_s)
 
     def ettr_exact(self) -> float:
         """I T over the mean seconds of a period, M e^(r/M) (e^(L/M) - 1) (Daly's renewal form)."""
@@ -170,7 +177,7 @@ class Sparse:
     def ettr_first_order(self) -> float:
         """1 / (1 + o/T) x 1 / (1 + E[R]/M) (paper, appendix C)."""
         recovery_s = self.expected_recovery_s()
-        return _product_form(self.iteration_s, self.overhead_s, recovery_s, self.mtbf_s)
+        return first_order(self.iteration_s, self.overhead_s, recovery_s, self.mtbf_s)
 
     def ettr_exact(self) -> float:
         """W T over the mean seconds of a window, the sum over p of M e^(Q_p/M) (e^(a/M) - 1).
@@ -199,7 +206,3 @@ class Sparse:
         """
         recovery_s = self.recovery_s()
         return float(recovery_s[0]), float(recovery_s[-1]) + self.iteration_s
-
-
-def _product_form(iteration_s: float, overhead_s: float, recovery_s: float, mtbf_s: float) -> float:
-    return 1 / (1 + overhead_s / iteration_s) / (1 + recovery_s / mtbf_s)
