@@ -22,7 +22,7 @@ from tools.lab.arguments import Parser
 from tools.simulate.paper import memory, tables
 from tools.simulate.paper.cells import Cell, Constants, Verdict, all_cells, fit_all
 from tools.simulate.paper.claims import Claim, all_claims
-from tools.simulate.printing import table
+from tools.simulate.terminal import table
 
 PIPE_WIDTH = 120
 FOLLOWS = {

@@ -1,15 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables on a terminal, JSON without infinity, and pictures that cannot be written."""
+"""Flags, tables on a terminal, JSON without infinity, and pictures that cannot be written."""
 
 import argparse
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
+
+
+class Flag(NamedTuple):
+    """An argument of `add_argument`; None: argparse's default."""
+
+    name: str
+    help: str | None = None
+    type: Callable[[str], object] | None = None
+    default: object = None
+    metavar: str | None = None
+    choices: Iterable[str] | None = None
+
+
+def add_flags(container: Any, *flags: Flag) -> None:
+    """Add flags to a parser, or to a group of one."""
+    for flag in flags:
+        name, *values = flag
+        given = zip(Flag._fields[1:], values, strict=True)
+        container.add_argument(name, **{key: value for key, value in given if value is not None})
 
 
 def table(
