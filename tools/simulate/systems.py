@@ -29,13 +29,12 @@ import numpy as np
 
 from moevement_ext.plan.algorithm1 import plan_as_printed
 from moevement_ext.plan.byte_planner import OperatorBytes, WindowPlan, balanced, fewest_slots
-from tools.simulate import fields, intervals
+from tools.simulate import closed_form as intervals
+from tools.simulate import fields
 from tools.simulate.closed_form import LONGEST_WINDOW, Dense, Sparse
-from tools.simulate.partial import PartialExperts, PartialRun, with_experts
-from tools.simulate.pipeline import Pipeline
-from tools.simulate.popularity import frozen_shares
+from tools.simulate.experts import PartialExperts, PartialRun, frozen_shares, with_experts
 from tools.simulate.profile import Profile
-from tools.simulate.runs import CopyRun, RunFactory, SparseRun
+from tools.simulate.runs import CopyRun, Pipeline, RunFactory, SparseRun
 
 DENSE_SYSTEMS = ('none', 'dense', 'checkfreq', 'gemini', 'moc', 'moetion')
 SPARSE_SYSTEMS = ('moevement', 'ours', 'copy')

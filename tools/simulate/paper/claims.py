@@ -14,11 +14,10 @@ import msgspec
 import numpy as np
 
 from tools.plan.layout import PRECISIONS, Precision
-from tools.simulate import lazarus as expert_placement
+from tools.simulate import placement as expert_placement
+from tools.simulate.experts import concentration, stale_checkpoints
 from tools.simulate.paper import memory, tables
 from tools.simulate.paper.cells import ETTR_TOLERANCE, Fits, Verdict, judge, priced
-from tools.simulate.partial import stale_checkpoints
-from tools.simulate.popularity import concentration
 
 RATIO_TOLERANCE = 0.05
 _T3, _T7, _BOTH = 'Table 3', 'Table 7', 'Tables 3, 7'

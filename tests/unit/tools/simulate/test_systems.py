@@ -15,7 +15,6 @@ from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.simulate.closed_form import Dense, Sparse
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import simulate
-from tools.simulate.pipeline import Pipeline
 from tools.simulate.profile import (
     FORMAT,
     OperatorProfile,
@@ -23,6 +22,7 @@ from tools.simulate.profile import (
     ProfileError,
     read_profile,
 )
+from tools.simulate.runs import Pipeline
 from tools.simulate.systems import SYSTEMS, Options, System, _slot_bytes, build
 
 DOCS = Path(__file__).resolve().parents[4] / 'docs'

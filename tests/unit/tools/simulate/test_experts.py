@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 
 from tools.simulate.closed_form import Dense
-from tools.simulate.fields import FieldError
-from tools.simulate.monte_carlo import Estimate, simulate
-from tools.simulate.partial import (
+from tools.simulate.experts import (
     PartialExperts,
     PartialRun,
+    concentration,
+    draw_shares,
+    frozen_shares,
+    skew,
     stale_checkpoints,
     with_experts,
 )
-from tools.simulate.popularity import concentration, draw_shares, frozen_shares, skew
+from tools.simulate.fields import FieldError
+from tools.simulate.monte_carlo import Estimate, simulate
 
 EVEN = np.full(64, 1 / 64)
 
