@@ -78,6 +78,7 @@ def lost_tokens(run: Run | None) -> dict[str, object]:
         return {}
     return {
         'lost_tokens_share': run.plt(),
+        'lost_tokens_share_of_1_in_20': run.plt_of_unlucky(),
         'lost_tokens_per_failure_iterations': run.mlt(),
         'saved_experts_at_end': run.saved(),
     }

@@ -7,10 +7,15 @@ concentration alpha have a mean skew of 1 / (1 + alpha E).
 
 MoC-System (arXiv 2408.04307) saves K experts in turn ('sequential') or those with the most unsaved
 tokens ('load-aware'). After a failure every other expert restarts from an older copy, so the tokens
-it learned from since are lost: PLT is the share of the job's tokens lost in this way. Once the PLT
-at the present K exceeds its limit, K doubles, up to E. The first version of MoEvement (MoEtion,
-arXiv 2412.15411v1) saves in every iteration the experts that fit beside it, chosen by their
-tokens; MLT is the mean number of tokens lost per failure, here in iterations' worth of tokens.
+it learned from since are lost: PLT is the share of the job's tokens lost in this way, summed over
+the failures (its proportion of lost tokens). Once the PLT at the present K exceeds its limit, K
+doubles, up to E. What a failure loses is counted expert by expert: a popular one that was saved a
+while ago loses much. In turn, skew drives the losses of single failures apart and leaves their mean
+as it is; by unsaved tokens, it makes the mean fall.
+
+The first version of MoEvement (MoEtion, arXiv 2412.15411v1) saves in every iteration the experts
+that fit beside it, chosen by their tokens; MLT is the mean number of tokens lost per failure, here
+in iterations' worth of tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -111,11 +116,12 @@ class PartialExperts:
         return 1 - self.expert_bytes * (1 - saved / self.experts)
 
 
-def stale_checkpoints(shares: np.ndarray, saved: int, selection: str) -> float:
-    """Mean age of the experts' last copies, weighted by token shares, in checkpoints.
+def lost_by_checkpoint(shares: np.ndarray, saved: int, selection: str) -> np.ndarray:
+    """What a failure after each checkpoint of a long job loses, in turn; float64 [checkpoints].
 
-    Times the interval this is how many iterations' worth of tokens a failure loses. (E/K - 1)/2
-    for a sequential selection that divides E.
+    The sum over the experts of token share times age of the last copy in checkpoints (the tokens
+    lost at one fault of the PLT of MoC-System, arXiv 2408.04307, over those of one checkpoint).
+    Times the interval that is in iterations' worth of tokens.
     """
     experts = len(shares)
     unsaved = np.zeros(experts)
@@ -130,7 +136,12 @@ def stale_checkpoints(shares: np.ndarray, saved: int, selection: str) -> float:
         unsaved[chosen] = 0
         if checkpoint >= _CYCLES // 2 * cycle:
             ages.append(unsaved.sum())
-    return float(np.mean(ages))
+    return np.array(ages)
+
+
+def stale_checkpoints(shares: np.ndarray, saved: int, selection: str) -> float:
+    """Mean of `lost_by_checkpoint`: (E/K - 1)/2 for a sequential selection that divides E."""
+    return float(lost_by_checkpoint(shares, saved, selection).mean())
 
 
 class PartialRun(DenseRun):
@@ -151,15 +162,19 @@ class PartialRun(DenseRun):
         job_s: float,
     ) -> None:
         super().__init__(full, histories)
-        self.partial, self.interval = partial, full.interval
+        self.partial = partial
         self.job_iterations = job_s / full.iteration_s
         self.levels = np.array(partial.levels())
         systems = [with_experts(full, partial, saved) for saved in self.levels.tolist()]
         self.periods_s = np.array([system.period_s for system in systems])
-        self.stale = np.array(
-            [stale_checkpoints(shares, saved, partial.selection) for saved in self.levels.tolist()]
-        )
+        self.losses = [
+            lost_by_checkpoint(shares, saved, partial.selection) * full.interval
+            for saved in self.levels.tolist()
+        ]
+        """Iterations' worth of tokens that a failure after each checkpoint loses, by level."""
         self.level = np.zeros(histories, dtype=int)
+        self.checkpoints = np.zeros(histories, dtype=np.int64)
+        """Taken so far: says whose turn it was."""
         self.lost_at_level = np.zeros(histories)
         self.lost = np.zeros(histories)
         """Iterations' worth of tokens."""
@@ -168,9 +183,13 @@ class PartialRun(DenseRun):
 
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """Whole periods are kept; then the experts' older copies are loaded."""
-        period_s = self.periods_s[self.level]
-        kept: np.ndarray = np.where(running, seconds, 0.0) // period_s * self.useful_s
-        lost = np.where(running, self.stale[self.level] * self.interval, 0.0)
+        periods = np.where(running, seconds, 0.0) // self.periods_s[self.level]
+        kept: np.ndarray = periods * self.useful_s
+        self.checkpoints += periods.astype(np.int64)
+        lost = np.zeros(len(kept))
+        for level, losses in enumerate(self.losses):
+            struck = running & (self.level == level)
+            lost[struck] = losses[(self.checkpoints[struck] - 1) % len(losses)]
         self.lost += lost
         self.lost_at_level += lost
         self.rollbacks += int(running.sum())
@@ -186,6 +205,10 @@ class PartialRun(DenseRun):
     def plt(self) -> float:
         """Share of the job's tokens that were lost, mean over histories."""
         return float(self.lost.mean() / self.job_iterations)
+
+    def plt_of_unlucky(self) -> float:
+        """The PLT that 1 history in 20 exceeds."""
+        return float(np.quantile(self.lost, 0.95) / self.job_iterations)
 
     def mlt(self) -> float:
         """Mean loss of a failure, in iterations' worth of tokens."""

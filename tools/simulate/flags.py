@@ -18,7 +18,7 @@ from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import Estimate, Spares, simulate
 from tools.simulate.profile import Profile, ProfileError, read_profile
 from tools.simulate.runs import Pipeline, Run
-from tools.simulate.systems import INTERVAL_RULES, Options, System, build
+from tools.simulate.systems import INTERVAL_RULES, PARTIAL_SYSTEMS, Options, System, build
 from tools.simulate.terminal import Flag
 
 GB = 1e9
@@ -60,10 +60,6 @@ def mtbf(text: str) -> float | Times:
     return Times(value) if text.endswith('x') else value
 
 
-LENGTH_MATTERS = ('moc', 'moetion')
-"""Systems that count the tokens lost in a job."""
-
-
 @contextmanager
 def errors(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Exit with a message about bad input; a field's name gives way to its flag."""
@@ -86,7 +82,7 @@ _COSTS = [
     Flag('--local-saving', 'share saved of a replayed iteration: few stages only', float, 0.0),
     Flag('--frozen-saving', 'share of the work of a frozen operator that is saved', float, 0.0),
     Flag('--copy-time', "seconds to copy a rank's state from a data-parallel copy", float),
-    Flag('--overhead-bound', 'of CheckFreq, share of an iteration (default: 0.035)', float, 0.035),
+    Flag('--overhead-bound', 'of CheckFreq, share of an iteration (default: 0.03)', float, 0.03),
     Flag('--experts', 'experts per layer', int),
     Flag('--saved-experts', 'experts in each checkpoint of moc and moetion', int),
     Flag('--lost-budget', 'PLT beyond which moc doubles the saved experts (paper: 0.0375)', float),
@@ -177,7 +173,7 @@ class Scenario:
             return made[0]
 
         # The length of a job matters where costs change or failures bunch.
-        whole_jobs |= system.name in LENGTH_MATTERS or not isinstance(self.process, Renewal)
+        whole_jobs |= system.name in PARTIAL_SYSTEMS or not isinstance(self.process, Renewal)
         estimate = simulate(
             make if system.run else system.costs,
             self.process,

@@ -26,13 +26,16 @@ from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.lab.arguments import Parser
 from tools.simulate import flags, terminal
 from tools.simulate.closed_form import Dense
+from tools.simulate.experts import PartialRun
 from tools.simulate.fields import FieldError
 from tools.simulate.pictures import Axis, Series, draw_sweep
-from tools.simulate.systems import SPARSE_SYSTEMS, SYSTEMS
+from tools.simulate.systems import PARTIAL_SYSTEMS, SPARSE_SYSTEMS, SYSTEMS
 
 WHOLE = ('gpus', 'window', 'interval')
 SHOWN = {
     'ettr': 'ETTR',
+    'simulated': 'ETTR (simulated)',
+    'lost': 'tokens lost (PLT that 1 job in 20 exceeds)',
     'overhead': 'overhead (share of an iteration)',
     'window': 'window or interval (iterations)',
     'recovery': 'mean recovery (s)',
@@ -64,6 +67,8 @@ class Point:
     """Window, or interval of a dense system; iterations."""
     recovery: float
     """Expected, seconds."""
+    lost: float | None
+    """PLT that 1 job in 20 exceeds; None for systems that lose no tokens."""
 
 
 def sweep(
@@ -86,7 +91,7 @@ def sweep(
 def _point(scenario: flags.Scenario, name: str, value: float) -> Point:
     system = scenario.system(name)
     costs = system.costs
-    estimate, _ = scenario.simulate(system)
+    estimate, run = scenario.simulate(system)
     stall_s = costs.stall_s / costs.interval if isinstance(costs, Dense) else 0.0
     return Point(
         system=name,
@@ -97,12 +102,14 @@ def _point(scenario: flags.Scenario, name: str, value: float) -> Point:
         overhead=(costs.overhead_s + stall_s) / costs.iteration_s,
         window=costs.interval if isinstance(costs, Dense) else costs.window,
         recovery=costs.expected_recovery_s(),
+        lost=run.plt_of_unlucky() if isinstance(run, PartialRun) else None,
     )
 
 
 def shown(point: Point, what: str) -> float:
     """The figure of a point that is asked for."""
-    return point.ettr_exact if what == 'ettr' else float(getattr(point, what))
+    name = {'ettr': 'ettr_exact', 'simulated': 'ettr_simulated'}.get(what, what)
+    return float(getattr(point, name))
 
 
 def print_table(points: Sequence[Point], over: str, what: str, console: Console) -> None:
@@ -148,8 +155,13 @@ def check_it_matters(args: argparse.Namespace, names: Sequence[str]) -> None:
         raise FieldError(over, 'cannot be varied: none of --systems has a window')
     if over == 'interval' and set(names) <= {'none', *SPARSE_SYSTEMS}:
         raise FieldError(over, 'cannot be varied: none of --systems has an interval')
-    if over == 'skew' and set(names) <= set(SPARSE_SYSTEMS) and not args.frozen_saving:
-        raise FieldError('frozen_saving', 'is missing; popularity matters where frozen work saves')
+    if over == 'skew' and not set(names) & {*SPARSE_SYSTEMS, *PARTIAL_SYSTEMS}:
+        raise FieldError(over, 'cannot be varied: none of --systems depends on popularity')
+    others = [name for name in names if name not in PARTIAL_SYSTEMS]
+    if args.show == 'lost' and others:
+        raise FieldError(
+            'show', f'lost is of {" and ".join(PARTIAL_SYSTEMS)}; {others[0]} has none'
+        )
 
 
 def names_of(parser: argparse.ArgumentParser, text: str) -> list[str]:
@@ -176,9 +188,11 @@ def parse_arguments(
     parser.add_argument('--over', choices=tuple(AXIS), required=True, help='flag that is varied')
     parser.add_argument('--values', required=True, help='comma-separated')
     parser.add_argument('--systems', required=True, help='comma-separated')
-    parser.add_argument('--show', choices=tuple(SHOWN), default='ettr')
+    parser.add_argument('--show', choices=tuple(SHOWN), help='(default: ettr; by skew: simulated)')
     add_output_flags(parser)
     args = parser.parse_args(argv)
+    # The closed form of a system that loses tokens is that of its first K, whatever the skew.
+    args.show = args.show or ('simulated' if args.over == 'skew' else 'ettr')
     try:
         values = [float(text) for text in args.values.split(',')]
     except ValueError:
