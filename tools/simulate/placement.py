@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of expert replicas on nodes, and the probability that every expert survives.
+"""Placement of replicas on nodes, and the probability that random failures lose nothing.
+
+First the copies of ranks' states, as the training places them; then the replicas of experts.
 
 Maximum rank overlap is the placement of Lazarus (Wu et al., arXiv 2407.04656): experts are sorted
 by their number of replicas and cut into groups of as many as a node has slots; the first of a
@@ -13,15 +15,102 @@ its experts are squeezed onto the nodes that are left, and spreading them over t
 better: replicas (2, 3, 3) on 4 nodes of 2 slots survive 2 failures with 4/6, where 5/6 is possible.
 """
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import batched
 
 import numpy as np
 
-from moevement_ext.replicate.placement import copies_survival
+from moevement_ext.replicate.placement import (
+    LinkCost,
+    copies_survival,
+    is_exact,
+    place_replicas,
+    survival_probability,
+)
 
 Placement = list[tuple[int, ...]]
 """Experts in the slots of each node."""
+
+
+@dataclass(frozen=True)
+class Survival:
+    """Loss of some domains at once, all sets of them alike."""
+
+    failed: int
+    """Domains lost."""
+    probability: float
+    """Probability that a copy of every rank's state is left."""
+    standard_error: float
+    """Standard error of the probability; 0 only where it was found by enumeration."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Placement with one number of replicas."""
+
+    replicas: int
+    """Copies in other domains that were asked for."""
+    holders: int
+    """Ranks that hold a copy of a rank's state, beyond those of its own group; the least."""
+    load: tuple[int, int]
+    """Least and greatest number of owners whose copies a rank holds."""
+    mean_distance: float | None
+    """Mean distance from owners to holders; None without a distance or holders."""
+    survival: list[Survival]
+
+
+def survival_report(
+    domains: Sequence[str],
+    failed: Iterable[int],
+    *,
+    replicas: Iterable[int] = (1, 2, 3),
+    groups: Sequence[Sequence[int]] | None = None,
+    distance: LinkCost | None = None,
+    samples: int = 100_000,
+    seed: int = 0,
+) -> list[Placed]:
+    """Placements by `place_replicas` for each of `replicas`, and what `failed` domains do to them.
+
+    Raises:
+        ValueError: more domains are to fail than there are, or replicas are negative.
+    """
+    failed = list(failed)
+    return [_placed(domains, count, failed, groups, distance, samples, seed) for count in replicas]
+
+
+def _placed(
+    domains: Sequence[str],
+    replicas: int,
+    failed: Iterable[int],
+    groups: Sequence[Sequence[int]] | None,
+    distance: LinkCost | None,
+    samples: int,
+    seed: int,
+) -> Placed:
+    holders = place_replicas(domains, replicas, groups=groups, distance=distance)
+    held = Counter(rank for held_by in holders for rank in held_by)
+    loads = [held[rank] for rank in range(len(domains))]
+    links = [(owner, rank) for owner, held_by in enumerate(holders) for rank in held_by]
+    survival = []
+    for lost in failed:
+        probability = survival_probability(
+            domains, holders, lost, groups=groups, samples=samples, seed=seed
+        )
+        exact = is_exact(len(set(domains)), lost)
+        # Two more of each kind: samples that all survived prove nothing (Agresti and Coull).
+        share = (probability * samples + 2) / (samples + 4)
+        error = 0.0 if exact else math.sqrt(share * (1 - share) / (samples + 4))
+        survival.append(Survival(lost, probability, error))
+    return Placed(
+        replicas,
+        min(map(len, holders), default=0),
+        (min(loads, default=0), max(loads, default=0)),
+        sum(distance(*link) for link in links) / len(links) if distance and links else None,
+        survival,
+    )
 
 
 def allocate_replicas(tokens: Sequence[float], nodes: int, slots: int, least: int = 1) -> list[int]:
