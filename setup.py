@@ -68,6 +68,7 @@ setup(
             'tensorboard',
             'prometheus_client',
             'opentelemetry-sdk',
+            'opentelemetry-exporter-prometheus',
             'opentelemetry-exporter-otlp-proto-http',
         ],
         # transformer-engine compiles against the installed torch: --no-build-isolation.

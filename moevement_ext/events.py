@@ -255,6 +255,11 @@ class Recovered(Event, frozen=True, kw_only=True):
         """Whether the survivors kept their state."""
         return self.scope == 'localized'
 
+    @property
+    def by_scope(self) -> dict[str, int]:
+        """One recovery, by what went back."""
+        return {'localized' if self.localized else 'whole-job': 1}
+
 
 class NextTier(Event, frozen=True, kw_only=True):
     """A recovery gives up what it tried."""

@@ -15,11 +15,6 @@ from moevement_ext.devices.judging import Action, Reading
 
 logger = logging.getLogger(__name__)
 
-_SLOWED_BY = (
-    ('nvmlClocksEventReasonHwSlowdown', 'its hardware'),
-    ('nvmlClocksEventReasonHwThermalSlowdown', 'heat'),
-    ('nvmlClocksEventReasonHwPowerBrakeSlowdown', 'its power supply'),
-)
 _ACTIONS = (
     ('NVML_GPU_RECOVERY_ACTION_NONE', Action.NONE),
     ('NVML_GPU_RECOVERY_ACTION_GPU_RESET', Action.GPU_RESET),
@@ -73,7 +68,7 @@ class Nvml:
             self._hears = False
             return None
         device = self._nvml.nvmlDeviceGetUUID(event.device)
-        return Reading(device, time.monotonic(), xids=(int(event.eventData),))
+        return Reading(device, xids=(int(event.eventData),))
 
     def read(self) -> list[Reading]:
         """One reading of each device."""
@@ -88,49 +83,22 @@ class Nvml:
             logger.warning('GPU %s does not report errors as they happen: %s', device, error)
 
     def _read(self, device: str, handle: Any) -> Reading:
-        nvml, now = self._nvml, time.monotonic()
+        nvml = self._nvml
         try:
-            rows = self._told(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
-            slowed = self._told(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
-            return Reading(
-                device,
-                now,
-                action=self._action(handle),
-                uncorrectable=self._told(
-                    lambda: nvml.nvmlDeviceGetTotalEccErrors(
-                        handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-                    )
-                ),
-                reset_pending=None if rows is None else bool(rows[2]),
-                no_spare_row=None if rows is None else bool(rows[3]),
-                slowed_by=tuple(
-                    why for name, why in _SLOWED_BY if (slowed or 0) & getattr(nvml, name)
-                ),
-                link_recoveries=self._field(
-                    handle, nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL
-                ),
-                clock_mhz=self._told(
-                    lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
-                ),
-            )
+            clock = self._told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+            return Reading(device, action=self._action(handle), clock_mhz=clock)
         except nvml.NVMLError as error:
             lost = self._says(error, 'NVML_ERROR_GPU_IS_LOST')
-            return Reading(device, now, lost=lost, action=None if lost else Action.GPU_RESET)
+            return Reading(device, lost=lost, action=None if lost else Action.GPU_RESET)
 
     def _action(self, handle: Any) -> Action | None:
-        number = self._field(handle, getattr(self._nvml, 'NVML_FI_DEV_GET_GPU_RECOVERY_ACTION', 0))
-        if number is None:
-            return None
-        known = {getattr(self._nvml, name, None): action for name, action in _ACTIONS}
-        return known.get(number, Action.OTHER)
-
-    def _field(self, handle: Any, field: int) -> int | None:
-        """A value of 64 or fewer bits; None: this device, driver or library does not have it."""
-        values = self._told(lambda: self._nvml.nvmlDeviceGetFieldValues(handle, [field]))
-        if values is None or values[0].nvmlReturn != self._nvml.NVML_SUCCESS:
-            return None
-        value, kind = values[0].value, values[0].valueType
-        return int(value.uiVal if kind == self._nvml.NVML_VALUE_TYPE_UNSIGNED_INT else value.ullVal)
+        nvml = self._nvml
+        field = getattr(nvml, 'NVML_FI_DEV_GET_GPU_RECOVERY_ACTION', 0)
+        values = self._told(lambda: nvml.nvmlDeviceGetFieldValues(handle, [field]))
+        if values is None or values[0].nvmlReturn != nvml.NVML_SUCCESS:
+            return None  # this device, driver or library does not have it
+        known = {getattr(nvml, name, None): action for name, action in _ACTIONS}
+        return known.get(int(values[0].value.uiVal), Action.OTHER)
 
     def _told[T](self, read: Callable[[], T]) -> T | None:
         """What the device tells; None where it has no such thing."""

@@ -35,7 +35,7 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.metrics import start as metrics
+from moevement_ext.metrics import observer as metrics
 from moevement_ext.process import watchdog
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection
@@ -246,8 +246,7 @@ class Job:
         self._device_watch = own_device.watch(self.rank.events, self._lose_device)
         self._mode = self._start()
         if self._observer is not None and self.protection is not None:
-            self._observer.aim(self.trainer.last_iteration)
-            self._observer.watch(self.protection.figures)
+            self._observer.watch(self.protection.figures, self.trainer.last_iteration)
         if not isinstance(self._mode, Unprotected):
             around_update(self._mode.before_update, self._mode.updating, self._mode.stepped)
         return self._mode.train(run)

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured, by name; names stay, since dashboards and alerts use them."""
+"""What is measured, by name, and what it is taken from; names stay: dashboards use them."""
 
-import enum
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, NamedTuple
 
-
-class Kind(enum.Enum):
-    """What becomes of values over time."""
-
-    COUNTER = 'counter'
-    """They are added up over the lives of a rank, from 0 on."""
-    GAUGE = 'gauge'
-    """The newest one replaces those before it."""
+from moevement_ext.events import (
+    DeviceProblem,
+    Event,
+    FailureDetected,
+    Finished,
+    LossLogged,
+    NextTier,
+    ProtectionReduced,
+    Recovered,
+    WindowCommitted,
+    WindowOnDisk,
+    WindowPersisted,
+)
 
 
 class Instrument(NamedTuple):
@@ -19,70 +24,84 @@ class Instrument(NamedTuple):
 
     name: str
     """Name by the rules of Prometheus, whose exporter appends `_total` to counters."""
-    kind: Kind
+    counts: bool
+    """Values are added up over the lives of a rank; else the newest one replaces the others."""
     help: str
+    field: str | None = None
+    """The value, those by label, or what is counted, of an event or of `Figures`; None: 1."""
+    event: type[Event] | None = None
+    """The kind of event that it is taken from; None: the figures, if there is a field."""
     label: str | None = None
-    """What tells its values of one rank apart."""
+    """What tells its values of one rank apart; unless the field does, a field as well."""
+
+    def values(self, source: object) -> Iterator[tuple[str | None, float]]:
+        """Labels and values of one event, or of figures; none where it is not known."""
+        value: Any = 1 if self.field is None else getattr(source, self.field)
+        if isinstance(value, Mapping):
+            yield from value.items()
+        elif value is not None:
+            own = None if self.label is None else getattr(source, self.label)
+            yield own, len(value) if isinstance(value, Sized) else value
 
 
-def _counter(name: str, help_: str, label: str | None = None) -> Instrument:
-    return Instrument(f'moevement_{name}', Kind.COUNTER, help_, label)
+def _sum(name: str, help_: str, *taken: Any) -> Instrument:
+    return Instrument(f'moevement_{name}', True, help_, *taken)
 
 
-def _gauge(name: str, help_: str, label: str | None = None) -> Instrument:
-    return Instrument(f'moevement_{name}', Kind.GAUGE, help_, label)
+def _state(name: str, help_: str, *taken: Any) -> Instrument:
+    return Instrument(f'moevement_{name}', False, help_, *taken)
 
 
-ITERATION = _gauge('iteration', 'Newest iteration committed on this rank.')
-TARGET = _gauge('train_iterations', 'Iteration at which training ends.')
-FINISHED = _gauge('finished', '1 once this process has ended as planned, else 0.')
-LOSS = _gauge('loss', 'Loss that the trainer logged last, on the rank that logs.')
-WINDOW = _gauge('window_iterations', 'Iterations per window in force.')
-WINDOW_AGE = _gauge(
-    'window_age_iterations', 'Iterations since the newest window that all ranks and holders have.'
+_AGE = 'Iterations since the newest window that all ranks and holders have.'
+_LAG = (
+    'Start of the newest own window minus that of the newest one that all ranks and holders have.'
 )
-REPLICATION_LAG = _gauge(
-    'replication_lag_iterations',
-    'Start of the newest own window minus that of the newest one that all ranks and holders have.',
-)
-SLOT_BYTES = _gauge('slot_bytes', 'Payload of the newest slot of this rank.')
-COPY_RATE = _gauge('copy_bytes_per_second', 'Measured rate of copies to host memory.')
-HOST_MEMORY = _gauge('host_memory_bytes', 'Reserved by this rank in host memory.', 'kind')
-DISK = _gauge('disk_bytes', 'That windows of this rank take on disk.')
+_LOSS = 'Loss that the trainer logged last, on the rank that logs.'
+_VERIFIED = 'Operators compared with captures after a recovery.'
+_DIFFERING = 'Operators whose recovered state was another, and losses or gradient norms.'
 
-TRAINING = _counter('training_seconds', 'In iterations that were committed; not in replays.')
-EXPOSED = _counter('exposed_seconds', 'By which sparse checkpointing held up training.')
-ITERATIONS = _counter('iterations', 'Iterations that came to their update.')
-CAPTURED = _counter('captured_bytes', 'Payload of the slots that were captured.')
-SKIPPED = _counter('skipped_windows', 'Windows for which there was no free file.')
-COMMITTED = _counter('windows_committed', 'Windows complete in the host memory of this rank.')
-PERSISTED = _counter('windows_persisted', 'Windows that all ranks and holders have.')
-ON_DISK = _counter('windows_on_disk', 'Windows that all ranks have on disk.')
-REDUCED = _counter('protection_reduced', 'Times that training went on with less protection.')
-FAILURES = _counter('failures_detected', 'Failures of any rank that this one noticed.')
-RECOVERIES = _counter('recoveries', 'Recoveries that this rank took part in.', 'scope')
-RECOVERY = _counter('recovery_seconds', 'In recoveries, on this rank.', 'phase')
-REPLAYED = _counter('replayed_iterations', 'Iterations computed again to recover.')
-VERIFIED = _counter('verified_operators', 'Operators compared with captures after a recovery.')
-DIFFERING = _counter(
-    'differing_operators',
-    'Operators whose recovered state was another, and losses or gradient norms.',
+TARGET = _state('train_iterations', 'Iteration at which training ends.')
+FINISHED = _state('finished', '1 once this process has ended as planned, else 0.', None, Finished)
+INSTRUMENTS = (
+    _state('iteration', 'Newest iteration committed on this rank.', 'iteration'),
+    TARGET,
+    FINISHED,
+    _state('loss', _LOSS, 'loss', LossLogged),
+    _state('window_iterations', 'Iterations per window in force.', 'window'),
+    _state('window_age_iterations', _AGE, 'window_age'),
+    _state('replication_lag_iterations', _LAG, 'replication_lag'),
+    _state('slot_bytes', 'Payload of the newest slot of this rank.', 'slot_bytes'),
+    _state('copy_bytes_per_second', 'Measured rate of copies to host memory.', 'copy_bytes_per_s'),
+    _state(
+        'host_memory_bytes', 'Reserved by this rank in host memory.', 'host_memory', None, 'kind'
+    ),
+    _state('disk_bytes', 'That windows of this rank take on disk.', 'disk_bytes'),
+    _sum('training_seconds', 'In iterations that were committed; not in replays.', 'training_s'),
+    _sum('exposed_seconds', 'By which sparse checkpointing held up training.', 'exposed_s'),
+    _sum('iterations', 'Iterations that came to their update.', 'iterations'),
+    _sum('captured_bytes', 'Payload of the slots that were captured.', 'captured_bytes'),
+    _sum('skipped_windows', 'Windows for which there was no free file.', 'skipped_windows'),
+    _sum(
+        'windows_committed',
+        'Windows complete in the host memory of this rank.',
+        None,
+        WindowCommitted,
+    ),
+    _sum('windows_persisted', 'Windows that all ranks and holders have.', None, WindowPersisted),
+    _sum('windows_on_disk', 'Windows that all ranks have on disk.', None, WindowOnDisk),
+    _sum(
+        'protection_reduced',
+        'Times that training went on with less protection.',
+        None,
+        ProtectionReduced,
+    ),
+    _sum('failures_detected', 'Failures of any rank that this one noticed.', None, FailureDetected),
+    _sum('recoveries', 'Recoveries that this rank took part in.', 'by_scope', Recovered, 'scope'),
+    _sum('recovery_seconds', 'In recoveries, on this rank.', 'seconds', Recovered, 'phase'),
+    _sum('replayed_iterations', 'Iterations computed again to recover.', 'replayed', Recovered),
+    _sum('verified_operators', _VERIFIED, 'verified', Recovered),
+    _sum('differing_operators', _DIFFERING, 'differing', Recovered),
+    _sum('next_tier', 'Recoveries that gave up what they tried.', None, NextTier, 'tier'),
+    _sum('device_problems', 'Signs that the GPU of this rank fails.', None, DeviceProblem, 'harm'),
 )
-NEXT_TIER = _counter('next_tier', 'Recoveries that gave up what they tried.', 'tier')
-DEVICE_PROBLEMS = _counter('device_problems', 'Signs that the GPU of this rank fails.', 'harm')
-
-INSTRUMENTS = tuple(value for value in list(globals().values()) if isinstance(value, Instrument))
 """All of them."""
-
-
-class Recorder(Protocol):
-    """Takes values of one rank to where they are read. Any thread may call it."""
-
-    def add(self, instrument: Instrument, amount: float, label: str | None = None) -> None:
-        """Add to a counter."""
-
-    def set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
-        """Replace the value of a gauge."""
-
-    def close(self) -> None:
-        """The process ends well; nothing is added or set any more."""

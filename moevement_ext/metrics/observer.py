@@ -1,30 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns events and figures of this rank into values of instruments."""
 
+import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 
-from moevement_ext.events import (
-    DeviceProblem,
-    Event,
-    FailureDetected,
-    Finished,
-    LossLogged,
-    NextTier,
-    ProtectionReduced,
-    Recovered,
-    WindowCommitted,
-    WindowOnDisk,
-    WindowPersisted,
-)
-from moevement_ext.metrics import instruments as of
-from moevement_ext.metrics.instruments import Instrument, Recorder
+from moevement_ext.config import ConfigurationError, node_name
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.events import Event, LossLogged, WindowCommitted, WindowPersisted
+from moevement_ext.membership.rank import Rank
+from moevement_ext.metrics import meter as meters
+from moevement_ext.metrics.host import Host
+from moevement_ext.metrics.instruments import FINISHED, INSTRUMENTS, TARGET
+from moevement_ext.metrics.meter import Meter
 from moevement_ext.protect.statistics import Figures
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
+_ORDINARY = (LossLogged, WindowCommitted, WindowPersisted)
+"""Events of fault-free training, which are shown within a second; right after others the process
+may end."""
+
+
+def observe(rank: Rank) -> 'Observer | None':
+    """Record the events of a rank from now on; None: nobody wants metrics.
+
+    Raises:
+        ConfigurationError: `--sparse-ckpt-metrics` is given and its library is missing; a process
+            that joins a running job goes on without metrics.
+    """
+    config, host, readers = rank.config, None, []
+    if config.metrics is not None:
+        try:
+            host = Host(config.metrics, Path(config.dir), rank.run_id)
+            readers.append(host.reader)
+        except (ConfigurationError, HostMemoryError, OSError) as error:
+            # A library may be missing on this node alone; others train and wait for a newcomer.
+            if isinstance(error, ConfigurationError) and not rank.exchange.joining:
+                raise
+            logger.warning('no metrics for Prometheus: %s', error)
+    if meters.otlp_is_wanted():
+        try:
+            readers.append(meters.otlp())
+        except ConfigurationError as error:  # the variables may be there for other programs
+            logger.warning('no metrics over OTLP: %s', error)
+    if not readers:
+        return None
+    labels = {'run': rank.run_id, 'node': node_name(), 'rank': rank.number}
+    observer = Observer(Meter(labels, readers), host)
+    rank.events.listeners.append(observer.event)
+    return observer
 
 
 class Observer:
@@ -34,113 +63,93 @@ class Observer:
     reaches training (invariant I6).
 
     Args:
-        recorders: where values go.
+        meter: where values go.
+        host: shows them to Prometheus; None: nothing does.
     """
 
-    def __init__(self, recorders: Sequence[Recorder]) -> None:
-        self._recorders = recorders
-        self._committed: int | None = None
+    def __init__(self, meter: Meter, host: Host | None = None) -> None:
+        self._meter = meter
+        self._host = host
         self._before = Figures()
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-        for instrument in of.INSTRUMENTS:
-            if instrument.kind is of.Kind.COUNTER and instrument.label is None:
-                self._add(instrument, 0)  # of what begins at 1, a rate misses the first one
+        self._figures: Callable[[], Figures] | None = None
+        for instrument in INSTRUMENTS:
+            if instrument.counts and instrument.label is None:
+                meter.add(instrument, 0)  # of what begins at 1, a rate misses the first one
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name='metrics', daemon=True)
+        self._thread.start()
 
     def event(self, event: Event) -> None:
         """Count one event. Called by any thread."""
         try:
-            self._count(event)
+            for instrument in INSTRUMENTS:
+                if instrument.event is type(event):
+                    for label, value in instrument.values(event):
+                        record = self._meter.add if instrument.counts else self._meter.set
+                        record(instrument, value, label)
+            if self._host is not None and not isinstance(event, _ORDINARY):
+                self._host.publish()
         except Exception:
             logger.exception('an event is missing in the metrics')
 
-    def watch(self, figures: Callable[[], Figures]) -> None:
-        """Look at these figures once a second from now on, on a thread."""
-        self._thread = threading.Thread(
-            target=self._look_again_and_again, args=(figures,), name='metrics', daemon=True
-        )
-        self._thread.start()
+    def watch(self, figures: Callable[[], Figures], last_iteration: int) -> None:
+        """Look at these figures once a second from now on, on a thread.
 
-    def aim(self, iteration: int) -> None:
-        """Training is to end at this iteration. Called by the training thread, once."""
-        self._set(of.TARGET, iteration)
-        self._set(of.FINISHED, 0)
+        Args:
+            figures: of this moment.
+            last_iteration: at which training is to end.
+        """
+        self._meter.set(TARGET, last_iteration)
+        self._meter.set(FINISHED, 0)
+        self._figures = figures
 
     def close(self) -> None:
         """Look a last time; nothing is recorded any more."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
-        for recorder in self._recorders:
-            try:
-                recorder.close()
-            except Exception:
-                logger.exception('the last metrics may be missing')
+        with contextlib.suppress(RuntimeError):  # it has ended by itself
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+        try:
+            self._meter.close()
+        except Exception:
+            logger.exception('the last metrics may be missing')
 
-    def _count(self, event: Event) -> None:
-        match event:
-            case LossLogged():
-                self._set(of.LOSS, event.loss)
-            case WindowCommitted():
-                self._committed = event.start
-                self._add(of.COMMITTED)
-            case WindowPersisted():
-                self._add(of.PERSISTED)
-            case WindowOnDisk():
-                self._add(of.ON_DISK)
-            case ProtectionReduced():
-                self._add(of.REDUCED)
-            case FailureDetected():
-                self._add(of.FAILURES)
-            case Finished():
-                self._set(of.FINISHED, 1)
-            case DeviceProblem():
-                self._add(of.DEVICE_PROBLEMS, 1, event.harm)
-            case NextTier():
-                self._add(of.NEXT_TIER, 1, event.tier)
-            case Recovered():
-                self._add(of.RECOVERIES, 1, 'localized' if event.localized else 'whole-job')
-                self._add(of.REPLAYED, event.replayed)
-                self._add(of.VERIFIED, event.verified)
-                self._add(of.DIFFERING, len(event.differing))
-                for phase, seconds in event.seconds.items():
-                    self._add(of.RECOVERY, seconds, phase)
+    def _run(self) -> None:
+        """Body of the thread."""
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._again_and_again())
+        except Exception:
+            logger.exception('files of metrics may be left')
 
-    def _look_again_and_again(self, figures: Callable[[], Figures]) -> None:
+    async def _again_and_again(self) -> None:
         stopping = False
-        while not stopping:
-            stopping = self._stopping.wait(_PERIOD_S)
+        while True:
             try:
-                self._look(figures())
+                await self._show()
             except Exception:
                 logger.exception('metrics')
+            if stopping:
+                break
+            with contextlib.suppress(TimeoutError):
+                stopping = await asyncio.wait_for(self._stopping.wait(), _PERIOD_S)
+        if self._host is not None:
+            self._host.close()
+
+    async def _show(self) -> None:
+        if self._figures is not None:
+            self._look(self._figures())
+        if self._host is not None:
+            self._host.publish()
+            await self._host.answer()
 
     def _look(self, now: Figures) -> None:
         before, self._before = self._before, now
-        self._add(of.TRAINING, now.training_s - before.training_s)
-        self._add(of.EXPOSED, now.exposed_s - before.exposed_s)
-        self._add(of.ITERATIONS, now.iterations - before.iterations)
-        self._add(of.CAPTURED, now.captured_bytes - before.captured_bytes)
-        self._add(of.SKIPPED, now.skipped_windows - before.skipped_windows)
-        self._set(of.ITERATION, now.iteration)
-        self._set(of.WINDOW, now.window)
-        self._set(of.SLOT_BYTES, now.slot_bytes)
-        for kind, size in now.host_memory.items():
-            self._set(of.HOST_MEMORY, size, kind)
-        if now.disk_bytes is not None:
-            self._set(of.DISK, now.disk_bytes)
-        if now.copy_bytes_per_s is not None:
-            self._set(of.COPY_RATE, now.copy_bytes_per_s)
-        if now.persisted is not None:
-            # A rank that joins knows what is persisted before it has come so far.
-            self._set(of.WINDOW_AGE, max(now.iteration - now.persisted, 0))
-            if self._committed is not None:
-                self._set(of.REPLICATION_LAG, max(self._committed - now.persisted, 0))
-
-    def _add(self, instrument: Instrument, amount: float = 1, label: str | None = None) -> None:
-        for recorder in self._recorders:
-            recorder.add(instrument, amount, label)
-
-    def _set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
-        for recorder in self._recorders:
-            recorder.set(instrument, value, label)
+        for instrument in INSTRUMENTS:
+            if instrument.event is not None or instrument.field is None:
+                continue
+            for label, value in instrument.values(now):
+                if instrument.counts:
+                    self._meter.add(instrument, value - getattr(before, instrument.field))
+                else:
+                    self._meter.set(instrument, value, label)

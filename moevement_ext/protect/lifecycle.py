@@ -200,6 +200,7 @@ class WindowLife:
 
     def _note_committed(self, file: WindowFile, last: SlotHeader) -> None:
         figures = self.statistics
+        figures.committed = last.start
         figures.events.emit(
             WindowCommitted(
                 start=last.start,

@@ -339,6 +339,7 @@ class Protection:
         return Figures(
             iteration=self._rank.events.iteration,
             window=self.checkpointer.schedule.plan.window,
+            committed=of_rank.committed,
             persisted=of_rank.persisted,
             training_s=of_rank.training_s,
             exposed_s=of_rank.exposed_s,

@@ -18,6 +18,8 @@ class Figures:
     """The newest committed one."""
     window: int = 0
     """Iterations per window in force."""
+    committed: int | None = None
+    """Start of the newest own window that is complete in host memory."""
     persisted: int | None = None
     """Start of the newest window that every rank and its holders have."""
     training_s: float = 0.0
@@ -32,6 +34,22 @@ class Figures:
     """Bytes that this rank reserves, by kind."""
     disk_bytes: int | None = None
     """That its windows take on disk; None without one."""
+
+    @property
+    def window_age(self) -> int | None:
+        """Iterations since the persisted window began."""
+        return self._after_persisted(self.iteration)
+
+    @property
+    def replication_lag(self) -> int | None:
+        """Iterations from the start of the persisted window to that of the newest own one."""
+        return self._after_persisted(self.committed)
+
+    def _after_persisted(self, iteration: int | None) -> int | None:
+        if iteration is None or self.persisted is None:
+            return None
+        # A rank that joins knows what is persisted before it has come so far.
+        return max(iteration - self.persisted, 0)
 
 
 @dataclass
@@ -55,6 +73,8 @@ class CaptureStatistics:
     """Windows for which there was no free file."""
     failures: int = 0
     """How often protection was reduced."""
+    committed: int | None = None
+    """Start of the newest own window that is complete in host memory."""
     persisted: int | None = None
     """Start of the newest window that every rank and its holders have."""
     on_disk: int | None = None

@@ -109,7 +109,7 @@ class _Device:
 
     def wait(self, timeout_s: float) -> Reading | None:
         time.sleep(0.01)
-        return Reading('GPU-2', time.monotonic(), xids=(79,)) if faults._iteration >= 8 else None
+        return Reading('GPU-2', xids=(79,)) if faults._iteration >= 8 else None
 
     def read(self) -> list[Reading]:
         return []

@@ -27,21 +27,9 @@ NVML_GPU_RECOVERY_ACTION_DRAIN_P2P = 3
 NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET = 4
 NVML_GPU_RECOVERY_ACTION_BUS_RESET = 6
 NVML_GPU_RECOVERY_ACTION_SYSTEM_REBOOT = 7
-NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL = 59
 NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
-NVML_VALUE_TYPE_UNSIGNED_INT = 1
-NVML_VALUE_TYPE_UNSIGNED_LONG_LONG = 3
-NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
-NVML_VOLATILE_ECC = 0
 NVML_CLOCK_SM = 1
 nvmlEventTypeXidCriticalError = 8
-nvmlClocksEventReasonHwSlowdown = 8
-nvmlClocksEventReasonHwThermalSlowdown = 64
-nvmlClocksEventReasonHwPowerBrakeSlowdown = 128
-_FIELDS = {
-    NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL: ('links', NVML_VALUE_TYPE_UNSIGNED_LONG_LONG),
-    NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: ('action', NVML_VALUE_TYPE_UNSIGNED_INT),
-}
 
 
 class NVMLError(Exception):
@@ -74,26 +62,14 @@ def nvmlDeviceGetUUID(device: Path) -> str:
     return device.stem
 
 
-def nvmlDeviceGetRemappedRows(device: Path) -> list[int]:
-    return _of(device, 'rows')
-
-
-def nvmlDeviceGetCurrentClocksEventReasons(device: Path) -> int:
-    return _of(device, 'reasons')
-
-
-def nvmlDeviceGetTotalEccErrors(device: Path, kind: int, counter: int) -> int:
-    assert (kind, counter) == (NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC)
-    return _of(device, 'ecc')
-
-
 def nvmlDeviceGetClockInfo(device: Path, kind: int) -> int:
     assert kind == NVML_CLOCK_SM
     return _of(device, 'clock')
 
 
 def nvmlDeviceGetFieldValues(device: Path, fields: list[int]) -> list[SimpleNamespace]:
-    return [_field(device, *_FIELDS[field]) for field in fields]
+    assert fields == [NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+    return [_action(device)]
 
 
 def nvmlEventSetCreate() -> dict[Path, int]:
@@ -137,13 +113,11 @@ def _of(device: Path, name: str | None):  # type: ignore[no-untyped-def]
     return told.get(name)
 
 
-def _field(device: Path, name: str, kind: int) -> SimpleNamespace:
+def _action(device: Path) -> SimpleNamespace:
     try:
-        found = _of(device, name)
+        value = SimpleNamespace(uiVal=_of(device, 'action'))
     except NVMLError as error:
         if error.value != NVML_ERROR_NOT_SUPPORTED:
             raise
-        return SimpleNamespace(nvmlReturn=error.value, value=None, valueType=kind)
-    wide = kind == NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
-    value = SimpleNamespace(**{'ullVal' if wide else 'uiVal': found})
-    return SimpleNamespace(nvmlReturn=NVML_SUCCESS, value=value, valueType=kind)
+        return SimpleNamespace(nvmlReturn=error.value, value=None)
+    return SimpleNamespace(nvmlReturn=NVML_SUCCESS, value=value)

@@ -32,7 +32,7 @@ def test_errors_and_states_are_told_once(
 ) -> None:
     devices.fail(A, 13)
     assert found.get(timeout=120.0) == Finding(A, Harm.NOTED, 'Xid 13')
-    devices.set(A, rows=[0, 0, 1, 0])
+    devices.set(A, action=4)
     assert found.get(timeout=120.0).harm is Harm.WORN
     devices.fail(A, 13)  # again
     assert found.get(timeout=120.0) == Finding(A, Harm.NOTED, 'Xid 13')
@@ -44,7 +44,7 @@ def test_errors_and_states_are_told_once(
 def test_an_error_of_the_library_ends_the_watch_and_nothing_else(
     devices: Devices, found: 'queue.SimpleQueue[Finding]', caplog: pytest.LogCaptureFixture
 ) -> None:
-    devices.set(A, rows=7)
+    devices.set(A, action='none that it could be')
     deadline = time.monotonic() + 120.0
     while 'GPUs are no longer watched' not in caplog.text:
         assert time.monotonic() < deadline

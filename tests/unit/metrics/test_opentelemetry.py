@@ -18,19 +18,21 @@ from moevement_ext.events import EventLog
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.metrics import opentelemetry
-from moevement_ext.metrics.start import observe
+from moevement_ext.metrics import meter
+from moevement_ext.metrics.observer import observe
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 RANK = """
-from moevement_ext.metrics import instruments as of, opentelemetry
+from moevement_ext.metrics import meter
+from moevement_ext.metrics.instruments import INSTRUMENTS
 
-assert opentelemetry.wanted()
-recorder = opentelemetry.OpenTelemetryRecorder('run', 'node0', 3)
-recorder.set(of.ITERATION, 7)
-recorder.add(of.RECOVERY, 1.5, 'replay')
-recorder.add(of.RECOVERY, 0.5, 'replay')
+of = {one.name: one for one in INSTRUMENTS}
+assert meter.otlp_is_wanted()
+recorder = meter.Meter({'run': 'run', 'node': 'node0', 'rank': 3}, [meter.otlp()])
+recorder.set(of['moevement_iteration'], 7)
+recorder.add(of['moevement_recovery_seconds'], 1.5, 'replay')
+recorder.add(of['moevement_recovery_seconds'], 0.5, 'replay')
 recorder.close()
 """
 
@@ -125,4 +127,4 @@ def test_wanted_where_the_environment_says_so(
 ) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
-    assert opentelemetry.wanted() == wanted
+    assert meter.otlp_is_wanted() == wanted

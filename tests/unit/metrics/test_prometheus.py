@@ -20,31 +20,38 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
-from moevement_ext.events import EventLog
+from moevement_ext.events import DeviceProblem, EventLog, FailureDetected
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.metrics.instruments import INSTRUMENTS, Kind
-from moevement_ext.metrics.start import observe
+from moevement_ext.metrics import observer as metrics
+from moevement_ext.metrics.host import Host
+from moevement_ext.metrics.instruments import INSTRUMENTS
+from moevement_ext.metrics.meter import Meter
+from moevement_ext.metrics.observer import Observer, observe
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 RANK = """
 import sys
 from pathlib import Path
-from moevement_ext.metrics import instruments as of
-from moevement_ext.metrics.prometheus import PrometheusRecorder
+from moevement_ext.metrics.host import Host
+from moevement_ext.metrics.instruments import INSTRUMENTS
+from moevement_ext.metrics.meter import Meter
+from moevement_ext.metrics.observer import Observer
 
 port, root, rank = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-recorder = PrometheusRecorder(port, root, 'run', f'node{rank}', rank)
+host = Host(port, root, 'run')
+meter = Meter({'run': 'run', 'node': f'node{rank}', 'rank': rank}, [host.reader])
+observer = Observer(meter, host)
+of = {one.name.removeprefix('moevement_'): one for one in INSTRUMENTS}
 print('made', flush=True)
 for line in sys.stdin:
     name, value, *label = line.split()
-    instrument = getattr(of, name)
-    act = recorder.add if instrument.kind is of.Kind.COUNTER else recorder.set
-    act(instrument, float(value), *label)
+    (meter.add if of[name].counts else meter.set)(of[name], float(value), *label)
+    host.publish()
     print('done', flush=True)
-recorder.close()
+observer.close()
 """
 
 
@@ -102,7 +109,7 @@ def start(port: int, tmp_path: Path) -> Iterator[Callable[[int], Process]]:
 
 
 def scrape(port: int) -> dict[tuple[str, ...], float]:
-    """Values by name, rank and further labels; waits until somebody answers."""
+    """Values by name, rank and further labels, but for 0; waits until somebody answers."""
     deadline = time.monotonic() + 120
     while True:
         try:
@@ -116,6 +123,7 @@ def scrape(port: int) -> dict[tuple[str, ...], float]:
             (sample.name, sample.labels['rank'], *_further(sample.labels)): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
+            if sample.value != 0
         }
 
 
@@ -126,10 +134,10 @@ def _further(labels: dict[str, str]) -> list[str]:
 
 def test_all_ranks_are_behind_one_port(start: Callable[[int], Process], port: int) -> None:
     first, second = start(0), start(1)
-    first.record('ITERATION 7')
-    second.record('ITERATION 6')
-    second.record('RECOVERY 1.5 replay')
-    second.record('RECOVERY 0.5 replay')
+    first.record('iteration 7')
+    second.record('iteration 6')
+    second.record('recovery_seconds 1.5 replay')
+    second.record('recovery_seconds 0.5 replay')
     assert scrape(port) == {
         ('moevement_iteration', '0'): 7,
         ('moevement_iteration', '1'): 6,
@@ -143,17 +151,17 @@ def test_when_the_one_that_answers_is_killed_another_does(
     first = start(0)
     scrape(port)
     second = start(1)
-    first.record('ITERATION 7')
-    first.record('ITERATIONS 7')
-    second.record('ITERATION 6')
+    first.record('iteration 7')
+    first.record('iterations 7')
+    second.record('iteration 6')
     first.kill()
     assert scrape(port) == {
         ('moevement_iteration', '1'): 6,
         ('moevement_iterations_total', '0'): 7,
     }
     again = start(0)
-    again.record('ITERATION 8')
-    again.record('ITERATIONS 1')
+    again.record('iteration 8')
+    again.record('iterations 1')
     found = scrape(port)
     assert found['moevement_iteration', '0'] == 8
     assert found['moevement_iterations_total', '0'] == 8
@@ -164,7 +172,7 @@ def test_a_port_that_another_program_has_is_named(port: int, tmp_path: Path) -> 
     with log.open('w') as file, socket.create_server(('', port)) as other:
         process = Process(port, tmp_path / 'root', 0, file)
         try:
-            process.record('ITERATION 7')
+            process.record('iteration 7')
             deadline = time.monotonic() + 120
             while not log.read_text():
                 assert time.monotonic() < deadline, 'no warning'
@@ -193,7 +201,7 @@ def test_nothing_is_left_when_all_have_ended(
 ) -> None:
     killed, *others = start(0), start(1), start(2)
     for process in (killed, *others):
-        process.record('ITERATION 1')
+        process.record('iteration 1')
     killed.kill()
     for process in others:
         process.end()
@@ -202,29 +210,57 @@ def test_nothing_is_left_when_all_have_ended(
         urllib.request.urlopen(f'http://127.0.0.1:{port}', timeout=1)
 
 
-def test_a_program_that_measures_itself_alone_is_refused(port: int, tmp_path: Path) -> None:
-    program = f'import prometheus_client\n{RANK}'
-    command = [sys.executable, '-c', program, str(port), str(tmp_path), '0']
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert 'has imported prometheus_client before' in done.stderr
+def test_a_page_outlives_its_process_and_so_does_what_it_said_last(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that loses its GPU ends right after it has said so."""
+    monkeypatch.setattr(metrics, '_PERIOD_S', 1000.0)
+    host = Host(port, tmp_path, 'run')
+    observer = Observer(Meter({'run': 'run', 'node': 'node0', 'rank': 0}, [host.reader]), host)
+    scrape(port)
+    [page] = tmp_path.glob('.metrics/run/*.page')
+    assert 'moevement_device_problems' not in page.read_text()
+    observer.event(DeviceProblem(device='GPU-1', harm='device', what='Xid 79'))
+    assert 'moevement_device_problems_total{harm="device"' in page.read_text()
+    before = page.read_text()
+    observer.close()
+    observer.event(FailureDetected(reason='too late'))
+    assert list(tmp_path.iterdir()) == []
+    page.parent.mkdir(parents=True)
+    page.write_text(before)  # as if it had been killed
+    heir = Host(port, tmp_path, 'run')
+    text = heir._of_all('')[1].decode()
+    assert 'moevement_device_problems_total{harm="device"' in text
+
+
+def test_a_switched_off_library_is_named(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('OTEL_SDK_DISABLED', 'True')
+    with pytest.raises(ConfigurationError, match='OTEL_SDK_DISABLED=true switches off'):
+        Host(port, tmp_path, 'run')
 
 
 def test_every_metric_is_documented_under_the_name_that_prometheus_has() -> None:
     page = (Path(__file__).parents[3] / 'docs' / 'operations.md').read_text()
     rows = re.findall(r'^\| `(moevement_\w+)` \| (?:`(\w+)`)? ?\| (.*) \|$', page, re.MULTILINE)
-    ending = {Kind.COUNTER: '_total', Kind.GAUGE: ''}
-    assert rows == [(one.name + ending[one.kind], one.label or '', one.help) for one in INSTRUMENTS]
+    assert rows == [
+        (one.name + ('_total' if one.counts else ''), one.label or '', one.help)
+        for one in INSTRUMENTS
+    ]
 
 
 def test_names_are_those_of_the_library() -> None:
     """A counter's suffix is the library's matter, and no two instruments are one."""
-    assert len({one.name for one in INSTRUMENTS}) == len(INSTRUMENTS) > 15
+    assert len({one.name for one in INSTRUMENTS}) == len(INSTRUMENTS) == 28
     assert not any(one.name.endswith('_total') for one in INSTRUMENTS)
-    assert {one.kind for one in INSTRUMENTS} == set(Kind)
 
 
-def test_a_replacement_goes_on_without_the_library(port: int, tmp_path: Path) -> None:
+def test_a_replacement_goes_on_without_the_library(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the start of a job that is refused; now the others train and wait for this process."""
+    monkeypatch.setitem(sys.modules, 'opentelemetry.exporter.prometheus', None)
     config = SparseCheckpointConfig(dir=str(tmp_path), metrics=port)
     for joining in (False, True):
         exchange = Exchange(None, joining)
@@ -233,8 +269,8 @@ def test_a_replacement_goes_on_without_the_library(port: int, tmp_path: Path) ->
         if joining:
             assert observe(rank) is None
         else:
-            with pytest.raises(ConfigurationError, match='prometheus_client'):
-                observe(rank)  # which this process has imported, so that it is not ours
+            with pytest.raises(ConfigurationError, match='opentelemetry-exporter-prometheus'):
+                observe(rank)
 
 
 def test_strangers_cost_the_process_that_trains_neither_threads_nor_descriptors(
@@ -242,7 +278,7 @@ def test_strangers_cost_the_process_that_trains_neither_threads_nor_descriptors(
 ) -> None:
     """They may be many, silent, endless or slow: Prometheus is answered all the same."""
     rank = start(0)
-    rank.record('ITERATION 7')
+    rank.record('iteration 7')
     expected = scrape(port)
     before = _held(rank.process.pid)
     with ExitStack() as strangers:
@@ -266,7 +302,7 @@ def test_a_request_without_an_end_is_cut(start: Callable[[int], Process], port: 
 
 
 def test_only_what_asks_for_the_page_gets_it(start: Callable[[int], Process], port: int) -> None:
-    start(0).record('ITERATION 7')
+    start(0).record('iteration 7')
     scrape(port)
     address = f'http://127.0.0.1:{port}/metrics'
     with pytest.raises(urllib.error.HTTPError, match='405'):

@@ -62,7 +62,7 @@ def test_no_host_is_left(job: SlurmJob) -> None:
 
 def test_a_worn_device_is_the_last_choice(job: SlurmJob) -> None:
     """And no reason to stop."""
-    job.devices('a').set('GPU-0', rows=[0, 1, 1, 0])
+    job.devices('a').set('GPU-0', action=4)  # once its work is done
 
     def lose(event: Event) -> None:
         if isinstance(event, WorkerStarted) and (event.rank, event.restarts) == (0, 0):
