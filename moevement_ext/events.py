@@ -249,6 +249,8 @@ class Recovered(Event, frozen=True, kw_only=True):
     """By phase, on this rank."""
     iterations: int | UnsetType = UNSET
     """Iterations whose loss, or gradient norm, was compared with what had been recorded of it."""
+    went_on: int | UnsetType = UNSET
+    """Failures of other stages during its replay, which went on where it was; localized only."""
 
     @property
     def localized(self) -> bool:
