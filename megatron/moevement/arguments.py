@@ -7,7 +7,7 @@ import functools
 import re
 from typing import NoReturn
 
-from megatron.moevement.job.unsupported import refuse_unsupported
+from megatron.moevement.facts import UpstreamArguments
 from moevement_ext.config import (
     AUTO,
     GPU,
@@ -255,12 +255,11 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
         action.help = action.help and re.sub(r'(?<!%)%(?![%(])', '%%', action.help)
 
 
-def config_from_args(args: argparse.Namespace) -> SparseCheckpointConfig:
-    """The settings on the command line.
+def config_from_args(args: UpstreamArguments) -> SparseCheckpointConfig:
+    """The settings of sparse checkpointing on the command line.
 
     Raises:
-        ConfigurationError: a value breaks a rule, or a Megatron flag does not go with it.
+        ConfigurationError: a value breaks a rule.
     """
-    refuse_unsupported(args)
     names = [field.name for field in dataclasses.fields(SparseCheckpointConfig)]
     return SparseCheckpointConfig(**{name: getattr(args, f'sparse_ckpt_{name}') for name in names})

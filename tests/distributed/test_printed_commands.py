@@ -35,7 +35,7 @@ RUNS = {
     r'(\.venv/bin/python )?scripts/local_cluster\.py .* examples/': r'\[launcher.*',
     rf'{_PYTHON}tools\.drill ': r'drill passed, all bits are equal: .*',
     r'\.venv/bin/torchrun --nproc-per-node 8 --max-restarts 100 ': r'.*',
-    rf'{_PYTHON}tools\.compatibility -- ': r'protected: a failure is recovered on the stages .*',
+    rf'{_PYTHON}tools\.check ': r'protected: yes; localized: yes: a failure is recovered on the .*',
     rf'{_PYTHON}tools\.compare_digests ': r'equal: 1 digests of 1 ranks after iteration 4',
     rf'{_PYTHON}tools\.plan ': rf'{_TABLE}|{_JSON}|Not part of a plan: .*|Warning: .*|--.*\.|',
     rf'{_PYTHON}tools\.placement ': _TABLE,
@@ -105,7 +105,7 @@ _LEFT_OUT = {
         'profile': 'docs/assets/simulate-profile.json', 'systems': 'gemini,ours', 'mtbf': '600',
     },
     'tools.plan': {'model': 'deepseek-moe', 'mfu': '0.3'},
-    'tools.compatibility': {},
+    'tools.check': {},
 }  # fmt: skip
 _SHAPE = (
     '--num-attention-heads 32 --seq-length 4096 --vocab-size 32000 --num-experts 8 '

@@ -36,7 +36,7 @@ ADAPTER_FLOORS = (
     {'state'},
     {'job'},
     {'arguments'},
-    {'attachment', 'program'},
+    {'attachment', 'checking', 'program'},
 )
 """As `ENGINE_FLOORS`."""
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags that a job with `--sparse-ckpt` is not started with."""
 
+from megatron.moevement.facts import Settings
 from megatron.moevement.job.compatibility.precision import (
     DELAYED_IN_PARTS,
     GRADIENTS_IN_FP16,
@@ -19,23 +20,24 @@ from megatron.moevement.job.compatibility.rule import (
     Values,
     above,
     equal_to,
+    number,
 )
 
 
-def _saves_where_it_loads(settings: object) -> bool:
-    load = getattr(settings, 'load', None)
-    return load is not None and load == getattr(settings, 'save', None)
+def _saves_where_it_loads(settings: Settings) -> bool:
+    load = settings.get('load')
+    return load is not None and load == settings.get('save')
 
 
 _SAVE_IS_LOAD = Condition('with the same --save and --load', _saves_where_it_loads)
-_NOT_SAVED = Condition('without --save', lambda settings: not getattr(settings, 'save', None))
+_NOT_SAVED = Condition('without --save', lambda settings: not settings.get('save'))
 _FIRST = 'write a first checkpoint without --sparse-ckpt, and --load that'
 _DELAYED = Condition(
-    'with --delay-wgrad-compute', lambda settings: bool(getattr(settings, 'delay_wgrad_compute', 0))
+    'with --delay-wgrad-compute', lambda settings: bool(settings.get('delay_wgrad_compute'))
 )
 _RECORDS = Condition(
     'with --cuda-graph-impl transformer_engine',
-    lambda settings: getattr(settings, 'cuda_graph_impl', None) == 'transformer_engine',
+    lambda settings: settings.get('cuda_graph_impl') == 'transformer_engine',
 )
 _NEITHER_ADAM_NOR_MUON = Values(
     'other than adam, and than muon with --muon-scalar-optimizer adam and without '
@@ -43,13 +45,13 @@ _NEITHER_ADAM_NOR_MUON = Values(
 )  # fmt: skip
 
 
-def _is_not_replicated_muon(settings: object) -> bool:
+def _is_not_replicated_muon(settings: Settings) -> bool:
     # Upstream's validation makes of the one flag the other setting.
     sharded = ('use_distributed_optimizer', 'use_layer_wise_distributed_optimizer')
     return (
-        getattr(settings, 'optimizer', None) != 'muon'
-        or any(getattr(settings, name, False) for name in sharded)
-        or getattr(settings, 'muon_scalar_optimizer', None) != 'adam'
+        settings.get('optimizer') != 'muon'
+        or any(settings.get(name) for name in sharded)
+        or settings.get('muon_scalar_optimizer') != 'adam'
     )
 
 
@@ -60,8 +62,8 @@ _FORGETS = 'a restart from a newer dense checkpoint would go on with another sta
 def _more_than(shards: str, ranks: str) -> Condition:
     """More shards of a weight than ranks that compute with a part of it."""
 
-    def holds(settings: object) -> bool:
-        return int(getattr(settings, shards)) > int(getattr(settings, ranks, None) or 1)
+    def holds(settings: Settings) -> bool:
+        return number(settings, shards, 1) > number(settings, ranks, 1)
 
     return Condition('above the tensor-parallel size', holds)
 
@@ -104,7 +106,7 @@ REFUSED = (
          'is started again does not know', DELAYED_IN_PARTS),
     Rule('--fp8-quantizer-factory', GIVEN, 'use another --fp8-recipe than custom',
          'what a quantizer of your own keeps is not captured'),
-    Rule('--fp4-format', ANY, 'train in bf16', _SCALING, dest='fp4'),
+    Rule('--fp4-format', ANY, 'leave it out', _SCALING, dest='fp4'),
     Rule('--fp8-param-gather', GIVEN, 'use --fp8-recipe delayed, tensorwise or blockwise',
          'with mxfp8 rows and columns are rounded apart, of which one alone would be captured',
          UNTRIED_WEIGHTS),
@@ -165,11 +167,11 @@ REFUSED = (
     Rule('--sft', GIVEN, 'leave it out', _NO_DATA),
     Rule('--fim-data', GIVEN, 'leave it out', _NO_DATA),
     Rule('--dataloader-inter-document-masking', GIVEN, 'use --reset-attention-mask', _NO_DATA),
-    Rule('--skip-train', GIVEN, 'leave out --sparse-ckpt', 'there is nothing to protect'),
+    Rule('--skip-train', GIVEN, 'leave out --sparse-ckpt', 'nothing is trained'),
     Rule('--iterations-to-skip', GIVEN, 'leave it out', 'a replay does not know what was skipped'),
     Rule('--yaml-cfg', GIVEN, 'give flags', 'it replaces the flags of sparse checkpointing'),
     Rule('--moe-use-upcycling', GIVEN, _FIRST, 'it writes a checkpoint while a model is built'),
-    Rule('--ckpt-convert-format', GIVEN, 'convert without --sparse-ckpt', 'nothing is trained'),
+    Rule('--ckpt-convert-format', GIVEN, 'leave out --sparse-ckpt', 'nothing is trained'),
     Rule('--pretrained-checkpoint', GIVEN, _FIRST,
          'it is loaded at each start, whatever the windows hold'),
     Rule('--override-ckpt-iteration', ANY, _FIRST,
@@ -180,7 +182,7 @@ REFUSED = (
     Rule('--finetune', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
     Rule('--no-load-optim', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
     Rule('--no-load-rng', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
-    Rule('--no-save-optim', GIVEN, 'save it', 'a restart could not load what is saved',
+    Rule('--no-save-optim', GIVEN, 'save them', 'a restart could not load what is saved',
          _SAVE_IS_LOAD),
     Rule('--no-save-rng', GIVEN, 'save them', 'a restart could not load what is saved',
          _SAVE_IS_LOAD),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags with which a failure restarts all workers, which recover together from host memory."""
 
+from megatron.moevement.facts import Settings
 from megatron.moevement.job.compatibility.precision import DELAYED_EVALUATIONS
 from megatron.moevement.job.compatibility.rule import (
     ANY,
@@ -14,25 +15,25 @@ from megatron.moevement.job.compatibility.rule import (
 )
 
 
-def _evaluates(settings: object) -> bool:
-    return bool(getattr(settings, 'eval_interval', None) and getattr(settings, 'eval_iters', None))
+def _evaluates(settings: Settings) -> bool:
+    return bool(settings.get('eval_interval') and settings.get('eval_iters'))
 
 
-def _evaluates_cyclic(settings: object) -> bool:
-    cyclic = getattr(settings, 'dataloader_type', None) == 'cyclic'
-    return cyclic and bool(getattr(settings, 'eval_iters', None))
+def _evaluates_cyclic(settings: Settings) -> bool:
+    cyclic = settings.get('dataloader_type') == 'cyclic'
+    return cyclic and bool(settings.get('eval_iters'))
 
 
 _CYCLIC = Condition('with --dataloader-type cyclic', _evaluates_cyclic)
 _EVALUATIONS = Condition('with evaluations', _evaluates)
 _VALIDATED = Condition(
     'without --rerun-mode disabled',
-    lambda settings: getattr(settings, 'rerun_mode', None) == 'validate_results',
+    lambda settings: settings.get('rerun_mode') == 'validate_results',
 )
 
 
-def _uses_nccl(settings: object) -> bool:
-    return getattr(settings, 'distributed_backend', None) == 'nccl'
+def _uses_nccl(settings: Settings) -> bool:
+    return settings.get('distributed_backend') == 'nccl'
 
 
 _WITH_NCCL = Condition('with --distributed-backend nccl', _uses_nccl)
