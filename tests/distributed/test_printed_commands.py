@@ -70,7 +70,7 @@ ELSEWHERE = {
     r'scripts/gpu_check\.sh': 'a GPU; tests/distributed/test_gpu_check.py',
     rf'{_PYTHON}tools\.gpu_check\.': 'started by scripts/gpu_check.sh with what that has made',
     rf'{_PYTHON}tools\.bench\.gpu_copy|{_PYTHON}tools\.bench\.precision\w* --json': 'a GPU',
-    rf'{_PYTHON}moevement_ext\.local_cluster\.shared_gpu': 'a GPU, and the launcher',
+    rf'{_PYTHON}moevement_ext\.launch\.shared_gpu': 'a GPU, and the launcher',
     r'(\.venv/bin/)?torchrun .*tools\.node_check':
         'nodes with memory for such jobs; tests/distributed/test_node_check.py',
     r'.*scripts/local_cluster\.py .*(loop\.py$)': 'tests/distributed/test_pages.py',
