@@ -88,10 +88,7 @@ ELSEWHERE = {
 """Commands that do not run here, and what is missing, or which test runs them."""
 
 _SHORTER = {
-    'tools.bench.control_plane': '--ranks 24 --failures 1 --rest 1 --iteration 0.2',
-    'tools.bench.meeting': '--ranks 64 --failures 1',
     'tools.bench.regroup': '--cycles 20 --warm-up 5',
-    'tools.bench.planning': '--ranks 64',
     'tools.bench.overhead': '--rounds 1 --iterations 8 --warm-up 2',
     'tools.bench.recovery': '--rounds 1',
     'tools.bench.localized': '--rounds 1',
