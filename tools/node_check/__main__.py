@@ -32,7 +32,7 @@ from rich.console import Console
 
 from megatron.moevement.job import computing
 from moevement_ext.config import SparseCheckpointConfig
-from tools.drill.flags import value_of
+from tools.chaos.drill_flags import value_of
 from tools.lab.arguments import Parser
 from tools.lab.errors import LabError
 from tools.lab.figures import replacing

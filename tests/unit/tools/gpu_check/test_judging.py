@@ -15,10 +15,11 @@ from tests.unit.tools.samples import event
 from tools.gpu_check import copies, four_rank, nccl, one_rank, own_tests, stages
 from tools.gpu_check.__main__ import _LIMIT_S
 from tools.gpu_check.nccl_rank import Measured
-from tools.gpu_check.training import Trained, compare, costs, reduced
+from tools.gpu_check.training import compare, costs, reduced
 from tools.lab.digests import StateDigest
 from tools.lab.evidence import Recovery, Tier
 from tools.lab.run_log import Captured, Iteration, RunLog
+from tools.lab.trained import Trained
 
 ROOT = Path(__file__).resolve().parents[4]
 
