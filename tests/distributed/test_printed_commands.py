@@ -47,7 +47,7 @@ RUNS = {
     rf'{_PYTHON}tools\.simulate (?!paper|profile)': _TABLE,
     rf'{_PYTHON}tools\.status ': r'.* localized .*',
     rf'{_PYTHON}tools\.windows (list|verify|prune) DIR': r'no windows in DIR|.* 0 files, .*',
-    rf'{_PYTHON}tools\.bench\.(?!gpu_copy|precision)\w+': r'.*',
+    rf'{_PYTHON}tools\.bench\.(?!precision)\w+': r'.*',
     rf'{_PYTHON}tools\.bench\.precision\w* --stand-ins': r'.*',
 }  # fmt: skip
 """Commands, and what their last line is."""
@@ -69,7 +69,7 @@ ELSEWHERE = {
     rf'{_PYTHON}tests\.fuzz': 'a package for fuzzing; tests/fuzz/test_fuzz.py',
     r'scripts/gpu_check\.sh': 'a GPU; tests/distributed/test_gpu_check.py',
     rf'{_PYTHON}tools\.gpu_check\.': 'started by scripts/gpu_check.sh with what that has made',
-    rf'{_PYTHON}tools\.bench\.gpu_copy|{_PYTHON}tools\.bench\.precision\w* --json': 'a GPU',
+    rf'{_PYTHON}tools\.bench\.precision\w* --json': 'a GPU',
     rf'{_PYTHON}moevement_ext\.launch\.shared_gpu': 'a GPU, and the launcher',
     r'(\.venv/bin/)?torchrun .*tools\.node_check':
         'nodes with memory for such jobs; tests/distributed/test_node_check.py',
@@ -88,10 +88,7 @@ ELSEWHERE = {
 """Commands that do not run here, and what is missing, or which test runs them."""
 
 _SHORTER = {
-    'tools.bench.control_plane': '--ranks 24 --failures 1 --rest 1 --iteration 0.2',
-    'tools.bench.meeting': '--ranks 64 --failures 1',
     'tools.bench.regroup': '--cycles 20 --warm-up 5',
-    'tools.bench.planning': '--ranks 64',
     'tools.bench.overhead': '--rounds 1 --iterations 8 --warm-up 2',
     'tools.bench.recovery': '--rounds 1',
     'tools.bench.localized': '--rounds 1',

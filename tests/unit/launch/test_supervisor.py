@@ -26,7 +26,7 @@ from moevement_ext.membership import attendance
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import present_epoch, why_broken
 from tests.unit.launch.conftest import Job, dies
-from tools.bench.control_plane_members import CountedStore, Tally
+from tests.unit.membership.counted_store import CountedStore, Tally
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 

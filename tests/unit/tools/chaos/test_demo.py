@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import UNSET
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -19,14 +18,16 @@ from moevement_ext.events import (
     WorkerStarted,
 )
 from tests.unit.tools.samples import event
-from tools.demo import costs, localized
-from tools.demo.__main__ import parse_arguments
-from tools.demo.costs import CapturedBytes
-from tools.demo.model import STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
-from tools.demo.summary import Result, print_summary
+from tools.chaos import demo_summary
+from tools.chaos.demo import parse_arguments
+from tools.chaos.demo_summary import PHASES, CapturedBytes, LocalizedRecovery, Result
+from tools.lab import evidence
+from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
+from tools.lab.four_ranks import STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
 from tools.lab.plots import Doing
 from tools.lab.run_log import Iteration, RunLog
+from tools.lab.trained import Trained
 
 KILLED_AT = 100.0
 LOST = 0
@@ -35,22 +36,24 @@ Events = list[Event]
 
 def recovered(rank: int, time: float) -> Event:
     replays = rank in STAGE_RANKS[LOST]
-    seconds = dict.fromkeys(localized.PHASES, 0.0)
+    seconds = dict.fromkeys(PHASES, 0.0)
     seconds |= {'convert': 2.0 + rank, 'catch_up': 1.0} if replays else {'unblock': 0.1 + rank}
     fields: Any = {'scope': 'localized', 'stages': [LOST], 'target': 28, 'seconds': seconds}
-    return event(Recovered, rank, time, replayed=10 if replays else 0, **fields)
+    pid = 100 * replays + rank
+    return event(Recovered, rank, time, pid=pid, replayed=10 if replays else 0, **fields)
 
 
 def good_events() -> Events:
     """Killed at 100, noticed by 101, replay from 110 on, back by 116."""
     found = []
     for rank in range(WORLD_SIZE):
-        found.append(event(WorkerStarted, rank, 50.0))
+        found.append(event(WorkerStarted, rank, 50.0, pid=rank))
         if rank in STAGE_RANKS[LOST]:
-            found.append(event(WorkerStarted, rank, 106.0))
-            found.append(event(RecoveryStarted, rank, 109.0 + rank, start=18, dense_at=23))
+            pid = 100 + rank
+            found.append(event(WorkerStarted, rank, 106.0, pid=pid))
+            found.append(event(RecoveryStarted, rank, 109.0 + rank, pid=pid, start=18, dense_at=23))
         else:
-            found.append(event(FailureDetected, rank, 98.7 + rank, reason='gone'))
+            found.append(event(FailureDetected, rank, 98.7 + rank, pid=rank, reason='gone'))
         found.append(recovered(rank, 115.7 + rank / 10))
     return sorted(found, key=lambda item: item.time)
 
@@ -65,14 +68,21 @@ def good_log() -> RunLog:
     return RunLog([logged(*numbers, (29, 117.0), (30, 117.5))], [])
 
 
-def check(events: Events, log: RunLog | None = None) -> localized.LocalizedRecovery:
-    return localized.recovery(events, log or good_log(), KILLED_AT, STAGE_RANKS, LOST)
+def disturbed(events: Events, log: RunLog | None = None, digest: str = 'a' * 64) -> Trained:
+    log = log or good_log()
+    pids = [100 + rank if rank in STAGE_RANKS[LOST] else rank for rank in range(WORLD_SIZE)]
+    found = evidence.recovery(events, pids, KILLED_AT, log.iterations)
+    return Trained(log, StateDigest(digest, 30, {}), events, KILLED_AT, found)
+
+
+def check(events: Events, log: RunLog | None = None) -> LocalizedRecovery:
+    return demo_summary.localized_recovery(disturbed(events, log), LOST)
 
 
 def test_each_node_runs_one_stage() -> None:
     assert [rank for ranks in STAGE_RANKS for rank in ranks] == list(range(WORLD_SIZE))
     assert {len(ranks) for ranks in STAGE_RANKS} == {WORKERS_PER_NODE}
-    flags = training_flags(Path('data'), 40, Path('digest.json'))
+    flags = training_flags(Path('data'), 40)
     assert flags[flags.index('--pipeline-model-parallel-size') + 1] == str(len(STAGE_RANKS))
 
 
@@ -82,10 +92,10 @@ def test_each_node_runs_one_stage() -> None:
 def test_stages_report_replay_and_slowest_phases() -> None:
     found = check(good_events())
     lost, kept = found.stages
-    assert (found.replayed, lost.replayed, kept.replayed) == (10, 10, 0)
+    assert (lost.replayed, kept.replayed) == (10, 0)
     assert lost.phases['convert'] == pytest.approx(3.0)
     assert kept.phases['unblock'] == pytest.approx(3.1)
-    assert list(kept.phases) == list(localized.PHASES)
+    assert list(kept.phases) == list(PHASES)
 
 
 def test_seconds_are_from_the_kill_to_the_first_new_iteration() -> None:
@@ -105,6 +115,11 @@ def without(kind: type[Event], rank: int) -> Events:
     return [e for e in good_events() if (type(e), e.rank) != (kind, rank)]
 
 
+def with_event(kind: type[Event], rank: int, time: float, **fields: Any) -> Events:
+    added = [*good_events(), event(kind, rank, time, **fields)]
+    return sorted(added, key=lambda item: item.time)
+
+
 def with_field(rank: int, **fields: Any) -> Events:
     return [
         replace(e, **fields) if (type(e), e.rank) == (Recovered, rank) else e for e in good_events()
@@ -114,15 +129,14 @@ def with_field(rank: int, **fields: Any) -> Events:
 @pytest.mark.parametrize(
     ('events', 'complaint'),
     [
-        ([*good_events(), event(WorkerStarted, 2, 107.0)], r'rank 2 \(stage 1\).* 2 times'),
-        (without(WorkerStarted, 0), r'rank 0 \(stage 0\).* 0 times instead of 2'),
-        (good_events()[WORLD_SIZE:], 'rank 0.* 1 times instead of 2'),
-        (without(Recovered, 3), r'ranks \[3\] did not report'),
-        (with_field(3, scope='whole job'), "rank 3 reports scope 'whole job'"),
-        (with_field(1, stages=[0, 1]), r'rank 1 .* stages \[0, 1\]'),
+        (with_event(WorkerStarted, 2, 107.0, pid=9), '3 new processes'),
+        (without(WorkerStarted, 0), '1 new processes'),
+        (without(Recovered, 3), 'no rank did'),
+        (with_field(1, stages=[0, 1]), r'1: \[0, 1\]'),
+        (with_event(NextTier, 2, 103.0, pid=2, reason='no log', tier='the start'), 'tier disk'),
         (
-            [*good_events(), event(NextTier, 2, 103.0, reason='no log', tier='the whole job')],
-            'rank 2 .*no log',
+            with_event(NextTier, 2, 103.0, pid=2, reason='no log', tier='the whole job'),
+            'tier whole_job',
         ),
     ],
 )
@@ -131,15 +145,9 @@ def test_anything_but_a_localized_recovery_is_refused(events: Events, complaint:
         check(events)
 
 
-def test_a_recovery_of_the_whole_job_has_no_scope() -> None:
-    events = with_field(2, scope=UNSET)
-    with pytest.raises(LabError, match="scope 'the whole job'"):
-        check(events)
-
-
 def test_the_log_of_the_last_rank_goes_on_in_one_life() -> None:
     lives = [logged((27, 99.0), (28, 99.9)), logged((29, 117.0))]
-    with pytest.raises(LabError, match='2 lives'):
+    with pytest.raises(LabError, match='not localized'):
         check(good_events(), RunLog(lives, []))
 
 
@@ -149,16 +157,16 @@ def test_a_job_that_does_not_go_on_is_refused() -> None:
 
 
 def test_recovered_when_every_rank_says_so() -> None:
-    assert localized.all_recovered(good_events(), range(WORLD_SIZE))
-    assert not localized.all_recovered(without(Recovered, 1), range(WORLD_SIZE))
+    assert demo_summary.all_recovered(good_events())
+    assert not demo_summary.all_recovered(without(Recovered, 1))
 
 
 # The strip of the picture
 
 
 def test_lanes_follow_each_other_without_gaps() -> None:
-    events, log = good_events(), good_log()
-    story = localized.story(events, log, check(events), KILLED_AT, STAGE_RANKS, ['lost', 'kept'])
+    events = good_events()
+    story = demo_summary.story(disturbed(events), check(events))
     lost, kept = story.lanes
     assert [(span.doing, span.start, span.end) for span in lost.spans] == [
         (Doing.TRAINING, 72.5, 100.0),
@@ -177,11 +185,12 @@ def test_lanes_follow_each_other_without_gaps() -> None:
 # Reports
 
 
-def result() -> Result:
+def result(log: RunLog | None = None, digest: str = 'a' * 64) -> Result:
     """Without sparse checkpointing 400 ms an iteration, with it 500 ms before the failure."""
-    plain = RunLog([[item._replace(elapsed_ms=400.0) for item in good_log().iterations]], [])
+    slower = [item._replace(elapsed_ms=400.0) for item in good_log().iterations]
+    plain = Trained(RunLog([slower], []), StateDigest('a' * 64, 30, {}), [])
     captured = {rank: CapturedBytes([60, 40], 100) for rank in range(WORLD_SIZE)}
-    return Result(True, plain, good_log(), KILLED_AT, check(good_events()), captured)
+    return demo_summary.result(plain, disturbed(good_events(), log, digest), captured, LOST)
 
 
 def test_the_last_line_keeps_its_format() -> None:
@@ -191,16 +200,21 @@ def test_the_last_line_keeps_its_format() -> None:
     )
 
 
+def test_another_final_state_is_said() -> None:
+    found = result(digest='b' * 64)
+    assert not found.bit_identical
+    assert found.line().startswith('demo: bit_identical=false ')
+
+
 def test_overhead_counts_iterations_before_the_failure_only() -> None:
-    found = result()
-    slow = [item._replace(elapsed_ms=9000.0) for item in found.sparse.iterations]
+    slow = [item._replace(elapsed_ms=9000.0) for item in good_log().iterations]
     log = RunLog([[*good_log().iterations[:28], *slow[28:], *slow[28:], *slow[28:] * 20]], [])
-    assert costs.overhead(found.plain, log, KILLED_AT) == (400.0, 500.0)
+    assert result(log).iteration_ms == (400.0, 500.0)
 
 
 def test_tables_name_stages_and_phases() -> None:
     console = Console(file=io.StringIO(), width=120)
-    print_summary(result(), ('a' * 64, 'a' * 64), console)
+    demo_summary.print_summary(result(), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for part in (
         '10 (stage 0), 0 (stage 1)',

@@ -20,13 +20,12 @@ _TRAINING = (
 ).split()
 
 
-def training_flags(data: Path, iterations: int, digest: Path) -> list[str]:
-    """Flags of the fault-free run.
+def training_flags(data: Path, iterations: int) -> list[str]:
+    """Flags of plain Megatron.
 
     Args:
         data: prefix that `prepare_data` wrote.
         iterations: to train.
-        digest: file for the digest of the final state.
     """
     return [
         *_MODEL.flags(),
@@ -35,5 +34,5 @@ def training_flags(data: Path, iterations: int, digest: Path) -> list[str]:
         *models.TEXT,
         *models.NO_EVALUATION,
         *models.data_flags(data),
-        *('--train-iters', str(iterations), '--sparse-ckpt-digest', str(digest)),
+        *('--train-iters', str(iterations)),
     ]

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.drill.flags import drill_flags, value_of
+from tools.chaos.drill_flags import drill_flags, value_of
 from tools.lab.errors import LabError
 
 OWN = [

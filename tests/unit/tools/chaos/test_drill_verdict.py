@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from moevement_ext.events import DeviceProblem, Event, NextTier, Recovered
-from tools.drill import __main__ as drill
-from tools.drill.__main__ import main
-from tools.drill.verdict import devices, problems, recoveries
+from tools.chaos import drill
+from tools.chaos.drill import main
+from tools.chaos.drill_verdict import devices, problems, recoveries
 
 
 def recovered(rank: int, **changes: Any) -> Recovered:
