@@ -30,7 +30,6 @@ class WorkerLaunched(Event, frozen=True):
     """A worker runs, in its first life or a later one."""
 
     name = 'worker_launched'
-
     rank: int
     pid: int
     restarts: int
@@ -46,7 +45,6 @@ class WorkerEnded(Event, frozen=True):
     """A worker is gone."""
 
     name = 'worker_ended'
-
     rank: int
     pid: int
     code: int
@@ -60,7 +58,6 @@ class WorkerStopped(Event, frozen=True):
     """The launcher has killed a worker to start it again with all the others."""
 
     name = 'worker_stopped'
-
     rank: int
     pid: int
 
@@ -72,7 +69,6 @@ class WorkerLostAtExit(Event, frozen=True):
     """A worker that had done all its work was killed by a signal before its process ended."""
 
     name = 'worker_lost_at_exit'
-
     rank: int
     pid: int
     code: int
@@ -87,7 +83,6 @@ class WorkerLate(Event, frozen=True):
     """A worker has not come to join the others, who wait for it; it is killed."""
 
     name = 'worker_late'
-
     rank: int
     pid: int
 
@@ -99,7 +94,6 @@ class WorkerUndead(Event, frozen=True):
     """A worker was killed and does not die; the launcher ends without it."""
 
     name = 'worker_undead'
-
     rank: int
     pid: int
 
@@ -111,7 +105,6 @@ class AllStartAgain(Event, frozen=True):
     """The others cannot go on without the worker that died: all are killed and started again."""
 
     name = 'all_start_again'
-
     reason: str
 
     def __str__(self) -> str:
@@ -122,7 +115,6 @@ class WorkerEvicted(Event, frozen=True):
     """The others found this worker hung; it is killed."""
 
     name = 'worker_evicted'
-
     rank: int
     pid: int
 
@@ -134,7 +126,6 @@ class StoreLost(Event, frozen=True):
     """Nobody serves the store any more; who dies meanwhile waits to be replaced."""
 
     name = 'store_lost'
-
     address: str | None
     """That of `--sparse-ckpt-store`."""
 
@@ -159,7 +150,6 @@ class SpareReady(Event, frozen=True):
     """A hot spare has imported the program."""
 
     name = 'spare_ready'
-
     pid: int
 
     def __str__(self) -> str:
@@ -170,7 +160,6 @@ class SpareEnded(Event, frozen=True):
     """A hot spare is gone before it was used; one that never was ready is not replaced."""
 
     name = 'spare_ended'
-
     pid: int
     code: int
     was_ready: bool
@@ -184,7 +173,6 @@ class SpareMissing(Event, frozen=True):
     """A hot spare could not be started; the job goes on with one less."""
 
     name = 'spare_missing'
-
     reason: str
 
     def __str__(self) -> str:
@@ -195,7 +183,6 @@ class FaultStaged(Event, frozen=True):
     """A staged failure happened."""
 
     name = 'fault_staged'
-
     fault: str
     """What was given on the command line."""
     deleted: str | None = None
@@ -210,7 +197,6 @@ class NodeReady(Event, frozen=True):
     """A host is reached and can take the place of a node of the job."""
 
     name = 'node_ready'
-
     host: str
 
     def __str__(self) -> str:
@@ -221,7 +207,6 @@ class NodeSeated(Event, frozen=True):
     """A host is a node of the job from now on."""
 
     name = 'node_seated'
-
     host: str
     node: int
 
@@ -233,7 +218,6 @@ class NodeLost(Event, frozen=True):
     """A host is not reached any more, with all that ran there."""
 
     name = 'node_lost'
-
     host: str
     node: int | None
     """That it was; None: a spare."""
@@ -248,7 +232,6 @@ class NodeMissing(Event, frozen=True):
     """A host was asked for an agent, and none came."""
 
     name = 'node_missing'
-
     host: str
     reason: str
 
@@ -260,7 +243,6 @@ class DevicesFailing(Event, frozen=True):
     """Something is wrong with a device of a host."""
 
     name = 'devices_failing'
-
     host: str
     trouble: str
     usable: bool
@@ -274,7 +256,6 @@ class JobRecovered(Event, frozen=True):
     """All workers are back after a failure; they say so in a line."""
 
     name = 'job_recovered'
-
     line: str
     spares: str
     """What is left to take the place of the next that is lost."""
@@ -295,7 +276,6 @@ class JobEnded(Event, frozen=True):
     """All workers are gone: the last thing that a launcher says of a job, but for its memory."""
 
     name = 'job_ended'
-
     code: int
     seconds: float
     failures: int
@@ -324,7 +304,6 @@ class JobFailed(Event, frozen=True):
     """The job is given up; all its processes are killed."""
 
     name = 'job_failed'
-
     reason: str
 
     def __str__(self) -> str:
@@ -335,7 +314,6 @@ class MemoryKept(Event, frozen=True):
     """All workers are gone; what they kept in host memory is not."""
 
     name = 'memory_kept'
-
     directory: str
 
     def __str__(self) -> str:

@@ -6,10 +6,15 @@ from collections.abc import Callable
 
 
 class Loop:
-    """File descriptors and who is called when they become readable."""
+    """File descriptors and who is called when they become readable.
+
+    Attributes:
+        fd: readable when a turn would make a call.
+    """
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.EpollSelector()
+        self.fd = self._selector.fileno()
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
         """Call `call` whenever `fd` is readable, instead of what was called before."""

@@ -8,6 +8,8 @@ node for lost, and the agent kills its workers and ends: so no rank runs on two 
 
 import msgspec
 
+from moevement_ext.launch.config import LaunchConfig
+
 SILENT_S = 30.0
 
 
@@ -51,6 +53,13 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     last_lines: list[str]
 
 
+class Logged(msgspec.Struct, frozen=True, tag=True):
+    """A worker that is watched has printed that an iteration is over; not if it has a log."""
+
+    key: int
+    iteration: int
+
+
 class SpareIsReady(msgspec.Struct, frozen=True, tag=True):
     """A hot spare has imported the program."""
 
@@ -65,6 +74,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     log_dir: str | None
     defaults: dict[str, str]
     """Environment of the workers, where the user has not set it."""
+    fork: bool
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -74,6 +84,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     rank: int
     variables: dict[str, str]
     """Environment of the worker, whatever the user has set."""
+    watched: bool
+    """The supervisor has to know how far it is."""
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
@@ -84,20 +96,30 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
 
 
 class KeepSpares(msgspec.Struct, frozen=True, tag=True):
-    """Have so many hot spares."""
+    """Have so many hot spares from now on; those that there are stay until they are needed."""
 
     count: int
 
 
 class Vanish(msgspec.Struct, frozen=True, tag=True):
-    """End as a node does that loses its power, with what it keeps of the run in memory."""
+    """End as a node does that loses its power, with what it keeps of the run in memory.
 
+    An agent that has no other node is lost, too.
+    """
+
+    node: str
     directory: str
     """`--sparse-ckpt-dir`."""
     run_id: str
 
 
-FromAgent = Alive | Here | DevicesFail | Started | Ended | SpareIsReady
+FromAgent = Alive | Here | DevicesFail | Started | Ended | Logged | SpareIsReady
 FromSupervisor = Alive | Job | Start | Signal | KeepSpares | Vanish
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decoder(FromSupervisor)
+
+
+def job(config: LaunchConfig, defaults: dict[str, str]) -> Job:
+    """What is said of a job; `defaults` as in `Job`."""
+    log_dir = None if config.log_dir is None else str(config.log_dir.absolute())
+    return Job(config.program, list(config.flags), log_dir, defaults, config.fork)

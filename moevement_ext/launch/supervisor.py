@@ -17,7 +17,6 @@ from torch.distributed import DistError, TCPStore
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.events import Event
-from moevement_ext.launch.child import Child
 from moevement_ext.launch.config import Action, LaunchConfig, StagedFault
 from moevement_ext.launch.errors import LaunchError
 from moevement_ext.launch.events import (
@@ -31,18 +30,19 @@ from moevement_ext.launch.events import (
     WorkerEnded,
     WorkerEvicted,
     WorkerLate,
-    WorkerLaunched,
     WorkerLostAtExit,
     WorkerStopped,
     WorkerUndead,
 )
+from moevement_ext.launch.here import Here
 from moevement_ext.launch.loop import Loop
 from moevement_ext.launch.newcomers import Newcomers
 from moevement_ext.launch.outcome import Outcome, print_event
-from moevement_ext.launch.output import LogTail, Relay
+from moevement_ext.launch.output import LogTail
+from moevement_ext.launch.remote import RemoteChild
 from moevement_ext.launch.replacements import Replacements
-from moevement_ext.launch.staged_faults import StagedFaults
-from moevement_ext.launch.starter import LocalStarter, Starter
+from moevement_ext.launch.staged_faults import StagedFaults, logged_iteration
+from moevement_ext.launch.starter import Starter
 from moevement_ext.launch.statements import told_finished, told_memory, told_survivors
 from moevement_ext.launch.worker import BadEnd, Worker
 from moevement_ext.membership.eviction import evictions, take_eviction
@@ -87,7 +87,7 @@ class Supervisor:
         self,
         config: LaunchConfig,
         on_event: Callable[[Event], None] = print_event,
-        starter: Callable[[LaunchConfig, Loop, Callable[[Event], None]], Starter] = LocalStarter,
+        starter: Callable[[LaunchConfig, Loop, Callable[[Event], None]], Starter] = Here,
     ) -> None:
         self.config = config
         config.make_log_dir()
@@ -153,9 +153,8 @@ class Supervisor:
         tail = self._log_tail()
         self._starter.open(self.store.port)
         for rank in range(self.config.world_size):
-            child, was_spare = self._new_child(rank, 0)
-            self.workers.append(Worker(rank, child, self._relay(rank, child)))
-            self._started(self.workers[rank], was_spare)
+            self.workers.append(Worker(rank, self._new_child(rank, 0)))
+            self._started(self.workers[rank])
         self._starter.keep_spares()
         next_poll = time.monotonic()
         while not all(worker.finished for worker in self.workers):
@@ -175,24 +174,12 @@ class Supervisor:
 
     # Lives of a worker
 
-    def _new_child(self, rank: int, restarts: int) -> tuple[Child, bool]:
-        try:
-            return self._starter.start(rank, restarts)
-        except OSError as error:
-            raise LaunchError(f'rank {rank} cannot be started: {error}') from error
+    def _new_child(self, rank: int, restarts: int) -> RemoteChild:
+        watched = rank == self.config.world_size - 1 and self._faults.pending
+        return self._starter.start(rank, restarts, self._stage_faults if watched else None)
 
-    def _relay(self, rank: int, child: Child) -> Relay | None:
-        if child.output is None:
-            return None
-        is_last = rank == self.config.world_size - 1
-        return Relay(child.output, f'[rank {rank}] ', self._stage_faults if is_last else _ignore)
-
-    def _started(self, worker: Worker, was_spare: bool) -> None:
-        if worker.relay is not None:
-            self._loop.watch(worker.relay.fd, partial(self._pump, worker.relay))
+    def _started(self, worker: Worker) -> None:
         self._loop.watch(worker.child.death, partial(self._ended, worker))
-        if worker.pid:  # else it is reported once it is known
-            self._report(WorkerLaunched(worker.rank, worker.pid, worker.restarts, was_spare))
 
     def _ended(self, worker: Worker) -> None:
         code = self._reap(worker)
@@ -242,8 +229,7 @@ class Supervisor:
         if end.code < 0:
             self._report(WorkerLostAtExit(worker.rank, worker.pid, end.code))
         elif end.code != announced:  # said when the others, who are ending too, have ended
-            words = worker.last_words(self.config.log_of(worker.rank))
-            self._failed_at_exit.append(f'{end.how} when it had finished{words}')
+            self._failed_at_exit.append(f'{end.how} when it had finished{worker.last_words()}')
         worker.finished = True
         self._announced_code = max(self._announced_code, announced)
         return True
@@ -282,10 +268,6 @@ class Supervisor:
         """Wait for its end; returns how it ended."""
         self._loop.forget(worker.child.death)
         code = worker.child.reap()
-        if worker.relay is not None:
-            self._loop.forget(worker.relay.fd)
-            worker.relay.finish()
-        worker.child.close()
         worker.finished = code == 0
         return code
 
@@ -334,23 +316,18 @@ class Supervisor:
         for worker in workers:
             if not worker.child.to_die_s and not worker.child.dies():
                 what = f'rank {worker.rank} (pid {worker.pid}) does not die of SIGKILL'
-                self._starter.give_up(worker.child, f'{what}: it waits in the kernel, see dmesg')
+                worker.child.give_up(f'{what}: it waits in the kernel, see dmesg')
 
     def _start_again(self, worker: Worker, restarts: int) -> None:
         worker.restarts = restarts
-        worker.child, was_spare = self._new_child(worker.rank, restarts)
-        worker.relay = self._relay(worker.rank, worker.child)
-        self._started(worker, was_spare)
+        worker.child = self._new_child(worker.rank, restarts)
+        self._started(worker)
 
     def _is_done(self, worker: Worker) -> bool:
         return worker.finished or self._told(worker) is not None
 
     def _told(self, worker: Worker) -> int | None:
         return told_finished(self._said, worker.rank, worker.pid)
-
-    def _pump(self, relay: Relay) -> None:
-        if not relay.pump():
-            self._loop.forget(relay.fd)
 
     # The end
 
@@ -445,13 +422,16 @@ class Supervisor:
 
     def _log_tail(self) -> LogTail | None:
         log = self.config.log_of(self.config.world_size - 1)
-        return (
-            LogTail(log, self._stage_faults) if log is not None and self._faults.pending else None
-        )
+        return LogTail(log, self._read) if log is not None and self._faults.pending else None
 
-    def _stage_faults(self, line: str) -> None:
-        """Stage the failures that are due once the last rank has logged this line."""
-        for fault in self._faults.due(line):
+    def _read(self, line: str) -> None:
+        iteration = logged_iteration(line)
+        if iteration is not None:
+            self._stage_faults(iteration)
+
+    def _stage_faults(self, iteration: int) -> None:
+        """Stage the failures that are due once the last rank has logged this iteration."""
+        for fault in self._faults.due(iteration):
             if fault.action is Action.KILL_NODE:
                 self._kill_node(fault)
             else:
@@ -461,11 +441,5 @@ class Supervisor:
                 self._report(FaultStaged(str(fault)))
 
     def _kill_node(self, fault: StagedFault) -> None:
-        ranks = self.config.ranks_of(fault.target)
-        living = [self.workers[rank].child for rank in ranks if not self.workers[rank].child.ended]
-        deleted = self._starter.lose_node(fault.target, living, self._faults.memory_of)
+        deleted = self._starter.lose_node(fault.target, self._faults.memory_of)
         self._report(FaultStaged(str(fault), None if deleted is None else str(deleted)))
-
-
-def _ignore(line: str) -> None:
-    """Only the log of the last rank tells how far the job is."""

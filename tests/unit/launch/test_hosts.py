@@ -275,9 +275,9 @@ def test_stop_reaches_the_workers(job: SlurmJob) -> None:
 
 def test_stop_reaches_a_worker_that_has_no_node_yet(job: SlurmJob) -> None:
     """By whatever signal it would be asked with."""
-    child = remote.RemoteChild(messages.Start(0, 0, {}), 0)
+    child = remote.RemoteChild(messages.Start(0, 0, {}, watched=False), 0)
     child.signal(signal.SIGCONT)
-    assert not child.is_over
+    assert child.waits_for_node
     child.signal(signal.SIGUSR1)
     assert child.reap() == -signal.SIGUSR1
 
@@ -330,7 +330,8 @@ def test_a_hung_worker_is_killed(job: SlurmJob) -> None:
     assert [e.rank for e in job.events if isinstance(e, WorkerEvicted)] == [0]
 
 
-def test_staged_failures(job: SlurmJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize('logged', [True, False])
+def test_staged_failures(job: SlurmJob, logged: bool, tmp_path: Path) -> None:
     """A worker is killed, then all that a node has: agent, worker, and its windows of this run."""
     memory = tmp_path / 'memory'
     for place in ('run/a', 'run/b', 'run/c', 'other/b'):
@@ -348,7 +349,8 @@ def test_staged_failures(job: SlurmJob, tmp_path: Path) -> None:
         f'--sparse-ckpt-dir={memory}', '--sparse-ckpt-run-id', 'run',
         '1.0=print:iteration 2/', '1.1=print:iteration 3/',
     )  # fmt: skip
-    supervisor = job.on_hosts('abc', *flags, nodes=2, log_dir=tmp_path / 'logs', faults=faults)
+    log_dir = tmp_path / 'logs' if logged else None
+    supervisor = job.on_hosts('abc', *flags, nodes=2, log_dir=log_dir, faults=faults)
     assert supervisor.run() == 0
     assert codes(job, 1) == [-9, -9, 0]
     assert lost(job) == [('b', 1)]

@@ -65,7 +65,6 @@ def test_flags(job: SlurmJob, scontrol: Path) -> None:
         ('--workers-per-node 0 -- PROGRAM', '--workers-per-node 0 must be at least 1'),
         ('--grace -1 -- PROGRAM', '--grace -1.0 must be at least 0'),
         ('--before-end -1 -- PROGRAM', '--before-end -1.0 must be at least 0'),
-        ('--kill 0@2 -- PROGRAM', '--kill 0@2 is staged by what the last rank logs: give a --log'),
         ('-- nowhere.py', 'nowhere.py: no such program'),
         ('--log-dir /proc/none -- PROGRAM', '--log-dir /proc/none: no log can be written there'),
     ],

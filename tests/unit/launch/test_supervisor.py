@@ -422,8 +422,10 @@ def test_without_logs_each_line_tells_the_rank(
 
 def test_a_log_that_cannot_be_written_is_named(job: Job, tmp_path: Path) -> None:
     (tmp_path / 'rank1.log').mkdir()
+    job.finish_when = lambda: False
     assert job.run(nodes=2, log_dir=tmp_path) == 1
-    assert 'rank 1 cannot be started' in failure(job)
+    assert 'it failed by itself 3 times' in failure(job)
+    assert 'cannot be started on node1: ' in failure(job)
     assert 'rank1.log' in failure(job)
 
 
