@@ -204,7 +204,7 @@ def main() -> None:
     with user_errors.in_one_line():
         fp8_masters.take_place(args)
         if args.sparse_ckpt:
-            refuse_unsupported(args)  # before upstream's configurations say it at length
+            refuse_unsupported(vars(args))  # before upstream's configurations say it at length
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     train = partial(pretrain, config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
     with user_errors.in_one_line():

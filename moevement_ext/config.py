@@ -12,12 +12,19 @@ from moevement_ext.errors import UserError
 AUTO = 'auto'
 LOCALIZED = 'localized'
 WHOLE_JOB = 'whole-job'
+ON = 'on'
 OFF = 'off'
 REPORT = 'report'
 STOP = 'stop'
 GPU = 'gpu'
 SLOWEST_NETWORK_GB_PER_S = 0.02
 """Twice of what a peer waits for."""
+POPULARITY = 'popularity'
+SOFT = 'soft'
+DECAYED = 'decayed'
+CAPACITY = 'capacity'
+FIXED = 'fixed'
+ORDERS = (POPULARITY, SOFT, DECAYED, CAPACITY, FIXED)
 LONGEST_WINDOW = 10_000
 """Iterations; no window file has room for so many slots."""
 
@@ -62,6 +69,13 @@ class SparseCheckpointConfig:
     persisted, for which the log has room."""
     max_wait: float = 1.0
     """Seconds training waits at most for a window to be persisted; then the next one is skipped."""
+    order: str = POPULARITY
+    """Captured last, so frozen longest in a replay: 'popularity': the experts with the most tokens;
+    'soft': with the most weight from their router; 'decayed': with the most tokens of late;
+    'capacity': that are the fullest; 'fixed': the order of the model."""
+    freeze: str = ON
+    """'on': a replay leaves out weight gradients of operators whose updates are still to come;
+    'off': it computes and drops them."""
     reorder_fraction: float = 0.25
     """Re-plan when at least this fraction of experts changed popularity."""
     reorder_change: float = 0.10
@@ -112,6 +126,8 @@ class SparseCheckpointConfig:
                 f'--sparse-ckpt-hang-timeout ({self.hang_timeout:g}).'
             )
         _one_of('--sparse-ckpt-recovery', self.recovery, LOCALIZED, WHOLE_JOB)
+        _one_of('--sparse-ckpt-order', self.order, *ORDERS)
+        _one_of('--sparse-ckpt-freeze', self.freeze, ON, OFF)
         _one_of('--sparse-ckpt-bind', self.bind, GPU, OFF)
         if self.verify not in (OFF, REPORT, STOP):
             raise ConfigurationError(
@@ -211,7 +227,8 @@ def _check_window(flag: str, window: int) -> None:
 
 def _one_of(flag: str, value: str, *choices: str) -> None:
     if value not in choices:
-        raise ConfigurationError(f'{flag} {value!r} must be {" or ".join(choices)}.')
+        *others, last = choices
+        raise ConfigurationError(f'{flag} {value!r} must be {", ".join(others)} or {last}.')
 
 
 def _at_least(flag: str, value: float, least: float) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events of a run as JSON lines, one file per rank: what there is, its writer and its reader.
 
-A line has the fields of `Event`, the name of the event among them, and those of its kind.
+A line has the fields of `Event`, the name of the event among them, and those of its kind. Those of
+launchers, in a file of the launcher, are in `launch/events.py`.
 """
 
 import enum
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class EventName(enum.StrEnum):
-    """Value of `event` in a line."""
+    """Value of `event` in a line of a rank."""
 
     WORKER_STARTED = 'worker_started'
     JOB_DESCRIBED = 'job_described'
@@ -45,9 +46,9 @@ class EventName(enum.StrEnum):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """What every line says. A writer leaves these fields to `EventLog.emit`."""
+    """What every line says. A rank leaves these fields to `EventLog.emit`."""
 
-    name: ClassVar[EventName]
+    name: ClassVar[str]
 
     time: float = 0.0
     """Seconds since the epoch."""
@@ -59,7 +60,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
     def own_fields(self) -> dict[str, Any]:
         """The fields of this kind of event, without those of every line and those not set."""
-        own = self.__struct_fields__[len(Event.__struct_fields__) :]
+        own = (name for name in self.__struct_fields__ if name not in Event.__struct_fields__)
         values = ((name, getattr(self, name)) for name in own)
         return {name: value for name, value in values if value is not UNSET}
 
@@ -249,6 +250,8 @@ class Recovered(Event, frozen=True, kw_only=True):
     """By phase, on this rank."""
     iterations: int | UnsetType = UNSET
     """Iterations whose loss, or gradient norm, was compared with what had been recorded of it."""
+    went_on: int | UnsetType = UNSET
+    """Failures of other stages during its replay, which went on where it was; localized only."""
 
     @property
     def localized(self) -> bool:
@@ -292,11 +295,6 @@ class Finished(Event, frozen=True, kw_only=True):
     """Whether host memory was given back."""
 
 
-_KINDS: dict[str, msgspec.json.Decoder[Event]] = {
-    kind.name: msgspec.json.Decoder(kind) for kind in Event.__subclasses__()
-}
-
-
 class _Named(msgspec.Struct):
     event: str
 
@@ -307,14 +305,17 @@ _NAME = msgspec.json.Decoder(_Named)
 def decode(lines: bytes) -> Iterator[Event]:
     """The events of complete lines; those of unknown names, and a line cut off, are left out.
 
+    A kind is known once its module is imported.
+
     Raises:
         msgspec.ValidationError: a line is no JSON object, or lacks a field of its kind.
     """
+    kinds = {kind.name: kind for kind in Event.__subclasses__()}
     for line in lines.splitlines(keepends=True):
         if line.endswith(b'\n'):
-            decoder = _KINDS.get(_NAME.decode(line).event)
-            if decoder is not None:
-                yield decoder.decode(line)
+            kind = kinds.get(_NAME.decode(line).event)
+            if kind is not None:
+                yield msgspec.json.decode(line, type=kind)
 
 
 _BEGINS = b'{"time":'
@@ -366,64 +367,38 @@ def _check_cut_off(file: FileIO, begin: int) -> None:
         raise FileExistsError(errno.EEXIST, 'it holds something else than events', str(file.name))
 
 
-class EventLog:
+class EventFile:
     """Appends one JSON object per line; a line that is written is there even if the process dies.
 
-    One that it dies in may be cut off, and is taken back by the next life of the rank. Safe to call
-    from any thread. A file system that refuses a line (full, gone) ends the log with a warning and
-    never the training (invariant I6).
+    One that it dies in may be cut off, and is taken back by the next that opens the file. Safe to
+    call from any thread. A file system that refuses a line (full, gone) ends the file with a
+    warning, and nothing else.
 
     Args:
-        directory: `--sparse-ckpt-events`, or None: nothing is written.
-        rank: global rank of this process.
-        required: refuse a directory that cannot be written to; else there is a warning. Whoever
-            joins a running job is needed more than its events are.
-
-    Attributes:
-        iteration: the newest one that this rank has committed.
-        recoveries: how many this process has come through.
-        listeners: called with every event, by the thread that emits it; they must not fail.
+        path: of the file; its folder is made if need be.
 
     Raises:
-        UserError: the directory cannot be written to.
+        OSError: it cannot be written to.
     """
 
-    def __init__(self, directory: str | None, rank: int, required: bool = True) -> None:
-        self._rank = rank
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._file: FileIO | None = None
-        self.iteration = 0
-        self.recoveries = 0
-        self.listeners: list[Callable[[Event], None]] = []
-        if directory is not None:
-            try:
-                Path(directory).mkdir(parents=True, exist_ok=True)
-                self._file = _to_append(Path(directory) / f'rank{rank}.jsonl')
-            except OSError as error:
-                said = f'--sparse-ckpt-events {directory}: events cannot be written there: {error}.'
-                if required:
-                    raise UserError(
-                        f'{said} Give a directory that this user can write to, or leave the flag '
-                        'out.'
-                    ) from error
-                logger.warning('sparse checkpointing: rank %d goes on without: %s', rank, said)
+        self._file: FileIO | None = _to_append(path)
 
-    def emit(self, event: Event) -> None:
-        """Write one event with time (seconds since the epoch), rank, pid and iteration."""
+    def append(self, event: Event, rank: int, pid: int, iteration: int = 0) -> None:
+        """Write one event, with the time (seconds since the epoch) and these fields of `Event`."""
         line = {
             'time': time.time(),
             'event': event.name,
-            'rank': self._rank,
-            'pid': os.getpid(),
-            'iteration': self.iteration,
+            'rank': rank,
+            'pid': pid,
+            'iteration': iteration,
             **event.own_fields(),
         }
         with self._lock:
             if self._file is not None:
                 self._write(self._file, msgspec.json.encode(line) + b'\n')
-        self.recoveries += isinstance(event, Recovered)
-        for listener in self.listeners:
-            listener(event)
 
     def close(self) -> None:
         """Close the file; what comes later is not written."""
@@ -442,3 +417,53 @@ class EventLog:
         logger.warning('no more events are written to %s: %s', file.name, problem)
         file.close()
         self._file = None
+
+
+class EventLog:
+    """The events of a rank. Safe to call from any thread; never ends training (invariant I6).
+
+    Args:
+        directory: `--sparse-ckpt-events`, or None: nothing is written.
+        rank: global rank of this process.
+        required: refuse a directory that cannot be written to; else there is a warning. Whoever
+            joins a running job is needed more than its events are.
+
+    Attributes:
+        iteration: the newest one that this rank has committed.
+        recoveries: how many this process has come through.
+        listeners: called with every event, by the thread that emits it; they must not fail.
+
+    Raises:
+        UserError: the directory cannot be written to.
+    """
+
+    def __init__(self, directory: str | None, rank: int, required: bool = True) -> None:
+        self._rank = rank
+        self._file: EventFile | None = None
+        self.iteration = 0
+        self.recoveries = 0
+        self.listeners: list[Callable[[Event], None]] = []
+        if directory is not None:
+            try:
+                self._file = EventFile(Path(directory) / f'rank{rank}.jsonl')
+            except OSError as error:
+                said = f'--sparse-ckpt-events {directory}: events cannot be written there: {error}.'
+                if required:
+                    raise UserError(
+                        f'{said} Give a directory that this user can write to, or leave the flag '
+                        'out.'
+                    ) from error
+                logger.warning('sparse checkpointing: rank %d goes on without: %s', rank, said)
+
+    def emit(self, event: Event) -> None:
+        """Write one event with time (seconds since the epoch), rank, pid and iteration."""
+        if self._file is not None:
+            self._file.append(event, self._rank, os.getpid(), self.iteration)
+        self.recoveries += isinstance(event, Recovered)
+        for listener in self.listeners:
+            listener(event)
+
+    def close(self) -> None:
+        """Close the file; what comes later is not written."""
+        if self._file is not None:
+            self._file.close()

@@ -10,6 +10,6 @@ from pathlib import Path
 
 if __name__ == '__main__':
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from moevement_ext.local_cluster.command_line import main
+    from moevement_ext.launch.command_line import main
 
     sys.exit(main())

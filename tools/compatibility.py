@@ -1,42 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Says how a job can be protected, by its flags, without starting it.
+"""Writes docs/compatibility.md: which flags of Megatron are refused, or leave the whole job only.
 
-    python -m tools.compatibility -- --num-layers 32 --hidden-size 4096 ...
     python -m tools.compatibility --write
 
-After `--` come all flags of pretrain_gpt.py. What upstream itself refuses shows at the start only.
-With --write docs/compatibility.md is written anew, which lists all flags: from the lists in
-`megatron/moevement/job/compatibility`, from the parser of the installed megatron-core and from what
-setup.py and the Dockerfile ask for.
-
-Exit status: 0 the job can be protected, 1 it is refused, 2 a flag is wrong.
+It is made from the rules in `megatron/moevement/job/compatibility`, and from what setup.py and the
+Dockerfile ask for. Without --write the page is printed. What becomes of the flags of one job says
+`tools.check`.
 """
 
-import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron.moevement.job.compatibility.companions import COMPANIONS
-from megatron.moevement.job.compatibility.exact import EXACT
-from megatron.moevement.job.compatibility.refused import REFUSED
-from megatron.moevement.job.compatibility.rule import Group, Rule
-from megatron.moevement.job.compatibility.whole_job import WHOLE_JOB
-from megatron.moevement.job.compatibility.without_effect import WITHOUT_EFFECT
-from moevement_ext.config import LOCALIZED, ConfigurationError
+from megatron.moevement.job.compatibility.refused_flags import REFUSED
+from megatron.moevement.job.compatibility.rule import Rule
+from megatron.moevement.job.compatibility.whole_job_flags import WHOLE_JOB
 from tools.lab.arguments import Parser
-from tools.lab.trainer_flags import parse_trainer_flags, trainer_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / 'docs' / 'compatibility.md'
 _WIDTH = 100
-_END = '--'
-_RECOVERED = {
-    True: 'on the stages that lost a worker alone, under a launcher that can (docs/operations.md)',
-    False: 'by all workers together, which start again from windows in host memory',
-}
 
 CHECKED = (
     ('torch 2.15.0, gloo', '0.19.2', 'none', 'all tests but `tests/gpu`, on the CPU'),
@@ -71,95 +56,48 @@ _HEAD = """# Compatibility
 
 <!-- Written by `python -m tools.compatibility --write`; a change goes into its sources. -->
 
-Every flag of megatron-core 0.19.2 is in one of these lists, by what becomes of a job with
-`--sparse-ckpt`. A flag at its default never matters, but for gloo groups beside those of NCCL.
+Flags of megatron-core 0.19.2 that do not go with `--sparse-ckpt`:
 
 - [Refused](#refused): the job is not started; the message names the flag and what to do instead.
 - [Whole job only](#whole-job-only): a failure restarts all workers, which recover together from
   host memory, with the same bits. The log says so at the start.
-- [Localized](#localized): only the stages that lost a worker replay; every bit is as if nothing had
-  happened. A test shows it, or an argument says why it must be so.
-- [With another flag](#with-another-flag): they act only beside one that is listed above.
-- [Without effect](#without-effect) on what is trained.
+
+With all others only the stages that lost a worker replay, and every bit is as if nothing had
+happened. A flag counts in the identity of the run, also one that a new Megatron brings: a job that
+is started with another value finds its windows refused, by the name of the flag. Those that cannot
+change a bit (logging, paths, intervals of dense checkpoints, exits) may differ from start to start.
+
+`python -m tools.check -- <flags>` says what becomes of the flags of a job, without starting it.
 """
 
-_TRIED = (
-    'Each is tried with parsed flags in `tests/unit/megatron/moevement/job/test_unsupported.py`.'
-)
-
-_LOCALIZED = (
-    'For values that no rule above names. Sequences of different lengths\n'
-    '(`TransformerConfig.variable_seq_lengths`, which no flag sets) are among them, up to\n'
-    '`--seq-length`, by which the upstream log is sized:\n'
-    '`test_sequences_of_different_lengths_are_recovered_locally`.'
+_LENGTHS = (
+    'Sequences of different lengths (`TransformerConfig.variable_seq_lengths`, which no flag sets) '
+    'are recovered locally up to `--seq-length`, by which the upstream log is sized.'
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    own = given[: given.index(_END)] if _END in given else given
     parser = Parser(prog='python -m tools.compatibility', description=__doc__)
     parser.add_argument('--write', action='store_true', help='write docs/compatibility.md anew')
-    flags = given[len(own) + 1 :]
-    if parser.parse_args(own).write == bool(flags):
-        parser.error(f'give {_END} and the flags of the job, or --write')
-    if flags:
-        return _judge(parse_trainer_flags(flags))
+    if not parser.parse_args(argv).write:
+        sys.stdout.write(document())
+        return 0
     DOCUMENT.write_text(document(), 'utf-8')
     print(f'{DOCUMENT.relative_to(ROOT)} is written.')
     return 0
 
 
-def _judge(settings: argparse.Namespace) -> int:
-    """Print what becomes of a job with these settings; the exit status."""
-    # Here, for they import parts of upstream, which comes after the stand-in for a GPU.
-    from megatron.moevement.arguments import config_from_args
-    from megatron.moevement.job.unsupported import hazard
-
-    refused = [rule for rule in REFUSED if rule.applies(settings)]
-    for rule in refused:
-        print(f'refused: {rule.shown(settings)}: {rule.remedy}; {rule.reason}')
-    if refused:
-        return 1
-    try:
-        config = config_from_args(settings)
-    except ConfigurationError as error:
-        print(f'refused: {error}')
-        return 1
-    whole = [rule for rule in WHOLE_JOB if rule.applies(settings)]
-    for rule in whole:
-        print(f'whole job: {rule.shown(settings)}: {rule.reason}; to avoid it {rule.remedy}')
-    danger = hazard(settings)
-    if danger:
-        print(f'note: {danger}')
-    localized = config.recovery == LOCALIZED and not whole
-    print(f'protected: a failure is recovered {_RECOVERED[localized]}')
-    return 0
-
-
 def document() -> str:
     """The whole page."""
-    flags = flags_of_megatron()
-    sections = (
-        _HEAD,
-        _versions(),
-        f'## Refused\n\n{_TRIED}\n\n{_rules(REFUSED)}',
-        f'## Whole job only\n\n{_TRIED}\n\n{_rules(WHOLE_JOB)}',
-        f'## Localized\n\n{_LOCALIZED}\n\n' + _groups(EXACT, flags),
-        '## With another flag\n\n' + _companions(flags),
-        '## Without effect\n\n' + '\n'.join(_lists(WITHOUT_EFFECT, flags)),
+    return '\n'.join(
+        (
+            _HEAD,
+            f'## Refused\n\n{_rules(REFUSED)}',
+            f'## Whole job only\n\n{textwrap.fill(_LENGTHS, _WIDTH)}\n\n{_rules(WHOLE_JOB)}',
+            _versions(),
+        )
     )
-    return '\n'.join(sections)
-
-
-def flags_of_megatron() -> dict[str, str]:
-    """How a user writes the flag of each setting, from upstream's own parser."""
-    parser = trainer_parser()
-    return {
-        action.dest: next(text for text in action.option_strings if text.startswith('--'))
-        for action in reversed(parser._actions)
-    }
 
 
 def _versions() -> str:
@@ -178,39 +116,28 @@ def _versions() -> str:
 
 
 def _rules(rules: Iterable[Rule]) -> str:
-    def condition(rule: Rule) -> str:
-        return ' '.join(filter(None, (f'`{rule.flag}`', rule.values.words, rule.when.words)))
-
-    return _table(
-        ('Flag', 'Why', 'Instead'), [(condition(rule), rule.reason, rule.remedy) for rule in rules]
-    )
-
-
-def _groups(groups: Iterable[Group], flags: dict[str, str]) -> str:
-    rows = [
-        (group.title, _named(group.settings, flags), _tests_as_code(group.because))
-        for group in groups
+    """A row for each reason, with all flags that have it."""
+    rows: dict[str, list[Rule]] = {}
+    for rule in rules:
+        rows.setdefault(rule.reason, []).append(rule)
+    cells = [
+        (', '.join(map(_condition, alike)), why, _remedies(alike)) for why, alike in rows.items()
     ]
-    return _table(('What', 'Flags', 'Shown by'), rows)
+    return _table(('Flag', 'Why', 'Instead'), cells)
 
 
-def _companions(flags: dict[str, str]) -> str:
-    rows = [(f'`{flags[leader]}`', _named(names, flags)) for leader, names in COMPANIONS.items()]
-    return _table(('Beside', 'Flags'), rows)
+def _condition(rule: Rule) -> str:
+    return ' '.join(filter(None, (f'`{rule.flag}`', rule.values.words, rule.when.words)))
 
 
-def _lists(groups: Iterable[Group], flags: dict[str, str]) -> Iterator[str]:
-    for group in groups:
-        text = f'**{group.title.capitalize()}.** {group.because} {_named(group.settings, flags)}'
-        yield textwrap.fill(text, _WIDTH, break_on_hyphens=False, break_long_words=False) + '\n'
-
-
-def _named(settings: Iterable[str], flags: dict[str, str]) -> str:
-    return ', '.join(f'`{flags[name]}`' for name in settings)
-
-
-def _tests_as_code(text: str) -> str:
-    return re.sub(r'\btest_\w+(\[[^]]+\])?', r'`\g<0>`', text)
+def _remedies(rules: Sequence[Rule]) -> str:
+    """What to do instead; where rules with one reason differ, with the flags of each."""
+    flags: dict[str, list[str]] = {}
+    for rule in rules:
+        flags.setdefault(rule.remedy, []).append(f'`{rule.flag}`')
+    if len(flags) == 1:
+        return next(iter(flags))
+    return '; '.join(f'{", ".join(named)}: {remedy}' for remedy, named in flags.items())
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.lab.arguments import Parser
-from tools.simulate import lazarus as expert_placement
-from tools.simulate.survival import Placed, survival_report
+from tools.simulate import placement as expert_placement
+from tools.simulate.placement import Placed, survival_report
 
 SPREADS = 20
 _MOST_SKEW = 100

@@ -7,12 +7,14 @@ import functools
 import re
 from typing import NoReturn
 
-from megatron.moevement.job.unsupported import refuse_unsupported
+from megatron.moevement.facts import UpstreamArguments
 from moevement_ext.config import (
     AUTO,
     GPU,
     LOCALIZED,
     OFF,
+    ON,
+    ORDERS,
     REPORT,
     STOP,
     WHOLE_JOB,
@@ -138,6 +140,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         'is skipped.',
     )
     group.add_argument(
+        '--sparse-ckpt-order',
+        choices=ORDERS,
+        default=_DEFAULTS.order,
+        help='Which experts a window captures last, which a replay then keeps frozen longest. '
+        'popularity: those with the most tokens; soft: with the most weight from their router; '
+        'decayed: with the most tokens, averaged over windows; capacity: that use most of '
+        '--moe-expert-capacity-factor; fixed: as they come in the model.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-freeze',
+        choices=(ON, OFF),
+        default=_DEFAULTS.freeze,
+        help='on: a replay leaves out the weight gradients of frozen operators; off: it computes '
+        'and drops them, to measure what that spares.',
+    )
+    group.add_argument(
         '--sparse-ckpt-reorder-fraction',
         type=float,
         default=_DEFAULTS.reorder_fraction,
@@ -247,12 +265,11 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
         action.help = action.help and re.sub(r'(?<!%)%(?![%(])', '%%', action.help)
 
 
-def config_from_args(args: argparse.Namespace) -> SparseCheckpointConfig:
-    """The settings on the command line.
+def config_from_args(args: UpstreamArguments) -> SparseCheckpointConfig:
+    """The settings of sparse checkpointing on the command line.
 
     Raises:
-        ConfigurationError: a value breaks a rule, or a Megatron flag does not go with it.
+        ConfigurationError: a value breaks a rule.
     """
-    refuse_unsupported(args)
     names = [field.name for field in dataclasses.fields(SparseCheckpointConfig)]
     return SparseCheckpointConfig(**{name: getattr(args, f'sparse_ckpt_{name}') for name in names})

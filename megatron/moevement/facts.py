@@ -6,6 +6,7 @@ Checked against megatron-core 0.19.2.
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,7 +14,11 @@ import torch
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 UpstreamArguments = argparse.Namespace
-"""Upstream's parsed arguments: for what hands them back to upstream, or reads every one of them."""
+"""Upstream's parsed arguments, between the command line and what follows from them."""
+
+Settings = Mapping[str, object]
+"""All settings of the job, under the names that upstream's arguments have; the configurations of a
+loop of one's own have fewer. For what reads every one of them, or asks for them by name."""
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from typing import Any
 
 from megatron.moevement.arguments import config_from_args
 from megatron.moevement.counters import Counters
-from megatron.moevement.facts import UpstreamArguments, facts_of
+from megatron.moevement.facts import Settings, UpstreamArguments, facts_of
 from megatron.moevement.job import ending
 from megatron.moevement.job.loop import decode_handover
 from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
+from megatron.moevement.job.unsupported import refuse_unsupported
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
 from megatron.moevement.seams import compiled, fp8_masters, patches, torch_adam, upstream
 from megatron.moevement.seams.data_position import UpstreamData
@@ -34,19 +35,21 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: UpstreamArgum
     """
     if args.sparse_ckpt_digest is not None and args.rank == 0:  # who writes it
         refuse_unwritable(args.sparse_ckpt_digest)
+    settings: Settings = vars(args)
     torch_adam.mend()
-    fp8_masters.install(args)
+    fp8_masters.install(settings)
     if not args.sparse_ckpt:
         _digest_at_the_end(args)
         train()
         announce(args.rank, 0)
         return
     compiled.make_repeatable(args.deterministic_mode, warns=args.rank == 0)
+    refuse_unsupported(settings)
     config, facts = config_from_args(args), facts_of(args)
     data = UpstreamData(facts.dataloader_type == 'cyclic', args.full_validation)
-    operations = OperationCount(partial(upstream.floating_point_operations, args))
-    with protected_job(args, facts, args, config, data, operations) as session:
-        UpstreamTrainer(args, facts, session, data).install()
+    operations = OperationCount(upstream.floating_point_operations)
+    with protected_job(settings, facts, args, config, data, operations) as session:
+        UpstreamTrainer(settings, facts, args, session, data).install()
         _digest_at_the_end(args)  # outermost: of a state that is whole, after the last recovery
         try:
             _train(train, args, session)

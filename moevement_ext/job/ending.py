@@ -8,7 +8,7 @@ import torch
 from torch.distributed import DistError
 
 from moevement_ext.job.job import Job
-from moevement_ext.local_cluster.statements import tell_finished
+from moevement_ext.launch.statements import tell_finished
 from moevement_ext.membership.rendezvous import launcher_store
 
 _STORE_TIMEOUT = timedelta(seconds=10)

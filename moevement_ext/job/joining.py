@@ -10,7 +10,7 @@ from torch.distributed import Store
 
 from moevement_ext.config import LOCALIZED, SparseCheckpointConfig, node_name
 from moevement_ext.errors import UserError
-from moevement_ext.local_cluster.statements import tell_joining, tell_memory, tell_survivors
+from moevement_ext.launch.statements import tell_joining, tell_memory, tell_survivors
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rendezvous import Rendezvous, launcher_store

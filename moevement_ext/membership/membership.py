@@ -11,6 +11,7 @@ trains, and *leaves* when the epoch is broken. Who does that:
   between came to nothing, since all others wait for the new process before they train.
 - *From `settle` on* the training thread alone leaves and meets. It is told by what it waits for:
   process groups, stores and barriers raise. What it is busy with (a write, a loader) is waited for.
+- While it replays it can leave that to another thread (see `beside`), and go on.
 - A training thread that is stuck, in a wait that was ended or by itself, cannot leave. Another
   thread ends the process, with a status of its own (`EXIT_STUCK`), and its launcher replaces it.
 - One that waits for others for the time that a collective is allowed breaks the epoch: somebody
@@ -21,18 +22,18 @@ trains, and *leaves* when the epoch is broken. Who does that:
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn
 
 import msgspec
 from torch.distributed import DistError, PrefixStore, Store
 
 from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
-from moevement_ext.membership import progress
-from moevement_ext.membership.absentees import Absentees
-from moevement_ext.membership.eviction import evict
+from moevement_ext.membership.beside import Beside, Met
+from moevement_ext.membership.meeting import Meetings
 from moevement_ext.membership.rendezvous import (
     Ending,
     EpochBroken,
@@ -44,9 +45,10 @@ from moevement_ext.membership.rendezvous import (
     is_broken,
 )
 from moevement_ext.membership.replacing import ends_within, replace_this_process
-from moevement_ext.membership.report import NOWHERE, Report, decode_all, encode
+from moevement_ext.membership.report import NOWHERE, Report, decode_all
+from moevement_ext.membership.standstill import Present, Standstill
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
-from moevement_ext.membership.training_thread import Look, TrainingThread
+from moevement_ext.membership.training_thread import TrainingThread
 from moevement_ext.membership.watch import HEARTBEAT_SECONDS, EpochWatch
 from moevement_ext.process.leaving import end_at_once
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
@@ -57,13 +59,8 @@ logger = logging.getLogger(__name__)
 
 _UPDATE_GRACE_SECONDS = 1.0
 _CLOSING = timedelta(seconds=20)
-_PUBLICATIONS_IN_A_TIMEOUT = 10
 _UNBLOCK_SECONDS = 30.0
 """After which the end of all waits is not waited for: a GPU may never let go of its."""
-_OUT_OF_WAITS_SECONDS = 5.0
-"""After which a thread is never going to leave a wait that was ended; it takes a quarter second."""
-_OUT_OF_QUEUE_SECONDS = 30.0
-"""The same with a GPU, which first computes a thousand kernels that were queued before."""
 
 
 class Membership:
@@ -89,24 +86,21 @@ class Membership:
         self._rendezvous = rendezvous
         self._store = store = rendezvous.store
         self._loss = StoreLoss(store, hang_timeout_s, self._without_store)
+        self._meetings = Meetings(rendezvous, self._loss, timeout, hang_timeout_s)
         self._watching = Connections(self._loss.connect)
         self._timeout = timeout
         self._hang_timeout_s = hang_timeout_s
-        self._stuck_timeout_s = stuck_timeout_s
         self._groups: ProcessGroups | None = None
-        self._training_thread: TrainingThread | None = None
-        self._setting_up_thread = TrainingThread()
         self.joining = self._at_barrier = self.ended_epoch = False
         self._unblocked_at: float | None = None
-        self._seen = self._published = (NOWHERE, NOWHERE)
-        """Epoch and newest committed iteration: as last looked at, and as others know."""
-        self._publish_at = 0.0
+        self._standstill = Standstill(rendezvous.rank, timeout.total_seconds(), stuck_timeout_s)
         self._wake: Callable[[], None] = lambda: None
         self._in_use: list[Store] = []
         self._closed = threading.Event()
         self._setting_up = threading.Lock()
-        """Held by who moves on to the next epoch before `settle`."""
+        """Held by who moves on to the next epoch in the place of the training thread."""
         self._settled = False
+        self._beside: Beside | None = None
         self._lost: SparseCheckpointError | None = None
         self.reason = ''
         self.detect_s = 0.0
@@ -118,7 +112,7 @@ class Membership:
         self._rendezvous.predecessor_took_part()
         self._brought = report()
         with self._setting_up:
-            self._arrive(self._meet_first())
+            self._take(self._meet_first())
             self.origin = max(
                 [report.origin for report in self.reports if report.survivor] or [NOWHERE]
             )
@@ -129,7 +123,7 @@ class Membership:
     def _meet_first(self) -> Meeting:
         """Meet, again if all are new but some were set up to join others, and end now."""
         while True:
-            meeting = self._meet_others(lambda: self._brought, None)
+            meeting = self._meetings.meet(lambda: self._brought, None)
             reports = decode_all(meeting.reports)
             survived = any(report.survivor for report in reports)
             if survived or not any(report.midway for report in reports):
@@ -138,8 +132,8 @@ class Membership:
 
     @property
     def store(self) -> Store:
-        """For keys of the present epoch."""
-        return self._meeting.store
+        """For keys of the epoch in which the training thread is."""
+        return self._taken.store
 
     @property
     def archive(self) -> Store:
@@ -154,8 +148,8 @@ class Membership:
 
     @property
     def broken(self) -> bool:
-        """A failure was announced in the present epoch."""
-        return self._watch.broken.is_set()
+        """A failure was announced in the present epoch, and the training thread is to leave."""
+        return self._interrupted.is_set()
 
     def broken_in_the_store(self) -> bool:
         """The same, asked now: a connection that was silently lost may be slow to say so.
@@ -193,7 +187,7 @@ class Membership:
             wake: called on the watching thread besides: ends waits that are not torch's.
         """
         self._wake = wake
-        self._training_thread = TrainingThread()
+        self._standstill.thread = TrainingThread()
         self._watch.judge()
         if self._groups is None:
             self._groups = ProcessGroups(distributed_backend)
@@ -223,11 +217,9 @@ class Membership:
 
     def _announced(self, epoch: int, reason: str) -> bool:
         """False if the new connection, on which the others would have heard of it, is lost."""
-        store = self._loss.reconnect()  # the other may have been lost
-        store.set_timeout(self._timeout)
-        self._store = self._rendezvous.store = store
+        self._store = store = self._meetings.reconnect()  # the other may have been lost
         try:
-            if not self.broken:
+            if not self._watch.broken.is_set():
                 self.ended_epoch = break_epoch(store, epoch, reason)
                 found = how_broken(store, epoch) or Ending(time.time(), reason)
                 self._watch.conclude(found.reason, found.since)
@@ -252,10 +244,56 @@ class Membership:
             StoreLost: the store is, not a connection only.
             SparseCheckpointError: somebody did not come in time.
         """
-        self._arrive(self._meet_others(report, self._meeting.epoch))
-        if self.origin < max(other.origin for other in self.reports):
-            raise FencedOut('the job was started again without this process, which ends')
+        if self._lost is not None:
+            raise self._lost
+        self._take(self._meetings.meet(report, self._meeting.epoch))
+        self._see_that_it_is_the_same_job(self.reports)
         return self.reports
+
+    def _see_that_it_is_the_same_job(self, reports: Sequence[Report]) -> None:
+        if self.origin < max(other.origin for other in reports):
+            raise FencedOut('the job was started again without this process, which ends')
+
+    @contextmanager
+    def leaving_it_to(self, beside: Beside) -> Iterator[None]:
+        """Within it a failure does not interrupt the training thread, as long as that can go on."""
+        self._beside = beside
+        try:
+            if self._watch.broken.is_set():  # it may have been before anybody knew of this
+                raise EpochBroken(self._watch.reason or 'unknown')
+            yield
+        finally:
+            with self._setting_up:
+                self._end_beside(beside)
+
+    def take_over(self, beside: Beside) -> list[Met]:
+        """Be in the newest epoch that was met beside; returns all since the last call.
+
+        Waits for it: to be called once the present one is over.
+
+        Raises:
+            EpochBroken: the replay cannot go on.
+        """
+        met = beside.take()
+        if not met:
+            raise EpochBroken(self._watch.reason or 'another stage was lost')
+        self._taken, self.reports = met[-1].meeting, met[-1].reports
+        return met
+
+    def leaves_nothing_to(self, beside: Beside) -> bool:
+        """The training thread moves on by itself again; not if there is something to take over."""
+        with self._setting_up:
+            if beside.has_met:
+                return False
+            self._end_beside(beside)
+            return True
+
+    def _end_beside(self, beside: Beside) -> None:
+        """With the lock. Who was to meet beside, and has not begun, does nothing any more."""
+        self._beside = None
+        beside.end()
+        if self._watch.broken.is_set():
+            self._interrupt()
 
     def refuse(self, reason: str) -> None:
         """In its set-up, this process must not take part: the others hear why. It is to end."""
@@ -263,46 +301,16 @@ class Membership:
             self._settled = True  # it joins no other epoch
         self.leave(reason)
 
-    def _meet_others(self, report: Callable[[], Report], after: int | None) -> Meeting:
-        """Join the epoch after one, or any; in another connection if that to the store is lost.
-
-        The epoch in which that happened is over then: whether this rank has been counted in it
-        cannot be known.
-        """
-        while True:
-            try:
-                with self._looking_for_others():
-                    return self._rendezvous.meet(lambda: encode(report()), self._timeout, after)
-            except DistError as error:
-                logger.warning('sparse checkpointing: the ranks meet anew: %s', error)
-            self._rendezvous.store = self._loss.reconnect()
-            self._rendezvous.store.set_timeout(self._timeout)
-            joined = self._rendezvous.newest_joined
-            after = after if joined is None else joined
-
-    @contextmanager
-    def _looking_for_others(self) -> Iterator[None]:
-        absentees = Absentees(
-            self._loss.connect,
-            self._rendezvous.world_size,
-            self._hang_timeout_s,
-            lambda: self._rendezvous.looks_for_others,
-        )
-        try:
-            yield
-        finally:
-            absentees.stop()
-
     def barrier(self, name: str) -> None:
         """Wait for all ranks of the epoch: for who is busy as long as it is heard of.
 
         Raises:
             EpochBroken: a failure was announced meanwhile.
         """
-        watched = self._training_thread is not None
+        watched = self._standstill.thread is not None
         self._at_barrier = watched
         try:
-            self._rendezvous.barrier(self._meeting, name, None if watched else self._timeout)
+            self._rendezvous.barrier(self._taken, name, None if watched else self._timeout)
         finally:
             self._at_barrier = False
 
@@ -316,7 +324,7 @@ class Membership:
         self._raise_if_broken()
         timeout = min(self._timeout, connect_timeout(self._rendezvous.world_size))
         prefix = PrefixStore(f'groups/{"all" if members is None else "some"}', self.store)
-        store = InterruptibleStore(prefix, self._watch.broken, timeout)
+        store = InterruptibleStore(prefix, self._interrupted, timeout)
         self._in_use = [*self._in_use[-1:], store]  # the groups clean up in the one before
         try:
             self._groups.renew(store, members, timeout)
@@ -360,16 +368,23 @@ class Membership:
         if self.broken:
             raise EpochBroken(self._watch.reason or 'unknown')
 
-    def _arrive(self, meeting: Meeting) -> None:
-        self._meeting, self._store = meeting, self._rendezvous.store
-        self.reports = decode_all(meeting.reports)
+    def _take(self, meeting: Meeting) -> None:
+        """The training thread, or who moves on in its place, is in the next epoch."""
+        self._interrupted = threading.Event()
+        """Set when it is to leave."""
+        self._taken, self.reports = meeting, decode_all(meeting.reports)
+        self._arrive(meeting, self.reports)
+
+    def _arrive(self, meeting: Meeting, reports: list[Report]) -> None:
+        self._meeting, self._store = meeting, meeting.connection
+        self._reports = reports
         self._unblocked_at = None
         # Signs of life from now on: the set-up of a new process may take long.
         self._watch = EpochWatch(
             self._watching,
             meeting.epoch,
             self._rendezvous.rank,
-            [report.pid for report in self.reports],
+            [report.pid for report in reports],
             self._hang_timeout_s,
             self._on_broken,
             self._look_at_training_thread,
@@ -377,12 +392,20 @@ class Membership:
 
     def _on_broken(self, reason: str) -> None:
         """On the watching thread, or on that which leaves."""
+        beside = self._beside
+        if beside is None:
+            self._interrupt()
+        if beside is not None or not self._settled:
+            join = self._join_next if beside is None else partial(self._meet_beside, beside)
+            threading.Thread(target=join, name='sparse-ckpt-join', daemon=True).start()
+
+    def _interrupt(self) -> None:
+        """End all waits of the training thread, which is to leave. Any thread."""
+        self._interrupted.set()
         self.not_updating.wait(_UPDATE_GRACE_SECONDS)
-        with ends_within(_UNBLOCK_SECONDS, self._rendezvous.rank, self._training_thread):
+        with ends_within(_UNBLOCK_SECONDS, self._rendezvous.rank, self._standstill.thread):
             self._unblock()
         self._unblocked_at = time.monotonic()
-        if not self._settled:
-            threading.Thread(target=self._join_next, name='sparse-ckpt-join', daemon=True).start()
 
     def _unblock(self) -> None:
         if self._groups is not None:
@@ -394,13 +417,9 @@ class Membership:
         with self._setting_up:
             if self._settled or not self.joining or self._lost is not None:
                 return
-            self._watch.stop()
-            logger.warning('sparse checkpointing: joining again: %s', self._watch.reason)
+            midway = msgspec.structs.replace(self._brought, midway=True)
             try:
-                self._rendezvous.store = self._loss.reconnect()
-                self._rendezvous.store.set_timeout(self._timeout)
-                midway = msgspec.structs.replace(self._brought, midway=True)
-                self._arrive(self._meet_others(lambda: midway, self._meeting.epoch))
+                self._take(self._meet_next(lambda: midway))
             except SparseCheckpointError as error:  # raised by `settle`
                 self._lost = error
                 return
@@ -408,72 +427,62 @@ class Membership:
             logger.warning('sparse checkpointing: nobody is left to join; this process ends')
             end_at_once(EXIT_WHOLE_JOB)
 
+    def _meet_beside(self, beside: Beside) -> None:
+        """While the training thread replays, which is interrupted if that cannot go on."""
+        with self._setting_up:
+            if self._beside is not beside:
+                return  # the training thread has left by itself
+            goes_on, watch, before = False, self._watch, self._reports
+            detect_s = max(time.time() - watch.announced, 0.0)
+            try:
+                meeting = self._meet_next(beside.report)
+                reports = decode_all(meeting.reports)
+                self._arrive(meeting, reports)
+                self._see_that_it_is_the_same_job(reports)
+                goes_on = beside.goes_on(reports)
+                if goes_on:
+                    # For the others, who wait until all know each other's addresses.
+                    self._rendezvous.sign(meeting, 'ready')
+                    self._watch.judge()
+                    beside.add(Met(watch.reason or '', detect_s, before, meeting, reports))
+            except DistError:
+                goes_on = False  # the training thread finds another connection
+            except SparseCheckpointError as error:  # raised by `meet`
+                self._lost = error
+            finally:
+                if not goes_on:
+                    self._end_beside(beside)
+                    self._interrupt()
+
+    def _meet_next(self, report: Callable[[], Report]) -> Meeting:
+        """In the place of the training thread, over a connection of its own."""
+        self._watch.stop()
+        logger.warning('sparse checkpointing: joining again: %s', self._watch.reason)
+        self._meetings.reconnect()
+        return self._meetings.meet(report, self._meeting.epoch)
+
     def _look_at_training_thread(self, store: Store) -> None:
-        """On the heartbeat thread: end this process when that thread is never going to leave."""
-        thread = self._training_thread
-        if thread is None:
-            self._look_at_set_up(store)
-            return
-        epoch = self._meeting.epoch
-        if self._publish_progress(store, epoch):
-            thread.moved()
-        look, unblocked_at = thread.look(), self._unblocked_at
-        if not look.waits_for_others:
-            limit, still_s = self._stuck_timeout_s, look.still_s
-        elif unblocked_at is not None:
-            limit = _OUT_OF_QUEUE_SECONDS if thread.on_gpu else _OUT_OF_WAITS_SECONDS
-            still_s = min(look.same_place_s, time.monotonic() - unblocked_at)  # a wait may spin
-        else:
-            if not self._at_barrier:  # else all are watched that it waits for
-                self._end_hang(store, epoch, look)
-            return
-        if limit and still_s > limit:
-            self._replace(store, f'its training thread has stood still for {still_s:.0f} s', thread)
-
-    def _look_at_set_up(self, store: Store) -> None:
-        """The others wait for one that joins as long as it gives signs of life."""
-        look, limit = self._setting_up_thread.look(), self._stuck_timeout_s
-        if self.joining and 0 < limit < look.still_s:
-            what = f'its set-up has stood still for {look.still_s:.0f} s'
-            self._replace(store, what, self._setting_up_thread)
-
-    def _publish_progress(self, store: Store, epoch: int) -> bool:
-        """True if this rank has committed an iteration since the last look.
-
-        Others ask for it only after a wait of `timeout`, in which nobody gets on but who is behind.
-        """
-        now = epoch, self.committed
-        got_on, self._seen = now != self._seen, now
-        late = self._published[0] != epoch or time.monotonic() > self._publish_at
-        if now != self._published and late:
-            progress.publish(store, epoch, self._rendezvous.rank, self.committed)
-            self._published = now
-            pause_s = self._timeout.total_seconds() / _PUBLICATIONS_IN_A_TIMEOUT
-            self._publish_at = time.monotonic() + pause_s
-        return got_on
-
-    def _end_hang(self, store: Store, epoch: int, look: Look) -> None:
-        """End the epoch if this rank has waited for others for longer than a collective may last.
-
-        Who hangs cannot leave, and is found by that; one that alone is behind is replaced at once.
-        """
-        if look.same_place_s <= self._timeout.total_seconds():
-            return
-        reason = f'rank {self._rendezvous.rank} has waited for others for {look.same_place_s:.0f} s'
-        behind = progress.furthest_behind(store, epoch, len(self.reports))
-        if behind is not None:
-            evict(store, behind, self.reports[behind].pid)
-            reason += f', and rank {behind} is behind all of them'
-        break_epoch(store, epoch, reason)
+        """On the heartbeat thread."""
+        present = Present(
+            self._meeting.epoch,
+            [report.pid for report in self._reports],
+            self.joining,
+            self.committed,
+            self._at_barrier,
+            self._unblocked_at,
+        )
+        self._standstill.look(store, present)
 
     def _check_device(self) -> None:
         """End this process if its GPU is of no more use to it."""
-        if self._groups is None or self._training_thread is None:
+        thread, rank = self._standstill.thread, self._rendezvous.rank
+        if self._groups is None or thread is None:
             return
         try:
             self._groups.check_device()
         except RuntimeError as error:
-            self._replace(self._store, f'its GPU is lost: {error}', self._training_thread)
+            what = f'its GPU is lost: {error}'
+            replace_this_process(self._store, self._meeting.epoch, rank, what, thread)
 
     def _without_store(self) -> None:
         """On the thread that looked for it: wake this rank up should others have left already.
@@ -481,19 +490,9 @@ class Membership:
         Nobody can announce any more that they have. What this rank waited before the store was
         lost does not count, nor before the newest iteration: they had not left then.
         """
-        got_on_to: int | None = None
+        self._standstill.got_on_to = None
         while self._loss.lost.is_set() and not self._closed.wait(HEARTBEAT_SECONDS):
             if self.broken:
                 return
-            thread = self._training_thread
-            if thread is None:
-                continue
-            if self.committed != got_on_to:
-                got_on_to = self.committed
-                thread.moved()
-            look = thread.look()
-            if look.waits_for_others and look.same_place_s > self._hang_timeout_s:
+            if self._standstill.waits_for_others_s(self.committed) > self._hang_timeout_s:
                 self._watch.conclude('the store is lost, and others do not come')
-
-    def _replace(self, store: Store, what: str, thread: TrainingThread) -> NoReturn:
-        replace_this_process(store, self._meeting.epoch, self._rendezvous.rank, what, thread)

@@ -1,7 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each rank has committed in the present epoch, for others to see who holds them up."""
 
+import time
+
 from torch.distributed import Store
+
+from moevement_ext.membership.report import NOWHERE
+
+_PUBLICATIONS_IN_A_TIMEOUT = 10
+
+
+class Progress:
+    """What one rank has committed, as others come to know it. On its heartbeat thread.
+
+    Args:
+        rank: whose.
+        timeout_s: of a wait, after which others ask for it: nobody gets on then but who is behind.
+    """
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._pause_s = timeout_s / _PUBLICATIONS_IN_A_TIMEOUT
+        self._seen = self._published = (NOWHERE, NOWHERE)
+        """Epoch and newest committed iteration: as last looked at, and as others know."""
+        self._publish_at = 0.0
+
+    def look(self, store: Store, epoch: int, committed: int) -> bool:
+        """Publish it every now and then; true if it has changed since the last look."""
+        now = epoch, committed
+        got_on, self._seen = now != self._seen, now
+        late = self._published[0] != epoch or time.monotonic() > self._publish_at
+        if now != self._published and late:
+            publish(store, epoch, self._rank, committed)
+            self._published = now
+            self._publish_at = time.monotonic() + self._pause_s
+        return got_on
 
 
 def publish(store: Store, epoch: int, rank: int, iteration: int) -> None:

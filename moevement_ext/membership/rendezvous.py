@@ -79,6 +79,8 @@ class Meeting(NamedTuple):
     """For keys of this epoch only."""
     reports: list[bytes]
     """What each rank brought, by rank."""
+    connection: Store
+    """With the launcher's store, by which this process has met the others."""
 
 
 def launcher_store(timeout: timedelta) -> Store | None:
@@ -231,7 +233,8 @@ class Rendezvous:
     """One process of the job, in the store where it meets the others.
 
     Args:
-        store: outlives the workers; used by one thread at a time.
+        store: outlives the workers; used by one thread at a time. Barriers use the connection of
+            their meeting: one thread may meet the others while another stands at a barrier.
         rank: of this process.
         world_size: number of processes that must come.
         node: where the ranks of its node read for each other what all have brought; None: each
@@ -246,6 +249,7 @@ class Rendezvous:
         self.rank = rank
         self.world_size = world_size
         self._joined: set[int] = set()
+        self._signed: set[str] = set()
         self.looks_for_others = False
         """This rank is one of the few that look who does not come. Any thread."""
         self._forgetting: threading.Thread | None = None
@@ -284,8 +288,9 @@ class Rendezvous:
             reports = self._wait_for_all(epoch, patience)
             if reports is not None:
                 if after is None:
-                    self._forget_before(epoch)
-                return Meeting(epoch, PrefixStore(f'epoch/{epoch}', self.store), reports)
+                    self._forget_before(self.store, epoch)
+                of_epoch = PrefixStore(f'epoch/{epoch}', self.store)
+                return Meeting(epoch, of_epoch, reports, self.store)
 
     @property
     def newest_joined(self) -> int | None:
@@ -305,14 +310,21 @@ class Rendezvous:
             SparseCheckpointError: some ranks did not come in time.
         """
         patience = None if timeout is None else Patience[Absent](timeout)
-        assert name in BARRIERS  # or else nobody would be woken up by a failure
-        gate = _barrier_gate(meeting.epoch, name)
-        if self.store.add(f'epoch/{meeting.epoch}/barrier/{name}', 1) == self.world_size:
-            open_gate(self.store, gate)
-        if self._pass(meeting.epoch, gate, patience) is None:
-            raise EpochBroken(why_broken(self.store, meeting.epoch) or 'unknown')
+        self.sign(meeting, name)
+        gate, store = _barrier_gate(meeting.epoch, name), meeting.connection
+        if self._pass(store, meeting.epoch, gate, patience) is None:
+            raise EpochBroken(why_broken(store, meeting.epoch) or 'unknown')
         if name == _END_OF_A_RECOVERY:
-            self._forget_before(meeting.epoch)
+            self._forget_before(store, meeting.epoch)
+
+    def sign(self, meeting: Meeting, name: str) -> None:
+        """Come to a barrier, and wait there later if at all; to come again changes nothing."""
+        assert name in BARRIERS  # or else nobody would be woken up by a failure
+        gate, store = _barrier_gate(meeting.epoch, name), meeting.connection
+        if gate not in self._signed:
+            self._signed.add(gate)
+            if store.add(f'epoch/{meeting.epoch}/barrier/{name}', 1) == self.world_size:
+                open_gate(store, gate)
 
     def _join(self, epoch: int, report: bytes, survivor: bool) -> bool:
         """Take this rank's place; False if a dead predecessor has it."""
@@ -344,7 +356,7 @@ class Rendezvous:
 
     def _wait_for_all(self, epoch: int, patience: Patience[Absent]) -> list[bytes] | None:
         """What all have brought; None if the epoch was broken before all were there and alive."""
-        if not self._await(epoch, _full(epoch), patience):
+        if not self._await(self.store, epoch, _full(epoch), patience):
             return None
         # A place may be that of a rank that died waiting.
         answer = attendance.sign(self.store, _answered(epoch), self.rank, self.world_size)
@@ -354,28 +366,32 @@ class Rendezvous:
             everything = brought.gather(self.store, places)
             left = brought.hand_out(self.store, _reports(epoch), everything)
             open_gate(self.store, _met(epoch), left)
-        found = self._pass(epoch, _met(epoch), patience)
+        found = self._pass(self.store, epoch, _met(epoch), patience)
         if found is None:
             return None
         return brought.handed_out(self.store, _reports(epoch), found, self._node)
 
-    def _pass(self, epoch: int, gate: str, patience: Patience[Absent] | None) -> bytes | None:
+    def _pass(
+        self, store: Store, epoch: int, gate: str, patience: Patience[Absent] | None
+    ) -> bytes | None:
         """Wait at a gate; what is behind it, None if the epoch is over."""
-        if not self._await(epoch, gate, patience):
+        if not self._await(store, epoch, gate, patience):
             return None
-        found = behind(self.store, gate)
+        found = behind(store, gate)
         if found is None:
-            see_to_the_end(self.store, epoch)
+            see_to_the_end(store, epoch)
         return found
 
-    def _await(self, epoch: int, gate: str, patience: Patience[Absent] | None) -> bool:
+    def _await(
+        self, store: Store, epoch: int, gate: str, patience: Patience[Absent] | None
+    ) -> bool:
         """Wait until a gate is opened or shut; False if it never will be."""
-        while not has_moved(self.store, gate, math.inf if patience is None else patience.until):
-            mend(self.store)
-            if is_over(self.store, epoch):
+        while not has_moved(store, gate, math.inf if patience is None else patience.until):
+            mend(store)
+            if is_over(store, epoch):
                 return False
             if patience is not None and patience.is_over():
-                raise SparseCheckpointError(self._missing(epoch))
+                raise SparseCheckpointError(self._missing(store, epoch))
         return True
 
     def finish(self) -> None:
@@ -383,7 +399,7 @@ class Rendezvous:
         if self._forgetting is not None:
             self._forgetting.join(_FINISH_SECONDS)
 
-    def _forget_before(self, epoch: int) -> None:
+    def _forget_before(self, store: Store, epoch: int) -> None:
         """Delete the keys of epochs that nobody looks at any more, on a thread of its own.
 
         All have met, so that none waits in an earlier epoch; threads that watched the last one may
@@ -392,7 +408,7 @@ class Rendezvous:
         if self.rank == 0 and not (self._forgetting and self._forgetting.is_alive()):
             self._forgetting = threading.Thread(
                 target=_forget,
-                args=(self.store.clone, epoch - 1),
+                args=(store.clone, epoch - 1),
                 name='sparse-ckpt-forget',
                 daemon=True,
             )
@@ -405,8 +421,8 @@ class Rendezvous:
             for one in absent(self.store, self.world_size)
         }
 
-    def _missing(self, epoch: int) -> str:
-        missing = _absent_in(self.store, epoch, self.world_size)
+    def _missing(self, store: Store, epoch: int) -> str:
+        missing = _absent_in(store, epoch, self.world_size)
         return (
             f'Ranks {missing[:8] or "that had joined"} did not come in time. See the log of their '
             'node; --distributed-timeout-minutes sets the time.'

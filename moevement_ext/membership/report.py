@@ -13,6 +13,15 @@ NOWHERE = -1
 """In place of an iteration: none."""
 
 
+class UnderWay(msgspec.Struct, frozen=True):
+    """A replay that a rank is in the middle of, and that need not begin again."""
+
+    window: Window
+    """From which."""
+    target: int
+    """The iteration at which it ends."""
+
+
 class Report(msgspec.Struct, frozen=True, gc=False):
     """What a rank tells the others when they meet."""
 
@@ -52,6 +61,8 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     """That the process is of; empty: it has no name."""
     marks: list[bytes] = []
     """Those of the secret of the job; of a new process, of secrets that it may be known by."""
+    under_way: UnderWay | None = None
+    """Its training thread replays meanwhile, and has left all else to another thread."""
 
 
 def encode(report: Report) -> bytes:

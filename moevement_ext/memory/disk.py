@@ -47,6 +47,16 @@ _SYNC_BYTES = 256 * 2**20
 and pages that nobody reads again fill the memory of the node."""
 
 
+def require_mounted(root: Path) -> None:
+    """Refuse a `--sparse-ckpt-disk` that is not there.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not root.is_dir():
+        raise UserError(f'{_FLAG} {root} is no directory: mount it, or make it.')
+
+
 class DiskWindows:
     """Directory of one rank, locked until `close` or `remove`; one thread at a time uses it.
 
@@ -65,8 +75,7 @@ class DiskWindows:
         require_directory_name('--sparse-ckpt-run-id', run_id)
         self.rank = rank
         self.path = root / run_id / f'rank{rank}'
-        if not root.is_dir():
-            raise UserError(f'{_FLAG} {root} is no directory: mount it, or make it.')
+        require_mounted(root)
         try:
             private.make_directories(root, self.path)
             self._lock = _locked(self.path / 'lock')

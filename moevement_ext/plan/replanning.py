@@ -21,33 +21,45 @@ class TokenCounter(Protocol):
 
     counting: bool
     """Set by the engine for the iterations that count."""
+    soft: bool
+    """Set by the engine before training: count the weights that routers give to tokens."""
 
-    def take(self) -> dict[str, int]:
+    def take(self) -> dict[str, float]:
         """Counts by expert operator since the last call."""
+
+    def take_capacity(self) -> float | None:
+        """Tokens that an expert took at most since the last call; None: as many as there are."""
 
 
 class NoTokens:
     """For a model whose experts keep the order that they are given in."""
 
     counting = False
+    soft = False
 
-    def take(self) -> dict[str, int]:
+    def take(self) -> dict[str, float]:
         """Nothing was counted."""
         return {}
+
+    def take_capacity(self) -> float | None:
+        """Nothing limits them."""
+        return None
 
 
 class WindowLoad(msgspec.Struct, frozen=True):
     """What one rank saw in the window that began at `start`."""
 
     start: int
-    tokens: dict[str, int]
-    """Tokens routed to each expert operator in the window's first iteration."""
+    tokens: dict[str, float]
+    """Tokens routed to each expert operator in the window's first iteration, or their weights."""
     iteration_s: float
     """Median, without waits for copies."""
     copy_bytes_per_s: float | None
     """None until something was copied: a window may pass without a capture."""
     send_bytes_per_s: float | None = None
     """To holders of replicas; None until something was sent."""
+    capacity: float | None = None
+    """Tokens that each of these experts took at most; None: nothing limits them."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):
@@ -57,26 +69,14 @@ class PlanParameters(msgspec.Struct, frozen=True):
     origin: int
     window: int
     shares: dict[str, float]
-    """Share of the tokens of its layer, by expert operator."""
-
-
-def shares_of(loads: Sequence[WindowLoad]) -> dict[str, float]:
-    """Each expert's share of the tokens of its layer, summed over ranks, if any were counted."""
-    tokens: dict[str, int] = {}
-    for load in loads:
-        for name, count in load.tokens.items():
-            tokens[name] = tokens.get(name, 0) + count
-    layers: dict[str, int] = {}
-    for name, count in tokens.items():
-        layers[_layer(name)] = layers.get(_layer(name), 0) + count
-    counted = {name: count for name, count in sorted(tokens.items()) if layers[_layer(name)]}
-    return {name: count / layers[_layer(name)] for name, count in counted.items()}
+    """Popularity by expert operator; see `plan.popularity`."""
 
 
 def decide_plan(
     present: PlanParameters,
     loads: Sequence[WindowLoad],
     *,
+    popularity: Callable[[Sequence[WindowLoad], Mapping[str, float]], dict[str, float]],
     auto_window: Callable[[PlanParameters, Sequence[WindowLoad]], int] | None,
     change: float,
     fraction: float,
@@ -86,11 +86,13 @@ def decide_plan(
     Args:
         present: the plan in force in the observed window.
         loads: what every rank saw in that window.
+        popularity: of the experts, by what was seen and the one of the present plan; without any
+            the order stays.
         auto_window: the next W, by what was measured; None: W is fixed.
         change: relative change of a share that counts.
         fraction: of the experts that must have changed.
     """
-    shares = shares_of(loads)
+    shares = popularity(loads, present.shares)
     reorder = bool(shares) and _moved(present.shares, shares, change, fraction)
     window = present.window if auto_window is None else auto_window(present, loads)
     if not reorder and window == present.window:
@@ -101,10 +103,6 @@ def decide_plan(
         window=window,
         shares=shares if reorder else present.shares,
     )
-
-
-def _layer(name: str) -> str:
-    return name.rpartition('.')[0]
 
 
 def _moved(

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from moevement_ext.capture.operators import Operators
-from moevement_ext.config import AUTO, OFF, STOP, node_name
+from moevement_ext.config import AUTO, FIXED, OFF, SOFT, STOP, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Protected, Replanned
 from moevement_ext.membership.rank import Rank
@@ -23,6 +23,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.auto_window import FIRST_WINDOW, AutoWindow, Measured
+from moevement_ext.plan.popularity import Popularity
 from moevement_ext.plan.replanning import PlanParameters, TokenCounter, WindowLoad, decide_plan
 from moevement_ext.plan.windows import budgets
 from moevement_ext.protect.checkpointer import ScheduledPlan, SparseCheckpointer
@@ -68,7 +69,9 @@ class Protection:
         self.planner = planner
         self._operators = operators
         self._counter = tokens
-        self._tokens: dict[str, int] = {}
+        tokens.soft = rank.config.order == SOFT
+        self._counted: tuple[dict[str, float], float | None] = ({}, None)
+        self._popularity = Popularity(rank.config.order)
         self._seconds: list[float] = []
         self._windows_seen = 0
         self._slot = 0
@@ -295,7 +298,8 @@ class Protection:
         self.checkpointer.begin(iteration, state)
         schedule = self.checkpointer.schedule
         self._slot = (iteration - schedule.origin) % schedule.plan.window
-        self._counter.counting = self._slot == 0 and iteration >= schedule.origin
+        counts = self._rank.config.order != FIXED
+        self._counter.counting = counts and self._slot == 0 and iteration >= schedule.origin
         if self._slot == 0:
             self._shorten_log(iteration, schedule.plan.window)
         self._waited_before = self.checkpointer.waited_s
@@ -314,15 +318,17 @@ class Protection:
         if not replayed:
             self._statistics.training_s += seconds
         if self._counter.counting:
-            self._tokens = self._counter.take()
+            self._counted = (self._counter.take(), self._counter.take_capacity())
             self._counter.counting = False
         if self._slot == schedule.plan.window - 1:
+            tokens, capacity = self._counted
             load = WindowLoad(
                 iteration - schedule.plan.window,
-                self._tokens,
+                tokens,
                 statistics.median(self._seconds),
                 self.checkpointer.copy_bytes_per_s(),
                 self.windows.send_bytes_per_s(),
+                capacity,
             )
             self._seconds.clear()
             self._windows_seen += 1
@@ -446,6 +452,7 @@ class Protection:
         return decide_plan(
             present,
             loads,
+            popularity=self._popularity.of,
             auto_window=self._auto_window,
             change=self._rank.config.reorder_change,
             fraction=self._rank.config.reorder_fraction,

@@ -8,67 +8,42 @@ iteration the lost stages replay (see `stage_replay`), everybody reconnects, and
 """
 
 import logging
-import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import msgspec
 
 from moevement_ext import faults
-from moevement_ext.config import node_name
-from moevement_ext.events import (
-    FailureDetected,
-    Recovered,
-    RecoveryPhase,
-    RecoveryStarted,
-)
+from moevement_ext.events import FailureDetected, Recovered, RecoveryPhase, RecoveryStarted
 from moevement_ext.faults import Phase
-from moevement_ext.membership.launch import own_launch
+from moevement_ext.membership.beside import Beside, Met
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import EpochBroken
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.membership.store_loss import StoreLost
-from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import Window
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.fruitless import Fruitless
 from moevement_ext.recover.giving_up import start_the_whole_job_again
-from moevement_ext.recover.handover import Handover, PlanInForce, handovers
-from moevement_ext.recover.inventory import held_windows, launch_of
+from moevement_ext.recover.handover import handovers
 from moevement_ext.recover.log_line import recovered_line
 from moevement_ext.recover.lost_peer import in_words, lost_peer
 from moevement_ext.recover.outage import Outage, Phases
+from moevement_ext.recover.own_report import OwnReport
 from moevement_ext.recover.rank_state import RankState, Running
 from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.trainer import Start, Trainer
-from moevement_ext.recover.verdict import Localized, WholeJob, decide_recovery
+from moevement_ext.recover.verdict import Localized, Stages, Verdict, WholeJob, decide_recovery
 from moevement_ext.recover.verification import Verification, Verified
 
 logger = logging.getLogger(__name__)
 
 _ANNOUNCEMENT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
-"""To replay in spite of ranks that do not answer, before an older window is taken."""
-
-
-class Stages(Protocol):
-    """The layout of the job, as all ranks know it."""
-
-    @property
-    def stage_of(self) -> Sequence[int]:
-        """Pipeline stage by rank."""
-
-    @property
-    def tied(self) -> Collection[int]:
-        """Stages that share weights."""
-
-    @property
-    def replicas(self) -> Sequence[Sequence[int]]:
-        """By rank, the other ranks that hold the same state."""
 
 
 class LocalizedRecovery:
@@ -93,7 +68,6 @@ class LocalizedRecovery:
         position: RankState[Start],
     ) -> None:
         self._rank = rank
-        self._launched = launch_of(rank.identity)
         self._membership = membership
         self._trainer = trainer
         self._protection = protection
@@ -103,8 +77,10 @@ class LocalizedRecovery:
         self._refused: list[Window] = []
         self._lost_sources = 0
         self._fruitless = Fruitless()
+        self._report = OwnReport(rank, membership, trainer, protection, position, self._fruitless)
         self._phases = Phases()
         self._first_iteration = False
+        self._went_on = 0
         self._outage = Outage(rank.number)
 
     # Notes of the training thread, in every iteration
@@ -224,12 +200,10 @@ class LocalizedRecovery:
         self._phases.respawn += time.perf_counter() - began
         with self._outage.replay(), self._on_trial(verdict):
             if self._rank.number in verdict.ranks:
-                self._replay_stage(verdict, iterate)
-                self._sends_no_more()
-                verified = self.verification.result()
-                self._outage.tell_verified(self._membership.store, verified)
-            faults.point(Phase.REPLAYED)
-            self._membership.barrier('replayed')  # where no rank comes that refuses its replay
+                verdict = self._replay_stage(verdict, iterate)
+            else:
+                faults.point(Phase.REPLAYED)
+                self._membership.barrier('replayed')
         if self._position.rebuilding and self._rank.number in verdict.ranks:
             self._position.rebuilt()
         faults.point(Phase.REGROUP)
@@ -289,52 +263,24 @@ class LocalizedRecovery:
         began = time.perf_counter()
         self._enters('meet')
         try:
-            self._membership.meet(self._report)
+            self._membership.meet(lambda: self._report.now(self._refused))
         except StoreLost as lost:
             self.give_up(f'{lost}, in a meeting')
         self._outage.met(self._membership.reports)
         self._phases.respawn = time.perf_counter() - began
-
-    def _report(self) -> Report:
-        memory, identity = self._protection.memory, self._rank.identity
-        first_logged = memory.log.first_iteration if memory.log is not None else None
-        present = self._protection.present
-        handover = Handover(
-            PlanInForce(present.version, present.origin), self._trainer.loop.hand_over()
-        )
-        return Report(
-            survivor=True,
-            node=node_name(),
-            pid=os.getpid(),
-            windows=held_windows(memory.store, identity),
-            launched=self._launched,
-            origin=self._membership.origin,
-            committed=self._position.committed,
-            clean_at=self._position.clean_at,
-            first_logged=NOWHERE if first_logged is None else first_logged,
-            refused=self._refused,
-            unjudged=self._protection.unjudged,
-            address=memory.addresses[self._rank.number],
-            ledger=self._entries(),
-            fruitless=self._fruitless.count,
-            own_error=self._fruitless.own_error,
-            details=msgspec.msgpack.encode(handover),
-            launch=own_launch(),
-            marks=[memory.mark],
-        )
-
-    def _entries(self) -> list[LedgerEntry]:
-        """The committed iterations that a replay can need: from the oldest window that is here."""
-        memory, newest = self._protection.memory, self._position.committed
-        oldest = min((window.name.start for window in memory.windows.committed()), default=newest)
-        return [entry.shared() for entry in memory.ledger.entries(oldest, newest)]
 
     def _decide(self) -> Localized:
         """What follows from all reports; the error of this rank, if recovery does not help."""
         reports = self._membership.reports
         # Also should who has refused them be lost: its successor does not know.
         self._refused = sorted({window for report in reports for window in report.refused})
-        verdict = decide_recovery(
+        verdict = self._fruitless.met(reports, self._follows_from(reports))
+        if isinstance(verdict, WholeJob):
+            self.give_up(verdict.reason)
+        return verdict
+
+    def _follows_from(self, reports: Sequence[Report]) -> Verdict:
+        return decide_recovery(
             reports,
             self._stages.stage_of,
             self._stages.tied,
@@ -342,10 +288,6 @@ class LocalizedRecovery:
             self._stages.replicas,
             interleaved=self._trainer.place.interleaved,
         )
-        verdict = self._fruitless.met(reports, verdict)
-        if isinstance(verdict, WholeJob):
-            self.give_up(verdict.reason)
-        return verdict
 
     def _enter(self, verdict: Localized) -> None:
         """Have the loop start at the newest committed iteration."""
@@ -386,19 +328,34 @@ class LocalizedRecovery:
             found = store.get(f'address/{other}')
             memory.addresses[other] = msgspec.msgpack.decode(found, type=tuple[str, int])
         newest = verdict.target
-        if verdict.window is not None and rank in verdict.ranks:
+        if verdict.window is not None and rank in verdict.beginning:
             newest = verdict.window.start
         self._protection.reach_peers(newest)
 
-    def _replay_stage(self, verdict: Localized, iterate: Callable[[int], Any]) -> None:
+    def _replay_stage(self, verdict: Localized, iterate: Callable[[int], Any]) -> Localized:
+        """Replay with all of the stage, then wait for all others; the verdict by then.
+
+        Failures that do not concern the stage are met beside.
+        """
         assert verdict.window is not None
         window = verdict.window
         started = RecoveryStarted(start=window.start, dense_at=window.dense_at)
         self._rank.events.emit(started)
         began = time.perf_counter()
         self._enters('regroup')
-        self._membership.renew(verdict.ranks)
+        self._membership.renew(verdict.beginning)
         self._phases.regroup += time.perf_counter() - began
+        report = self._report.of_replay(window, verdict.target, self._refused)
+        beside = Beside(report, self._goes_on)
+        self._went_on = 0
+        with self._membership.leaving_it_to(beside):
+            self._replay_window(verdict, iterate)
+            self._sends_no_more()
+            return self._wait_for_others(verdict, beside)
+
+    def _replay_window(self, verdict: Localized, iterate: Callable[[int], Any]) -> None:
+        window = verdict.window
+        assert window is not None
         try:
             self._replay.run(verdict, self._membership.reports, iterate, self._position)
         except self._replay.Refused as refusal:
@@ -414,6 +371,40 @@ class LocalizedRecovery:
         self._phases.fetch = self._replay.fetch_s
         self._phases.convert = self._replay.convert_s
         self._phases.catch_up = self._replay.catch_up_s
+
+    def _goes_on(self, reports: Sequence[Report]) -> bool:
+        """On another thread, while this rank replays."""
+        verdict = self._follows_from(reports)
+        return isinstance(verdict, Localized) and self._rank.number in verdict.going_on
+
+    def _wait_for_others(self, verdict: Localized, beside: Beside) -> Localized:
+        met: list[Met] = []
+        while True:
+            try:
+                if met:
+                    verdict = self._take_over(met)
+                verified = self.verification.result()
+                self._outage.tell_verified(self._membership.store, verified)
+                faults.point(Phase.REPLAYED)
+                self._membership.barrier('replayed')  # no rank comes that refuses its replay
+                if self._membership.leaves_nothing_to(beside):
+                    return verdict
+            except EpochBroken:
+                pass  # unless this is the end of it:
+            met = self._membership.take_over(beside)
+
+    def _take_over(self, met: Sequence[Met]) -> Localized:
+        """Be where all others have come to meanwhile."""
+        for epoch in met:
+            self._outage.begins(epoch.reason, epoch.detect_s, epoch.before)
+            self._outage.met(epoch.reports)
+            self._rank.events.emit(FailureDetected(reason=epoch.reason))
+            logger.warning('sparse checkpointing: went on to replay: %s', epoch.reason)
+        self._went_on += len(met)
+        verdict = self._decide()
+        self._position.goes_on(verdict)
+        self._exchange_addresses(verdict)
+        return verdict
 
     def _sends_no_more(self) -> None:
         """In this recovery: a replay asks in vain for what this rank has not logged."""
@@ -481,6 +472,7 @@ class LocalizedRecovery:
                 newcomers=sorted(verdict.replacements),
                 copied=sorted(verdict.copies),
                 replayed=self._replay.replayed if replays else 0,
+                went_on=self._went_on if replays else 0,
                 verified=verified.verified,
                 verified_at=verified.verified_at,
                 differing=list(verified.differing),

@@ -9,6 +9,7 @@ off it. Nothing here does anything: whoever drives it (the training thread of a 
     Whole --begins--> Running --updating--> Torn --stepped--> Whole
     Whole, Running --decided: keep--> the same, pending; Running --undone--> Whole
     any --decided: replay, copy--> Rebuilding --reached, stepped--> Rebuilding --rebuilt--> Whole
+    pending and Rebuilding, Whole --goes on--> the same, with the newer verdict
     pending and Whole at the target --resumed--> Whole
 
 `S` is the small state that travels with an iteration (random numbers, schedules, positions).
@@ -148,6 +149,14 @@ class RankState[S: IterationStateLike]:
             raise self._forbidden(f'is to keep its state of iteration {verdict.target}')
         self.committed = verdict.target
         self.pending = verdict
+
+    def goes_on(self, verdict: Localized) -> None:
+        """All have met again beside a replay of this rank, which goes on where it is."""
+        match self.position:
+            case Rebuilding() | Whole() if self.pending and verdict.target == self.pending.target:
+                self.pending = verdict
+            case _:
+                raise self._forbidden(f'goes on to iteration {verdict.target}')
 
     def undone(self) -> None:
         """What the iteration that was cut off had begun is put back."""

@@ -5,13 +5,30 @@ A pure function of what all ranks reported when they met, so every rank comes to
 without another exchange (paper section 3.4; DESIGN: the newest committed iteration wins).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from moevement_ext.membership.report import NOWHERE, Report
+from moevement_ext.membership.report import NOWHERE, Report, UnderWay
 from moevement_ext.memory.window.name import Window
 from moevement_ext.recover.inventory import candidates
+
+
+class Stages(Protocol):
+    """The layout of the job, as all ranks know it."""
+
+    @property
+    def stage_of(self) -> Sequence[int]:
+        """Pipeline stage by rank."""
+
+    @property
+    def tied(self) -> Collection[int]:
+        """Stages that share weights."""
+
+    @property
+    def replicas(self) -> Sequence[Sequence[int]]:
+        """By rank, the other ranks that hold the same state."""
 
 
 class Localized(msgspec.Struct, frozen=True):
@@ -29,6 +46,14 @@ class Localized(msgspec.Struct, frozen=True):
     """What the replay starts from; None if nothing is replayed."""
     copies: dict[int, int] = {}
     """Ranks that take their whole state from a peer that holds the same, by rank."""
+    going_on: frozenset[int] = frozenset()
+    """Those of `ranks` whose replay is under way and goes on: this failure is not of their stage,
+    nor of a neighbour's. They began from a window of their own, `window` is for the others."""
+
+    @property
+    def beginning(self) -> frozenset[int]:
+        """Ranks that replay from `window` on."""
+        return self.ranks - self.going_on
 
 
 class WholeJob(msgspec.Struct, frozen=True):
@@ -90,10 +115,11 @@ def decide_recovery(
     ranks = frozenset(rank for rank, stage in enumerate(stage_of) if stage in stages)
     if not stages:
         return Localized(target, stages, ranks, replacements, None, copies)
-    window = _window(reports, target, ranks, stage_of, interleaved)
+    layout = _Layout(stage_of, frozenset(tied), interleaved)
+    window, going_on = _replays(reports, target, stages, layout)
     if isinstance(window, str):
         return WholeJob(window)
-    return Localized(target, stages, ranks, replacements, window, copies)
+    return Localized(target, stages, ranks, replacements, window, copies, layout.ranks_of(going_on))
 
 
 def _strangers(reports: Sequence[Report]) -> list[int]:
@@ -119,12 +145,96 @@ def _copies(
     return {rank: replica for rank, replica in found.items() if stage_of[rank] not in replaying}
 
 
-def _window(
+class _Layout(NamedTuple):
+    """Who needs what of whom in a replay."""
+
+    stage_of: Sequence[int]
+    tied: frozenset[int]
+    interleaved: bool
+
+    def ranks_of(self, stages: Collection[int]) -> frozenset[int]:
+        """All ranks of some stages."""
+        return frozenset(rank for rank, stage in enumerate(self.stage_of) if stage in stages)
+
+    def neighbours(self, stages: Collection[int]) -> set[int]:
+        """Stages besides from whose logs these read."""
+        found = {stage + step for stage in stages for step in (-1, 1)}
+        ends = {min(self.stage_of), max(self.stage_of)}
+        if self.interleaved and ends & set(stages):
+            found |= ends
+        return found - set(stages)
+
+
+def _replays(
+    reports: Sequence[Report], target: int, stages: frozenset[int], layout: _Layout
+) -> tuple[Window | str, frozenset[int]]:
+    """From which window replays begin, or why there is none; and stages whose replay goes on.
+
+    A replay goes on if all ranks of its stage are in the middle of it, if nothing that it reads is
+    made anew, and if what it sends reaches back to the window of those that begin now: a later
+    failure finds equally much of all stages then.
+    """
+    under_way = _under_way(reports, target, stages, layout)
+    going_on = frozenset(under_way)
+    while True:
+        going_on = _undisturbed(going_on, reports, stages, under_way, layout)
+        begin = stages - going_on
+        if not begin:  # nobody asks for one
+            return min(found.window for found in under_way.values()), going_on
+        window = _window(reports, target, begin, layout)
+        if isinstance(window, str):
+            return window, going_on
+        too_late = {stage for stage in going_on if under_way[stage].window.start > window.start}
+        if not too_late:
+            return window, going_on
+        going_on -= too_late
+
+
+def _under_way(
+    reports: Sequence[Report], target: int, stages: frozenset[int], layout: _Layout
+) -> dict[int, UnderWay]:
+    """The replay that all ranks of a stage are in the middle of, to `target`, by stage."""
+    found = {}
+    for stage in stages:
+        first, *others = {reports[rank].under_way for rank in layout.ranks_of([stage])}
+        if first is not None and not others and first.target == target:
+            found[stage] = first
+    return found
+
+
+def _undisturbed(
+    going_on: frozenset[int],
     reports: Sequence[Report],
-    target: int,
-    ranks: frozenset[int],
-    stage_of: Sequence[int],
-    interleaved: bool,
+    stages: frozenset[int],
+    under_way: Mapping[int, UnderWay],
+    layout: _Layout,
+) -> frozenset[int]:
+    """Those stages that read no log which begins anew, or lacks what they need."""
+
+    def is_disturbed(stage: int) -> bool:
+        begin = stages - going_on
+        neighbours = layout.neighbours([stage])
+        if neighbours & begin or (stage in layout.tied and layout.tied & begin):
+            return True
+        return not _logs_reach(
+            under_way[stage].window, under_way[stage].target, neighbours - stages, reports, layout
+        )
+
+    while disturbed := frozenset(filter(is_disturbed, going_on)):
+        going_on -= disturbed
+    return going_on
+
+
+def _logs_reach(
+    window: Window, target: int, stages: Collection[int], reports: Sequence[Report], layout: _Layout
+) -> bool:
+    """True if all that these stages sent since a window is in their logs."""
+    logs = (reports[rank].first_logged for rank in layout.ranks_of(stages))
+    return window.start == target or all(NOWHERE < first <= window.start + 1 for first in logs)
+
+
+def _window(
+    reports: Sequence[Report], target: int, stages: frozenset[int], layout: _Layout
 ) -> Window | str:
     """The newest window that can be converted, or why there is none.
 
@@ -138,17 +248,8 @@ def _window(
     reachable = [c for c in complete if c.dense_at <= target]
     if not reachable:
         return 'no window is complete on all ranks'
-    stages = {stage_of[rank] for rank in ranks}
-    neighbours = {stage + step for stage in stages for step in (-1, 1)} - stages
-    ends = {min(stage_of), max(stage_of)}
-    if interleaved and stages & ends:
-        neighbours |= ends - stages
-    logs = [
-        report.first_logged for rank, report in enumerate(reports) if stage_of[rank] in neighbours
-    ]
+    neighbours = layout.neighbours(stages)
     for candidate in reachable:
-        if candidate.start == target or all(
-            NOWHERE < first <= candidate.start + 1 for first in logs
-        ):
+        if _logs_reach(candidate, target, neighbours, reports, layout):
             return candidate
     return 'the logs of the neighbouring stages do not reach back to any window'

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.timeout(600)
 LAUNCH = """
 import sys
 
-from moevement_ext.slurm import allocation, command_line
+from moevement_ext.launch import allocation, slurm
 
 allocation._TO_NOTICE_S = 2.0
-sys.exit(command_line.main())
+sys.exit(slurm.main())
 """
 # Read by every Python at its start: none starts on that node, of which Slurm knows nothing.
 NO_PYTHON = """

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron that are said to be recovered locally: a stage that dies has every bit again.
+"""Flags of Megatron without a rule against them: a stage that dies has every bit again.
 
-Each case tries several at once. `megatron/moevement/job/compatibility` names the case of a flag,
-and a unit test holds the two together.
+Each case tries several at once.
 """
 
 from collections.abc import Callable
@@ -11,6 +10,7 @@ import pytest
 
 from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest, with_quick
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
+from tests.distributed.harness.judged import judged
 from tests.distributed.test_localized_recovery import BASE, BF16, PP_EP, check_localized, victims
 
 pytestmark = ON_BOTH_BACKENDS
@@ -142,6 +142,7 @@ def test_flags_that_are_recovered_locally(
     flags = [*setup.split(), '--train-iters', '12']
     undisturbed = reference(*flags)
     job = cluster(*flags, '--sparse-ckpt-window', '3')
+    assert judged(job).localized
     assert job.survive(fail_at=fail_at) == victims(fail_at)
     assert differences(undisturbed, read_digest(job)) == []
     check_localized(job)

@@ -8,13 +8,14 @@ import pytest
 
 from moevement_ext.events import Recovered
 from tests.unit.memory.samples import tmpfs_directory
-from tools.demo.model import WORLD_SIZE, training_flags
 from tools.gpu_check import four_rank, one_rank
 from tools.gpu_check.settings import Settings
-from tools.gpu_check.training import Kill, Trained, Trials, compare
+from tools.gpu_check.training import Kill, Trials, compare
 from tools.lab import models
 from tools.lab.evidence import Tier, kind_of
+from tools.lab.four_ranks import WORLD_SIZE, training_flags
 from tools.lab.launch import _FUSIONS, ROOT
+from tools.lab.trained import Trained
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 
@@ -62,7 +63,7 @@ def test_a_replay_computes_the_bits_of_compiled_functions(tmp_path: Path) -> Non
 def test_a_stage_that_replays_alone_computes_them_too(tmp_path: Path) -> None:
     """One process of the stage is new and compiles as it replays; its peer has compiled before."""
     data = models.prepare_text(tmp_path / 'data', megabytes=1)
-    flags = training_flags(data, four_rank.ITERATIONS, tmp_path / 'unused')
+    flags = training_flags(data, four_rank.ITERATIONS)
     with tmpfs_directory() as memory:
         trials = as_users_run(tmp_path, memory, flags, WORLD_SIZE, four_rank.WINDOW)
         killed = compared(trials, tmp_path, four_rank.KILL)

@@ -10,6 +10,7 @@ from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.events import NextTier, Recovered
 from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.judged import judged
 from tests.distributed.harness.local_cluster import launch
 
 pytestmark = pytest.mark.timeout(400)
@@ -124,7 +125,9 @@ def test_job_that_ran_an_iteration_twice_recovers_as_a_whole(
     mutation = 'mutations.ending:large_gradients_in_iteration_8'
     assert job.survive(fail_at='3:9:forward', mutation=mutation)[3] == 1
     assert 'Need to rerun step' in job.output(0)
-    assert f'restarts the whole job: {checked} without --rerun-mode disabled: ' in job.output(0)
+    (reason,) = judged(job).whole_job
+    assert reason.startswith(f'{checked} without --rerun-mode disabled: ')
+    assert f'restarts the whole job: {reason}' in job.output(0)
     assert differences(reference(*FLAGS), read_digest(job)) == []
 
 

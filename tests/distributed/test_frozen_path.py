@@ -20,9 +20,12 @@ LAYOUT = (
 ).split()
 
 
-def replayed_iterations(cluster: Callable[..., Cluster], probe: str) -> list[dict[str, Any]]:
+def replayed_iterations(
+    cluster: Callable[..., Cluster], probe: str, *flags: str
+) -> list[dict[str, Any]]:
     """Counts of every iteration that two ranks replay after the job was killed."""
-    job = cluster(*LAYOUT, '--sparse-ckpt-window', str(WINDOW), '--global-batch-size', '4', ranks=2)
+    window = ['--sparse-ckpt-window', str(WINDOW), *flags]
+    job = cluster(*LAYOUT, *window, '--global-batch-size', '4', ranks=2)
     assert -9 in job.run(fail_at='0:9:forward')
     job.finish(mutation=f'probes.gradients:{probe}')
     ranks = probes.read(job.directory, 'replayed', job.ranks)
@@ -79,7 +82,15 @@ def kinds_without_gradient(replayed: list[dict[str, Any]]) -> set[str]:
     return kinds
 
 
-@pytest.mark.thorough
+def test_all_weight_gradients_are_computed_where_that_is_asked_for(
+    cluster: Callable[..., Cluster],
+) -> None:
+    flags = ['--sparse-ckpt-freeze', 'off']
+    for iteration in replayed_iterations(cluster, 'count_weight_gradients', *flags):
+        assert iteration['frozen']
+        assert iteration['products'] == {n: 2 * c for n, c in iteration['calls'].items()}
+
+
 def test_counts_notice_that_nothing_is_frozen(cluster: Callable[..., Cluster]) -> None:
     for iteration in replayed_iterations(cluster, 'count_weight_gradients_without_freezing'):
         calls, products = iteration['calls'], iteration['products']

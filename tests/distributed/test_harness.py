@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.local_cluster.statements import tell_finished
+from moevement_ext.launch.statements import tell_finished
 from moevement_ext.membership.rendezvous import launcher_store
 from tests.distributed import conftest
 from tests.distributed.harness.cluster import Cluster, free_port

@@ -16,7 +16,7 @@ from tests.distributed.harness.output import scraped, upstream_lines
 from tests.distributed.harness.strikes import SETTLED, InTurn, Strike, deaths, strike_all
 from tests.distributed.probes import holding
 from tests.distributed.test_whole_job_recovery import skipped_in
-from tests.unit.local_cluster.conftest import dies
+from tests.unit.launch.conftest import dies
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -25,6 +25,9 @@ FLAGS = (
     '--eval-interval 4 --eval-iters 2'
 ).split()
 
+OTHERWISE = '--sparse-ckpt-order soft --sparse-ckpt-freeze off'.split()
+"""As the default does not have them: the bits are the same."""
+
 
 class Launches:
     """A job and what its launches have come to.
@@ -80,7 +83,7 @@ def exchange_nodes(job: Cluster) -> None:
 def test_whole_job_again_and_again(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    job = cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED)
+    job = cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED, *OTHERWISE)
     launches = Launches(job)
     launches.dies('1:8:forward')
     launches.dies('2:5:load')

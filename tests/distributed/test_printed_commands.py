@@ -35,7 +35,7 @@ RUNS = {
     r'(\.venv/bin/python )?scripts/local_cluster\.py .* examples/': r'\[launcher.*',
     rf'{_PYTHON}tools\.drill ': r'drill passed, all bits are equal: .*',
     r'\.venv/bin/torchrun --nproc-per-node 8 --max-restarts 100 ': r'.*',
-    rf'{_PYTHON}tools\.compatibility -- ': r'protected: a failure is recovered on the stages .*',
+    rf'{_PYTHON}tools\.check ': r'protected: yes; localized: yes: a failure is recovered on the .*',
     rf'{_PYTHON}tools\.compare_digests ': r'equal: 1 digests of 1 ranks after iteration 4',
     rf'{_PYTHON}tools\.plan ': rf'{_TABLE}|{_JSON}|Not part of a plan: .*|Warning: .*|--.*\.|',
     rf'{_PYTHON}tools\.placement ': _TABLE,
@@ -47,7 +47,7 @@ RUNS = {
     rf'{_PYTHON}tools\.simulate (?!paper|profile)': _TABLE,
     rf'{_PYTHON}tools\.status ': r'.* localized .*',
     rf'{_PYTHON}tools\.windows (list|verify|prune) DIR': r'no windows in DIR|.* 0 files, .*',
-    rf'{_PYTHON}tools\.bench\.(?!gpu_copy|precision)\w+': r'.*',
+    rf'{_PYTHON}tools\.bench\.(?!precision)\w+': r'.*',
     rf'{_PYTHON}tools\.bench\.precision\w* --stand-ins': r'.*',
 }  # fmt: skip
 """Commands, and what their last line is."""
@@ -69,8 +69,8 @@ ELSEWHERE = {
     rf'{_PYTHON}tests\.fuzz': 'a package for fuzzing; tests/fuzz/test_fuzz.py',
     r'scripts/gpu_check\.sh': 'a GPU; tests/distributed/test_gpu_check.py',
     rf'{_PYTHON}tools\.gpu_check\.': 'started by scripts/gpu_check.sh with what that has made',
-    rf'{_PYTHON}tools\.bench\.gpu_copy|{_PYTHON}tools\.bench\.precision\w* --json': 'a GPU',
-    rf'{_PYTHON}moevement_ext\.local_cluster\.shared_gpu': 'a GPU, and the launcher',
+    rf'{_PYTHON}tools\.bench\.precision\w* --json': 'a GPU',
+    rf'{_PYTHON}moevement_ext\.launch\.shared_gpu': 'a GPU, and the launcher',
     r'(\.venv/bin/)?torchrun .*tools\.node_check':
         'nodes with memory for such jobs; tests/distributed/test_node_check.py',
     r'.*scripts/local_cluster\.py .*(loop\.py$)': 'tests/distributed/test_pages.py',
@@ -88,10 +88,7 @@ ELSEWHERE = {
 """Commands that do not run here, and what is missing, or which test runs them."""
 
 _SHORTER = {
-    'tools.bench.control_plane': '--ranks 24 --failures 1 --rest 1 --iteration 0.2',
-    'tools.bench.meeting': '--ranks 64 --failures 1',
     'tools.bench.regroup': '--cycles 20 --warm-up 5',
-    'tools.bench.planning': '--ranks 64',
     'tools.bench.overhead': '--rounds 1 --iterations 8 --warm-up 2',
     'tools.bench.recovery': '--rounds 1',
     'tools.bench.localized': '--rounds 1',
@@ -105,7 +102,7 @@ _LEFT_OUT = {
         'profile': 'docs/assets/simulate-profile.json', 'systems': 'gemini,ours', 'mtbf': '600',
     },
     'tools.plan': {'model': 'deepseek-moe', 'mfu': '0.3'},
-    'tools.compatibility': {},
+    'tools.check': {},
 }  # fmt: skip
 _SHAPE = (
     '--num-attention-heads 32 --seq-length 4096 --vocab-size 32000 --num-experts 8 '

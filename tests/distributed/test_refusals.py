@@ -20,6 +20,7 @@ from moevement_ext.events import (
 )
 from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.judged import judged
 from tests.distributed.test_whole_job_recovery import BASE, BF16, UNTIED
 
 Make = Callable[..., Cluster]
@@ -174,12 +175,13 @@ UNREADABLE = {
 }
 
 
-def _said_in_one_line(job: Cluster, message: str) -> None:
-    """Every rank has ended with a line that has `message`, and without a traceback."""
+def _said_in_one_line(job: Cluster, message: str) -> str:
+    """Every rank has ended with a line that has `message`, and without a traceback; one of them."""
     output = job.output(life=0)
     said = [line for line in output.splitlines() if message in line]
     assert len(said) == job.ranks and all('error: ' in line for line in said), said
     assert 'Traceback' not in output
+    return said[0]
 
 
 def test_too_small_budget_is_refused_before_training(cluster: Make) -> None:
@@ -292,12 +294,25 @@ def test_full_memory_directory_stops_a_strict_run(cluster: Make, small_tmpfs: Pa
         ('--sparse-ckpt-topology /nowhere.json', '--sparse-ckpt-topology /nowhere.json'),
     ],
 )
-def test_wrong_flags_are_named(cluster: Make, flags: str, message: str) -> None:
+def test_wrong_flags_are_named_also_before_the_start(
+    flags: str, message: str, cluster: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = cluster(*BASE, ranks=1, nodes=1)
     job.flags += ['--pipeline-model-parallel-size', '1', '--expert-model-parallel-size', '1']
     job.flags += flags.split()
     assert job.run() == [EXIT_USER_ERROR]
-    _said_in_one_line(job, message)
+    said = _said_in_one_line(job, message)
+    assert said.partition('error: ')[2].startswith(_foretold(job, capsys))
+
+
+def _foretold(job: Cluster, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one refusal that is known before a job is started."""
+    try:
+        (refused,) = judged(job).refused
+    except SystemExit as wrong_flag:
+        assert wrong_flag.code == EXIT_USER_ERROR
+        return capsys.readouterr().err.partition('error: ')[2].strip()
+    return refused
 
 
 def test_unreadable_dense_checkpoint_is_no_job_that_is_done(cluster: Make, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ TESTS = ROOT / 'tests'
 PACKAGES = ('moevement_ext', 'megatron/moevement', 'tools', 'examples', 'tests', 'scripts')
 RULES = tuple((TESTS / 'unit').glob('test_*.py'))
 """Tests of the tree and its documents: they read files that they do not import."""
-JOBS = ('pretrain_gpt', 'moevement_ext.local_cluster.__main__', 'moevement_ext.store.torchrun')
+JOBS = ('pretrain_gpt', 'moevement_ext.launch.command_line', 'moevement_ext.launch.torchrun')
 """Programs that the tests in the folders of `TRAINING` start."""
 TRAINING = ('distributed', 'cluster', 'image', 'transformer_engine', 'gpu')
 EVERYTHING = ('pyproject.toml', 'setup.py', 'conftest.py', '.python-version', 'setup_env.sh')

@@ -32,13 +32,15 @@ _END = '--'
 _MODULES = {
     'scripts/demo.sh': 'tools.demo',
     'scripts/gpu_check.sh': 'tools.gpu_check',
-    'scripts/local_cluster.py': 'moevement_ext.local_cluster.command_line',
+    'scripts/local_cluster.py': 'moevement_ext.launch.command_line',
     'examples/own_loop.py': 'examples.own_loop',
     'examples/pipeline_loop.py': 'examples.pipeline_loop',
 }
 """What scripts run."""
+_FORWARDED = {'moevement_ext.store.torchrun': 'moevement_ext.launch.torchrun'}
+"""What a command that only forwards runs."""
 _LAUNCHERS = {
-    'tools.windows', 'moevement_ext.slurm', 'moevement_ext.local_cluster.command_line',
+    'tools.windows', 'moevement_ext.slurm', 'moevement_ext.launch.command_line',
 }  # fmt: skip
 """After their `--` comes a command."""
 _WRITTEN_BY_READERS = {'loop.py'}
@@ -162,7 +164,7 @@ def _parse_tool(module: str, rest: list[str], elided: bool) -> None:
 
 
 def _entry(module: str) -> ModuleType:
-    found = importlib.import_module(module)
+    found = importlib.import_module(_FORWARDED.get(module, module))
     if hasattr(found, '__path__'):
         found = importlib.import_module(f'{module}.__main__')
     return found

@@ -25,7 +25,7 @@ ENGINE_FLOORS = (
     {'capture', 'membership'},
     {'protect'},
     {'recover', 'metrics'},
-    {'local_cluster'},
+    {'launch'},
     {'slurm', 'job'},
 )
 """Folders and loose modules of the engine: each imports from floors before its own."""
@@ -36,7 +36,7 @@ ADAPTER_FLOORS = (
     {'state'},
     {'job'},
     {'arguments'},
-    {'attachment', 'program'},
+    {'attachment', 'checking', 'program'},
 )
 """As `ENGINE_FLOORS`."""
 

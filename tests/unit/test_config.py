@@ -37,6 +37,8 @@ NAN = float('nan')
         ('recovery', 'global', 'localized or whole-job'),
         ('recovery', '', 'localized or whole-job'),
         ('bind', 'cpu', 'gpu or off'),
+        ('order', 'random', 'popularity, soft, decayed, capacity or fixed'),
+        ('freeze', 'none', 'on or off'),
         ('reorder_fraction', 0, r'in \(0, 1\]'),
         ('reorder_fraction', 1.5, r'in \(0, 1\]'),
         ('reorder_fraction', NAN, r'in \(0, 1\]'),

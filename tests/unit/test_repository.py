@@ -243,7 +243,7 @@ def test_slurm_example_uses_flags_that_exist(
 ) -> None:
     from megatron.training.arguments import add_megatron_arguments
 
-    from moevement_ext.slurm.command_line import parse
+    from moevement_ext.launch.slurm import parse
 
     command = slurm_command(script, tmp_path)
     assert command[:2] == ['-m', 'moevement_ext.slurm']
@@ -267,7 +267,7 @@ def test_slurm_example_uses_flags_that_exist(
 
 @pytest.mark.parametrize('flags', [(), ('--bf16', '--num-layers', '4')])
 def test_slurm_drill_uses_flags_that_exist(flags: tuple[str, ...], tmp_path: Path) -> None:
-    from tools.drill.__main__ import _parser
+    from tools.chaos.drill import _parser
 
     command = slurm_command('slurm_drill.sbatch', tmp_path, *flags)
     assert command[:2] == ['-m', 'tools.drill']
@@ -303,7 +303,7 @@ def test_slurm_from_here_has_the_launcher_look_for_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm signals a batch script, but not what salloc runs."""
-    from moevement_ext.slurm.command_line import parse
+    from moevement_ext.launch.slurm import parse
 
     runs_it = 'while [[ $1 == --* ]]; do shift; done; exec "$@"'
     command = slurm_command('slurm_from_here.sh', tmp_path, '--nodes=5', salloc=runs_it)

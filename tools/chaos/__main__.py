@@ -15,7 +15,6 @@ how far into an iteration a fault strikes, the machine decides.
 
 A fault has one of three outcomes: `localized` (the other workers kept their state), `whole_job`
 (all workers were started again and recovered from host memory), `disk` (from a dense checkpoint, or
-from tools.lab.arguments import Parser
 from the start). An iteration is lost if the last rank had logged it before the recovery and the job
 trains it again after it; what is replayed as part of the recovery is not lost. Iterations that were
 cut off before they were committed are not lost either: nobody had them. A survivor is lost if a
@@ -53,7 +52,7 @@ from tools.chaos.configuration import (
     Precision,
     draw_configuration,
 )
-from tools.chaos.drawing import Kind, draw_window
+from tools.chaos.drawing import draw_window
 from tools.chaos.landing import Coverage, parse_cells
 from tools.chaos.model import parse_layout
 from tools.chaos.results import NAME, Begun, ResultError, Results
@@ -61,6 +60,7 @@ from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.digests import DigestFileError
 from tools.lab.errors import LabError
+from tools.lab.job import Kind
 from tools.lab.launch import Launcher, add_share_gpu
 from tools.lab.models import prepare_text
 

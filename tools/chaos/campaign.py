@@ -11,18 +11,19 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from tools.chaos.configuration import DISK, Configuration
-from tools.chaos.drawing import Fault, Kind, draw_faults
+from tools.chaos.configuration import Configuration
+from tools.chaos.drawing import Fault, draw_faults
 from tools.chaos.injecting import FEWEST_ITERATIONS, LAST_ITERATIONS, FaultInjector, Outcome
 from tools.chaos.landing import Coverage
 from tools.chaos.model import RUN_ID
 from tools.chaos.results import JobDone, Refused, Results, of_outcomes
-from tools.chaos.target import TargetJob
 from tools.lab.digests import StateDigest, difference_table, differences, read_digest
 from tools.lab.errors import LabError
-from tools.lab.job import Job, memory_directory
+from tools.lab.job import Job, Kind, memory_directory
+from tools.lab.launch import Launch
 from tools.lab.local_cluster import log_file
 from tools.lab.run_log import read_log
+from tools.lab.trained import DIGEST, train
 
 _ITERATIONS_PER_FAULT = 2 * FEWEST_ITERATIONS
 _MOST_REFUSALS = 5
@@ -132,21 +133,24 @@ class Campaign:
             outcomes.append(outcome)
             self._print(f'{time.time() - began:6.1f} s  {outcome.line()}')
 
-        failed, identical, lost = '', False, []
-        with memory_directory() as memory:
-            job = self._made(configuration, folder, memory)
+        failed, identical, lost = '', False, list[str]()
+
+        def hurt(job: Job) -> None:
+            last = self._iterations(configuration)
+            injector = FaultInjector(job, last, configuration, self.coverage, report, plain.pause_s)
             try:
-                with job:
-                    last = self._iterations(configuration)
-                    injector = FaultInjector(
-                        job, last, configuration, self.coverage, report, plain.pause_s
-                    )
-                    injector.inject_all(faults)
-                identical = self._compare(plain.digest, read_digest(folder / 'digest.json'), number)
+                injector.inject_all(faults)
+            finally:
+                lost.extend(map(str, job.unexpected))
+
+        with memory_directory() as memory:
+            launch = self._launch(configuration, folder, memory)
+            try:
+                found = train(launch, hurt, configuration.launcher, memory / RUN_ID)
+                identical = self._compare(plain.digest, found.state, number)
             except LabError as error:
                 failed = str(error)
                 self._print(f'job {number}: FAILED: {error}\n{error.tail}')
-            lost = [str(death) for death in job.unexpected]
         for death in lost:
             self._print(f'job {number}: survivor lost: {death}')
         return JobDone(
@@ -159,14 +163,12 @@ class Campaign:
             failed=failed,
         )
 
-    def _made(self, configuration: Configuration, folder: Path, memory: Path) -> TargetJob:
+    def _launch(self, configuration: Configuration, folder: Path, memory: Path) -> Launch:
+        if configuration.disk:
+            self._anew(configuration.disk_of(folder).name).mkdir()
         flags = configuration.training_flags(self.data, self._iterations(configuration), folder)
         flags += configuration.sparse_flags(memory, folder / 'events')
-        launch = configuration.launch(folder, flags, _MAX_RESTARTS, configuration.spares)
-        job = TargetJob(launch, configuration.launcher, memory / RUN_ID)
-        if configuration.disk:
-            (folder / DISK).mkdir()
-        return job
+        return configuration.launch(folder, flags, _MAX_RESTARTS, configuration.spares)
 
     def _compare(self, reference: StateDigest, digest: StateDigest, number: int) -> bool:
         different = differences(reference, digest)
@@ -198,14 +200,12 @@ class Campaign:
         # What it trains is part of its name: a state is compared with that of the same flags only.
         trained = ' '.join(configuration.training_flags(self.data, iterations, Path()))
         folder = self.output / f'plain{number}-{attempt}-{sha256(trained.encode()).hexdigest()[:8]}'
-        digest = folder / 'digest.json'
-        if not digest.exists():
+        if not (folder / DIGEST).exists():
             self._anew(folder.name)
             flags = configuration.training_flags(self.data, iterations, folder)
-            with Job(configuration.launch(folder, flags)) as job:
-                job.finish()
+            train(configuration.launch(folder, flags))
         log = read_log(log_file(folder, configuration.layout.ranks - 1))
-        return _Plain(read_digest(digest), max(log.wall_seconds(warm_up=1)))
+        return _Plain(read_digest(folder / DIGEST), max(log.wall_seconds(warm_up=1)))
 
     def _iterations(self, configuration: Configuration) -> int:
         """That each job trains: enough for all its faults, and as many as its reference."""

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moevement_ext.config import REPORT, STOP
-from tools.chaos.drawing import Kind
 from tools.chaos.model import COMMON_FLAGS, RUN_ID, SAMPLES, SEQUENCE, Layout, parse_layout
 from tools.lab import models, precisions
+from tools.lab.job import Kind
 from tools.lab.launch import PROGRAM, Launch, Launcher
 
 AUTO = 'auto'
 LONGEST_WINDOW = 6
 HANG_TIMEOUT_S = 5
-DISK = 'disk'
-"""Folder of windows on disk, in that of the job."""
 _STUCK_TIMEOUT_OF_A_WRITER_S = 15
 """For each rank: its training thread waits while upstream starts processes that write checkpoints,
 those of all ranks at once on this machine."""
@@ -204,7 +202,7 @@ class Configuration(NamedTuple):
         Args:
             data: prefix of the text.
             iterations: to train.
-            folder: for everything the run writes; the digest of its final state among it.
+            folder: for everything the run writes.
         """
         features = [
             (_ON[feature] if feature in self.features else _OFF.get(feature, '')).format(run=folder)
@@ -218,7 +216,6 @@ class Configuration(NamedTuple):
             *' '.join(features).split(),
             *self._length(iterations).split(),
             *models.data_flags(data),
-            *('--sparse-ckpt-digest', str(folder / 'digest.json')),
         ]
 
     def sparse_flags(self, memory: Path, events: Path) -> list[str]:
@@ -226,18 +223,23 @@ class Configuration(NamedTuple):
 
         Args:
             memory: directory in a tmpfs.
-            events: folder for the events; that of the disk is beside it.
+            events: folder for the events.
         """
         flags = models.sparse_flags(memory, RUN_ID, self.window, events)
         flags += ['--sparse-ckpt-replicas', str(self.replicas)]
         flags += ['--sparse-ckpt-hang-timeout', str(self.hang_timeout_s)]
         flags += ['--sparse-ckpt-verify', self.verify]
         if self.disk:
-            flags += ['--sparse-ckpt-disk', str(events.with_name(DISK))]
+            flags += ['--sparse-ckpt-disk', str(self.disk_of(events.parent))]
             flags += ['--sparse-ckpt-disk-every', str(LONGEST_WINDOW)]
         if self.window == AUTO:
             flags += ['--sparse-ckpt-max-window', str(LONGEST_WINDOW), *_RESTLESS.split()]
         return [*flags, '--sparse-ckpt-stuck-timeout', str(self._stuck_timeout_s)]
+
+    @staticmethod
+    def disk_of(folder: Path) -> Path:
+        """Folder of windows on disk, beside that of the job."""
+        return folder.with_name(f'{folder.name}-disk')
 
     def _length(self, iterations: int) -> str:
         """By samples if their number grows, which upstream asks for."""

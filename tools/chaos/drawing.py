@@ -1,33 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which fault comes to whom and when: drawn from a seed, no two faults of a job alike."""
 
-import enum
 import itertools
 import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-
-class Kind(enum.StrEnum):
-    """What a fault does."""
-
-    KILL = 'kill'
-    """SIGKILL of one worker."""
-    STOP = 'stop'
-    """SIGSTOP of one worker, which the others must find hung."""
-    NODE = 'node'
-    """SIGKILL of all workers of a node, whose host memory is deleted."""
-    DOUBLE = 'double'
-    """SIGKILL of two workers, at once or the second a little later, while the first recovers."""
-    STUCK = 'stuck'
-    """The loader of one worker waits for ever; the process is alive otherwise."""
-    WHOLE = 'whole'
-    """SIGKILL of all workers; the launcher lives on."""
-    JOB = 'job'
-    """SIGKILL of the launcher and all workers; the same job is launched again."""
-    AGENT = 'agent'
-    """SIGKILL of the agent of a node with its worker; it is started again."""
-
+from tools.lab.job import Kind
 
 _DECK = {
     Kind.KILL: 5,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts one fault after the other on a job and notes how it comes back."""
 
-import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,9 +9,8 @@ from typing import NamedTuple
 from moevement_ext.events import RecoveryPhase
 from tools.chaos.aiming import Aim
 from tools.chaos.configuration import Configuration
-from tools.chaos.drawing import Fault, Kind
+from tools.chaos.drawing import Fault
 from tools.chaos.landing import Cell, Coverage, landed
-from tools.chaos.target import TargetJob
 from tools.lab.errors import LabError
 from tools.lab.evidence import (
     Recovery,
@@ -25,6 +23,7 @@ from tools.lab.evidence import (
     start_up_s,
     to_meeting_s,
 )
+from tools.lab.job import Injection, Job, Kind
 from tools.lab.run_log import Iteration
 
 LAST_ITERATIONS = 6
@@ -33,16 +32,6 @@ FEWEST_ITERATIONS = 3
 """Iterations that a job needs for each fault: the fault and the survey of it take as many."""
 _ELSEWHERE = 1.4
 """Above this drawn number, which is up to 2, an aimed fault hits the first victim again."""
-
-
-class Injection(NamedTuple):
-    """A fault as it was put on the job."""
-
-    kind: Kind
-    time: float
-    """Seconds since the epoch."""
-    pid: int
-    """Process id of the worker that the fault was aimed at."""
 
 
 class Outcome(NamedTuple):
@@ -97,7 +86,7 @@ class FaultInjector:
 
     def __init__(
         self,
-        job: TargetJob,
+        job: Job,
         last: int,
         configuration: Configuration,
         coverage: Coverage,
@@ -200,17 +189,17 @@ class FaultInjector:
         if cell is not None:
             return self._inject_twice(fault, cell)
         if fault.kind is Kind.DOUBLE and fault.apart_s:
-            first = self._put(Kind.KILL, fault.victims[:1])
+            first = self._job.hurt(Kind.KILL, fault.victims[:1])
             time.sleep(fault.apart_s)
-            return [first, self._put(Kind.DOUBLE, fault.victims[1:])]
-        return [self._put(fault.kind, fault.victims)]
+            return [first, self._job.hurt(Kind.DOUBLE, fault.victims[1:])]
+        return [self._job.hurt(fault.kind, fault.victims)]
 
     def _inject_twice(self, fault: Fault, cell: Cell) -> list[Injection]:
         def suitable(rank: int) -> bool:
             return cell.kind is not Kind.AGENT or rank > 0
 
         aim = Aim(self._job.events_folder, cell.phase, suitable)
-        injections = [self._put(Kind.KILL, fault.victims)]
+        injections = [self._job.hurt(Kind.KILL, fault.victims)]
         caught = aim.catch(self._job.running)
         if caught is None:
             return injections
@@ -221,34 +210,15 @@ class FaultInjector:
         rank, pid = caught.rank, caught.pid
         if kind is Kind.KILL and fault.phase > _ELSEWHERE:
             self._job.release(pid)
-            return self._put(kind, fault.victims)
+            return self._job.hurt(kind, fault.victims)
         if kind is Kind.DOUBLE:
-            return self._put(kind, (rank, (rank + 1) % self._job.world_size), pid)
-        return self._put(kind, self._victims(kind, rank), pid)
+            return self._job.hurt(kind, (rank, (rank + 1) % self._job.world_size), pid)
+        return self._job.hurt(kind, self._victims(kind, rank), pid)
 
     def _victims(self, kind: Kind, rank: int) -> Sequence[int]:
         if kind is Kind.NODE:
             return self._job.ranks_of_node(rank)
         return range(self._job.world_size) if kind in (Kind.WHOLE, Kind.JOB) else (rank,)
-
-    def _put(self, kind: Kind, victims: Sequence[int], pid: int | None = None) -> Injection:
-        pid = pid or self._job.pids()[victims[0]]
-        job = self._job
-        match kind:
-            case Kind.NODE:
-                at = job.lose_node_of(victims[0])
-            case Kind.STOP:
-                at = job.send(victims, signal.SIGSTOP)
-            case Kind.STUCK:
-                job.release(pid)
-                at = job.stick(victims[0])
-            case Kind.AGENT:
-                at = job.lose_agent(victims[0])
-            case Kind.JOB:
-                at = job.launch_again()
-            case _:
-                at = job.send(victims, signal.SIGKILL)
-        return Injection(kind, at, pid)
 
     # Waiting
 

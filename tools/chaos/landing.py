@@ -9,8 +9,8 @@ from typing import NamedTuple
 from rich.table import Table
 
 from moevement_ext.events import Event, RecoveryPhase
-from tools.chaos.drawing import Kind
 from tools.lab.evidence import kind_of
+from tools.lab.job import Kind
 
 ALL = 'all'
 _OVER = 'over'

@@ -41,13 +41,12 @@ def _exposed(figures: dict[str, Any]) -> str:
 def _copies(figures: dict[str, Any]) -> str:
     parts = [
         f'{figures[f"registered_gb_s_{number}"]:.1f} of {figures[f"pinned_gb_s_{number}"]:.1f} '
-        f'GB/s with connections={number}'
+        f'GB/s, captures beside compute {figures[f"busy_over_limit_{number}"]:.2f} of it, with '
+        f'connections={number}'
         for number in ('1', '8')
-        if f'registered_gb_s_{number}' in figures and f'pinned_gb_s_{number}' in figures
+        if f'busy_over_limit_{number}' in figures
     ]
-    if 'busy_over_limit' in figures:
-        parts.append(f'captures beside compute {figures["busy_over_limit"]:.2f} of it')
-    return ', '.join(parts) or NOT_SHOWN
+    return '; '.join(parts) or NOT_SHOWN
 
 
 def _figures(report: Report, name: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: how fast are copies to host memory, and what do they hold up?
+"""Stage: how fast are captures to host memory, and what do they hold up?
 
 The probe runs with one connection of the device, as jobs are launched with tensor parallelism, and
-with torch's own number; the capture path of the product as `tools.bench.gpu_copy` measures it.
+with torch's own number.
 """
 
 import os
@@ -23,15 +23,14 @@ _CONNECTIONS = ('1', '8')
 _LEAST_OF_PINNED = 0.95
 """Bandwidth into registered pages of a tmpfs, and of captures, over that into pinned memory."""
 _SLOWEST_SMALL_MS = 3.0
-"""99 of 100 small copies beside paced bulk copies: two pieces of 32 MiB and some."""
+"""99 of 100 small copies beside a capture: two pieces of 32 MiB and some."""
 _SPINNING = 0.1
 """CPU seconds of a wait that blocks, per second."""
-_SHOWN = ('pinned_gb_s', 'registered_gb_s', 'register_gib_s')
-_GPU_BYTES, _CPU_BYTES = 6 << 30, 64 << 20
+_SHOWN = ('pinned_gb_s', 'registered_gb_s', 'register_gib_s', 'busy_over_limit')
 
 
 def run(settings: Settings) -> Iterator[Findings]:
-    """Measure with each number of connections, then the product; what fails costs its figures."""
+    """Measure with each number of connections; what fails costs its figures."""
     folder = settings.folder('copies')
     for connections in _CONNECTIONS:
         try:
@@ -41,76 +40,48 @@ def run(settings: Settings) -> Iterator[Findings]:
             yield Findings({}, [missing])
             continue
         figures = {f'{name}_{connections}': probed[name] for name in _SHOWN}
-        figures[f'small_p99_ms_{connections}'] = probed['paced']['small_copy']['p99_ms']
-        figures[f'queue_full_ms_{connections}'] = probed['queue_full']['launch']['max_ms']
+        figures[f'small_p99_ms_{connections}'] = probed['small_copy']['beside']['p99_ms']
         figures[f'connections_{connections}'] = probed
         problems = judge(probed) if settings.gpu else []
         yield Findings(figures, [f'connections={connections}: {text}' for text in problems])
-    if settings.gpu:
-        yield _captured(settings, folder / 'capture.json')
-
-
-def _captured(settings: Settings, target: Path) -> Findings:
-    try:
-        capture, code = _capture(settings, target)
-    except LabError as error:
-        return Findings({}, [f'busy_over_limit is missing: {error}'])
-    figures = {'busy_over_limit': capture['busy_over_limit'], 'capture': capture}
-    problems = ['what was captured is not the state at its iteration'] if code else []
-    return Findings(figures, problems + judge_capture(capture))
 
 
 def judge(probed: dict[str, Any]) -> list[str]:
     """What is wrong with the figures of a probe."""
     problems = []
+    if not probed['identical']:
+        problems.append('what was captured is not the state at its iteration')
     over = probed['registered_gb_s'] / probed['pinned_gb_s']
     if over < _LEAST_OF_PINNED:
         problems.append(f'copies into a registered tmpfs reach {over:.2f} of pinned memory')
+    if probed['busy_over_limit'] < _LEAST_OF_PINNED:
+        problems.append(
+            f'captures reach {probed["busy_over_limit"]:.2f} of one large copy into pinned memory'
+        )
     if not probed['second_kernel_after_it']:
         problems.append('no kernel runs any more after a registration that CUDA refuses')
-    slowest = probed['paced']['small_copy']['p99_ms']
+    slowest = probed['small_copy']['beside']['p99_ms']
     if slowest > _SLOWEST_SMALL_MS:
-        problems.append(f'1 of 100 small copies waits {slowest:.1f} ms behind paced bulk copies')
+        problems.append(f'1 of 100 small copies waits {slowest:.1f} ms behind a capture')
     if probed['blocking_wait_cpu'] > _SPINNING:
         problems.append(f'a blocking event spins: {probed["blocking_wait_cpu"]:.2f} of its wait')
     return problems
 
 
-def judge_capture(capture: dict[str, Any]) -> list[str]:
-    """What is wrong with the bandwidth of captures beside compute."""
-    over = capture['busy_over_limit']
-    if over >= _LEAST_OF_PINNED:
-        return []
-    return [f'captures reach {over:.2f} of one large copy into pinned memory']
-
-
 def _probe(settings: Settings, connections: str, target: Path) -> dict[str, Any]:
-    device, size = ('gpu', _GPU_BYTES) if settings.gpu else ('cpu', _CPU_BYTES)
-    command = ['tools.gpu_check.copy_probe', str(settings.memory), device, str(size), str(target)]
-    code, why = _run(command, target, CUDA_DEVICE_MAX_CONNECTIONS=connections)
-    if code or not target.exists():
-        raise LabError(f'the copy probe ended with exit status {code}: {why}')
-    return msgspec.json.decode(target.read_bytes())
-
-
-def _capture(settings: Settings, target: Path) -> tuple[dict[str, Any], int]:
-    command = ['tools.bench.gpu_copy', '--dir', str(settings.memory), '--state-gib', '10']
-    code, why = _run([*command, '--repeats', '3', '--json', str(target)], target)
-    if not target.exists():
-        raise LabError(f'tools.bench.gpu_copy ended with exit status {code}: {why}')
-    return msgspec.json.decode(target.read_bytes()), code
-
-
-def _run(module: list[str], target: Path, **environment: str) -> tuple[int, str]:
-    """Exit status, and the last line of its errors, which are shown and stay beside `target`."""
-    command = [sys.executable, '-m', *module]
+    """Figures of one process; what it says of errors is shown, and stays beside `target`."""
+    device = 'gpu' if settings.gpu else 'cpu'
+    command = [sys.executable, '-m', 'tools.gpu_check.copy_probe']
+    command += [str(settings.memory), device, str(target)]
+    environment = {**os.environ, 'CUDA_DEVICE_MAX_CONNECTIONS': connections}
     log = target.with_suffix('.log')
     with log.open('wb') as errors:
         try:
-            environment = {**os.environ, **environment}
             code = subprocess.run(command, cwd=ROOT, env=environment, stderr=errors).returncode
         finally:
             said = log.read_text('utf-8', errors='replace')
             print(said, end='', file=sys.stderr, flush=True)
-    lines = said.strip().splitlines()
-    return code, lines[-1] if lines else 'it did not say why'
+    if code or not target.exists():
+        why = said.strip().splitlines()[-1:] or ['it did not say why']
+        raise LabError(f'the copy probe ended with exit status {code}: {why[0]}')
+    return msgspec.json.decode(target.read_bytes())

@@ -1,311 +1,413 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures copies from one GPU to host memory, and what they hold up; no part of the product.
+"""Measures the capture path of one GPU, and what it holds up, with one number of connections.
 
-    python -m tools.gpu_check.copy_probe <directory in a tmpfs> gpu|cpu <bytes> <file for figures>
+    python -m tools.gpu_check.copy_probe <directory in a tmpfs> gpu|cpu <file for figures>
 
-On the CPU the same code runs, only nothing is pinned and nothing overlaps. It must be a process of
-its own: CUDA reads the number of connections when it begins.
+The state is that of a MoE stage: many experts, each with master weights, two moments and bf16
+weights. It is captured as in training: a window file in a tmpfs, registered as pinned; copies on a
+side stream while bf16 matrix products run; checksums on another thread. On the CPU the same code
+runs, only nothing is pinned and nothing overlaps. It must be a process of its own: CUDA reads the
+number of connections (`CUDA_DEVICE_MAX_CONNECTIONS`) when it begins.
+
+Exit status: 0 done, 1 a capture failed.
 """
 
-import mmap
-import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import xxhash
 
-from megatron.moevement.seams import cpu_device
+from moevement_ext.capture.copier import Copier
+from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice, operator_table
+from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.memory.pinning import pin
+from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import window_capacity
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader, frame_bytes_bound
+from moevement_ext.plan.byte_planner import (
+    InfeasiblePlan,
+    WindowPlan,
+    hideable_budget,
+    plan_stages,
+)
+from tools.lab.errors import LabError
 from tools.lab.figures import write_json
 
-_GIB, _MIB = 1 << 30, 1 << 20
-_PIECE, _SMALL_PIECE = 32 * _MIB, _MIB
-_OUTSTANDING = 2
-"""Pieces under way when bulk copies are paced."""
-_ALONE = 300
-"""Samples of a latency with nothing beside."""
+_NAME = 'probe'
+_GIB = 1 << 30
+_FULL_PARTS = ('master', 'exp_avg', 'exp_avg_sq')
+_BYTES_PER_ELEMENT = 14  # three of float32, one of bfloat16
 _BUSY_CYCLES = 10**9
 """Keep a stream busy for about half a second."""
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _now() -> float:
-    return time.perf_counter()
+class Sizes(NamedTuple):
+    """What is measured."""
+
+    state_bytes: int
+    """Size of the training state, about."""
+    hidden: int
+    """Matrices of an expert are (ffn, hidden)."""
+    ffn: int
+    matmul: int
+    """Compute is products of square matrices of this size."""
+    iteration_s: float
+    """Compute time of an iteration, about."""
+    windows: int
+    """With capture, and as many iterations without."""
+    small_calls: int
+    """Small copies, and launches, with nothing else to do."""
 
 
-class Pages:
-    """A mapped file in a tmpfs, registered with CUDA as a window is.
-
-    Args:
-        folder: in the tmpfs.
-        nbytes: of the file.
-        gpu: whether there is a CUDA device to register it with.
-    """
-
-    def __init__(self, folder: Path, nbytes: int, gpu: bool) -> None:
-        began = _now()
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            mapped = mmap.mmap(file.fileno(), nbytes, flags=flags)
-        self.reserve_s = _now() - began
-        self.array = np.frombuffer(mapped, np.uint8)
-        self._gpu = gpu
-        began = _now()
-        self.status = self.register()
-        self.register_s = _now() - began
-
-    def register(self) -> int:
-        """CUDA's answer: 0 if the pages are pinned now; a second time it refuses."""
-        if not self._gpu:
-            return 0
-        address, size = self.array.ctypes.data, self.array.size
-        return int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
-
-    def unregister(self) -> None:
-        """Before the map goes away."""
-        if self._gpu:
-            torch.cuda.cudart().cudaHostUnregister(self.array.ctypes.data)
+ON_GPU = Sizes(10 * _GIB, 4096, 1536, 8192, 0.3, windows=3, small_calls=2000)
+ON_CPU = Sizes(1 << 23, 64, 32, 64, 0.01, windows=2, small_calls=20)
 
 
-class Probe:
-    """Copies of one large tensor, and small work beside them.
+class Stage:
+    """The training state of experts on one device, and compute that takes about a given time.
 
     Args:
-        pages: where the copies go.
-        gpu: False: everything on the CPU.
+        device: where it lives.
+        sizes: of it; at least two experts are made.
     """
 
-    def __init__(self, pages: Pages, gpu: bool) -> None:
-        self._gpu = gpu
-        self._device = torch.device('cuda' if gpu else 'cpu')
-        self._target = torch.from_numpy(pages.array)
-        self._source = torch.zeros(pages.array.size, dtype=torch.uint8, device=self._device)
-        self._side, self._third = torch.cuda.Stream(), torch.cuda.Stream()
-        self._one = torch.ones(64, device=self._device)
-
-    # Alone
-
-    def bandwidth(self) -> dict[str, float]:
-        """GB/s of one large copy, the best of three."""
-        nbytes = min(_GIB, self._source.numel())
-        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._gpu)
-        pageable = torch.empty(nbytes, dtype=torch.uint8)
-        pairs = {
-            'pinned_gb_s': (pinned, self._source[:nbytes]),
-            'registered_gb_s': (self._target[:nbytes], self._source[:nbytes]),
-            'pageable_gb_s': (pageable, self._source[:nbytes]),
-            'to_device_gb_s': (self._source[:nbytes], pinned),
+    def __init__(self, device: torch.device, sizes: Sizes) -> None:
+        self._device = device
+        self.tensors: list[torch.Tensor] = []
+        per_expert = 3 * sizes.ffn * sizes.hidden * _BYTES_PER_ELEMENT  # gate, up, down projection
+        count = max(2, sizes.state_bytes // per_expert)
+        self.operators = {
+            name: self._expert(name, sizes.ffn * sizes.hidden)
+            for name in (f'expert.{index}' for index in range(count))
         }
-        return {name: nbytes / self._fastest(pair) / 1e9 for name, pair in pairs.items()}
+        square = torch.randn(sizes.matmul, sizes.matmul, device=device, dtype=torch.bfloat16)
+        self._factor, self._product = square, torch.empty_like(square)
+        self._products = 1
+        self.compute()
+        once = statistics.median(timed(device, self.compute) for _ in range(5))
+        self._products = max(1, round(sizes.iteration_s / once))
 
-    def _fastest(self, pair: Pair) -> float:
-        def copy() -> float:
-            torch.cuda.synchronize()
-            began = _now()
-            pair[0].copy_(pair[1], non_blocking=True)
-            torch.cuda.synchronize()
-            return _now() - began
+    def _expert(self, name: str, elements: int) -> OperatorSlices:
+        def part(matrix: str, kind: str, dtype: torch.dtype) -> TensorSlice:
+            flat = torch.full((elements,), 1.0, dtype=dtype, device=self._device)
+            self.tensors.append(flat)
+            return TensorSlice(name, f'{name}.{matrix}', kind, 0, flat.numel(), flat)
 
-        copy()
-        return min(copy() for _ in range(3))
+        matrices = ('gate', 'up', 'down')
+        full = [part(matrix, kind, torch.float32) for matrix in matrices for kind in _FULL_PARTS]
+        light = [part(matrix, 'weight', torch.bfloat16) for matrix in matrices]
+        return OperatorSlices(tuple(full), tuple(light))
 
-    def kernel_works(self) -> bool:
-        """Whether a kernel can be launched, as after a call that CUDA refused."""
+    def set(self, value: int) -> None:
+        """Overwrite everything, as an update does; small integers are exact in bfloat16."""
+        torch._foreach_zero_(self.tensors)
+        torch._foreach_add_(self.tensors, float(value))
+
+    def compute(self) -> None:
+        """Queue one iteration."""
+        for _ in range(self._products):
+            torch.mm(self._factor, self._factor, out=self._product)
+
+    def plan(self, bytes_per_s: float, iteration_s: float) -> WindowPlan:
+        """The shortest window that hides, as `--sparse-ckpt-window auto` chooses it."""
+        sizes = {name: (item.full_bytes, item.light_bytes) for name, item in self.operators.items()}
+        table = operator_table(list(sizes), [sizes])
+        budget = hideable_budget(bytes_per_s, iteration_s)
+        return plan_stages([table], window=None, budget=budget)[0]
+
+
+class Window:
+    """One window file, filled again and again by the capture path of training.
+
+    Args:
+        path: of the file.
+        operators: what is captured.
+        plan: of the window.
+    """
+
+    def __init__(self, path: Path, operators: dict[str, OperatorSlices], plan: WindowPlan) -> None:
+        self.slots = plan.window
+        self.arrived = threading.Event()
+        self._errors: list[Exception] = []
+        self._layouts = [SlotLayout(plan, slot, operators) for slot in range(plan.window)]
+        frames = [frame_bytes_bound(self._header(slot)) for slot in range(plan.window)]
+        sizes = [layout.payload_bytes for layout in self._layouts]
+        self.file = WindowFile.create(path, window_capacity(zip(sizes, frames, strict=True)))
+
+    def begin(self) -> None:
+        """Forget all slots."""
+        self.file.begin(WindowName(0, _NAME))
+
+    def capture(self, slot: int, copier: Copier) -> None:
+        """Begin to capture one slot."""
+        layout, header = self._layouts[slot], self._header(slot)
+        payload = self.file.reserve_slot(slot, layout.payload_bytes)
+        self.arrived.clear()
+        copier.start(
+            layout.copies(payload, volatile=True),
+            lambda: layout.copies(payload, volatile=False),
+            lambda: self._seal(header),
+            self._failed,
+        )
+
+    def contents_are(self, values: Sequence[int]) -> bool:
+        """Whether slot i is whole and holds nothing but the i-th value."""
+        headers = self.file.verify(Expected())
+        return all(
+            _filled_with(torch.from_numpy(self.file.payload(header.slot)), header, value)
+            for header, value in zip(headers, values, strict=True)
+        )
+
+    @contextmanager
+    def copier(self, device: torch.device) -> Iterator[Copier]:
+        """A copier with rates of its own; a failed capture is raised at the end."""
+        copier = Copier(device)
         try:
-            self._one.add_(0)
+            yield copier
+            copier.drain()
+        finally:
+            copier.stop()
+        if self._errors:
+            raise LabError(f'a capture failed: {self._errors[0]}') from self._errors[0]
+
+    def _failed(self, error: Exception) -> None:
+        self._errors.append(error)
+        self.arrived.set()
+
+    def _seal(self, header: SlotHeader) -> None:
+        self.arrived.set()
+        self.file.seal_slot(header)
+
+    def _header(self, slot: int) -> SlotHeader:
+        layout = self._layouts[slot]
+        return SlotHeader(
+            version=FORMAT_VERSION,
+            run=_NAME,
+            topology=_NAME,
+            owner=0,
+            start=0,
+            window=len(self._layouts),
+            slot=slot,
+            iteration=slot,
+            plan=_NAME,
+            payload_bytes=layout.payload_bytes,
+            records=layout.records,
+        )
+
+
+def _filled_with(payload: torch.Tensor, header: SlotHeader, value: int) -> bool:
+    return all(
+        bool((payload[at.offset :][: at.nbytes].view(getattr(torch, at.dtype)) == value).all())
+        for at in header.records
+    )
+
+
+# ---- measuring
+
+
+def timed(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds from an idle device until `work` and all it queued is done."""
+    _synchronize(device)
+    began = time.perf_counter()
+    work()
+    _synchronize(device)
+    return time.perf_counter() - began
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+
+
+def bandwidth(device: torch.device, target: torch.Tensor) -> float:
+    """GB/s of one large copy to host memory, the best of five; the first does not count."""
+    source = torch.ones(target.numel(), dtype=torch.uint8, device=device)
+    times = [timed(device, lambda: target.copy_(source, non_blocking=True)) for _ in range(6)]
+    return target.numel() / min(times[1:]) / 1e9
+
+
+def busy(device: torch.device, stage: Stage, window: Window, windows: int) -> dict[str, Any]:
+    """Captures beside compute: their bandwidth, the time of an iteration, and if all is right.
+
+    The state at a slot is the index of the slot. Not timed are the update, which is the same
+    without capture, and checksums that outlast the iteration.
+    """
+    seconds = []
+    with window.copier(device) as copier:
+        for slot in range(windows * window.slots):
+            stage.set(slot % window.slots)
+            if slot % window.slots == 0:
+                window.begin()
+
+            def iteration(slot: int = slot % window.slots) -> None:
+                window.capture(slot, copier)
+                stage.compute()
+                copier.wait()
+
+            seconds.append(timed(device, iteration))
+            stage.set(-1)  # in stream order after the copies: what `wait` is for
+            copier.drain()
+        rate = copier.bytes_per_s() or 0.0  # of nothing if a capture failed, as is then said
+    return {
+        'captured_iteration_ms': 1000 * statistics.median(seconds),
+        'busy_gb_s': rate / 1e9,
+        'identical': window.contents_are(range(window.slots)),
+    }
+
+
+def small_work(device: torch.device) -> dict[str, Callable[[], None]]:
+    """What training asks of the device again and again, and what its host waits for."""
+    counts = torch.ones(64, device=device)
+    stream = torch.cuda.Stream(device) if device.type == 'cuda' else None
+
+    def copy() -> None:
+        """Token counts to the host on a stream of their own, as a dispatcher without drops does."""
+        if stream is None:
+            counts.clone()
+            return
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            counts.to('cpu', non_blocking=True)
+            arrived = stream.record_event()
+        arrived.synchronize()
+
+    return {'small_copy': copy, 'launch': lambda: counts.mul_(1)}  # type: ignore[dict-item]
+
+
+def beside(
+    device: torch.device, window: Window, work: Callable[[], None], calls: int
+) -> dict[str, dict[str, float]]:
+    """Latencies of `work` with nothing else to do, and while the copies of a window are under way.
+
+    A slot is under way until its copies have arrived.
+    """
+    left = iter(range(calls - 1))
+    alone = _latencies(work, lambda: next(left, None) is not None)
+    _synchronize(device)
+    meanwhile: list[float] = []
+    with window.copier(device) as copier:
+        window.begin()
+        for slot in range(window.slots):
+            window.capture(slot, copier)
+            meanwhile += _latencies(work, lambda: not window.arrived.is_set())
+            copier.drain()
+            _synchronize(device)
+    return {'alone': percentiles(alone), 'beside': percentiles(meanwhile)}
+
+
+def _latencies(work: Callable[[], None], goes_on: Callable[[], bool]) -> list[float]:
+    """Seconds of each call, one at least, as long as `goes_on`."""
+    seconds: list[float] = []
+    while not seconds or goes_on():
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Percentiles of at least one call, in milliseconds."""
+    ordered = sorted(1000 * value for value in seconds)
+    last = len(ordered) - 1
+    figures = {'p50_ms': ordered[last // 2], 'p99_ms': ordered[round(0.99 * last)]}
+    return {'calls': len(ordered), **figures, 'max_ms': ordered[-1]}
+
+
+def after_refusal(window: Window) -> dict[str, Any]:
+    """Whether a kernel runs after a registration that CUDA refuses: pages are pinned already."""
+    array = window.file.array
+    status = int(torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.size, 0))
+
+    def works() -> bool:
+        try:
+            torch.ones(1, device='cuda').add_(1)
             torch.cuda.synchronize()
         except RuntimeError:
             return False
         return True
 
-    def issue_us(self) -> dict[str, float]:
-        """Microseconds of the host for each copy of 1 MiB: one by one, and in one call."""
-        pairs = self._pairs(_SMALL_PIECE)
-        targets, sources = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-        def one_by_one() -> None:
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-
-        def together() -> None:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-
-        found = {}
-        for name, issue in (('one_by_one', one_by_one), ('together', together)):
-            torch.cuda.synchronize()
-            began = _now()
-            issue()
-            found[name] = 1e6 * (_now() - began) / len(pairs)
-        torch.cuda.synchronize()
-        return found
-
-    def wait_cpu(self, blocking: bool) -> float:
-        """CPU seconds per second of waiting for an event."""
-        event = torch.cuda.Event(blocking=blocking)
-        torch.cuda.synchronize()
-        if self._gpu:
-            torch.cuda._sleep(_BUSY_CYCLES)
-        event.record()
-        used, began = time.thread_time(), _now()
-        event.synchronize()
-        return (time.thread_time() - used) / (_now() - began)
-
-    # Beside bulk copies
-
-    @property
-    def _works(self) -> dict[str, Callable[[], object]]:
-        return {
-            'small_copy': self._small_copy,
-            'item': lambda: self._one.sum().item(),
-            'launch': lambda: self._one.add_(0),
-            'device_sync': self._device_sync,
-        }
-
-    def alone(self) -> dict[str, dict[str, float]]:
-        """Latencies with nothing beside."""
-        torch.cuda.synchronize()
-        return {name: _latency(_timed(work, _ALONE)) for name, work in self._works.items()}
-
-    def beside(self, paced: bool, piece: int = _PIECE) -> dict[str, Any]:
-        """Latencies of small work while everything is copied on another stream.
-
-        Args:
-            paced: a few pieces are under way at a time; else all are queued at once.
-            piece: bytes.
-        """
-        found: dict[str, Any] = {}
-        for name, work in self._works.items():
-            seconds: list[float] = []
-            torch.cuda.synchronize()
-            taken: list[float] = []
-            thread = threading.Thread(target=self._copy_all, args=(paced, piece, taken))
-            thread.start()
-            while thread.is_alive():
-                seconds += _timed(work, 1)
-                if len(seconds) % 256 == 0:  # or launches would pile up
-                    torch.cuda.current_stream().synchronize()
-            thread.join()
-            torch.cuda.synchronize()
-            gb_s = self._source.numel() / taken[0] / 1e9
-            found[name] = {**_latency(seconds or _timed(work, 1)), 'bulk_gb_s': gb_s}
-        return found
-
-    def _copy_all(self, paced: bool, piece: int, taken: list[float]) -> None:
-        if self._gpu:
-            torch.cuda.set_device(0)
-        began = _now()
-        issued: list[torch.cuda.Event] = []
-        with torch.cuda.stream(self._side):
-            for target, source in self._pairs(piece):
-                target.copy_(source, non_blocking=True)
-                issued.append(torch.cuda.Event(blocking=True))
-                issued[-1].record()
-                if paced and len(issued) > _OUTSTANDING:
-                    issued.pop(0).synchronize()
-        issued[-1].synchronize()
-        taken.append(_now() - began)
-
-    def _pairs(self, piece: int) -> list[Pair]:
-        places = [slice(at, at + piece) for at in range(0, self._source.numel(), piece)]
-        return [(self._target[place], self._source[place]) for place in places]
-
-    def _small_copy(self) -> None:
-        """Copy one number to the host and wait, like a token dispatcher that needs counts."""
-        self._third.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._third):
-            self._one.to('cpu', non_blocking=True)
-            arrived = self._third.record_event()
-        arrived.synchronize()
-
-    def _device_sync(self) -> None:
-        self._one.add_(0)
-        torch.cuda.synchronize()
+    first, second = works(), works()  # the first one reports what CUDA had refused
+    return {'second_registration': status, 'kernel_after': first, 'second_kernel_after_it': second}
 
 
-def _timed(work: Callable[[], object], times: int) -> list[float]:
-    seconds = []
-    for _ in range(times):
-        began = _now()
-        work()
-        seconds.append(_now() - began)
-    return seconds
+def blocking_wait_cpu() -> float:
+    """CPU seconds per second of waiting for an event that blocks."""
+    event = torch.cuda.Event(blocking=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_BUSY_CYCLES)
+    event.record()
+    used, began = time.thread_time(), time.perf_counter()
+    event.synchronize()
+    return (time.thread_time() - used) / (time.perf_counter() - began)
 
 
-def _latency(seconds: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(1000 * value for value in seconds)
-    return {
-        'samples': len(ordered),
-        'p50_ms': statistics.median(ordered),
-        'p99_ms': ordered[int(0.99 * (len(ordered) - 1))],
-        'max_ms': ordered[-1],
-    }
-
-
-def longest_gap_ms() -> float:
-    """For which a thread that only looks at the clock stands still while another hashes."""
-    data = memoryview(np.ones(256 * _MIB, np.uint8))
-    gaps: list[float] = []
-    thread = threading.Thread(target=lambda: xxhash.xxh3_64_intdigest(data))
-    thread.start()
-    last = _now()
-    while thread.is_alive():
-        gaps.append(_now() - last)
-        last = _now()
-    return 1000 * max(gaps, default=0.0)
-
-
-def measure(folder: Path, gpu: bool, nbytes: int) -> Iterator[dict[str, Any]]:
+def measure(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Everything, figure by figure.
 
     Args:
+        device: where the state lives.
         folder: in a tmpfs.
-        gpu: whether there is one.
-        nbytes: of the large tensor, a multiple of 32 MiB.
+        sizes: of what is measured.
+
+    Raises:
+        LabError: a capture failed.
+        InfeasiblePlan: no window hides one expert.
+        SparseCheckpointError: the window file cannot be reserved or pinned.
     """
-    pages = Pages(folder, nbytes, gpu)
-    if pages.status:
-        sys.exit(f'CUDA refuses to register {nbytes >> 20} MiB in {folder}: error {pages.status}')
-    probe = Probe(pages, gpu)
-    refused = pages.register()
+    gpu = device.type == 'cuda'
+    large = min(_GIB, sizes.state_bytes)
+    pinned = bandwidth(device, torch.empty(large, dtype=torch.uint8, pin_memory=gpu))
+    stage = Stage(device, sizes)
+    plain = [timed(device, stage.compute) for _ in range(sizes.windows + 2)][2:]
+    iteration_s = statistics.median(plain)
+    plan = stage.plan(pinned * 1e9, iteration_s)
+    window = Window(folder / 'probe.window', stage.operators, plan)
+    nbytes = window.file.array.size
+    began = time.perf_counter()
+    if gpu:
+        pin(window.file)
+    pin_s = time.perf_counter() - began
     yield {
-        'reserve_gib_s': nbytes / _GIB / pages.reserve_s,
-        'register_gib_s': nbytes / _GIB / pages.register_s,
-        'second_registration': refused,
-        'kernel_after_failed_registration': probe.kernel_works(),  # reports what CUDA had refused
-        'second_kernel_after_it': probe.kernel_works(),
+        'pinned_gb_s': pinned,
+        'registered_gb_s': bandwidth(device, torch.from_numpy(window.file.array[:large])),
+        'register_gib_s': nbytes / _GIB / pin_s,
+        'window': plan.window,
+        'iteration_ms': 1000 * iteration_s,
     }
-    yield probe.bandwidth()
-    yield {'issue_us': probe.issue_us()}
-    yield {'spinning_wait_cpu': probe.wait_cpu(blocking=False)}
-    yield {'blocking_wait_cpu': probe.wait_cpu(blocking=True)}
-    yield {'alone': probe.alone()}
-    yield {'queued': probe.beside(paced=False)}
-    yield {'paced': probe.beside(paced=True)}
-    # More than the driver queues: whoever issues the next copy waits, and others perhaps with it.
-    yield {'queue_full': probe.beside(paced=False, piece=_SMALL_PIECE)}
-    yield {'hashing_gap_ms': longest_gap_ms()}
-    torch.cuda.synchronize()
-    pages.unregister()
+    if gpu:
+        yield {**after_refusal(window), 'blocking_wait_cpu': blocking_wait_cpu()}
+    busy(device, stage, window, 1)  # to warm up
+    found = busy(device, stage, window, sizes.windows)
+    yield {**found, 'busy_over_limit': found['busy_gb_s'] / pinned}
+    for name, work in small_work(device).items():
+        yield {name: beside(device, window, work, sizes.small_calls)}
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     """Measure, and write what there is after each figure."""
-    folder, device, nbytes, target = argv
-    if device == 'cpu':
-        cpu_device.install()
+    memory, device, target = argv
+    sizes = ON_GPU if device == 'gpu' else ON_CPU
     figures: dict[str, Any] = {}
-    for more in measure(Path(folder), device == 'gpu', int(nbytes)):
-        figures |= more
-        write_json(Path(target), figures)
+    with tempfile.TemporaryDirectory(prefix='moevement-probe-', dir=memory) as folder:
+        try:
+            place = torch.device('cuda' if device == 'gpu' else 'cpu')
+            for more in measure(place, Path(folder), sizes):
+                figures |= more
+                write_json(Path(target), figures)
+        except (InfeasiblePlan, LabError, SparseCheckpointError) as error:
+            print(f'copy_probe: {error}', file=sys.stderr)
+            return 1
+    return 0
 
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -4,12 +4,13 @@
 from collections.abc import Iterator
 
 from moevement_ext.events import Recovered
-from tools.demo.model import STAGE_RANKS, WORLD_SIZE, training_flags
 from tools.gpu_check.report import Findings
 from tools.gpu_check.settings import Settings
-from tools.gpu_check.training import Kill, Trained, Trials, compare, costs, reduced
+from tools.gpu_check.training import Kill, Trials, compare, costs, reduced
 from tools.lab import models
 from tools.lab.evidence import Tier, kind_of
+from tools.lab.four_ranks import STAGE_RANKS, WORLD_SIZE, training_flags
+from tools.lab.trained import Trained
 
 WINDOW = 3
 ITERATIONS = 16
@@ -21,8 +22,7 @@ def run(settings: Settings) -> Iterator[Findings]:
     """Train the model of the demo plain, with windows, and with a rank killed on the way."""
     folder = settings.folder('four-rank')
     data = models.prepare_text(settings.output / 'data', megabytes=1)
-    # Each job has a digest file of its own: the last of a flag counts.
-    flags = training_flags(data, ITERATIONS, folder / 'unused')
+    flags = training_flags(data, ITERATIONS)
     trials = Trials(settings, folder, flags, nodes=WORLD_SIZE, window=WINDOW)
     plain, windows = trials.plain('plain'), trials.protected('windows')
     same = not compare(plain, windows, 'with windows')

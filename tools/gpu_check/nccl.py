@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 from torch.distributed import TCPStore
 
-from moevement_ext.local_cluster import shared_gpu
+from moevement_ext.launch import shared_gpu
 from tools.gpu_check.nccl_rank import Measured, Trial
 from tools.gpu_check.report import Findings
 from tools.gpu_check.settings import Settings

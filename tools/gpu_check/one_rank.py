@@ -6,9 +6,10 @@ from typing import Any
 
 from tools.gpu_check.report import Findings
 from tools.gpu_check.settings import Settings
-from tools.gpu_check.training import Kill, Trained, Trials, compare, costs, reduced
+from tools.gpu_check.training import Kill, Trials, compare, costs, iteration_ms, reduced
 from tools.lab import models, precisions
 from tools.lab.evidence import Tier
+from tools.lab.trained import Trained
 
 WINDOW = 4
 ITERATIONS = 20
@@ -45,7 +46,7 @@ def run(settings: Settings) -> Iterator[Findings]:
     one_queue = trials._replace(variables={'CUDA_DEVICE_MAX_CONNECTIONS': '1'})
     queued = one_queue.protected('one-connection')
     yield Findings(
-        {'one_connection_ms': queued.iteration_ms},
+        {'one_connection_ms': iteration_ms(queued)},
         compare(plain, queued, 'with one connection') + reduced(queued),
     )
     auto = trials._replace(window='auto').protected('auto')
@@ -97,7 +98,7 @@ def _trials(settings: Settings, name: str, more: Sequence[str]) -> Trials:
 def _same_bits(trials: Trials) -> Generator[Findings, None, Trained]:
     """Compare final states with that of plain Megatron, which comes first and is returned."""
     plain = trials.plain('plain')
-    yield Findings({'plain_ms': plain.iteration_ms}, [])
+    yield Findings({'plain_ms': iteration_ms(plain)}, [])
     problems = compare(plain, trials.plain('plain-again'), 'again')
     if problems:
         problems.append('so this model is not deterministic here, and no bits can be compared')

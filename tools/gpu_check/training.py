@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs that train the same model in several ways, and the comparison of their final states."""
 
-import signal
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moevement_ext.events import Event, ProtectionReduced
+from moevement_ext.events import ProtectionReduced
 from tools.gpu_check.settings import Settings
 from tools.lab import evidence
-from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
-from tools.lab.errors import LabError
-from tools.lab.job import Job, memory_directory
+from tools.lab.job import memory_directory
 from tools.lab.launch import PROGRAM, Launch
 from tools.lab.models import sparse_flags
-from tools.lab.run_log import RunLog
+from tools.lab.trained import Trained, train
 
 _MAX_RESTARTS = 3
 _WARM_UP = 3
@@ -28,28 +25,6 @@ class Kill(NamedTuple):
     rank: int
     after: int
     """Iteration."""
-
-
-class Trained(NamedTuple):
-    """A job that came to its end."""
-
-    log: RunLog
-    state: StateDigest
-    events: list[Event]
-    recovery: evidence.Recovery | None
-    """From the kill, if there was one."""
-
-    @property
-    def iteration_ms(self) -> float:
-        """Median, of the last life."""
-        times = [iteration.elapsed_ms for iteration in self.log.lives[-1]]
-        return statistics.median(times[_WARM_UP:] or times)
-
-    @property
-    def exposed_ms(self) -> float:
-        """Median of what the log says that sparse checkpointing added to an iteration."""
-        exposed = [captured.exposed_ms for captured in self.log.captured]
-        return statistics.median(exposed[_WARM_UP:] or exposed)
 
 
 class Trials(NamedTuple):
@@ -85,11 +60,9 @@ class Trials(NamedTuple):
 
     def _train(self, name: str, protection: list[str], kill: Kill | None) -> Trained:
         print(f'-- {name}', flush=True)
-        folder = self.folder / name
-        digest = folder / 'digest.json'
         launch = Launch(
-            folder,
-            [*self.flags, *protection, '--sparse-ckpt-digest', str(digest)],
+            self.folder / name,
+            [*self.flags, *protection],
             self.nodes,
             1,
             max_restarts=_MAX_RESTARTS if kill else 0,
@@ -98,28 +71,14 @@ class Trials(NamedTuple):
             program_file=self.program_file,
             variables=self.variables,
         )
-        with Job(launch) as job:
-            killed_at = None if kill is None else _kill(job, kill)
-            log, events = job.finish(), job.events()
-            recovery = None
-            if killed_at is not None:
-                recovery = evidence.recovery(events, job.pids(), killed_at, log.iterations)
-        return Trained(log, read_digest(digest), events, recovery)
-
-
-def _kill(job: Job, kill: Kill) -> float:
-    """SIGKILL a worker once the job is far enough; returns when (seconds since the epoch)."""
-    for log in job.follow(f'iteration {kill.after}'):
-        if log.iterations and log.iterations[-1].number >= kill.after:
-            return job.send([kill.rank], signal.SIGKILL)
-    raise LabError(f'the job ended before iteration {kill.after}', job.tail())
+        return train(launch, kill and (lambda job: job.kill_after(kill.after, [kill.rank])))
 
 
 def compare(
     expected: Trained, other: Trained, what: str, from_what: str = 'plain Megatron'
 ) -> list[str]:
     """What is wrong with the final state of another job, if anything."""
-    kinds = kinds_of_difference(expected.state, other.state)
+    kinds = other.different(expected)
     if not kinds:
         return []
     return [f'{what}: the final state differs from {from_what} in {", ".join(kinds)}']
@@ -131,11 +90,19 @@ def reduced(trained: Trained) -> list[str]:
     return sorted({f'protection was reduced: {event.reason}' for event in found})
 
 
+def iteration_ms(trained: Trained) -> float:
+    """Median, of the last life."""
+    times = [iteration.elapsed_ms for iteration in trained.log.lives[-1]]
+    return statistics.median(times[_WARM_UP:] or times)
+
+
 def costs(plain: Trained, windows: Trained) -> dict[str, Any]:
-    """What windows cost in each iteration."""
+    """What windows cost in each iteration, by the log; medians."""
+    exposed = [captured.exposed_ms for captured in windows.log.captured]
+    plain_ms, windows_ms = iteration_ms(plain), iteration_ms(windows)
     return {
-        'plain_ms': plain.iteration_ms,
-        'windows_ms': windows.iteration_ms,
-        'windows_over_plain': windows.iteration_ms / plain.iteration_ms,
-        'exposed_ms': windows.exposed_ms,
+        'plain_ms': plain_ms,
+        'windows_ms': windows_ms,
+        'windows_over_plain': windows_ms / plain_ms,
+        'exposed_ms': statistics.median(exposed[_WARM_UP:] or exposed),
     }

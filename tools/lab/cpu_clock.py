@@ -10,9 +10,6 @@ import psutil
 from tools.lab.job import Job
 from tools.lab.run_log import RunLog
 
-_OF_A_PROCESS = 2
-"""Part of the number of a process's clock: see clock_getcpuclockid(3)."""
-
 
 class CpuClock:
     """CPU seconds that the workers of a job and their children have used, sampled over time."""
@@ -45,11 +42,6 @@ def cpu_seconds(pid: int) -> float | None:
     except psutil.NoSuchProcess:
         return None
     return float(spent.user + spent.system)
-
-
-def exact_cpu_seconds(pid: int) -> float:
-    """The same by a clock that has no ticks, of a process that lives."""
-    return time.clock_gettime(~pid << 3 | _OF_A_PROCESS)
 
 
 def _with_children(process: psutil.Process) -> float:

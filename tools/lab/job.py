@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training job on emulated nodes, to be followed, and to lose workers and nodes."""
+"""A training job on emulated nodes, to be followed, and to be hurt in every way."""
 
 import contextlib
+import enum
 import os
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -15,7 +16,7 @@ from typing import NamedTuple, Self
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from tools.lab.errors import LabError
-from tools.lab.evidence import read_events
+from tools.lab.evidence import read_events, recovers_locally
 from tools.lab.launch import Death, Launch, Launcher, node_name
 from tools.lab.local_cluster import LocalCluster
 from tools.lab.run_log import RunLog, parse_log
@@ -24,6 +25,38 @@ from tools.lab.torchrun import Agents
 _POLL_S = 0.1
 _STALLED_S = 300
 _ALL_STARTED_S = 30
+_STALL = 'stall'
+
+
+class Kind(enum.StrEnum):
+    """What a fault does."""
+
+    KILL = 'kill'
+    """SIGKILL of one worker."""
+    STOP = 'stop'
+    """SIGSTOP of one worker, which the others must find hung."""
+    NODE = 'node'
+    """SIGKILL of all workers of a node, whose host memory is deleted."""
+    DOUBLE = 'double'
+    """SIGKILL of two workers, at once or the second a little later, while the first recovers."""
+    STUCK = 'stuck'
+    """The loader of one worker waits for ever; the process is alive otherwise."""
+    WHOLE = 'whole'
+    """SIGKILL of all workers; the launcher lives on."""
+    JOB = 'job'
+    """SIGKILL of the launcher and all workers; the same job is launched again."""
+    AGENT = 'agent'
+    """SIGKILL of the agent of a node with its worker; it is started again."""
+
+
+class Injection(NamedTuple):
+    """A fault as it was put on the job."""
+
+    kind: Kind
+    time: float
+    """Seconds since the epoch."""
+    pid: int
+    """Process id of the worker that the fault was aimed at."""
 
 
 class LostNode(NamedTuple):
@@ -41,11 +74,19 @@ class Job:
     Args:
         launch: what runs.
         launcher: starts the workers.
+        memory: host memory of the run, all nodes; None: no node is lost, and no loader sticks.
     """
 
-    def __init__(self, launch: Launch, launcher: Launcher = Launcher.LOCAL) -> None:
+    def __init__(
+        self, launch: Launch, launcher: Launcher = Launcher.LOCAL, memory: Path | None = None
+    ) -> None:
         launch.folder.mkdir(parents=True)
         self.folder = launch.folder
+        self._memory = memory
+        self._stall = launch.folder / _STALL
+        if memory is not None:
+            variables = {**launch.variables, 'MOEVEMENT_STALL_FILE': str(self._stall)}
+            launch = launch._replace(variables=variables)
         self.world_size = launch.world_size
         self.workers_per_node = launch.workers_per_node
         self._launcher: LocalCluster | Agents
@@ -163,8 +204,12 @@ class Job:
     def unexpected(self) -> list[Death]:
         """Workers that ended otherwise than well, though no fault was put on them.
 
-        Those that ended so that the launcher starts the whole job again did as they should.
+        Those that ended so that the launcher starts the whole job again did as they should. Where
+        any loss restarts the whole job no worker survives another: under torchrun they end by the
+        error of the connection.
         """
+        if not recovers_locally(self.events()):
+            return []
         return [
             death
             for death in self._launcher.deaths
@@ -178,6 +223,45 @@ class Job:
 
     # Faults
 
+    def hurt(self, kind: Kind, victims: Sequence[int], pid: int | None = None) -> Injection:
+        """Put a fault on ranks.
+
+        Args:
+            kind: what it does; a node is that of the first victim.
+            victims: ranks.
+            pid: of the first victim, if that is known, and held still.
+
+        Raises:
+            LabError: a node has no memory, or the job no agents.
+        """
+        pid = pid or self.pids()[victims[0]]
+        match kind:
+            case Kind.NODE:
+                at = self.lose_node(victims[0]).at
+            case Kind.STOP:
+                at = self.send(victims, signal.SIGSTOP)
+            case Kind.STUCK:
+                self.release(pid)
+                at = self._stick(victims[0])
+            case Kind.AGENT:
+                at = self._lose_agent(victims[0])
+            case Kind.JOB:
+                at = self._launch_again()
+            case _:
+                at = self.send(victims, signal.SIGKILL)
+        return Injection(kind, at, pid)
+
+    def kill_after(self, iteration: int, victims: Collection[int]) -> float:
+        """SIGKILL workers once an iteration is logged; returns when (seconds since the epoch).
+
+        Raises:
+            LabError: the job ended before.
+        """
+        for log in self.follow(f'iteration {iteration}'):
+            if log.iterations and log.iterations[-1].number >= iteration:
+                return self.send(victims, signal.SIGKILL)
+        raise LabError(f'the job ended before iteration {iteration}', self.tail())
+
     def send(self, ranks: Collection[int], number: signal.Signals) -> float:
         """Signal workers and all that they have started; returns when (seconds since the epoch)."""
         pids = self._launcher.pids()
@@ -188,14 +272,15 @@ class Job:
                 os.killpg(pid, number)
         return signalled_at
 
-    def lose_node(self, rank: int, memory: Path) -> LostNode:
+    def release(self, pid: int) -> None:
+        """Let a worker run on that was only held."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    def lose_node(self, rank: int) -> LostNode:
         """Kill all workers of the node of a rank and delete its memory.
 
         They stand still first: nobody may write what is deleted, and no successor may find it.
-
-        Args:
-            rank: any on the node.
-            memory: host memory of the run, all nodes.
 
         Raises:
             LabError: the node has no memory.
@@ -203,12 +288,37 @@ class Job:
         ranks = self.ranks_of_node(rank)
         self.send(ranks, signal.SIGSTOP)
         node = node_name(rank // self.workers_per_node)
-        if not (memory / node).is_dir():
-            raise LabError(f'{memory / node} is missing; {node} has no memory to lose')
-        files = (path for path in (memory / node).rglob('*') if path.is_file())
-        nbytes = sum(path.stat().st_size for path in files)
-        shutil.rmtree(memory / node)
+        if self._memory is None or not (memory := self._memory / node).is_dir():
+            raise LabError(f'{node} has no memory to lose in {self._memory}')
+        nbytes = sum(path.stat().st_size for path in memory.rglob('*') if path.is_file())
+        shutil.rmtree(memory)
         return LostNode(self.send(ranks, signal.SIGKILL), nbytes)
+
+    def _lose_agent(self, rank: int) -> float:
+        """Kill the agent of a rank with its worker, and start it again; returns when."""
+        if not isinstance(self._launcher, Agents):
+            raise LabError('only a job under torchrun has agents to lose')
+        self._faulted.add(self.pids()[rank])
+        lost_at = time.time()
+        self._faulted.update(self._launcher.kill_agent(rank // self.workers_per_node))
+        self._launcher.start_agent(rank // self.workers_per_node)
+        return lost_at
+
+    def _launch_again(self) -> float:
+        """Kill launcher and workers, and launch the same job again; returns when."""
+        self._faulted.update(self._launcher.pids().values())
+        killed_at = time.time()
+        self._launcher.kill()
+        self._launcher.start()
+        return killed_at
+
+    def _stick(self, rank: int) -> float:
+        """Let the loader of a worker wait for ever; returns when."""
+        pid = self.pids()[rank]
+        self._faulted.add(pid)
+        stuck_at = time.time()
+        self._stall.with_name(f'{_STALL}.{pid}').touch()
+        return stuck_at
 
 
 @contextlib.contextmanager

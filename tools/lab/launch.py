@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
-from moevement_ext.local_cluster.connections import connections
+from moevement_ext.launch.connections import connections
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = 'pretrain_gpt.py'

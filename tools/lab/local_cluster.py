@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs under `scripts/local_cluster.py`, which replaces single workers on all emulated nodes."""
 
-import re
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
+from moevement_ext.events import Event, decode
+from moevement_ext.launch.events import FILE, JobFailed, WorkerEnded, WorkerLaunched
 from tools.lab.launch import GRACE_S, ROOT, Death, Launch, kill_groups
 
 _TAIL_LINES = 12
-_STARTED = re.compile(r'rank (\d+): (?:started|a hot spare takes over), pid (\d+), restart (\d+)')
-_ENDED = re.compile(r'rank (\d+) \(pid (\d+)\) (was killed by .*|ended with exit status (\d+))')
-_GIVEN_UP = re.compile(r'job failed: (.*)')
 
 
 def log_file(folder: Path, rank: int) -> Path:
@@ -39,26 +34,25 @@ class LocalCluster:
         self._command += ['--max-restarts', str(launch.max_restarts)]
         self._command += ['--share-gpu'] if launch.share_gpu else []
         self._command += ['--log-dir', str(launch.folder / 'logs'), '--', *launch.program()]
+        self._events = launch.folder / 'logs' / FILE
+        self._read = 0  # bytes
         self._pids: dict[int, int] = {}
-        self.deaths: list[Death] = []
-        self.given_up = ''
-        """Why the launcher ended the job."""
+        self._deaths: list[Death] = []
+        self._given_up = ''
 
     def start(self) -> None:
         """Launch the job, or launch it again."""
         self._pids.clear()
-        self._process = subprocess.Popen(
-            self._command,
-            cwd=ROOT,
-            env=self._launch.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,))
-        self._reader.start()
+        with (self._launch.folder / 'launcher.log').open('ab') as log:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                env=self._launch.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def log_of(self, rank: int) -> Path:
         """What a rank prints in all its lives."""
@@ -66,14 +60,24 @@ class LocalCluster:
 
     def pids(self) -> dict[int, int]:
         """Present workers by rank, also those that still import."""
+        self._note_events()
         return dict(self._pids)
+
+    @property
+    def deaths(self) -> list[Death]:
+        """Workers that the launcher has seen end, in their order."""
+        self._note_events()
+        return list(self._deaths)
+
+    @property
+    def given_up(self) -> str:
+        """Why the launcher ended the job."""
+        self._note_events()
+        return self._given_up
 
     def exit_status(self) -> int | None:
         """Exit status of the job's launcher; None while it runs."""
-        if self._process.poll() is None:
-            return None
-        self._reader.join()
-        return self._process.returncode
+        return self._process.poll()
 
     def tail(self) -> str:
         """The last lines of the logs of all ranks."""
@@ -102,19 +106,24 @@ class LocalCluster:
         self._process.wait()
         ended = {death.pid for death in self.deaths}
         kill_groups([pid for pid in self._pids.values() if pid not in ended])
-        self._reader.join()
 
-    def _read(self, output: Iterator[str]) -> None:
-        with (self._launch.folder / 'launcher.log').open('a', encoding='utf-8') as log:
-            for line in output:
-                print(f'{time.time():.3f} {line}', end='', file=log, flush=True)
-                self._note(line)
+    def _note_events(self) -> None:
+        """Take in whole lines that the launcher has written since the last call."""
+        if not self._events.exists():
+            return
+        with self._events.open('rb') as file:
+            file.seek(self._read)
+            lines = file.read()
+        lines = lines[: lines.rfind(b'\n') + 1]
+        self._read += len(lines)
+        for event in decode(lines):
+            self._note(event)
 
-    def _note(self, line: str) -> None:
-        if started := _STARTED.search(line):
-            self._pids[int(started[1])] = int(started[2])
-        elif ended := _ENDED.search(line):
-            code = None if ended[4] is None else int(ended[4])
-            self.deaths.append(Death(int(ended[1]), int(ended[2]), code, time.time()))
-        elif given_up := _GIVEN_UP.search(line):
-            self.given_up = given_up[1]
+    def _note(self, event: Event) -> None:
+        match event:
+            case WorkerLaunched(rank, pid):
+                self._pids[rank] = pid
+            case WorkerEnded(rank, pid, code):
+                self._deaths.append(Death(rank, pid, None if code < 0 else code, event.time))
+            case JobFailed(reason):
+                self._given_up = reason.partition('\n')[0]

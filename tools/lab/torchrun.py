@@ -22,7 +22,7 @@ from tools.lab.launch import (
     node_name,
 )
 
-_SHARING = ('-m', 'moevement_ext.local_cluster.shared_gpu')
+_SHARING = ('-m', 'moevement_ext.launch.shared_gpu')
 """Becomes the program, on the first GPU."""
 _TAIL_LINES = 30
 _FAILED = re.compile(r'failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)')

@@ -5,10 +5,12 @@ r"""Checks all nodes of an allocation before a long run: is one unlike the other
     torchrun --nproc-per-node 8 -m tools.node_check --need-gib 300
     torchrun --nproc-per-node 8 -m tools.node_check -- --num-layers 32 --hidden-size 4096 ...
 
-One process for each GPU, or of any number without GPUs. Compared are bandwidths to host memory and
-between nodes, clocks, versions, the memory that is free for windows, and what the driver says of
-the GPUs. With flags of Megatron after `--`, the memory that their plan needs on a node is computed,
-as `python -m tools.plan` has it; where they do not tell enough, a line says what is missing.
+One process for each GPU, or of any number without GPUs. Compared is what decides bits: versions of
+all that computes, Transformer Engine and Apex among it, or that it is not there, GPUs and their
+driver, variables of the environment; and the memory that is free for windows. With flags of
+Megatron after `--`, the memory that their plan needs on a node is computed, as
+`python -m tools.plan` has it; where they do not tell enough, a line says what is missing. The rates
+that a plan asks for are measured, and shown as its flags.
 
 Exit status: 0 nothing is wrong, 1 something is, 2 it could not be checked.
 """
@@ -28,15 +30,15 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from megatron.moevement.job import computing
 from moevement_ext.config import SparseCheckpointConfig
-from tools.drill.flags import value_of
+from tools.chaos.drill_flags import value_of
 from tools.lab.arguments import Parser
 from tools.lab.errors import LabError
 from tools.lab.figures import replacing
 from tools.node_check import node
-from tools.node_check.measuring import Meter
 from tools.node_check.place import Place, meet
-from tools.node_check.report import GIB, RankReport, Rules, problems, table
+from tools.node_check.report import GIB, RankReport, problems, rates, table
 from tools.plan.__main__ import job_from
 from tools.plan.__main__ import parse_arguments as parse_plan
 from tools.plan.flags import parse_megatron_flags
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (LabError, ValueError) as error:
         return _could_not(error)
     needed, unknown = _needed_bytes(args, flags, reports)
-    found = problems(reports, Rules(needed, args.slowest))
+    found = problems(reports, needed)
     if place.rank == 0:
         _print(reports, found, unknown)
         try:
@@ -101,19 +103,17 @@ def _check(place: Place, args: argparse.Namespace, directory: Path) -> list[Rank
         timeout=timedelta(seconds=args.timeout),
     )
     try:
-        meter = Meter(device, args.mib * _MIB, nodes)
+        meter = node.Meter(device, args.mib * _MIB, nodes)
         free, in_memory = node.memory(directory)
         own = RankReport(
             rank=place.rank,
             node=nodes[place.rank],
-            versions=node.versions(),
+            versions=computing.versions(on_cpu=not gpu),
+            variables=computing.environment(),
             memory_free_bytes=free,
             in_memory=in_memory,
             copy_gb_s=meter.copy(),
             neighbour_gb_s=meter.neighbour(),
-            all_reduce_gb_s=meter.all_reduce(),
-            clock_mhz=node.clock_mhz(device),
-            devices=node.devices(),
         )
         everyone: list[bytes] = [b''] * place.ranks
         dist.all_gather_object(everyone, msgspec.json.encode(own))
@@ -162,6 +162,8 @@ def _print(reports: Sequence[RankReport], found: Sequence[str], unknown: str | N
             f'not checked: the memory that the flags need, since they cannot be planned: {unknown}'
         )
         console.print(line, style='yellow', markup=False, soft_wrap=True)
+    flags = ' '.join(f'{flag} {rate:.3g}' for flag, rate in rates(reports).items())
+    console.print(f'measured, as flags of tools.plan: {flags}', highlight=False, soft_wrap=True)
     nodes = len({report.node for report in reports})
     console.print(f'{nodes} nodes, {len(reports)} ranks: {len(found)} problems')
 
@@ -202,10 +204,6 @@ def _parser() -> argparse.ArgumentParser:
     add(
         '--dir', metavar='DIR',
         help='--sparse-ckpt-dir of the run (default: that of the flags, else its default)',
-    )  # fmt: skip
-    add(
-        '--slowest', type=float, default=0.8, metavar='SHARE',
-        help='of the median that each rank must reach (default: 0.8)',
     )  # fmt: skip
     add('--mib', type=int, default=256, metavar='N', help='of each transfer (default: 256)')
     add(

@@ -1,36 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is on this node: versions, memory for windows, GPUs."""
+"""What a node has for windows: memory, and the rates at which they are copied and sent."""
 
-import platform
 import shutil
-from importlib.metadata import PackageNotFoundError, version
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from moevement_ext.devices import nvml
-from moevement_ext.devices.judging import Judge, Reading
 from moevement_ext.memory.cgroup import memory_left
 from moevement_ext.memory.file_system import is_in_memory
 
-_PACKAGES = ('torch', 'megatron-core', 'transformer-engine', 'msgspec', 'xxhash')
-_DRIVER = Path('/sys/module/nvidia/version')
-
-
-def versions() -> dict[str, str]:
-    """Version by name of what must be the same on all nodes; 'none' if it is not installed."""
-    found = {'python': platform.python_version(), 'kernel': platform.release()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = 'none'
-    if _DRIVER.exists():
-        found['driver'] = _DRIVER.read_text('utf-8').strip()
-    if torch.cuda.is_available():
-        found['gpu'] = torch.cuda.get_device_name()
-        found['nccl'] = '.'.join(map(str, torch.cuda.nccl.version()))
-    return found
+_REPEATS = 5
 
 
 def memory(directory: Path) -> tuple[int, bool]:
@@ -45,16 +27,64 @@ def memory(directory: Path) -> tuple[int, bool]:
     return free if left is None or not in_memory else min(free, left.nbytes), in_memory
 
 
-def devices() -> list[str]:
-    """What is wrong with GPUs of this node; nothing where nothing tells."""
-    source, judge = nvml.of_this_node(), Judge()
-    readings: list[Reading] = [] if source is None else source.read()
-    return [str(finding) for reading in readings for finding in judge.judge(reading)]
+class Meter:
+    """Measures on one rank of a process group of all, as windows will use the links.
 
+    Args:
+        device: of this rank.
+        size: bytes of each transfer.
+        nodes: of each rank, by rank.
+    """
 
-def clock_mhz(device: torch.device) -> int | None:
-    """Present clock of the rank's GPU; None without one."""
-    if device.type != 'cuda':
-        return None
-    source = nvml.of_one(f'GPU-{torch.cuda.get_device_properties(device).uuid}')
-    return None if source is None else source.read()[0].clock_mhz
+    def __init__(self, device: torch.device, size: int, nodes: list[str]) -> None:
+        self._device = device
+        self._nodes = nodes
+        self._rank = dist.get_rank()
+        self._tensor = torch.ones(size, dtype=torch.uint8, device=device)
+
+    def copy(self) -> float:
+        """GB/s to host memory; all ranks at once."""
+        gpu = self._device.type == 'cuda'
+        host = torch.empty_like(self._tensor, device='cpu', pin_memory=gpu)
+        return self._rate(lambda: host.copy_(self._tensor, non_blocking=True))
+
+    def neighbour(self) -> float | None:
+        """GB/s from this rank to the same place on the next node; None: there is one node only."""
+        places: dict[str, list[int]] = {}
+        for rank, node in enumerate(self._nodes):
+            places.setdefault(node, []).append(rank)
+        if len(places) == 1:
+            return None
+        node = self._nodes[self._rank]
+        order, place = list(places), places[node].index(self._rank)
+        here = order.index(node)
+        to, source = (places[order[(here + step) % len(order)]] for step in (1, -1))
+        received = torch.empty_like(self._tensor)
+
+        def exchange() -> None:
+            operations = []
+            if place < len(to):
+                operations.append(dist.P2POp(dist.isend, self._tensor, to[place]))
+            if place < len(source):
+                operations.append(dist.P2POp(dist.irecv, received, source[place]))
+            for work in dist.batch_isend_irecv(operations) if operations else []:
+                work.wait()
+
+        return self._rate(exchange)
+
+    def _rate(self, act: Callable[[], object]) -> float:
+        """GB/s in the median of some times; the first ones, which connect, do not count."""
+        act()
+        seconds = []
+        for _ in range(_REPEATS):
+            dist.barrier()
+            self._settle()
+            began = time.perf_counter()
+            act()
+            self._settle()
+            seconds.append(time.perf_counter() - began)
+        return self._tensor.numel() / 1e9 / sorted(seconds)[_REPEATS // 2]
+
+    def _settle(self) -> None:
+        if self._device.type == 'cuda':
+            torch.cuda.synchronize()

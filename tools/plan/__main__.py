@@ -16,13 +16,12 @@ Exit status: 0 there is a plan, 2 there is none; the reason is on stderr.
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from moevement_ext.memory.budget import gib
 from moevement_ext.plan.algorithm1 import plan_as_printed
@@ -34,14 +33,6 @@ from moevement_ext.plan.byte_planner import (
     fewest_slots,
 )
 from tools.lab.arguments import Parser
-from tools.plan import advice
-from tools.plan.cluster import (
-    CLUSTERS,
-    GIGA,
-    GPU_HOURS_PER_FAILURE,
-    Cluster,
-    mtbf_s,
-)
 from tools.plan.description import (
     DescriptionError,
     Training,
@@ -51,16 +42,18 @@ from tools.plan.description import (
 )
 from tools.plan.flags import RECOVERIES, MegatronFlags, parse_megatron_flags
 from tools.plan.layout import PRECISIONS
-from tools.plan.planning import (
-    FailureRate,
-    Job,
-    ProtectionSettings,
-    iteration_seconds,
-    plan_job,
+from tools.plan.planning import FailureRate, Job, ProtectionSettings, iteration_seconds, plan_job
+from tools.plan.presets import (
+    CLUSTERS,
+    GIGA,
+    GPU_HOURS_PER_FAILURE,
+    PRESETS,
+    Cluster,
+    mtbf_s,
 )
-from tools.plan.presets import PRESETS
-from tools.plan.report import as_json, print_plan
+from tools.plan.report import as_json, infeasible, print_plan
 from tools.simulate.fields import FieldError
+from tools.simulate.terminal import Flag, add_flags, table
 
 PRINTED = 'paper'
 BY_BYTES = 'bytes'
@@ -72,6 +65,7 @@ _FLAG_OF_FIELD = {
     'host_memory_bytes': 'host_memory', 'gpu_memory_bytes': 'gpu_memory',
 }  # fmt: skip
 """Destination of the flag, where it is not the field's name."""
+_IN_GIGA = 'copy_bytes_per_s network_bytes_per_s host_memory_bytes gpu_memory_bytes'.split()
 
 
 def plan_operators(operators: Sequence[OperatorBytes], budget: int, algorithm: str) -> WindowPlan:
@@ -90,30 +84,20 @@ def job_from(args: argparse.Namespace, megatron: MegatronFlags) -> Job:
 
     Raises DescriptionError or FieldError (both ValueError), which name the flag or field.
     """
-    base = _training(args.model) if args.model else None
-    training = megatron.training(base, args.gpus)
-    cluster = _cluster(args)
+    training = megatron.training(_training(args.model) if args.model else None, args.gpus)
+    of = training.model, training.layout, training.batch, _cluster(args)
     precision = PRECISIONS[args.precision] if args.precision else training.precision
-    precision = dataclasses.replace(
-        precision, **_given({name: getattr(args, name) for name in _FORMATS})
-    )
-    iteration_s = args.iteration_time or iteration_seconds(
-        training.model, training.layout, training.batch, cluster, args.mfu
-    )
-    gpus = training.layout.ranks
+    formats = _given({name: getattr(args, name) for name in _FORMATS})
     failures = FailureRate(
-        args.mtbf or mtbf_s(args.gpu_hours_per_failure, gpus),
+        args.mtbf or mtbf_s(args.gpu_hours_per_failure, training.layout.ranks),
         args.restart_time,
         args.local_saving,
         args.frozen_saving,
     )
     return Job(
-        training.model,
-        training.layout,
-        training.batch,
-        cluster,
-        iteration_s,
-        precision,
+        *of,
+        args.iteration_time or iteration_seconds(*of, args.mfu),
+        dataclasses.replace(precision, **formats),
         _protection(args, megatron),
         failures,
         args.overhead,
@@ -122,12 +106,10 @@ def job_from(args: argparse.Namespace, megatron: MegatronFlags) -> Job:
 
 def print_slots(plan: WindowPlan, operators: Sequence[OperatorBytes], console: Console) -> None:
     """For people."""
-    table = Table(title=f'Window of {plan.window}')
-    for column in ('slot', 'bytes', 'captured in full'):
-        table.add_column(column)
-    for index, (names, size) in enumerate(zip(plan.slots, _sizes(plan, operators), strict=True)):
-        table.add_row(str(index), gib(size), ' '.join(names))
-    console.print(table)
+    slots = zip(plan.slots, _sizes(plan, operators), strict=True)
+    rows = [(str(index), gib(size), ' '.join(names)) for index, (names, size) in enumerate(slots)]
+    columns = 'slot', 'bytes', 'captured in full'
+    console.print(table(columns, rows, title=f'Window of {plan.window}'))
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, MegatronFlags]:
@@ -151,131 +133,102 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Meg
 
 
 def _add_operator_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group('a list of operators')
-    group.add_argument(
-        '--operators',
-        type=Path,
-        metavar='FILE',
-        help='JSON list of {"name", "full_bytes", "light_bytes"} in capture order',
-    )
-    group.add_argument('--budget-bytes', type=_bytes, metavar='B', help='that a slot may hold')
-    group.add_argument(
-        '--algorithm',
-        choices=(BY_BYTES, PRINTED),
-        default=BY_BYTES,
-        help="'paper': Algorithm 1 as printed, which may exceed the budget (default: bytes)",
-    )
+    add_flags(
+        parser.add_argument_group('a list of operators'),
+        Flag('--operators', 'JSON list of {"name", "full_bytes", "light_bytes"} in capture order',
+             Path, metavar='FILE'),
+        Flag('--budget-bytes', 'that a slot may hold', _bytes, metavar='B'),
+        Flag('--algorithm', "'paper': Algorithm 1 as printed, which may exceed the budget "
+             '(default: bytes)', default=BY_BYTES, choices=(BY_BYTES, PRINTED)),
+    )  # fmt: skip
     parser.add_argument('--json', action='store_true', help='print JSON')
 
 
 def _add_job_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group('a whole job')
-    group.add_argument(
-        '--model',
-        metavar='NAME|FILE',
-        help=f'with a layout; a file (JSON, YAML) or one of {", ".join(PRESETS)}',
+    add_flags(
+        group,
+        Flag('--model', f'with a layout; a file (JSON, YAML) or one of {", ".join(PRESETS)}',
+             metavar='NAME|FILE'),
+        Flag('--cluster', f'a file or one of {", ".join(CLUSTERS)} (default: h100)',
+             default='h100', metavar='NAME|FILE'),
+        Flag('--gpus', 'of the job (default: as the model says)', _count),
+    )  # fmt: skip
+    add_flags(
+        group.add_mutually_exclusive_group(),
+        Flag('--iteration-time', 'seconds', _positive, metavar='S'),
+        Flag('--mfu', 'model FLOPs utilization, to compute it from', _positive),
     )
-    group.add_argument(
-        '--cluster',
-        metavar='NAME|FILE',
-        default='h100',
-        help=f'a file or one of {", ".join(CLUSTERS)} (default: h100)',
-    )
-    group.add_argument('--gpus', type=_count, help='of the job (default: as the model says)')
-    time = group.add_mutually_exclusive_group()
-    time.add_argument('--iteration-time', type=_positive, metavar='S', help='seconds')
-    time.add_argument('--mfu', type=_positive, help='model FLOPs utilization, to compute it from')
-    group.add_argument(
-        '--precision', choices=PRECISIONS, help='formats of the state; c1 to c5: of the paper'
-    )
-    for name in _FORMATS:
-        flag = f'--{name.replace("_", "-")}'
-        group.add_argument(flag, metavar='FORMAT', help='fp8, fp16, bf16 or fp32')
-    for name in ('copy-bandwidth', 'network-bandwidth', 'host-memory', 'gpu-memory'):
-        unit = 'GB/s' if name.endswith('bandwidth') else 'GB'
-        whose = 'GPU' if name in ('copy-bandwidth', 'gpu-memory') else 'node'
-        group.add_argument(
-            f'--{name}', type=_positive, metavar=unit, help=f"of a {whose}, not the cluster's"
+    of_machine = [
+        Flag(f'--{name}', f"of a {whose}, not the cluster's", _positive, metavar=unit)
+        for name, unit, whose in (
+            ('copy-bandwidth', 'GB/s', 'GPU'), ('network-bandwidth', 'GB/s', 'node'),
+            ('host-memory', 'GB', 'node'), ('gpu-memory', 'GB', 'GPU'),
         )
+    ]  # fmt: skip
+    formats = [
+        Flag(f'--{name.replace("_", "-")}', 'fp8, fp16, bf16 or fp32', metavar='FORMAT')
+        for name in _FORMATS
+    ]
+    of_state = 'formats of the state; c1 to c5: of the paper'
+    add_flags(group, Flag('--precision', of_state, choices=PRECISIONS), *formats, *of_machine)
 
 
 def _add_protection_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group('sparse checkpointing (defaults are those of the training)')
-    group.add_argument('--window', help='iterations, or auto: the fewest that fit')
-    group.add_argument('--max-window', type=int, help='the longest of auto')
-    group.add_argument('--replicas', type=int, help='copies on other nodes')
-    group.add_argument('--recovery', choices=RECOVERIES)
+    add_flags(
+        group,
+        Flag('--window', 'iterations, or auto: the fewest that fit'),
+        Flag('--max-window', 'the longest of auto', int),
+        Flag('--replicas', 'copies on other nodes', int),
+        Flag('--recovery', choices=RECOVERIES),
+    )
     group.add_argument(
         '--disk', action='store_const', const=True, help='windows are copied to disk'
     )
-    group.add_argument('--hidden-fraction', type=float, help='of an iteration that hides a copy')
-    group.add_argument('--network-share', type=float, help='of a node for replication')
-    group.add_argument(
-        '--log-lag',
-        type=float,
-        metavar='ITERATIONS',
-        help="that persisting a window takes (default: by the cluster's rates)",
-    )
-    group.add_argument(
-        '--overhead',
-        type=float,
-        default=0.0,
-        metavar='S',
-        help='measured seconds an iteration, besides exposed copies (default: 0)',
-    )
+    add_flags(
+        group,
+        Flag('--hidden-fraction', 'of an iteration that hides a copy', float),
+        Flag('--network-share', 'of a node for replication', float),
+        Flag('--log-lag', "that persisting a window takes (default: by the cluster's rates)",
+             float, metavar='ITERATIONS'),
+        Flag('--overhead', 'measured seconds an iteration, besides exposed copies (default: 0)',
+             float, 0.0, 'S'),
+    )  # fmt: skip
 
 
 def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group('failures')
-    rate = group.add_mutually_exclusive_group()
-    rate.add_argument('--mtbf', type=_positive, metavar='S', help='seconds between failures')
-    rate.add_argument(
-        '--gpu-hours-per-failure',
-        type=_gpu_hours,
-        metavar='H',
-        default=GPU_HOURS_PER_FAILURE[_DEFAULT_FAILURES],
-        help=f'a number or one of {", ".join(GPU_HOURS_PER_FAILURE)} '
-        f'(default: {_DEFAULT_FAILURES})',
-    )
-    group.add_argument(
-        '--restart-time',
-        type=float,
-        default=FailureRate.restart_s,
-        metavar='S',
-        help='from a failure until the replay begins (default: %(default)s)',
-    )
-    for name, why in (('local', 'only lost stages compute'), ('frozen', 'operators are frozen')):
-        group.add_argument(
-            f'--{name}-saving',
-            type=float,
-            default=0.0,
-            metavar='SHARE',
-            help=f'of work in a replay, as {why} (default: 0)',
-        )
+    add_flags(
+        group.add_mutually_exclusive_group(),
+        Flag('--mtbf', 'seconds between failures', _positive, metavar='S'),
+        Flag('--gpu-hours-per-failure', f'a number or one of {", ".join(GPU_HOURS_PER_FAILURE)} '
+             f'(default: {_DEFAULT_FAILURES})', _gpu_hours,
+             GPU_HOURS_PER_FAILURE[_DEFAULT_FAILURES], 'H'),
+    )  # fmt: skip
+    add_flags(
+        group,
+        Flag('--restart-time', 'from a failure until the replay begins (default: %(default)s)',
+             float, FailureRate.restart_s, 'S'),
+        *(Flag(f'--{name}-saving', f'of work in a replay, as {why} (default: 0)', float, 0.0,
+               'SHARE')
+          for name, why in (('local', 'only lost stages compute'),
+                            ('frozen', 'operators are frozen'))),
+    )  # fmt: skip
 
 
 def _training(name: str) -> Training:
-    if name in PRESETS:
-        preset = PRESETS[name]
-        return Training(preset.model, preset.layout, preset.batch)
-    return read_training(_file('--model', name, PRESETS))
+    return PRESETS.get(name) or read_training(_file('--model', name, PRESETS))
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
     name = args.cluster
     cluster = CLUSTERS.get(name) or read_as(_file('--cluster', name, CLUSTERS), Cluster)
-    changes = {
-        'copy_bytes_per_s': args.copy_bandwidth,
-        'network_bytes_per_s': args.network_bandwidth,
-        'host_memory_bytes': args.host_memory,
-        'gpu_memory_bytes': args.gpu_memory,
-    }
-    return dataclasses.replace(
-        cluster, **{field: GIGA * value for field, value in _given(changes).items()}
-    )
+    changes = _given({field: getattr(args, _FLAG_OF_FIELD[field]) for field in _IN_GIGA})
+    return dataclasses.replace(cluster, **{name: GIGA * value for name, value in changes.items()})
 
 
-def _file(flag: str, name: str, presets: Any) -> Path:
+def _file(flag: str, name: str, presets: Iterable[str]) -> Path:
     path = Path(name)
     if not path.exists():
         raise DescriptionError(f'{flag} {name}: no such file, nor one of {", ".join(presets)}')
@@ -352,7 +305,7 @@ def _run_job(args: argparse.Namespace, megatron: MegatronFlags, console: Console
         _print_json(as_json(plan, megatron.unused))
     else:
         print_plan(plan, console, megatron.unused)
-    reason = advice.infeasible(plan)
+    reason = infeasible(plan)
     if reason:
         raise ValueError(reason)
     return 0

@@ -177,22 +177,18 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
         add_help=False,
     )
     switches = {name for name in _LAYOUT if not name.endswith('_size')}
-    for name in (*_MODEL_SIZES, *(set(_LAYOUT) - switches), *_BATCH, *_CHUNKS, *_UNEVEN):
+    whole = 'fp8_amax_history_len', 'sparse_ckpt_max_window', 'sparse_ckpt_replicas'
+    sizes = (*_MODEL_SIZES, *(set(_LAYOUT) - switches), *_BATCH, *_CHUNKS, *_UNEVEN)
+    for name in (*sizes, *whole):
         parser.add_argument(_flag(name), type=int)
     for name in (*_MODEL_SWITCHES, *switches, *_PRECISION_SWITCHES):
         parser.add_argument(_flag(name), action='store_true')
-    for name in (*_MODEL_TEXTS, *_PRECISION):
+    texts = 'fp8_format', 'fp8_recipe', 'sparse_ckpt_window', 'sparse_ckpt_disk'
+    for name in (*_MODEL_TEXTS, *_PRECISION, *texts):
         parser.add_argument(_flag(name))
-    for name in ('fp8_format', 'fp8_recipe'):
-        parser.add_argument(_flag(name))
-    parser.add_argument(_flag('fp8_amax_history_len'), type=int)
-    parser.add_argument('--sparse-ckpt-window')
-    parser.add_argument('--sparse-ckpt-max-window', type=int)
-    parser.add_argument('--sparse-ckpt-replicas', type=int)
     parser.add_argument('--sparse-ckpt-network-gb-per-s', type=network_rate)
     parser.add_argument('--sparse-ckpt-log-lag', type=float)
     parser.add_argument('--sparse-ckpt-recovery', choices=RECOVERIES)
-    parser.add_argument('--sparse-ckpt-disk')
     given, unused = parser.parse_known_args(list(argv))
     return MegatronFlags(vars(given), [item for item in unused if item.startswith('--')])
 

@@ -7,7 +7,6 @@ consecutive.
 """
 
 from dataclasses import dataclass
-from dataclasses import fields as fields_of
 
 from tools.simulate import fields
 
@@ -36,12 +35,10 @@ class Precision:
     """Passes that delayed scaling remembers; 0: another scaling, which remembers nothing."""
 
     def __post_init__(self) -> None:
-        fields.whole('amax_history', self.amax_history, least=0)
-        for field in fields_of(self):
-            if field.name == 'amax_history':
-                continue
-            value = getattr(self, field.name)
-            fields.require(value in _BYTES, field.name, value, f'give one of {", ".join(_BYTES)}')
+        formats = dict(vars(self))
+        fields.whole('amax_history', formats.pop('amax_history'), least=0)
+        for name, value in formats.items():
+            fields.require(value in _BYTES, name, value, f'give one of {", ".join(_BYTES)}')
         rule = f'goes with master fp32, not {self.master}: such a weight is its own master'
         good = self.compute != 'fp32' or self.master == 'fp32'
         fields.require(good, 'compute', self.compute, rule)
@@ -121,8 +118,7 @@ class Batch:
     """Sequences of one iteration."""
 
     def __post_init__(self) -> None:
-        for name in ('sequence_length', 'micro_batch_size', 'global_batch_size'):
-            fields.whole(name, getattr(self, name))
+        fields.check(self, whole='sequence_length micro_batch_size global_batch_size')
 
     @property
     def tokens(self) -> int:
@@ -171,10 +167,7 @@ class Layout:
     """Activations between stages are sharded over the tensor-parallel ranks."""
 
     def __post_init__(self) -> None:
-        for name in ('ranks', 'pipeline', 'expert', 'tensor', 'context', 'chunks'):
-            fields.whole(name, getattr(self, name))
-        if self.expert_tensor is not None:
-            fields.whole('expert_tensor', self.expert_tensor)
+        fields.check(self, whole='ranks pipeline expert tensor context chunks expert_tensor')
         unit = self.tensor * self.context * self.pipeline
         rule = f'give a multiple of tensor x context x pipeline = {unit}'
         fields.require(self.ranks % unit == 0, 'ranks', self.ranks, rule)

@@ -31,9 +31,8 @@ class LatentAttention:
     """Size of the latent that queries come from; 0: straight from the hidden state."""
 
     def __post_init__(self) -> None:
-        for name in ('kv_rank', 'query_key_size', 'position_size', 'value_size'):
-            fields.whole(f'latent.{name}', getattr(self, name))
-        fields.whole('latent.query_rank', self.query_rank, least=0)
+        for name, value in vars(self).items():
+            fields.whole(f'latent.{name}', value, least=int(name != 'query_rank'))
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,8 @@ class Weights:
     """Norms and biases."""
 
     def __add__(self, other: 'Weights') -> 'Weights':
-        return Weights(
-            self.split + other.split,
-            self.whole + other.whole,
-            self.matrices + other.matrices,
-            self.vectors + other.vectors,
-        )
+        split, whole = self.split + other.split, self.whole + other.whole
+        return Weights(split, whole, self.matrices + other.matrices, self.vectors + other.vectors)
 
     @property
     def tensors(self) -> int:
@@ -116,20 +111,12 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ('layers', 'hidden_size', 'attention_heads', 'vocab_size'):
             fields.whole(name, getattr(self, name), most=_MOST)
-        for name in (
-            'ffn_hidden_size',
-            'experts',
-            'top_k',
-            'expert_hidden_size',
-            'shared_hidden_size',
-            'learned_positions',
-        ):
+        sizes = 'ffn_hidden_size expert_hidden_size shared_hidden_size learned_positions'
+        for name in (*sizes.split(), 'experts', 'top_k'):
             fields.whole(name, getattr(self, name), least=0, most=_MOST)
         for name in ('layers', 'experts'):
             fields.whole(name, getattr(self, name), least=0, most=_MOST_PARTS)
-        for name in ('query_groups', 'head_size'):
-            if getattr(self, name) is not None:
-                fields.whole(name, getattr(self, name))
+        fields.check(self, whole='query_groups head_size')
         self._check_experts()
         rule = 'give head_size, or an attention_heads that divides hidden_size'
         good = self.head_size is not None or self.hidden_size % self.attention_heads == 0

@@ -40,15 +40,10 @@ from moevement_ext.plan.windows import (
     shortest,
 )
 from tools.plan import memory
-from tools.plan.cluster import Cluster
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
-from tools.plan.sizes import (
-    held_elements,
-    operator_sizes,
-    scaling_bytes,
-    stage_kind,
-)
+from tools.plan.presets import Cluster
+from tools.plan.sizes import held_elements, operator_sizes, scaling_bytes, stage_kind
 from tools.simulate import fields
 from tools.simulate.closed_form import Sparse
 
@@ -83,12 +78,8 @@ class ProtectionSettings:
         if self.window is not None:
             fields.whole('window', self.window, most=LONGEST_WINDOW)
         fields.whole('max_window', self.max_window, most=LONGEST_WINDOW)
-        fields.whole('replicas', self.replicas, least=0)
-        for name in ('hidden_fraction', 'network_share'):
-            value = getattr(self, name)
-            fields.require(0 < value <= 1, name, value, 'give a share above 0, up to 1')
-        if self.log_lag is not None:
-            fields.not_negative('log_lag', self.log_lag)
+        fields.check(self, count='replicas', part='hidden_fraction network_share',
+                     not_negative='log_lag')  # fmt: skip
         try:
             _ = self.network_bytes_per_s
         except ConfigurationError as error:
@@ -121,10 +112,8 @@ class FailureRate:
     """Share of an operator's work that is saved while it is frozen."""
 
     def __post_init__(self) -> None:
-        fields.positive_or_infinite('mtbf_s', self.mtbf_s)
-        fields.not_negative('restart_s', self.restart_s)
-        fields.share('local_saving', self.local_saving)
-        fields.share('frozen_saving', self.frozen_saving)
+        fields.check(self, positive_or_infinite='mtbf_s', not_negative='restart_s',
+                     share='local_saving frozen_saving')  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,8 +137,7 @@ class Job:
     """Measured seconds added to each iteration, besides the exposed time that is computed."""
 
     def __post_init__(self) -> None:
-        fields.positive('iteration_s', self.iteration_s)
-        fields.not_negative('overhead_s', self.overhead_s)
+        fields.check(self, positive='iteration_s', not_negative='overhead_s')
         self.batch.micro_batches(self.layout.data)
 
     @property
@@ -234,15 +222,16 @@ class JobPlan:
         seconds: np.ndarray = over / self.job.cluster.copy_bytes_per_s
         return seconds
 
-    def per_rank(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """Values of every global rank from those (ranks of a stage,) of each kind of stage."""
-        return per_rank(self.job.layout, self.kinds, values)
+    def _busiest_node(self, values: Sequence[np.ndarray]) -> np.float64:
+        """The greatest sum over the ranks of a node, of values (ranks of a stage,) of each kind."""
+        of_ranks = per_rank(self.job.layout, self.kinds, values)
+        nodes = np.arange(len(of_ranks)) // self.job.ranks_per_node
+        return np.bincount(nodes, weights=of_ranks).max()
 
     def replicated_bytes(self) -> float:
         """Bytes that leave the busiest node per iteration, mean over the window."""
-        means = self.per_rank([kind.slot_bytes().mean(axis=0) for kind in self.kinds])
-        nodes = np.arange(len(means)) // self.job.ranks_per_node
-        return float(self.job.copies * np.bincount(nodes, weights=means).max())
+        means = [kind.slot_bytes().mean(axis=0) for kind in self.kinds]
+        return float(self.job.copies * self._busiest_node(means))
 
     def queued(self, kind: StageKind) -> np.ndarray:
         """Bytes that wait to be sent to a holder after each slot, int64 (window, ranks of a stage).
@@ -268,9 +257,7 @@ class JobPlan:
 
     def log_bytes_of_node(self) -> int:
         """Bytes per iteration that the busiest node logs."""
-        logged = self.per_rank([np.array(kind.logged.iteration_bytes) for kind in self.kinds])
-        nodes = np.arange(len(logged)) // self.job.ranks_per_node
-        return int(np.bincount(nodes, weights=logged).max())
+        return int(self._busiest_node([np.array(one.logged.iteration_bytes) for one in self.kinds]))
 
     def host_memory(self, longest_window: int | None = None) -> HostMemoryPlan:
         """Memory of the node that needs most.
@@ -335,7 +322,7 @@ def iteration_seconds(
     model: ModelShape, layout: Layout, batch: Batch, cluster: Cluster, mfu: float
 ) -> float:
     """Seconds of an iteration at a model FLOPs utilization in (0, 1]."""
-    fields.require(0 < mfu <= 1, 'mfu', mfu, 'give a share above 0, up to 1')
+    fields.part('mfu', mfu)
     flops = model.flops_per_token(batch.sequence_length) * batch.tokens
     return flops / (layout.ranks * cluster.peak_flops * mfu)
 

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as a table for people and as JSON for programs."""
+"""A plan as a table for people and as JSON for programs, and what a user should know about it.
 
+That is why it cannot work, and what it would cost unnoticed.
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from moevement_ext.memory.budget import GIB, gib
-from tools.plan import advice
 from tools.plan.planning import JobPlan, StageKind
+from tools.simulate.terminal import table
+
+_GRADIENT_BYTES = 4
+"""Megatron's main gradients are fp32."""
 
 
 def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
@@ -50,12 +56,9 @@ def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
         'worst_recovery_s': effect.recovery_range_s()[1],
         'ettr_first_order': effect.ettr_first_order(),
         'ettr_exact': effect.ettr_exact(),
-        'algorithm_1': {
-            'window': plan.paper.window,
-            'bytes_over_budget': plan.paper.bytes_over_budget,
-        },
-        'warnings': advice.warnings(plan),
-        'infeasible': advice.infeasible(plan),
+        'algorithm_1': vars(plan.paper),
+        'warnings': warnings(plan),
+        'infeasible': infeasible(plan),
         'unused_flags': unused_flags,
     }
 
@@ -65,8 +68,8 @@ def _stage_json(kind: StageKind) -> dict[str, Any]:
     return {
         'stages': kind.stages,
         'operators': len(kind.operators),
-        'full_bytes_per_rank': int(full.max()),
-        'light_bytes_per_rank': int(light.max()),
+        'full_bytes_per_rank': full,
+        'light_bytes_per_rank': light,
         'log_bytes_per_rank': kind.logged.iteration_bytes,
         'slots': [list(slot) for slot in kind.plan.slots],
         'slot_bytes': kind.slot_bytes().max(axis=1).tolist(),
@@ -76,44 +79,30 @@ def _stage_json(kind: StageKind) -> dict[str, Any]:
 def print_plan(plan: JobPlan, console: Console, unused_flags: list[str]) -> None:
     """For people."""
     job = plan.job
-    _say(
-        console,
+    text = (
         f'{job.model.name}: {job.model.total_parameters / 1e9:.1f}e9 parameters, '
         f'{job.model.active_parameters / 1e9:.1f}e9 active, on {job.layout.ranks} GPUs of '
-        f'{job.nodes} nodes ({job.cluster.name}), {job.iteration_s:.2f} s per iteration',
+        f'{job.nodes} nodes ({job.cluster.name}), {job.iteration_s:.2f} s per iteration'
     )
-    console.print(_stage_table(plan))
-    console.print(_result_table(plan))
-    for text in advice.warnings(plan):
+    _say(console, text)
+    columns = 'stages', '>operators', '>full', '>light', '>operators of slots', '>GiB of slots'
+    title = f'Window of {plan.window}; bytes of the largest rank of a stage'
+    console.print(table(columns, map(_stage_row, plan.kinds), title=title))
+    console.print(table(('', ''), [*_cost_rows(plan), *_recovery_rows(plan)], show_header=False))
+    for text in warnings(plan):
         _say(console, f'Warning: {text}.')
     if unused_flags:
         _say(console, f'Not part of a plan: {" ".join(unused_flags)}')
 
 
-def _stage_table(plan: JobPlan) -> Table:
-    table = Table(title=f'Window of {plan.window}; bytes of the largest rank of a stage')
-    for column in ('stages', 'operators', 'full', 'light', 'operators of slots', 'GiB of slots'):
-        table.add_column(column, justify='left' if column == 'stages' else 'right')
-    for kind in plan.kinds:
-        full, light = _rank_bytes(kind)
-        table.add_row(
-            _ranges(kind.stages),
-            str(len(kind.operators)),
-            gib(int(full.max())),
-            gib(int(light.max())),
-            ' '.join(str(len(slot)) for slot in kind.plan.slots),
-            ' '.join(f'{size / GIB:.2f}' for size in kind.slot_bytes().max(axis=1).tolist()),
-        )
-    return table
-
-
-def _result_table(plan: JobPlan) -> Table:
-    table = Table(show_header=False)
-    table.add_column()
-    table.add_column()
-    for row in [*_cost_rows(plan), *_recovery_rows(plan)]:
-        table.add_row(*row)
-    return table
+def _stage_row(kind: StageKind) -> tuple[str, ...]:
+    full, light = _rank_bytes(kind)
+    slots = kind.slot_bytes().max(axis=1).tolist()
+    return (
+        _ranges(kind.stages), str(len(kind.operators)), gib(full), gib(light),
+        ' '.join(str(len(slot)) for slot in kind.plan.slots),
+        ' '.join(f'{size / GIB:.2f}' for size in slots),
+    )  # fmt: skip
 
 
 def _cost_rows(plan: JobPlan) -> list[tuple[str, str]]:
@@ -154,11 +143,11 @@ def _recovery_rows(plan: JobPlan) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _rank_bytes(kind: StageKind) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of each rank of the stage, all in full and all light, int64 (ranks,)."""
+def _rank_bytes(kind: StageKind) -> tuple[int, int]:
+    """Bytes of the largest rank of the stage, all in full and all light."""
     full = np.sum([operator.full for operator in kind.operators], axis=0)
     light = np.sum([operator.light for operator in kind.operators], axis=0)
-    return full, light
+    return int(full.max()), int(light.max())
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -174,3 +163,134 @@ def _ranges(numbers: list[int]) -> str:
 
 def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+# ---- what to know about it
+
+
+def infeasible(plan: JobPlan) -> str | None:
+    """Why training by this plan would be refused, and what to do; None if it would not."""
+    available = plan.job.cluster.host_memory_bytes
+    needed = plan.host_memory()
+    if needed.node_total <= available:
+        return None
+    remedies = ['hold fewer replicas', 'use more nodes']
+    if needed.by_kind()['log_ring']:
+        remedies.insert(0, 'do without logs (recovery of the whole job)')
+    if plan.longest > 1:
+        less = plan.host_memory(1).node_total
+        remedies.insert(0, f'take a shorter window ({gib(less)} with 1)')
+    return f'{needed.describe()}, but a node has {gib(int(available))}: {" or ".join(remedies)}'
+
+
+def warnings(plan: JobPlan) -> list[str]:
+    """One sentence or two each, with the numbers and what to do."""
+    checks = (_window, _network, _exposed, _memory, _domains, _recovery, _hardware)
+    return [text for check in checks for text in check(plan)]
+
+
+def _window(plan: JobPlan) -> Iterator[str]:
+    fixed = plan.job.protection.window
+    if fixed is not None and plan.fewest is not None and fixed > plan.fewest:
+        yield (
+            f'window {fixed} is longer than need be: {plan.fewest} fits; a longer one makes '
+            f'recovery longer and saves nothing'
+        )
+
+
+def _network(plan: JobPlan) -> Iterator[str]:
+    if plan.limited_by == 'network':
+        yield (
+            f'the network makes the window longer ({plan.job.copies} replicas leave each node); by '
+            f'the copy to host memory alone it would be {plan.fewest_by_copy}'
+        )
+    needed, offered = plan.replicated_bytes(), plan.network_bytes()
+    if needed > offered:
+        yield (
+            f'replication needs {needed / 1e9:.2f} GB per node and iteration, the network share '
+            f'offers {offered / 1e9:.2f} GB: windows will be skipped, so that a failure costs more '
+            f'than stated here; use a longer window, fewer replicas or a larger share'
+        )
+
+
+def _exposed(plan: JobPlan) -> Iterator[str]:
+    needed, fewest, settings = plan.fewest_by_copy, plan.fewest, plan.job.protection
+    worst = float(plan.exposed_s().max())
+    if settings.window is None and fewest != plan.window:
+        carried = 'no window of a sensible length' if fewest is None else f'a window of {fewest}'
+        shrunk = plan.longest < settings.longest_window
+        remedy = 'find host memory' if shrunk else 'raise --sparse-ckpt-max-window'
+        yield (
+            f'the links carry {carried}, the longest is {plan.window}; {remedy}, or accept what '
+            f'follows'
+        )
+    if worst > 0:
+        remedy = f'a window of {needed} hides it' if needed else 'no window hides it'
+        yield f'the copy lengthens the worst iteration by {worst:.3f} s: {remedy}'
+
+
+def _memory(plan: JobPlan) -> Iterator[str]:
+    longest, allowed = plan.longest, plan.job.protection.longest_window
+    if longest < allowed:
+        yield (
+            f'host memory has no room for windows of {allowed}: `auto` takes {longest} at most. '
+            f'--sparse-ckpt-log-lag {plan.log_lag():g} may leave room for longer ones'
+        )
+    if plan.window < longest:
+        reserved, enough = plan.host_memory().node_total, plan.host_memory(plan.window).node_total
+        yield (
+            f'a node needs room for windows of {longest} ({gib(reserved)}, of which it takes '
+            f'{gib(plan.taken_bytes())} until windows are longer); --sparse-ckpt-window '
+            f'{plan.window} needs {gib(enough)}'
+        )
+
+
+def _domains(plan: JobPlan) -> Iterator[str]:
+    job = plan.job
+    if job.nodes == 1:
+        yield (
+            'one node is one failure domain: windows survive the death of processes, not of the '
+            'node; write dense checkpoints too'
+        )
+    elif job.copies < job.protection.replicas:
+        yield f'{job.nodes} nodes leave room for {job.copies} replicas only'
+    elif job.copies == 0:
+        yield 'without replicas the loss of a node falls back to the last dense checkpoint'
+    stages = len({job.layout.stage_of(rank) for rank in range(job.ranks_per_node)})
+    if job.nodes > 1 and stages > 1:
+        yield f'a node holds ranks of {stages} stages, which are lost and replay together'
+
+
+def _recovery(plan: JobPlan) -> Iterator[str]:
+    mtbf, worst = plan.job.failures.mtbf_s, plan.effectiveness().recovery_range_s()[1]
+    if worst > mtbf / 10:
+        yield (
+            f'the worst recovery takes {worst:.0f} s at {mtbf:.0f} s between failures: many will '
+            f'be struck by the next failure; shorten the restart or the window'
+        )
+
+
+def _hardware(plan: JobPlan) -> Iterator[str]:
+    precision, available = plan.job.precision, plan.job.cluster.gpu_memory_bytes
+    narrow = precision.compute == 'fp8' and precision.master != 'fp32'
+    if narrow and not precision.amax_history:
+        yield (
+            'upstream has weights in fp8 beside masters below fp32 with --fp8-recipe delayed only; '
+            'the plan shows what they would take'
+        )
+    if precision.master == 'fp8':
+        yield (
+            'masters in fp8 lose updates that are small beside a weight; compare the losses '
+            '(python -m tools.bench.precision)'
+        )
+    of_full = precision.optimizer_bytes / precision.full_bytes
+    state = max(
+        kind.held_parameters * (precision.light_bytes + _GRADIENT_BYTES)
+        + _rank_bytes(kind)[0] * of_full
+        for kind in plan.kinds
+    )
+    if state > available:
+        yield (
+            f'the largest rank holds {state / 1e9:.1f} GB of weights, gradients and optimizer '
+            f'state, a GPU has {available / 1e9:.0f} GB'
+        )

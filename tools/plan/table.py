@@ -7,10 +7,9 @@ python -m tools.plan.table
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.budget import GIB
 from moevement_ext.plan.byte_planner import InfeasiblePlan
-from tools.plan import advice
-from tools.plan.cluster import CLUSTERS
 from tools.plan.planning import Job, ProtectionSettings, iteration_seconds, plan_job
-from tools.plan.presets import PRESETS
+from tools.plan.presets import CLUSTERS, PRESETS
+from tools.plan.report import infeasible
 
 UTILIZATION = 0.35
 
@@ -29,7 +28,7 @@ def cell(job: Job) -> str:
         plan = plan_job(job)
     except InfeasiblePlan as error:
         return f'none: {error}'
-    refused = advice.infeasible(plan)
+    refused = infeasible(plan)
     if refused is not None:
         return f'none: {refused}'
     needed = plan.host_memory().node_total

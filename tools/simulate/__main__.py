@@ -19,7 +19,6 @@ Exit status: 0 done, 2 a flag or file that breaks a rule, or a plan that is not 
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -27,22 +26,18 @@ from dataclasses import replace
 from importlib import import_module
 
 from rich.console import Console
-from rich.table import Table
 
-from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.lab.arguments import Parser
-from tools.simulate import flags, intervals
+from tools.simulate import closed_form, flags, terminal
 from tools.simulate.closed_form import Dense
+from tools.simulate.experts import PartialRun
 from tools.simulate.fields import FieldError
-from tools.simulate.monte_carlo import Estimate
-from tools.simulate.partial import PartialRun
-from tools.simulate.profile import ProfileError
 from tools.simulate.runs import Run
 from tools.simulate.systems import SYSTEMS, System
-from tools.simulate.trace import TraceError
 
-BAD_INPUT = (FieldError, ProfileError, TraceError, InfeasiblePlan)
-SUBCOMMANDS = ('sweep', 'timeline', 'profile', 'paper')
+SUBCOMMANDS = {
+    'sweep': 'sweep', 'timeline': 'timeline', 'profile': 'run_profile', 'paper': 'paper.__main__',
+}  # fmt: skip
 
 
 def answer(scenario: flags.Scenario, name: str) -> dict[str, object]:
@@ -52,7 +47,7 @@ def answer(scenario: flags.Scenario, name: str) -> dict[str, object]:
     """
     system = scenario.system(name)
     costs = system.costs
-    estimate, run = scenario.simulate(system)
+    found, run = scenario.simulate(system)
     period = 'interval' if isinstance(costs, Dense) else 'window'
     return {
         'system': name,
@@ -65,21 +60,15 @@ def answer(scenario: flags.Scenario, name: str) -> dict[str, object]:
         **system.found,
         'ettr_first_order': costs.ettr_first_order(),
         'ettr_exact': costs.ettr_exact(),
-        'ettr_simulated': estimate.ettr,
-        'ettr_simulated_ci95': list(estimate.ci95),
+        'ettr_simulated': found.ettr,
+        'ettr_simulated_ci95': list(found.ci95),
         'expected_recovery_s': costs.expected_recovery_s(),
-        **_simulated(estimate),
+        'simulated_failures': found.failures,
+        'simulated_hours': found.hours,
+        'simulated_lost_s_per_failure': found.lost_s,
+        'simulated_struck_again': found.struck_again,
+        'simulated_wait_for_spare_s': found.waited_s,
         **lost_tokens(run),
-    }
-
-
-def _simulated(estimate: Estimate) -> dict[str, object]:
-    return {
-        'simulated_failures': estimate.failures,
-        'simulated_hours': estimate.hours,
-        'simulated_lost_s_per_failure': estimate.lost_s,
-        'simulated_struck_again': estimate.struck_again,
-        'simulated_wait_for_spare_s': estimate.waited_s,
     }
 
 
@@ -89,6 +78,7 @@ def lost_tokens(run: Run | None) -> dict[str, object]:
         return {}
     return {
         'lost_tokens_share': run.plt(),
+        'lost_tokens_share_of_1_in_20': run.plt_of_unlucky(),
         'lost_tokens_per_failure_iterations': run.mlt(),
         'saved_experts_at_end': run.saved(),
     }
@@ -102,24 +92,21 @@ def optimal_interval(system: System) -> dict[str, object]:
     costs = system.costs
     if not isinstance(costs, Dense):
         raise FieldError('optimal_interval', f'{system.name} has a window, not an interval')
-    best = intervals.optimal(costs)
-    stall_s, mtbf_s = costs.stall_s, costs.mtbf_s
+    best, spacing = closed_form.optimal(costs), (costs.stall_s, costs.mtbf_s)
     return {
         'optimal_interval_exact': best.exact,
         'optimal_interval_young': best.young,
         'optimal_interval_daly': best.daly,
-        'optimal_interval_exact_s': intervals.exact_s(stall_s, mtbf_s),
-        'optimal_interval_young_s': intervals.young_s(stall_s, mtbf_s),
-        'optimal_interval_daly_s': intervals.daly_s(stall_s, mtbf_s),
+        'optimal_interval_exact_s': closed_form.exact_s(*spacing),
+        'optimal_interval_young_s': closed_form.young_s(*spacing),
+        'optimal_interval_daly_s': closed_form.daly_s(*spacing),
     }
 
 
 def print_answer(found: dict[str, object], console: Console) -> None:
     """For people."""
-    table = Table(show_header=False)
-    for name, value in found.items():
-        table.add_row(name.replace('_', ' '), _text(value))
-    console.print(table)
+    rows = [(name.replace('_', ' '), _text(value)) for name, value in found.items()]
+    console.print(terminal.table(('', ''), rows, show_header=False))
 
 
 def _text(value: object) -> str:
@@ -149,7 +136,7 @@ def parse_arguments(
 
 
 def compute(args: argparse.Namespace) -> dict[str, object]:
-    """Everything the flags ask for. Raises BAD_INPUT."""
+    """Everything the flags ask for. Raises what `flags.errors` knows."""
     scenario = flags.scenario(args)
     if not args.optimal_interval:
         return answer(scenario, args.system)
@@ -168,27 +155,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in SUBCOMMANDS:
-        return _subcommand(arguments[0], arguments[1:])
+        module = import_module(f'tools.simulate.{SUBCOMMANDS[arguments[0]]}')
+        return int(module.main(arguments[1:]))
     parser, args = parse_arguments(arguments)
-    try:
+    with flags.errors(parser):
         found = compute(args)
-    except FieldError as error:
-        parser.error(flags.flag_error(error))
-    except BAD_INPUT as error:
-        parser.error(str(error))
     if args.json:
-        print(json.dumps(flags.finite(found), indent=2))
+        terminal.print_json(found)
     else:
         print_answer(found, Console())
     return 0
-
-
-def _subcommand(name: str, argv: Sequence[str]) -> int:
-    module = {
-        'paper': 'paper.__main__', 'profile': 'run_profile', 'sweep': 'sweep',
-        'timeline': 'timeline',
-    }  # fmt: skip
-    return int(import_module(f'tools.simulate.{module[name]}').main(argv))
 
 
 if __name__ == '__main__':

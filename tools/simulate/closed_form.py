@@ -10,10 +10,14 @@ Both exact forms follow from that by renewal: let an attempt of a seconds, when 
 by a repair of q seconds (which itself starts over when struck) before it is tried again. Its mean
 time E solves E = (1 - e^(-a/M)) (M + M (e^(q/M) - 1) + E), that is E = M e^(q/M) (e^(a/M) - 1).
 For dense checkpointing the attempt is a whole period, for sparse checkpointing one iteration.
+
+How often to take a dense checkpoint follows: with overhead o per iteration fixed, the mean time of
+a period over its useful time is smallest where (1 - tau/M) e^((tau + c)/M) = 1, tau = I (T + o).
+The restart time does not matter for the best interval.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +25,7 @@ from tools.simulate import fields
 
 LONGEST_WINDOW = 1_000_000
 """Iterations beyond which the sums over a window would not do."""
+_BISECTIONS = 200
 
 
 def attempts_s(attempt_s: float, repair_s: float, mtbf_s: float) -> float:
@@ -35,6 +40,13 @@ def attempts_s(attempt_s: float, repair_s: float, mtbf_s: float) -> float:
         return mtbf_s * math.exp(repair_s / mtbf_s) * math.expm1(attempt_s / mtbf_s)
     except OverflowError:
         return math.inf
+
+
+def first_order[Number: (float, np.ndarray)](
+    iteration_s: Number, overhead_s: Number, recovery_s: Number, mtbf_s: Number
+) -> Number:
+    """1/(1 + o/T) x 1/(1 + E[R]/M), of numbers or of arrays that broadcast (paper, appendix C)."""
+    return 1 / (1 + overhead_s / iteration_s) / (1 + recovery_s / mtbf_s)
 
 
 @dataclass(frozen=True)
@@ -59,12 +71,8 @@ class Dense:
     """M, mean seconds between failures of the job; inf: none."""
 
     def __post_init__(self) -> None:
-        fields.positive('iteration_s', self.iteration_s)
-        fields.whole('interval', self.interval)
-        fields.not_negative('overhead_s', self.overhead_s)
-        fields.not_negative('stall_s', self.stall_s)
-        fields.not_negative('restart_s', self.restart_s)
-        fields.positive_or_infinite('mtbf_s', self.mtbf_s)
+        fields.check(self, positive='iteration_s', whole='interval', positive_or_infinite='mtbf_s',
+                     not_negative='overhead_s stall_s restart_s')  # fmt: skip
 
     @property
     def step_s(self) -> float:
@@ -79,7 +87,7 @@ class Dense:
     def ettr_first_order(self) -> float:
         """1 / (1 + o'/T) x 1 / (1 + E[R]/M) with o' = o + c/I (paper, appendix C)."""
         overhead_s = self.overhead_s + self.stall_s / self.interval
-        return _product_form(self.iteration_s, overhead_s, self.expected_recovery_s(), self.mtbf_s)
+        return first_order(self.iteration_s, overhead_s, self.expected_recovery_s(), self.mtbf_s)
 
     def ettr_exact(self) -> float:
         """I T over the mean seconds of a period, M e^(r/M) (e^(L/M) - 1) (Daly's renewal form)."""
@@ -127,13 +135,9 @@ class Sparse:
     (W - j)/W in the j-th, as for operators that are equally popular."""
 
     def __post_init__(self) -> None:
-        fields.positive('iteration_s', self.iteration_s)
+        fields.check(self, positive='iteration_s', not_negative='overhead_s restart_s',
+                     positive_or_infinite='mtbf_s', share='local_saving frozen_saving')  # fmt: skip
         fields.whole('window', self.window, most=LONGEST_WINDOW)
-        fields.not_negative('overhead_s', self.overhead_s)
-        fields.not_negative('restart_s', self.restart_s)
-        fields.positive_or_infinite('mtbf_s', self.mtbf_s)
-        fields.share('local_saving', self.local_saving)
-        fields.share('frozen_saving', self.frozen_saving)
         if self.frozen_shares is not None:
             good = len(self.frozen_shares) == self.window
             rule = f'give one share for each of the {self.window} slots'
@@ -170,7 +174,7 @@ class Sparse:
     def ettr_first_order(self) -> float:
         """1 / (1 + o/T) x 1 / (1 + E[R]/M) (paper, appendix C)."""
         recovery_s = self.expected_recovery_s()
-        return _product_form(self.iteration_s, self.overhead_s, recovery_s, self.mtbf_s)
+        return first_order(self.iteration_s, self.overhead_s, recovery_s, self.mtbf_s)
 
     def ettr_exact(self) -> float:
         """W T over the mean seconds of a window, the sum over p of M e^(Q_p/M) (e^(a/M) - 1).
@@ -201,5 +205,84 @@ class Sparse:
         return float(recovery_s[0]), float(recovery_s[-1]) + self.iteration_s
 
 
-def _product_form(iteration_s: float, overhead_s: float, recovery_s: float, mtbf_s: float) -> float:
-    return 1 / (1 + overhead_s / iteration_s) / (1 + recovery_s / mtbf_s)
+# ---- how often
+
+
+def young_s(stall_s: float, mtbf_s: float) -> float:
+    """sqrt(2 c M): seconds from one checkpoint to the next (Young, 1974)."""
+    return math.sqrt(2 * stall_s * mtbf_s) if stall_s else 0.0
+
+
+def daly_s(stall_s: float, mtbf_s: float) -> float:
+    """Seconds from one checkpoint to the next in Daly's higher-order form (Daly, 2006).
+
+    sqrt(2 c M) (1 + (c/2M)^(1/2) / 3 + (c/2M) / 9) - c below c = 2 M, else M.
+    """
+    if stall_s >= 2 * mtbf_s:
+        return mtbf_s
+    if math.isinf(mtbf_s):
+        return young_s(stall_s, mtbf_s)
+    part = stall_s / (2 * mtbf_s)
+    return young_s(stall_s, mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - stall_s
+
+
+def exact_s(stall_s: float, mtbf_s: float) -> float:
+    """Seconds from one checkpoint to the next that maximise ETTR, if they may be any number.
+
+    tau/M = x solves x + ln(1 - x) = -c/M on (0, 1).
+    """
+    if stall_s == 0 or math.isinf(mtbf_s):
+        return math.inf if stall_s else 0.0
+    # The upper end stays below 1, where the logarithm is infinite.
+    low, high = 0.0, math.nextafter(1.0, 0.0)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if middle + math.log1p(-middle) > -stall_s / mtbf_s:
+            low = middle
+        else:
+            high = middle
+    return low * mtbf_s
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Intervals in iterations, at least 1; inf: never take a checkpoint."""
+
+    exact: float
+    """The whole number of iterations with the greatest ETTR."""
+    young: float
+    daly: float
+
+
+def optimal(dense: Dense) -> Intervals:
+    """Intervals for the stall, overhead and MTBF of `dense`; its own interval does not matter.
+
+    Without a stall a checkpoint costs nothing by itself and all three are 1. Without failures none
+    is worth its stall and all three are infinite.
+    """
+
+    def iterations(seconds: float) -> float:
+        return seconds if math.isinf(seconds) else max(1, round(seconds / dense.step_s))
+
+    return Intervals(
+        exact=_exact(dense),
+        young=iterations(young_s(dense.stall_s, dense.mtbf_s)),
+        daly=iterations(daly_s(dense.stall_s, dense.mtbf_s)),
+    )
+
+
+def _exact(dense: Dense) -> float:
+    """Period time over useful time falls up to the real optimum and rises after it."""
+    seconds = exact_s(dense.stall_s, dense.mtbf_s)
+    if math.isinf(seconds):
+        return math.inf
+    below = max(1, math.floor(seconds / dense.step_s))
+    return min((below, below + 1), key=lambda interval: _log_cost(dense, interval))
+
+
+def _log_cost(dense: Dense, interval: int) -> float:
+    """ln((e^(L/M) - 1) / I), which no period is too long for."""
+    periods = replace(dense, interval=interval).period_s / dense.mtbf_s
+    if periods == 0:
+        return -math.inf
+    return periods + math.log(-math.expm1(-periods)) - math.log(interval)

@@ -2,6 +2,8 @@
 """Checks of a description's fields: the error names the field, the rule and the value."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 
 class FieldError(ValueError):
@@ -48,3 +50,32 @@ def whole(field: str, value: int, least: int = 1, most: int | None = None) -> No
 def share(field: str, value: float) -> None:
     """`value` is in [0, 1]."""
     require(0 <= value <= 1, field, value, 'a share; give a number from 0 to 1')
+
+
+def part(field: str, value: float) -> None:
+    """`value` is in (0, 1]."""
+    require(0 < value <= 1, field, value, 'give a share above 0, up to 1')
+
+
+def check(one: object, **kinds: str) -> None:
+    """Hold fields of `one` to the rule of their kind; what is None is not known, and right.
+
+    Args:
+        one: with the fields.
+        kinds: names of fields, spaces between them, by the name of a rule.
+    """
+    for kind, names in kinds.items():
+        for name in names.split():
+            value = getattr(one, name)
+            if value is not None:
+                _RULES[kind](name, value)
+
+
+def _count(field: str, value: int) -> None:
+    whole(field, value, least=0)
+
+
+_RULES: dict[str, Callable[[str, Any], None]] = {
+    'positive': positive, 'not_negative': not_negative, 'share': share, 'whole': whole,
+    'positive_or_infinite': positive_or_infinite, 'count': _count, 'part': part,
+}  # fmt: skip

@@ -2,8 +2,7 @@
 """The flags that the simulator and its sweeps share, and what they describe."""
 
 import argparse
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,17 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tools.simulate import fields, run_profile
-from tools.simulate.failures import Correlated, Process, Renewal
+from moevement_ext.plan.byte_planner import InfeasiblePlan
+from tools.simulate import fields, run_profile, terminal
+from tools.simulate.experts import SELECTIONS, draw_shares
+from tools.simulate.failures import Correlated, Process, Renewal, Trace, TraceError, read_trace
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import Estimate, Spares, simulate
-from tools.simulate.partial import SELECTIONS
-from tools.simulate.pipeline import Pipeline
-from tools.simulate.popularity import draw_shares
-from tools.simulate.profile import Profile, read_profile
-from tools.simulate.runs import Run
-from tools.simulate.systems import INTERVAL_RULES, Options, System, build
-from tools.simulate.trace import Trace, read_trace
+from tools.simulate.profile import Profile, ProfileError, read_profile
+from tools.simulate.runs import Pipeline, Run
+from tools.simulate.systems import INTERVAL_RULES, PARTIAL_SYSTEMS, Options, System, build
+from tools.simulate.terminal import Flag
 
 GB = 1e9
 
@@ -43,6 +41,11 @@ FLAG_OF_FIELD = {
     'count': '--spares',
 }
 """Where the flag is not the field's own name."""
+_GIVEN = (
+    'iteration_s interval window overhead_s stall_s restart_s local_saving frozen_saving copy_s '
+    'interval_rule overhead_bound experts saved selection lost_budget'
+).split()
+"""Fields of Options that are a flag each."""
 
 
 class Times(NamedTuple):
@@ -57,122 +60,86 @@ def mtbf(text: str) -> float | Times:
     return Times(value) if text.endswith('x') else value
 
 
-LENGTH_MATTERS = ('moc', 'moetion')
-"""Systems that count the tokens lost in a job."""
-
-
-def flag_error(error: FieldError) -> str:
-    """The message with the flag in the field's place."""
-    flag = FLAG_OF_FIELD.get(error.field, '--' + error.field.replace('_', '-'))
-    return f'{flag} {error.problem}'
-
-
-class _Flag(NamedTuple):
-    name: str
-    type: Callable[[str], object]
-    help: str
-    default: object = None
+@contextmanager
+def errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Exit with a message about bad input; a field's name gives way to its flag."""
+    try:
+        yield
+    except FieldError as error:
+        flag = FLAG_OF_FIELD.get(error.field, '--' + error.field.replace('_', '-'))
+        parser.error(f'{flag} {error.problem}')
+    except (InfeasiblePlan, ProfileError, TraceError) as error:
+        parser.error(str(error))
 
 
 _COSTS = [
-    _Flag('--iteration-time', float, 'seconds of an iteration without fault tolerance'),
-    _Flag('--interval', int, 'iterations from one dense checkpoint to the next'),
-    _Flag('--window', int, 'iterations of a window of sparse checkpointing'),
-    _Flag('--overhead', float, 'seconds that are added to each iteration, on average'),
-    _Flag('--stall', float, 'seconds that training waits once per dense checkpoint'),
-    _Flag('--restart-time', float, 'seconds from a failure until the replay begins'),
-    _Flag('--local-saving', float, 'share saved of a replayed iteration: few stages only', 0.0),
-    _Flag('--frozen-saving', float, 'share of the work of a frozen operator that is saved', 0.0),
-    _Flag('--copy-time', float, "seconds to copy a rank's state from a data-parallel copy"),
-    _Flag('--overhead-bound', float, 'of CheckFreq, share of an iteration (default: 0.035)', 0.035),
-    _Flag('--experts', int, 'experts per layer'),
-    _Flag('--saved-experts', int, 'experts in each checkpoint of moc and moetion'),
-    _Flag('--lost-budget', float, 'PLT beyond which moc doubles the saved experts (paper: 0.0375)'),
-    _Flag('--skew', float, "of the experts' popularity, 0 (none) to below 1 (drawn at random)"),
-]  # fmt: skip
+    Flag('--iteration-time', 'seconds of an iteration without fault tolerance', float),
+    Flag('--interval', 'iterations from one dense checkpoint to the next', int),
+    Flag('--window', 'iterations of a window of sparse checkpointing', int),
+    Flag('--overhead', 'seconds that are added to each iteration, on average', float),
+    Flag('--stall', 'seconds that training waits once per dense checkpoint', float),
+    Flag('--restart-time', 'seconds from a failure until the replay begins', float),
+    Flag('--local-saving', 'share saved of a replayed iteration: few stages only', float, 0.0),
+    Flag('--frozen-saving', 'share of the work of a frozen operator that is saved', float, 0.0),
+    Flag('--copy-time', "seconds to copy a rank's state from a data-parallel copy", float),
+    Flag('--overhead-bound', 'of CheckFreq, share of an iteration (default: 0.03)', float, 0.03),
+    Flag('--experts', 'experts per layer', int),
+    Flag('--saved-experts', 'experts in each checkpoint of moc and moetion', int),
+    Flag('--lost-budget', 'PLT beyond which moc doubles the saved experts (paper: 0.0375)', float),
+    Flag('--skew', "of the experts' popularity, 0 (none) to below 1 (drawn at random)", float),
+]
 _MACHINE = [
-    _Flag(
-        '--profile',
-        Path,
-        'what was measured, to price what no flag gives: a JSON file, or the '
-        'folder of --sparse-ckpt-events of a run',
-    ),
-    _Flag('--copy-bandwidth', float, "GB/s of a rank to host memory, instead of the profile's"),
-    _Flag('--network-bandwidth', float, "GB/s of a rank's share of the network"),
-    _Flag('--disk-bandwidth', float, "GB/s of a rank's share of the storage"),
-    _Flag('--nodes', int, 'of the job'),
-    _Flag('--stages', int, 'pipeline stages'),
-    _Flag('--micro-batches', int, 'per iteration'),
-    _Flag('--copies', int, 'nodes of a stage that hold the same state'),
-]
+    Flag('--profile', 'what was measured, to price what no flag gives: a JSON file, or the '
+         'folder of --sparse-ckpt-events of a run', Path),
+    Flag('--copy-bandwidth', "GB/s of a rank to host memory, instead of the profile's", float),
+    Flag('--network-bandwidth', "GB/s of a rank's share of the network", float),
+    Flag('--disk-bandwidth', "GB/s of a rank's share of the storage", float),
+    Flag('--nodes', 'of the job', int),
+    Flag('--stages', 'pipeline stages', int),
+    Flag('--micro-batches', 'per iteration', int),
+    Flag('--copies', 'nodes of a stage that hold the same state', int),
+]  # fmt: skip
 _FAILURES = [
-    _Flag(
-        '--mtbf',
-        mtbf,
-        'mean seconds between failures of the job (inf: none), or as 0.5x: so '
-        'many times what the profile says, which is the default',
-    ),
-    _Flag('--gpus', int, 'of the job; with --gpu-hours-per-failure instead of --mtbf'),
-    _Flag('--gpu-hours-per-failure', float, 'e.g. 50000 (Llama 3), 30000, 7500 (OPT-175B)'),
-    _Flag('--weibull-shape', float, 'of the gaps; below 1 failures come in bunches', 1.0),
-    _Flag('--neighbours', float, 'mean number of further nodes lost with a failed one', 0.0),
-    _Flag('--repeat', float, 'probability that a failed node fails again soon', 0.0),
-    _Flag('--repeat-after', float, 'mean seconds until it does (default: 3600)', 3600.0),
-    _Flag('--trace', Path, 'CSV file with the columns time,node,event instead of random failures'),
-    _Flag('--spares', int, 'nodes in reserve (default: always enough)'),
-    _Flag('--repair-time', float, 'seconds until a failed node is a spare', 0.0),
-]
+    Flag('--mtbf', 'mean seconds between failures of the job (inf: none), or as 0.5x: so '
+         'many times what the profile says, which is the default', mtbf),
+    Flag('--gpus', 'of the job; with --gpu-hours-per-failure instead of --mtbf', int),
+    Flag('--gpu-hours-per-failure', 'e.g. 50000 (Llama 3), 30000, 7500 (OPT-175B)', float),
+    Flag('--weibull-shape', 'of the gaps; below 1 failures come in bunches', float, 1.0),
+    Flag('--neighbours', 'mean number of further nodes lost with a failed one', float, 0.0),
+    Flag('--repeat', 'probability that a failed node fails again soon', float, 0.0),
+    Flag('--repeat-after', 'mean seconds until it does (default: 3600)', float, 3600.0),
+    Flag('--trace', 'CSV file with the columns time,node,event instead of random failures', Path),
+    Flag('--spares', 'nodes in reserve (default: always enough)', int),
+    Flag('--repair-time', 'seconds until a failed node is a spare', float, 0.0),
+]  # fmt: skip
 _SIMULATION = [
-    _Flag('--hours', float, 'to simulate, over all histories together'),
-    _Flag('--job-hours', float, 'length of the job, each history from a fresh start'),
-    _Flag('--histories', int, 'independent ones'),
-    _Flag('--seed', int, 'of the random numbers (default: 0)', 0),
+    Flag('--hours', 'to simulate, over all histories together', float),
+    Flag('--job-hours', 'length of the job, each history from a fresh start', float),
+    Flag('--histories', 'independent ones', int),
+    Flag('--seed', 'of the random numbers (default: 0)', int, 0),
 ]
+_CHOICES = [
+    Flag('--interval-rule', 'how gemini chooses its interval (default: oracle)',
+         default='oracle', choices=INTERVAL_RULES),
+    Flag('--selection', 'how moc chooses experts (default: sequential)',
+         default='sequential', choices=SELECTIONS),
+    Flag('--recovery', 'who replays; localized needs --stages',
+         default='global', choices=('global', 'localized')),
+    Flag('--order', 'of the operators in a window (default: popularity)',
+         default='popularity', choices=('popularity', 'given')),
+    Flag('--restore', 'load slots beside the replay, or all before it',
+         default='streaming', choices=('streaming', 'whole')),
+]  # fmt: skip
+_GROUPS = {
+    'costs': _COSTS, 'machine': _MACHINE, 'failures': _FAILURES, 'simulation': _SIMULATION,
+    'choices': _CHOICES,
+}  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """All flags but the choice of systems."""
-    groups = (
-        ('costs', _COSTS),
-        ('machine', _MACHINE),
-        ('failures', _FAILURES),
-        ('simulation', _SIMULATION),
-    )
-    for title, flags in groups:
-        group = parser.add_argument_group(title)
-        for flag in flags:
-            group.add_argument(flag.name, type=flag.type, default=flag.default, help=flag.help)
-    choices = parser.add_argument_group('choices')
-    choices.add_argument(
-        '--interval-rule',
-        choices=INTERVAL_RULES,
-        default='oracle',
-        help='how gemini chooses its interval (default: oracle)',
-    )
-    choices.add_argument(
-        '--selection',
-        choices=SELECTIONS,
-        default='sequential',
-        help='how moc chooses experts (default: sequential)',
-    )
-    choices.add_argument(
-        '--recovery',
-        choices=('global', 'localized'),
-        default='global',
-        help='who replays; localized needs --stages',
-    )
-    choices.add_argument(
-        '--order',
-        choices=('popularity', 'given'),
-        default='popularity',
-        help='of the operators in a window (default: popularity)',
-    )
-    choices.add_argument(
-        '--restore',
-        choices=('streaming', 'whole'),
-        default='streaming',
-        help='load slots beside the replay, or all before it',
-    )
+    for title, group in _GROUPS.items():
+        terminal.add_flags(parser.add_argument_group(title), *group)
 
 
 @dataclass(frozen=True)
@@ -206,7 +173,7 @@ class Scenario:
             return made[0]
 
         # The length of a job matters where costs change or failures bunch.
-        whole_jobs |= system.name in LENGTH_MATTERS or not isinstance(self.process, Renewal)
+        whole_jobs |= system.name in PARTIAL_SYSTEMS or not isinstance(self.process, Renewal)
         estimate = simulate(
             make if system.run else system.costs,
             self.process,
@@ -231,41 +198,23 @@ def scenario(args: argparse.Namespace) -> Scenario:
     fields.not_negative('repair_s', args.repair_time)
     if args.spares is not None:
         spares = Spares(args.spares, args.repair_time)
+    given = {name: getattr(args, _dest(name)) for name in _GIVEN}
     options = Options(
-        iteration_s=args.iteration_time,
-        interval=args.interval,
-        window=args.window,
-        overhead_s=args.overhead,
-        stall_s=args.stall,
-        restart_s=args.restart_time,
+        **given,
         mtbf_s=process.mtbf_s,
-        local_saving=args.local_saving,
-        frozen_saving=args.frozen_saving,
         pipeline=pipeline,
         localized=args.recovery == 'localized',
         streaming=args.restore == 'streaming',
         shares=_shares(args, profile),
         by_popularity=args.order == 'popularity',
-        interval_rule=args.interval_rule,
-        overhead_bound=args.overhead_bound,
-        experts=args.experts,
-        saved=args.saved_experts,
-        selection=args.selection,
-        lost_budget=args.lost_budget,
         job_s=None if args.job_hours is None else args.job_hours * 3600,
-        copy_s=args.copy_time,
     )
-    return Scenario(
-        options,
-        profile,
-        process,
-        pipeline,
-        spares,
-        args.hours,
-        args.job_hours,
-        args.histories,
-        args.seed,
-    )
+    rest = args.hours, args.job_hours, args.histories, args.seed
+    return Scenario(options, profile, process, pipeline, spares, *rest)
+
+
+def _dest(field: str) -> str:
+    return FLAG_OF_FIELD.get(field, field).removeprefix('--').replace('-', '_')
 
 
 def _profile(args: argparse.Namespace) -> Profile | None:
@@ -335,25 +284,3 @@ def _shares(args: argparse.Namespace, profile: Profile | None) -> np.ndarray | N
     if experts is None:
         raise FieldError('experts', 'is missing; a skew is over a number of experts')
     return draw_shares(args.skew, experts, args.seed)
-
-
-@contextmanager
-def plot_errors(parser: argparse.ArgumentParser, target: Path) -> Iterator[None]:
-    """Exit with a message if the image cannot be written, or is of a format that none knows."""
-    try:
-        yield
-    except OSError as error:
-        parser.error(f'--plot {target}: {error.strerror}')
-    except ValueError as error:
-        parser.error(f'--plot {target}: {error}')
-
-
-def finite(value: object) -> object:
-    """For JSON, which has no infinity: None in its place, inside dicts and lists too."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

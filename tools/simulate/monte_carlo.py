@@ -18,9 +18,8 @@ import numpy as np
 
 from tools.simulate import fields
 from tools.simulate.closed_form import Dense, Sparse
-from tools.simulate.failures import FailureTimes, Process, Renewal
+from tools.simulate.failures import FailureTimes, Process, Renewal, Trace
 from tools.simulate.runs import DenseRun, Run, RunFactory, SparseRun
-from tools.simulate.trace import Trace
 
 HISTORIES = 512
 FAILURES_PER_HISTORY = 400

@@ -13,7 +13,7 @@ import numpy as np
 
 from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION
 from tools.simulate import fields
-from tools.simulate.pipeline import Pipeline
+from tools.simulate.runs import Pipeline
 
 FORMAT = 'moevement-profile/1'
 

@@ -25,8 +25,8 @@ from tools.lab.errors import LabError
 from tools.lab.figures import write_json
 from tools.lab.history import Episode, History, read_history
 from tools.simulate.fields import FieldError
-from tools.simulate.pipeline import Pipeline
 from tools.simulate.profile import FORMAT, OperatorProfile, Profile, ProfileError
+from tools.simulate.runs import Pipeline
 
 _COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
 """Phases of a recovery that the simulator computes by itself."""
@@ -131,10 +131,7 @@ def _pipeline(places: Mapping[int, Protected]) -> Pipeline:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand; returns the exit status."""
-    parser = Parser(
-        prog='python -m tools.simulate profile',
-        description=__doc__,
-    )
+    parser = Parser(prog='python -m tools.simulate profile', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
     parser.add_argument('-o', '--output', type=Path, required=True, help='JSON file to write')
     for name, field in (('network', 'network_bytes_per_s'), ('disk', 'disk_bytes_per_s')):
@@ -148,11 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         profile = derive(args.events, given)
         write_json(args.output, profile)
-    except (ProfileError, FieldError) as error:
-        print(f'simulate profile: {error}', file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f'simulate profile: --output {args.output}: {error.strerror}', file=sys.stderr)
+    except (ProfileError, FieldError, OSError) as error:
+        text = f'--output {args.output}: {error.strerror}' if isinstance(error, OSError) else error
+        print(f'simulate profile: {text}', file=sys.stderr)
         return 2
     seen = 'nothing failed' if profile.mtbf_s is None else f'a failure every {profile.mtbf_s:.0f} s'
     print(f'{args.output}: {len(profile.operators)} operators, '

@@ -14,30 +14,28 @@ system that is not feasible at some value is left out there, and the reason is p
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.lab.arguments import Parser
-from tools.simulate import flags
+from tools.simulate import flags, terminal
 from tools.simulate.closed_form import Dense
+from tools.simulate.experts import PartialRun
 from tools.simulate.fields import FieldError
 from tools.simulate.pictures import Axis, Series, draw_sweep
-from tools.simulate.profile import ProfileError
-from tools.simulate.systems import SPARSE_SYSTEMS, SYSTEMS
-from tools.simulate.trace import TraceError
+from tools.simulate.systems import PARTIAL_SYSTEMS, SPARSE_SYSTEMS, SYSTEMS
 
 WHOLE = ('gpus', 'window', 'interval')
-OVER = ('mtbf', 'gpus', 'window', 'interval', 'copy-bandwidth', 'network-bandwidth', 'skew')
 SHOWN = {
     'ettr': 'ETTR',
+    'simulated': 'ETTR (simulated)',
+    'lost': 'tokens lost (PLT that 1 job in 20 exceeds)',
     'overhead': 'overhead (share of an iteration)',
     'window': 'window or interval (iterations)',
     'recovery': 'mean recovery (s)',
@@ -51,6 +49,7 @@ AXIS = {
     'network-bandwidth': 'network per GPU (GB/s)',
     'skew': 'skew of expert popularity',
 }
+"""Flags that can be varied."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,8 @@ class Point:
     """Window, or interval of a dense system; iterations."""
     recovery: float
     """Expected, seconds."""
+    lost: float | None
+    """PLT that 1 job in 20 exceeds; None for systems that lose no tokens."""
 
 
 def sweep(
@@ -90,42 +91,38 @@ def sweep(
 def _point(scenario: flags.Scenario, name: str, value: float) -> Point:
     system = scenario.system(name)
     costs = system.costs
-    estimate, _ = scenario.simulate(system)
-    overhead_s, iterations = costs.overhead_s, 0
-    if isinstance(costs, Dense):
-        iterations = costs.interval
-        overhead_s += costs.stall_s / costs.interval
-    else:
-        iterations = costs.window
+    estimate, run = scenario.simulate(system)
+    stall_s = costs.stall_s / costs.interval if isinstance(costs, Dense) else 0.0
     return Point(
         system=name,
         value=value,
         ettr_exact=costs.ettr_exact(),
         ettr_simulated=estimate.ettr,
         ettr_simulated_ci95=estimate.ci95,
-        overhead=overhead_s / costs.iteration_s,
-        window=iterations,
+        overhead=(costs.overhead_s + stall_s) / costs.iteration_s,
+        window=costs.interval if isinstance(costs, Dense) else costs.window,
         recovery=costs.expected_recovery_s(),
+        lost=run.plt_of_unlucky() if isinstance(run, PartialRun) else None,
     )
 
 
 def shown(point: Point, what: str) -> float:
     """The figure of a point that is asked for."""
-    return point.ettr_exact if what == 'ettr' else float(getattr(point, what))
+    name = {'ettr': 'ettr_exact', 'simulated': 'ettr_simulated'}.get(what, what)
+    return float(getattr(point, name))
 
 
 def print_table(points: Sequence[Point], over: str, what: str, console: Console) -> None:
     """A row per value, a column per system."""
     names = list(dict.fromkeys(point.system for point in points))
-    table = Table(title=SHOWN[what])
-    for column in (AXIS[over], *names):
-        table.add_column(column, justify='right')
     found = {(point.system, point.value): point for point in points}
+    rows = []
     for value in dict.fromkeys(point.value for point in points):
         cells = [found.get((name, value)) for name in names]
         texts = ['-' if cell is None else f'{shown(cell, what):.4g}' for cell in cells]
-        table.add_row(f'{value:g}', *texts)
-    console.print(table)
+        rows.append([f'{value:g}', *texts])
+    columns = [f'>{name}' for name in (AXIS[over], *names)]
+    console.print(terminal.table(columns, rows, title=SHOWN[what]))
 
 
 def plot(points: Sequence[Point], over: str, what: str, target: Path) -> None:
@@ -158,8 +155,13 @@ def check_it_matters(args: argparse.Namespace, names: Sequence[str]) -> None:
         raise FieldError(over, 'cannot be varied: none of --systems has a window')
     if over == 'interval' and set(names) <= {'none', *SPARSE_SYSTEMS}:
         raise FieldError(over, 'cannot be varied: none of --systems has an interval')
-    if over == 'skew' and set(names) <= set(SPARSE_SYSTEMS) and not args.frozen_saving:
-        raise FieldError('frozen_saving', 'is missing; popularity matters where frozen work saves')
+    if over == 'skew' and not set(names) & {*SPARSE_SYSTEMS, *PARTIAL_SYSTEMS}:
+        raise FieldError(over, 'cannot be varied: none of --systems depends on popularity')
+    others = [name for name in names if name not in PARTIAL_SYSTEMS]
+    if args.show == 'lost' and others:
+        raise FieldError(
+            'show', f'lost is of {" and ".join(PARTIAL_SYSTEMS)}; {others[0]} has none'
+        )
 
 
 def names_of(parser: argparse.ArgumentParser, text: str) -> list[str]:
@@ -171,22 +173,26 @@ def names_of(parser: argparse.ArgumentParser, text: str) -> list[str]:
     return names
 
 
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """What sweeps and timelines write, and all flags of a scenario."""
+    parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
+    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
+    flags.add_flags(parser)
+
+
 def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[float]]:
     """The parser, the flags and the values; exits with a message if they are wrong."""
-    parser = Parser(
-        prog='python -m tools.simulate sweep',
-        description=__doc__,
-    )
-    parser.add_argument('--over', choices=OVER, required=True, help='flag that is varied')
+    parser = Parser(prog='python -m tools.simulate sweep', description=__doc__)
+    parser.add_argument('--over', choices=tuple(AXIS), required=True, help='flag that is varied')
     parser.add_argument('--values', required=True, help='comma-separated')
     parser.add_argument('--systems', required=True, help='comma-separated')
-    parser.add_argument('--show', choices=tuple(SHOWN), default='ettr')
-    parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
-    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
-    flags.add_flags(parser)
+    parser.add_argument('--show', choices=tuple(SHOWN), help='(default: ettr; by skew: simulated)')
+    add_output_flags(parser)
     args = parser.parse_args(argv)
+    # The closed form of a system that loses tokens is that of its first K, whatever the skew.
+    args.show = args.show or ('simulated' if args.over == 'skew' else 'ettr')
     try:
         values = [float(text) for text in args.values.split(',')]
     except ValueError:
@@ -200,24 +206,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     parser, args, values = parse_arguments(argv)
     names = names_of(parser, args.systems)
-    try:
+    with flags.errors(parser):
         check_it_matters(args, names)
         points, missing = sweep(args, names, values)
-    except FieldError as error:
-        parser.error(flags.flag_error(error))
-    except (ProfileError, TraceError) as error:
-        parser.error(str(error))
     console = Console(stderr=args.json)
     for reason in missing:
         console.print(reason, style='yellow', markup=False, soft_wrap=True)
     if not points:
         return 2
     if args.json:
-        print(json.dumps(flags.finite([vars(point) for point in points]), indent=2))
+        terminal.print_json([vars(point) for point in points])
     else:
         print_table(points, args.over, args.show, console)
     if args.plot:
-        with flags.plot_errors(parser, args.plot):
+        with terminal.plot_errors(parser, args.plot):
             plot(points, args.over, args.show, args.plot)
     return 0
 

@@ -29,16 +29,17 @@ import numpy as np
 
 from moevement_ext.plan.algorithm1 import plan_as_printed
 from moevement_ext.plan.byte_planner import OperatorBytes, WindowPlan, balanced, fewest_slots
-from tools.simulate import fields, intervals
+from tools.simulate import closed_form as intervals
+from tools.simulate import fields
 from tools.simulate.closed_form import LONGEST_WINDOW, Dense, Sparse
-from tools.simulate.partial import PartialExperts, PartialRun, with_experts
-from tools.simulate.pipeline import Pipeline
-from tools.simulate.popularity import frozen_shares
+from tools.simulate.experts import PartialExperts, PartialRun, frozen_shares, with_experts
 from tools.simulate.profile import Profile
-from tools.simulate.runs import CopyRun, RunFactory, SparseRun
+from tools.simulate.runs import CopyRun, Pipeline, RunFactory, SparseRun
 
 DENSE_SYSTEMS = ('none', 'dense', 'checkfreq', 'gemini', 'moc', 'moetion')
 SPARSE_SYSTEMS = ('moevement', 'ours', 'copy')
+PARTIAL_SYSTEMS = ('moc', 'moetion')
+"""Those of them that lose tokens, which are counted against the length of a job."""
 SYSTEMS = DENSE_SYSTEMS + SPARSE_SYSTEMS
 INTERVAL_RULES = ('oracle', 'young', 'daly')
 
@@ -67,7 +68,7 @@ class Options:
     by_popularity: bool = True
     """Popular experts are captured last."""
     interval_rule: str = 'oracle'
-    overhead_bound: float = 0.035
+    overhead_bound: float = 0.03
     """Share of an iteration that checkpoints may cost (CheckFreq)."""
     experts: int | None = None
     saved: int | None = None
@@ -303,6 +304,11 @@ def _sparse(name: str, options: Options, profile: Profile | None) -> System:
     shares = options.shares
     if shares is None and profile is not None:
         shares = profile.token_shares()
+    elif shares is not None and not options.frozen_saving:
+        problem = (
+            f'is missing; popularity matters to {name} where work on frozen operators is saved'
+        )
+        raise fields.FieldError('frozen_saving', problem)
     frozen = None
     if shares is not None:
         frozen = frozen_shares(shares, window, by_popularity=options.by_popularity)
@@ -343,7 +349,7 @@ def _waiting_s(loaded_s: np.ndarray, costs: Sparse) -> float:
 
 
 def _copy(name: str, options: Options, profile: Profile | None) -> System:
-    ours = _sparse('ours', options, profile)
+    ours = _sparse(name, options, profile)
     pipeline = options.pipeline
     if pipeline is None or pipeline.copies < 2:
         raise fields.FieldError('copies', 'is missing; copying needs 2 copies of the state or more')

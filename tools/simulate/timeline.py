@@ -10,37 +10,24 @@ systems meet the same failures.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.lab.arguments import Parser
-from tools.simulate import flags
+from tools.simulate import flags, terminal
 from tools.simulate.failures import Renewal
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import Timeline
 from tools.simulate.pictures import draw_timeline
-from tools.simulate.profile import ProfileError
-from tools.simulate.sweep import names_of
-from tools.simulate.trace import TraceError
+from tools.simulate.sweep import add_output_flags, names_of
 
 _HISTORIES = 2  # only the first is drawn
 
 
 def timelines(args: argparse.Namespace, systems: Sequence[str]) -> dict[str, Timeline]:
-    """Timeline by name of the system.
-
-    Raises:
-        FieldError: a flag has no sensible value, or is missing.
-        ProfileError: the profile cannot be used.
-        TraceError: the trace of failures cannot be used.
-        InfeasiblePlan: a system cannot protect the job.
-    """
+    """Timeline by name of the system. Raises what `flags.errors` knows."""
     scenario = flags.scenario(args)
     if isinstance(scenario.process, Renewal) and args.job_hours is None:
         raise FieldError('job_hours', 'is missing; give it, or a trace')
@@ -55,15 +42,10 @@ def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """The parser and the flags; exits with a message if they are wrong."""
-    parser = Parser(
-        prog='python -m tools.simulate timeline',
-        description=__doc__,
-    )
+    parser = Parser(prog='python -m tools.simulate timeline', description=__doc__)
     parser.add_argument('--systems', required=True, help='comma-separated')
     parser.add_argument('--bins', type=int, default=72, help='spans of time (default: 72)')
-    parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
-    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
-    flags.add_flags(parser)
+    add_output_flags(parser)
     parser.set_defaults(histories=_HISTORIES)
     args = parser.parse_args(argv)
     if args.bins < 1:
@@ -74,18 +56,15 @@ def parse_arguments(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     parser, args = parse_arguments(argv)
-    try:
+    with flags.errors(parser):
         found = timelines(args, names_of(parser, args.systems))
-    except FieldError as error:
-        parser.error(flags.flag_error(error))
-    except (InfeasiblePlan, ProfileError, TraceError) as error:
-        parser.error(str(error))
     if args.json:
-        print(json.dumps({name: _plain(timeline, args.bins) for name, timeline in found.items()}))
+        plain = {name: _plain(timeline, args.bins) for name, timeline in found.items()}
+        terminal.print_json(plain, indent=None)
     else:
         _print_table(found)
     if args.plot:
-        with flags.plot_errors(parser, args.plot):
+        with terminal.plot_errors(parser, args.plot):
             draw_timeline(found, args.bins, args.plot)
     return 0
 
@@ -100,14 +79,16 @@ def _plain(timeline: Timeline, bins: int) -> dict[str, list[float]]:
 
 
 def _print_table(found: dict[str, Timeline]) -> None:
-    table = Table()
-    for column in ('system', 'hours', 'failures', 'goodput'):
-        table.add_column(column, justify='left' if column == 'system' else 'right')
-    for name, timeline in found.items():
-        wall_s = timeline.seconds[-1]
-        share = f'{timeline.useful_s[-1] / wall_s:.4f}'
-        table.add_row(name, f'{wall_s / 3600:.2f}', str(len(timeline.failures)), share)
-    Console().print(table)
+    rows = [
+        (
+            name,
+            f'{one.seconds[-1] / 3600:.2f}',
+            str(len(one.failures)),
+            f'{one.useful_s[-1] / one.seconds[-1]:.4f}',
+        )
+        for name, one in found.items()
+    ]
+    Console().print(terminal.table(('system', '>hours', '>failures', '>goodput'), rows))
 
 
 if __name__ == '__main__':

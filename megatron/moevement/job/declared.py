@@ -5,13 +5,12 @@ Checked against megatron-core 0.19.2.
 """
 
 import os
-from argparse import Namespace
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from megatron.moevement.facts import JobFacts, UpstreamArguments
+from megatron.moevement.facts import JobFacts, Settings
 from megatron.moevement.training_plan import TrainingPlan
 from moevement_ext.config import ConfigurationError
 
@@ -82,19 +81,12 @@ def facts_of_loop(
     )
 
 
-class _Settings(Namespace):
-    """All settings of the configurations; None where only upstream's trainer has a flag."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
 def settings_of_loop(
     model: TransformerConfig,
     optimizer: OptimizerConfig,
     ddp: DistributedDataParallelConfig,
     plan: TrainingPlan,
     facts: JobFacts,
-) -> UpstreamArguments:
+) -> Settings:
     """All settings, under the names that upstream's arguments have."""
-    return _Settings(**vars(ddp) | vars(optimizer) | vars(model) | vars(plan) | vars(facts))
+    return {**vars(ddp), **vars(optimizer), **vars(model), **vars(plan), **vars(facts)}

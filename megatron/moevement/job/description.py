@@ -5,33 +5,33 @@ import re
 import sys
 
 from megatron.moevement.counters import Counters
-from megatron.moevement.facts import JobFacts, UpstreamArguments
+from megatron.moevement.facts import JobFacts, Settings
 from megatron.moevement.job import computing
+from megatron.moevement.job.compatibility.rule import number
 from moevement_ext.events import JobDescribed
 
 _LOSS = re.compile(r' lm loss: (\S+) \|')
-_PARALLEL = {
-    'tensor': 'tensor_model_parallel_size',
-    'pipeline': 'pipeline_model_parallel_size',
-    'context': 'context_parallel_size',
-    'expert': 'expert_model_parallel_size',
-}
 
 
-def describe(args: UpstreamArguments, facts: JobFacts, counters: Counters) -> JobDescribed:
+def describe(settings: Settings, facts: JobFacts, counters: Counters) -> JobDescribed:
     """The job, from its settings; what a loop of one's own does not name is left out."""
-    layout = {kind: getattr(args, name, None) or 1 for kind, name in _PARALLEL.items()}
+    sizes = {
+        'tensor': facts.tensor_model_parallel_size,
+        'pipeline': facts.pipeline_model_parallel_size,
+        'context': facts.context_parallel_size,
+        'expert': number(settings, 'expert_model_parallel_size', 1),
+    }
     on_cpu = facts.distributed_backend == 'gloo'
     return JobDescribed(
         train_iterations=counters.train_iters,
-        model=_model(args),
-        layout={'ranks': facts.world_size, **layout},
+        model=_model(settings),
+        layout={'ranks': facts.world_size, **sizes},
         versions={name: str(found) for name, found in computing.versions(on_cpu).items()},
         command=sys.argv,
     )
 
 
-def _model(args: UpstreamArguments) -> str:
+def _model(settings: Settings) -> str:
     named = (
         ('num_layers', '{} layers'),
         ('hidden_size', 'hidden size {}'),
@@ -41,7 +41,7 @@ def _model(args: UpstreamArguments) -> str:
         ('seq_length', 'sequences of {}'),
         ('global_batch_size', '{} of them an iteration'),
     )
-    values = ((words, getattr(args, name, None)) for name, words in named)
+    values = ((words, settings.get(name)) for name, words in named)
     return ', '.join(words.format(value) for words, value in values if value)
 
 

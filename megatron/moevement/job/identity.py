@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes two launches the same run: windows of another run or layout are refused by name.
 
-The digests are of flags alone. `settings` has these by name, and what no flag says: what files hold
-(see `named_files`), versions and environment (see `computing`).
+The digests are of flags alone. `run_settings` has these by name, and what no flag says: what files
+hold (see `named_files`), versions and environment (see `computing`).
 
 Every setting counts but those named here, which cannot change a bit of what training computes; a
 flag that upstream adds counts until it is known not to. What decides the parallel layout is
@@ -24,12 +24,11 @@ import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import PurePath
-from typing import Any
 
 import torch
 import xxhash
 
-from megatron.moevement.facts import UpstreamArguments
+from megatron.moevement.facts import Settings
 from megatron.moevement.job import computing, named_files
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.window.name import RankIdentity
@@ -109,23 +108,23 @@ LAYOUT = frozenset(
 )
 
 
-def run_identity(args: UpstreamArguments, run_id: str) -> str:
+def run_identity(settings: Settings, run_id: str) -> str:
     """Digest of the run id and of everything that may decide which bits training computes.
 
     Args:
-        args: all settings of the job; read before training begins.
+        settings: read before training begins.
         run_id: as given, or empty to digest the settings alone.
     """
-    return _digest({'run id': run_id, **_counting(args)})
+    return _digest({'run id': run_id, **_counting(settings)})
 
 
-def _counting(args: UpstreamArguments) -> dict[str, Any]:
+def _counting(settings: Settings) -> dict[str, object]:
     """Settings that count, by name.
 
     A number of query groups that is not used is not: with `--use-checkpoint-args` it is 1 before
     there is a checkpoint, and then the number of heads.
     """
-    found = {name: value for name, value in vars(args).items() if counts(name)}
+    found = {name: value for name, value in settings.items() if counts(name)}
     if not found.get('group_query_attention'):
         found.pop('num_query_groups', None)
     return found
@@ -136,50 +135,48 @@ def counts(name: str) -> bool:
     return name not in INDIFFERENT | LAYOUT and not name.startswith('sparse_ckpt')
 
 
-def topology_identity(args: UpstreamArguments) -> str:
+def topology_identity(settings: Settings) -> str:
     """Digest of the parallel layout."""
-    return _digest({name: getattr(args, name, None) for name in LAYOUT})
+    return _digest({name: settings.get(name) for name in LAYOUT})
 
 
-def rank_identity(args: UpstreamArguments, config: SparseCheckpointConfig) -> RankIdentity:
+def rank_identity(settings: Settings, rank: int, config: SparseCheckpointConfig) -> RankIdentity:
     """What every slot of this rank is stamped with."""
-    run_id = run_name(args, config)
-    run = run_identity(args, run_id)
-    return RankIdentity(run, topology_identity(args), args.rank, settings(args, run_id))
+    run_id = run_name(settings, config)
+    run, topology = run_identity(settings, run_id), topology_identity(settings)
+    return RankIdentity(run, topology, rank, run_settings(settings, run_id))
 
 
-def settings(args: UpstreamArguments, run_id: str) -> RunSettings:
+def run_settings(settings: Settings, run_id: str) -> RunSettings:
     """What the job is launched with, by name, to tell in what two launches differ."""
-    layout = {_flag(name): _shown(getattr(args, name, None)) for name in LAYOUT}
-    flags = {_flag(name): _shown(value) for name, value in _counting(args).items()}
+    layout = {_flag(name): _shown(settings.get(name)) for name in LAYOUT}
+    flags = {_flag(name): _shown(value) for name, value in _counting(settings).items()}
+    on_cpu = settings.get('distributed_backend') == 'gloo'
     return bounded(
         RunSettings(
             flags={'--sparse-ckpt-run-id': run_id, **flags},
             layout=layout,
-            files=named_files.held_by_files(args),
-            versions={
-                **computing.versions(args.distributed_backend == 'gloo'),
-                **named_files.code(args),
-            },
-            environment={**computing.environment(), **named_files.other_files(args, counts)},
+            files=named_files.held_by_files(settings),
+            versions={**computing.versions(on_cpu), **named_files.code(settings)},
+            environment={**computing.environment(), **named_files.other_files(settings, counts)},
         )
     )
 
 
-def run_name(args: UpstreamArguments, config: SparseCheckpointConfig) -> str:
+def run_name(settings: Settings, config: SparseCheckpointConfig) -> str:
     """Directory name of the run: as given, else Slurm's job id, else a digest of the settings."""
     if config.run_id is not None:
         return config.run_id
     if 'SLURM_JOB_ID' in os.environ:
         return f'slurm-{os.environ["SLURM_JOB_ID"]}'
-    return f'run-{run_identity(args, "")}'
+    return f'run-{run_identity(settings, "")}'
 
 
 def _flag(name: str) -> str:
     return f'--{name.replace("_", "-")}'
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value as it is given on a command line, where that is plain to see."""
     if isinstance(value, str):
         return value
@@ -188,11 +185,11 @@ def _shown(value: Any) -> str:
     return _text(value)
 
 
-def _digest(settings: Mapping[str, Any]) -> str:
+def _digest(settings: Settings) -> str:
     return xxhash.xxh3_64_hexdigest(_text(settings).encode())
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """A value as text that is the same in every process: without addresses, in fixed order."""
     if isinstance(value, _PLAIN) or type(value) is int:
         return repr(value)

@@ -8,7 +8,7 @@ in local folders. Upstream fails there somewhere in its set-up, in words of its 
 import os
 from collections.abc import Iterator
 
-from megatron.moevement.facts import UpstreamArguments
+from megatron.moevement.facts import Settings
 from moevement_ext.config import ConfigurationError, node_name
 
 _READ_BY_ALL = (
@@ -23,7 +23,7 @@ _DATA = ('data_path', 'train_data_path', 'valid_data_path', 'test_data_path')
 _PARTS = ('.idx', '.bin')
 
 
-def refuse_missing(args: UpstreamArguments) -> None:
+def refuse_missing(settings: Settings, rank: int) -> None:
     """Before anything else: what every rank reads is on this node.
 
     A name that may be one of a model hub is left to upstream.
@@ -32,18 +32,18 @@ def refuse_missing(args: UpstreamArguments) -> None:
         ConfigurationError: with flag, path, rank and node.
     """
     for name in _READ_BY_ALL:
-        path = getattr(args, name, None)
+        path = settings.get(name)
         if isinstance(path, str) and os.path.isabs(path) and not os.path.exists(path):
-            raise _missing(args, name, path)
+            raise _missing(rank, name, path)
 
 
-def missing_data(args: UpstreamArguments) -> ConfigurationError | None:
+def missing_data(settings: Settings, rank: int) -> ConfigurationError | None:
     """What to say of the first dataset that is not on this node, where one could not be opened."""
     for name in _DATA:
-        for prefix in _prefixes(getattr(args, name, None)):
+        for prefix in _prefixes(settings.get(name)):
             for path in (prefix + part for part in _PARTS):
                 if not os.path.exists(path):
-                    return _missing(args, name, path)
+                    return _missing(rank, name, path)
     return None
 
 
@@ -63,8 +63,8 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _missing(args: UpstreamArguments, name: str, path: str) -> ConfigurationError:
+def _missing(rank: int, name: str, path: str) -> ConfigurationError:
     return ConfigurationError(
-        f'--{name.replace("_", "-")}: {path} is not there for rank {args.rank} on {node_name()}; '
+        f'--{name.replace("_", "-")}: {path} is not there for rank {rank} on {node_name()}; '
         f'mount or copy it to that node, as it is on those of the other ranks.'
     )

@@ -14,11 +14,10 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
-from megatron.moevement.facts import UpstreamArguments
+from megatron.moevement.facts import Settings
 from moevement_ext.memory.window.settings import Table
 
 BLENDS = ('data_args_path', 'per_split_data_args_path')
@@ -49,12 +48,12 @@ _INDEX = struct.Struct('<9sQBQQ')  # magic, version, type, sequences, documents
 _INDEX_MAGIC = b'MMIDIDX\0\0'
 
 
-def held_by_files(args: UpstreamArguments) -> Table:
+def held_by_files(settings: Settings) -> Table:
     """What the files that flags name hold, by file: `<flag> <path>`, or the path of data."""
-    settings, found = vars(args), Table()
+    found = Table()
     for name in BLENDS:
         path = settings.get(name)
-        if path is not None:
+        if isinstance(path, str | os.PathLike):
             with suppress(OSError, ValueError):
                 blend = _parsed(name, Path(path).read_text())
                 found[f'{_flag(name)} {path}'] = _text_of(blend)
@@ -67,11 +66,11 @@ def held_by_files(args: UpstreamArguments) -> Table:
     return found
 
 
-def code(args: UpstreamArguments) -> Table:
+def code(settings: Settings) -> Table:
     """Digests of the files of modules that flags name, by flag."""
     found = Table()
     for name in MODULES:
-        for module in _strings(getattr(args, name, None)):
+        for module in _strings(settings.get(name)):
             for candidate in (module, module.rpartition('.')[0], module.rpartition(':')[0]):
                 path = _source(candidate)
                 if path is not None:
@@ -80,11 +79,11 @@ def code(args: UpstreamArguments) -> Table:
     return found
 
 
-def other_files(args: UpstreamArguments, counts: Callable[[str], bool]) -> Table:
+def other_files(settings: Settings, counts: Callable[[str], bool]) -> Table:
     """What other files hold that settings name, as flags of a program's own: read, or written."""
     known = {*BLENDS, *DATA, *FILES, *MODULES, *WRITTEN, *LARGE}
     found = Table()
-    for name, value in vars(args).items():
+    for name, value in settings.items():
         if name in known or not counts(name) or not isinstance(value, str | os.PathLike):
             continue
         with suppress(OSError, ValueError):
@@ -98,7 +97,7 @@ def _flag(name: str) -> str:
     return '--tokenizer-metadata' if name == 'metadata_path' else f'--{name.replace("_", "-")}'
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     """All texts in a value of whatever depth."""
     if isinstance(value, str):
         yield value
@@ -109,7 +108,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _parsed(name: str, text: str) -> Any:
+def _parsed(name: str, text: str) -> object:
     """Weights and prefixes, perhaps by split, parsed as upstream does."""
     if name == 'data_args_path':
         return text.split()
@@ -119,7 +118,7 @@ def _parsed(name: str, text: str) -> Any:
     }
 
 
-def _text_of(blend: Any) -> str:
+def _text_of(blend: object) -> str:
     return ' '.join(blend) if isinstance(blend, list) else json.dumps(blend, sort_keys=True)
 
 

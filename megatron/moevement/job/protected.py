@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron.moevement.counters import Counters
-from megatron.moevement.facts import JobFacts, UpstreamArguments
+from megatron.moevement.facts import JobFacts, Settings
 from megatron.moevement.job import identity
 from megatron.moevement.job.description import describe
 from megatron.moevement.job.local_files import refuse_missing
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def protected_job(
-    args: UpstreamArguments,
+    settings: Settings,
     facts: JobFacts,
     counters: Counters,
     config: SparseCheckpointConfig,
@@ -44,7 +44,7 @@ def protected_job(
     exception it stays, for the job to be launched again.
 
     Args:
-        args: all settings of the job, under the names that upstream's arguments have.
+        settings: all of the job.
         facts: of the job.
         counters: of the loop.
         config: settings of sparse checkpointing.
@@ -56,14 +56,14 @@ def protected_job(
         ConfigurationError: a file that all ranks read is not on this node.
     """
     patches.check()
-    refuse_missing(args)
-    danger = hazard(args)
+    refuse_missing(settings, facts.rank)
+    danger = hazard(settings)
     if danger and facts.rank == 0:
         logger.warning('sparse checkpointing: %s', danger)
-    run_id = identity.run_name(args, config)
-    rank_identity = identity.rank_identity(args, config)
+    run_id = identity.run_name(settings, config)
+    rank_identity = identity.rank_identity(settings, facts.rank, config)
     membership, store = join(
-        rank_identity, facts.world_size, run_id, config, facts.timeout, not_localized(args)
+        rank_identity, facts.world_size, run_id, config, facts.timeout, not_localized(settings)
     )
     joining = membership is not None and membership.joining
     rank = Rank(
@@ -78,8 +78,8 @@ def protected_job(
     around = Surroundings(ScalarRecorder(), data, PostStep(facts, counters), operations, Losses())
     session = Session(Job(rank, membership), store, facts, counters, around)
     if facts.rank == 0:
-        rank.events.emit(describe(args, facts, counters))
-    session.begin(args)
+        rank.events.emit(describe(settings, facts, counters))
+    session.begin()
     try:
         yield session
         session.finish()

@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_config
 from torch.distributed import Store
 
 from megatron.moevement.counters import Counters
-from megatron.moevement.facts import JobFacts, UpstreamArguments
+from megatron.moevement.facts import JobFacts
 from megatron.moevement.job import log_line
 from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.job.trainer import MegatronTrainer
@@ -23,6 +23,7 @@ from megatron.moevement.state import parameter_groups
 from megatron.moevement.state.global_scalars import check_room
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext import faults
+from moevement_ext.config import ON
 from moevement_ext.job.ending import announce, finish
 from moevement_ext.job.job import Job
 
@@ -41,6 +42,7 @@ class Session:
         around: what wraps the loop.
 
     Attributes:
+        alone: what lasts until training begins, as this process connects to nobody before.
         keeps_windows: training ends before its last iteration, and may go on in another launch.
     """
 
@@ -58,20 +60,16 @@ class Session:
         self.keeps_windows = False
         self._facts = facts
         self._counters = counters
-        self._alone = ExitStack()
+        self.alone = ExitStack()
 
-    def begin(self, args: UpstreamArguments) -> None:
-        """Called once, before `torch.distributed` is initialised.
-
-        Args:
-            args: all settings of the job; upstream reads there that a process connects to nobody.
-        """
+    def begin(self) -> None:
+        """Called once, before `torch.distributed` is initialised."""
         self.around.recorder.install()
         self.around.losses.install()
         data_caches.install()
         faults.arm(self._facts.rank)
         if self.job.joining:
-            self._alone.enter_context(upstream.without_connections(args))
+            self.alone.enter_context(upstream.without_connections(self._facts.distributed_backend))
 
     def set_up(
         self,
@@ -97,7 +95,8 @@ class Session:
             with parameter_groups.of_all_ranks(self.job.rank.exchange):
                 model, optimizer, scheduler = build(with_dense)
             check_room(optimizer, upstream.detaches_heads(get_model_config(model[0])))
-            self._training = TrainingState(model, optimizer, scheduler)
+            skips = self.job.rank.config.freeze == ON
+            self._training = TrainingState(model, optimizer, scheduler, skips)
             localized = self.job.membership is not None
             self._trainer = MegatronTrainer(
                 self._facts, self._counters, self._training, self.around, localized
@@ -114,7 +113,7 @@ class Session:
 
     def train(self, run: Callable[[], Any]) -> Any:
         """The training loop, started where the window becomes dense; again after failures."""
-        self._alone.close()
+        self.alone.close()
         return self.job.train(run, around_update=self._training.around_update)
 
     def step(self, train_step: Callable[..., Any], iteration: int) -> Any:

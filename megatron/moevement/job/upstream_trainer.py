@@ -11,8 +11,8 @@ from typing import Any
 import megatron.training.training as training
 import torch
 
-from megatron.moevement.facts import JobFacts, UpstreamArguments
-from megatron.moevement.job import identity
+from megatron.moevement.counters import Counters
+from megatron.moevement.facts import JobFacts, Settings
 from megatron.moevement.job.description import logged_loss
 from megatron.moevement.job.local_files import missing_data
 from megatron.moevement.job.session import Session
@@ -29,17 +29,24 @@ class UpstreamTrainer:
     """Wraps the functions that upstream's `pretrain` calls. Training thread only.
 
     Args:
-        args: upstream's parsed arguments.
+        settings: of the job.
         facts: of the job.
+        counters: of the loop.
         session: of this process.
         data: where the data of this rank go on.
     """
 
     def __init__(
-        self, args: UpstreamArguments, facts: JobFacts, session: Session, data: UpstreamData
+        self,
+        settings: Settings,
+        facts: JobFacts,
+        counters: Counters,
+        session: Session,
+        data: UpstreamData,
     ) -> None:
-        self._args = args
+        self._settings = settings
         self._facts = facts
+        self._counters = counters
         self._session = session
         self._data = data
         self._post_step = session.around.post_step
@@ -51,11 +58,14 @@ class UpstreamTrainer:
     def install(self) -> None:
         """Wrap upstream's functions. Called once, before `pretrain`."""
         self._data.install()
-        if self._session.job.membership is not None:
+        job = self._session.job
+        if job.membership is not None:
             self._post_step.install()
+        if job.joining:
+            self._session.alone.enter_context(upstream.setting('fake_process_group', True))
         trainer = 'megatron.training.training'
         patches.wrap(f'{trainer}:setup_model_and_optimizer', self._set_up)
-        random_numbers = DenseRandom(self._args, identity.topology_identity(self._args))
+        random_numbers = DenseRandom(self._facts, self._settings, job.rank.identity.topology)
         patches.wrap(f'{trainer}:load_checkpoint', random_numbers.load)
         patches.wrap(f'{trainer}:save_checkpoint', random_numbers.save)
         patches.wrap(f'{trainer}:build_train_valid_test_data_iterators', self._open_data)
@@ -68,20 +78,17 @@ class UpstreamTrainer:
 
     def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Build model and optimizer, and load the dense checkpoint where that is the best tier."""
-        load = self._args.load
+        load = self._facts.load
         self._job_has_logged = self._session.job.joining
 
         def build(load_dense: bool) -> Any:
-            self._args.load = load if load_dense else None
-            try:
+            with upstream.setting('load', load if load_dense else None):
                 return original(*args, **kwargs)
-            finally:
-                self._args.load = load
 
         def load_dense(model: Any, optimizer: Any, scheduler: Any) -> None:
             if load is not None:
                 context = kwargs.get('checkpointing_context')
-                upstream.load_dense_checkpoint(self._args, model, optimizer, scheduler, context)
+                upstream.load_dense_checkpoint(self._counters, model, optimizer, scheduler, context)
 
         return self._session.set_up(build, load_dense, self._dense_iteration())
 
@@ -94,7 +101,7 @@ class UpstreamTrainer:
         try:
             return original(provider)
         except Exception as error:
-            missing = missing_data(self._args)
+            missing = missing_data(self._settings, self._facts.rank)
             if missing is None:
                 raise
             raise missing from error
@@ -120,20 +127,13 @@ class UpstreamTrainer:
             forward_step = armed_forward(forward_step)
         self._data.use(train_iterator, valid_iterator)
         if self._session.job.restarted:  # upstream has opened loaders as at a start
-            self._data.move_training(upstream.consumed_of_the_phase(self._args))
-            self._data.move_validation(self._args.consumed_valid_samples)
+            self._data.move_training(upstream.consumed_of_the_phase())
+            self._data.move_validation(self._counters.consumed_valid_samples)
         evaluate = post_step.evaluation(
-            self._args,
-            forward_step,
-            model,
-            valid_iterator,
-            process,
-            config,
-            non_loss_data,
-            optimizer,
+            forward_step, model, valid_iterator, process, config, non_loss_data, optimizer
         )
         save = post_step.dense_checkpoint(
-            self._args, model, optimizer, scheduler, context, train_iterator
+            self._counters, model, optimizer, scheduler, context, train_iterator
         )
         self._post_step.set_actions(
             evaluate, save, partial(post_step.forget_what_was_cut_off, context)
@@ -187,13 +187,10 @@ class UpstreamTrainer:
         **kwargs: Any,
     ) -> bool:
         """Upstream's saves and exits, but for the exits that an earlier launch has made."""
-        interval = self._args.exit_interval
-        if self._post_step.exit_was_made(iteration):
-            self._args.exit_interval = None
-        try:
+        made = self._post_step.exit_was_made(iteration)
+        interval = None if made else self._facts.exit_interval
+        with upstream.setting('exit_interval', interval):
             return original(model, optimizer, scheduler, iteration, *args, **kwargs)
-        finally:
-            self._args.exit_interval = interval
 
     def _training_log(
         self,

@@ -87,6 +87,11 @@ def let_flags_count_as_given() -> None:
     patches.wrap('megatron.training.checkpointing:load_args_from_checkpoint', _or_as_given)
 
 
+def take_flags_of_checkpoint(args: UpstreamArguments) -> None:
+    """Once, what upstream's parser does for `--use-checkpoint-args`, or nothing in that case."""
+    _or_as_given(checkpointing.load_args_from_checkpoint, args)
+
+
 def _or_as_given(
     original: Callable[..., Any], args: UpstreamArguments, *more: Any, **named: Any
 ) -> Any:

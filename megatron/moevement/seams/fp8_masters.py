@@ -8,12 +8,12 @@ bits is lost.
 Checked against megatron-core 0.19.2 and, by reading, Transformer Engine 2.1 to 2.18, 2.20.
 """
 
-import argparse
 import functools
 from typing import Any
 
 import torch
 
+from megatron.moevement.facts import Settings, UpstreamArguments
 from megatron.moevement.seams import patches
 from moevement_ext.config import ConfigurationError
 
@@ -22,7 +22,7 @@ FP8 = torch.uint8
 _LARGEST = 448.0  # of the format e4m3
 
 
-def take_place(args: argparse.Namespace) -> None:
+def take_place(args: UpstreamArguments) -> None:
     """Put them in the place of fp16 masters, if the command line asks for that.
 
     Args:
@@ -41,13 +41,13 @@ def take_place(args: argparse.Namespace) -> None:
     args.main_params_dtype = FP8
 
 
-def install(settings: object) -> None:
+def install(settings: Settings) -> None:
     """Have upstream build its optimizer with such masters, if the settings ask for them.
 
     Raises:
         InstallationError: upstream has no Adam of Transformer Engine.
     """
-    if getattr(settings, 'main_params_dtype', None) == FP8:
+    if settings.get('main_params_dtype') == FP8:
         _install()
 
 

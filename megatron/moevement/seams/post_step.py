@@ -16,7 +16,7 @@ import msgspec
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron.moevement.counters import Counters
-from megatron.moevement.facts import JobFacts, UpstreamArguments
+from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import patches
 from megatron.moevement.seams.data_position import DataPosition
 from moevement_ext import faults
@@ -188,7 +188,6 @@ def _due(interval: int | None, iteration: int) -> bool:
 
 
 def evaluation(
-    args: UpstreamArguments,
     forward_step: Any,
     model: Any,
     valid_iterator: Any,
@@ -200,7 +199,7 @@ def evaluation(
     """Upstream's evaluation after an iteration, as its loop calls it."""
 
     def evaluate(iteration: int) -> None:
-        hooks = training.should_disable_forward_pre_hook(args)
+        hooks = training.should_disable_forward_pre_hook(training.get_args())
         if hooks and model[0].remove_forward_pre_hook_handles:
             training.disable_forward_pre_hook(model, optimizer=optimizer)
         else:

@@ -13,7 +13,6 @@ from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP, SEPARATE_GRAD
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.moevement.counters import Counters
-from megatron.moevement.facts import UpstreamArguments
 from megatron.moevement.seams import patches
 from moevement_ext.regroup.process_groups import stand_in_for
 
@@ -24,23 +23,31 @@ def groups() -> Any:
 
 
 @contextmanager
-def without_connections(args: UpstreamArguments) -> Iterator[None]:
+def setting(name: str, value: object) -> Iterator[None]:
+    """Within the context upstream's arguments have another value."""
+    settings = vars(training.get_args())
+    before = settings[name]
+    settings[name] = value
+    try:
+        yield
+    finally:
+        settings[name] = before
+
+
+@contextmanager
+def without_connections(backend: str) -> Iterator[None]:
     """Within the context, set-up makes process groups that talk to nobody.
 
     For a process that joins a running job: the others do not take part in its set-up. The groups
-    are connected later, in place.
+    are connected later, in place, by `backend`.
     """
 
     def new_fake_group(new_group: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
         return new_group(*given, **kwargs | {'backend': 'fake'})
 
-    stand_in_for(args.distributed_backend)
-    args.fake_process_group = True
-    try:
-        with patches.wrapped('torch.distributed:new_group', new_fake_group):
-            yield
-    finally:
-        args.fake_process_group = False
+    stand_in_for(backend)
+    with patches.wrapped('torch.distributed:new_group', new_fake_group):
+        yield
 
 
 def fill_first_step_caches(optimizer: Any, config: Any) -> None:
@@ -64,9 +71,9 @@ def detaches_heads(config: Any) -> bool:
     return bool(config.mtp_num_layers and config.mtp_detach_heads)
 
 
-def floating_point_operations(args: UpstreamArguments) -> float:
+def floating_point_operations() -> float:
     """What upstream counts for training on one sample of full length."""
-    return float(training.num_floating_point_operations(args, 1))
+    return float(training.num_floating_point_operations(training.get_args(), 1))
 
 
 def saved_iteration(save: str | None) -> int:
@@ -83,11 +90,12 @@ def saved_iteration(save: str | None) -> int:
     return int(text) if text.isdecimal() else -1
 
 
-def consumed_of_the_phase(args: UpstreamArguments) -> int:
+def consumed_of_the_phase() -> int:
     """Training samples that upstream opens its loader after.
 
     With `--phase-transition-iterations` data begin anew at each of these iterations.
     """
+    args = training.get_args()
     transitions = args.phase_transition_iterations or ()
     begun_at = max(it for it in (0, *transitions) if it <= args.iteration)
     return int(args.consumed_train_samples - begun_at * args.global_batch_size)

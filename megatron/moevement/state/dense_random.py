@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.random import (
     get_expert_parallel_rng_tracker_name,
 )
 
-from megatron.moevement.facts import UpstreamArguments
+from megatron.moevement.facts import JobFacts, Settings
 from megatron.moevement.state.iteration_state import RngState, capture_rng, restore_rng
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,16 @@ class DenseRandom:
     """Wraps upstream's save and load of dense checkpoints; training thread only.
 
     Args:
-        args: upstream's arguments.
+        facts: of the job.
+        settings: of the job.
         topology: digest of the parallel layout.
     """
 
-    def __init__(self, args: UpstreamArguments, topology: str) -> None:
-        self._args = args
+    def __init__(self, facts: JobFacts, settings: Settings, topology: str) -> None:
+        self._facts = facts
+        self._saves = not settings['no_save_rng']
+        self._loads = not (settings['finetune'] or settings['no_load_rng'])
+        self._experts_draw = bool(settings['moe_router_force_load_balancing'])
         self._topology = topology
 
     def save(
@@ -72,15 +76,16 @@ class DenseRandom:
         rng = capture_rng()
         kwargs['non_persistent_ckpt'] = non_persistent_ckpt
         result = original(iteration, *args, **kwargs)
-        local = non_persistent_ckpt and self._args.non_persistent_ckpt_type == 'local'
-        if not (self._args.no_save_rng or local or kwargs.get('release')):
-            within = self._not_kept_in(self._args.save) if non_persistent_ckpt else self._args.save
+        save = self._facts.save
+        local = non_persistent_ckpt and self._facts.non_persistent_ckpt_type == 'local'
+        if self._saves and save is not None and not (local or kwargs.get('release')):
+            within = self._not_kept_in(save) if non_persistent_ckpt else save
             try:
                 self._write(_folder(within, iteration), rng)
             except OSError as error:  # the checkpoint is whole without it
                 logger.warning(
                     'random numbers of rank %d are not kept with the dense checkpoint: %s',
-                    self._args.rank,
+                    self._facts.rank,
                     error,
                 )
         return result
@@ -95,7 +100,7 @@ class DenseRandom:
         tracker, experts = get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
         made = tracker.get_states().get(experts)
         result = original(*args, **kwargs)
-        if self._args.finetune or self._args.no_load_rng:
+        if not self._loads:
             return result
         folders = [_folder(place, int(result[0])) for place in self._places()]
         kept = next(filter(None, map(self._read, folders)), None)
@@ -110,34 +115,34 @@ class DenseRandom:
     def _say_missing(self, iteration: int, folders: list[Path]) -> None:
         """Once, unless only some ranks lack theirs."""
         alone = any(folder.is_dir() for folder in folders)
-        if self._args.moe_router_force_load_balancing and (alone or self._args.rank == 0):
+        if self._experts_draw and (alone or self._facts.rank == 0):
             logger.warning(
                 'sparse checkpointing: the dense checkpoint of iteration %d has no random numbers '
                 'of rank %d, as it is of plain Megatron, of another layout or damaged: with '
                 '--moe-router-force-load-balancing experts draw anew from their seed, and bits '
                 'differ from those of a run that went on.',
                 iteration,
-                self._args.rank,
+                self._facts.rank,
             )
 
     def _places(self) -> Iterator[str]:
         """Where the checkpoint may be that was loaded."""
-        if self._args.load is not None:
-            yield self._args.load
-            yield self._not_kept_in(self._args.load)
+        if self._facts.load is not None:
+            yield self._facts.load
+            yield self._not_kept_in(self._facts.load)
 
     def _not_kept_in(self, directory: str) -> str:
         within = os.path.join(directory, 'non_persistent')
-        return str(self._args.non_persistent_global_ckpt_dir or within)
+        return str(self._facts.non_persistent_global_ckpt_dir or within)
 
     def _file(self, folder: Path) -> Path:
-        return folder / f'random-{self._args.rank:05d}'
+        return folder / f'random-{self._facts.rank:05d}'
 
     def _write(self, folder: Path, rng: RngState) -> None:
         kept = _Kept(_VERSION, self._topology, _digest_of(folder.parent), rng)
         encoded = msgspec.msgpack.encode(kept)
-        if '://' in str(self._args.save):
-            raise OSError(f'{self._args.save} is in no file system')
+        if '://' in str(self._facts.save):
+            raise OSError(f'{self._facts.save} is in no file system')
         folder.mkdir(parents=True, exist_ok=True)
         writing = self._file(folder).with_suffix('.writing')
         writing.write_bytes(xxhash.xxh3_64_digest(encoded) + encoded)

@@ -38,6 +38,7 @@ class FrozenOperators:
         states: optimizer state by parameter.
         model: model chunks of this rank.
         optimizer: upstream's optimizer.
+        skips: weight gradients of frozen operators are not computed; else they are dropped.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class FrozenOperators:
         states: Mapping[torch.nn.Parameter, ParameterState],
         model: Sequence[Any],
         optimizer: Any,
+        skips: bool = True,
     ) -> None:
         self._operators = operators
         self._computed_together = list(_computed_together(operators))
         self._states = states
         self._model = model
         self._optimizer = optimizer
+        self._skips = skips
         self.names: frozenset[str] = frozenset()
 
     @contextmanager
@@ -75,6 +78,8 @@ class FrozenOperators:
     def freeze(self, names: Collection[str]) -> None:
         """Freeze exactly these operators; thaw all others."""
         self.names = frozenset(names)
+        if not self._skips:
+            return
         for owners, parameters in self._computed_together:
             for parameter in parameters:
                 parameter.requires_grad_(not owners <= self.names)

@@ -35,15 +35,19 @@ class TrainingState:
         model: model chunks of this rank, wrapped by upstream.
         optimizer: upstream's optimizer.
         scheduler: upstream's parameter scheduler.
+        skips: weight gradients of frozen operators are not computed; else they are dropped.
 
     Raises:
         SparseCheckpointError: an optimizer or a model this package does not know.
     """
 
-    def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
+    def __init__(
+        self, model: Sequence[Any], optimizer: Any, scheduler: Any, skips: bool = True
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self._skips = skips
         for _, router in router_modules(model):
             router._maintain_float32_expert_bias()  # upstream does it in the first forward
         scaling.create(model)
@@ -64,7 +68,9 @@ class TrainingState:
         self.slices = operator_slices(self.operators, self.states)
         distributed = any(isinstance(o, DistributedOptimizer) for o in chained(self.optimizer))
         self.loader = SlotLoader(self.operators, self.slices, self.states, self.model, distributed)
-        self.frozen = FrozenOperators(self.operators, self.states, self.model, self.optimizer)
+        self.frozen = FrozenOperators(
+            self.operators, self.states, self.model, self.optimizer, self._skips
+        )
 
     @property
     def kinds(self) -> dict[str, str]:

@@ -26,7 +26,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from moevement_ext.events import Event, decode
-from moevement_ext.local_cluster.statements import told_finished
+from moevement_ext.launch.statements import told_finished
 from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.replicate import secret
 from tests.distributed.harness import exact_memory

@@ -5,12 +5,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection
-from datetime import timedelta
 from pathlib import Path
 
 from moevement_ext import faults
 from moevement_ext.faults import Phase
-from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.standstill import Standstill
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.regroup import nccl
 from tests.distributed.harness import nccl_like
@@ -88,14 +87,14 @@ def hang_deaths_and_a_lost_gpu() -> None:
 
 def rank_2_hangs_in_a_collective(iteration: int = 8) -> None:
     """Once, in that iteration, without being stuck by itself; collectives may take 10 s."""
-    end_hang, wait = Membership._end_hang, nccl_like.waits._wait
+    end_hang, wait = Standstill._end_hang, nccl_like.waits._wait
     mine = (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('2', '0')
     hung = []
 
     def sooner(self, *args):
-        allowed, self._timeout = self._timeout, timedelta(seconds=10)
+        allowed, self._timeout_s = self._timeout_s, 10.0
         end_hang(self, *args)
-        self._timeout = allowed
+        self._timeout_s = allowed
 
     def hang(work):
         if mine and faults._iteration >= iteration and not hung:
@@ -103,7 +102,7 @@ def rank_2_hangs_in_a_collective(iteration: int = 8) -> None:
             raise RuntimeError('it takes for ever')
         return wait(work)
 
-    Membership._end_hang = sooner
+    Standstill._end_hang = sooner
     nccl_like.waits._wait = hang
 
 

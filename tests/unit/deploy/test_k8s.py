@@ -91,7 +91,7 @@ def test_mistakes_do_not_fit(jobset: dict[str, Any]) -> None:
 
 def launched(jobset: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
     """What the agent makes of the command, and the flags of the program."""
-    from moevement_ext.store.torchrun import parse
+    from moevement_ext.launch.torchrun import parse
 
     (container,) = pod(jobset)['containers']
     shell, option, script, name = container['command']

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from moevement_ext.membership import membership, training_thread, watch
+from moevement_ext.membership import membership, standstill, training_thread, watch
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import Rendezvous, break_epoch
 from moevement_ext.membership.report import Report
@@ -66,7 +66,7 @@ def stands_still(port: int) -> None:
 
 def waits_for_a_peer(port: int) -> None:
     """What ends a process group's operations does not end this."""
-    membership._OUT_OF_WAITS_SECONDS = 1.0
+    standstill._OUT_OF_WAITS_SECONDS = 1.0
     _, store = settled(port)
     break_epoch(store, 0, 'another rank died')
     dist.distributed_c10d._store_based_barrier(0, store, 'never', 2, timedelta(hours=1))
@@ -104,7 +104,7 @@ def waits_for_too_long(port: int, rank: int, committed: int) -> None:
     """Rank 0 waits for what rank 1 never sends, and has said before what it has committed."""
     member, store = member_of(port, rank, 2)
     init_gloo(PrefixStore('pg', store), rank, 2)
-    member._timeout = timedelta(seconds=1)
+    member._standstill._timeout_s = 1.0
     member.committed = committed
     member.settle()
     member.watch('gloo', int)
@@ -126,7 +126,7 @@ def meets_at_a_barrier(port: int, rank: int) -> None:
     """Rank 1 comes when rank 0 has waited for longer than a collective may take."""
     member, store = member_of(port, rank, 2)
     init_gloo(PrefixStore('pg', store), rank, 2)
-    member._timeout = timedelta(seconds=1)
+    member._standstill._timeout_s = 1.0
     member.settle()
     look, told = TrainingThread.look, connect(port)
 

@@ -6,13 +6,13 @@ import gc
 import msgspec
 
 from moevement_ext.membership.report import Report, decode_all, encode
-from tools.bench.control_plane_members import RANKS_PER_NODE, Layout, newcomer
+from tests.unit.membership.large_job import RANKS_PER_NODE, LargeJob, newcomer
 
 WORLD = 4 * RANKS_PER_NODE
 
 
 def test_what_ranks_of_a_node_report_alike_is_one_object() -> None:
-    layout = Layout(WORLD)
+    layout = LargeJob(WORLD)
     reports = [layout.report(rank, 0, 41) for rank in range(WORLD - 1)] + [newcomer(WORLD - 1)]
     found = decode_all([encode(report) for report in reports])
     assert found == reports
@@ -24,6 +24,6 @@ def test_what_ranks_of_a_node_report_alike_is_one_object() -> None:
 
 
 def test_a_million_windows_are_no_work_for_the_garbage_collector() -> None:
-    [found] = decode_all([encode(Layout(WORLD).report(0, 0, 41))])
+    [found] = decode_all([encode(LargeJob(WORLD).report(0, 0, 41))])
     held = found.windows[0]
     assert not any(map(gc.is_tracked, [found, held, held.window, held.window.name]))

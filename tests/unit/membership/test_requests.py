@@ -21,7 +21,8 @@ from moevement_ext.membership.rendezvous import Rendezvous, break_epoch, present
 from moevement_ext.membership.signs import hear
 from moevement_ext.membership.watch import EpochWatch
 from moevement_ext.store.connections import Connections
-from tools.bench.control_plane_members import RANKS_PER_NODE, CountedStore, Layout, Tally
+from tests.unit.membership.counted_store import CountedStore, Tally
+from tests.unit.membership.large_job import RANKS_PER_NODE, LargeJob
 
 pytestmark = pytest.mark.timed
 
@@ -209,7 +210,7 @@ def test_an_epoch_whose_breaker_died_half_way_is_left_by_survivors_at_once(
 
 
 def test_reports_of_a_large_job_shrink_to_their_differences(tmp_path: Path) -> None:
-    layout, world = Layout(512), 512
+    layout, world = LargeJob(512), 512
     reports = [msgspec.msgpack.encode(layout.report(rank, 0, 41)) for rank in range(world)]
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     tally = Tally()

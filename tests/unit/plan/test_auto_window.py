@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moevement_ext.config import FIXED
 from moevement_ext.plan.auto_window import CONFIRMED, AutoWindow, Measured
 from moevement_ext.plan.byte_planner import OperatorBytes
+from moevement_ext.plan.popularity import Popularity
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan
 from moevement_ext.plan.windows import budgets, needs, shortest
 
@@ -38,7 +40,14 @@ class Training:
     def see(self, *sent: float | None, copied: float = PLENTY) -> int:
         """All ranks tell of a window; the result is W of the next."""
         loads = [WindowLoad(self.present.origin, {}, 1.0, copied, rate) for rate in sent]
-        chosen = decide_plan(self.present, loads, auto_window=self.auto, change=0.1, fraction=0.25)
+        chosen = decide_plan(
+            self.present,
+            loads,
+            popularity=Popularity(FIXED).of,
+            auto_window=self.auto,
+            change=0.1,
+            fraction=0.25,
+        )
         self.present = chosen or self.present
         self.windows.append(self.present.window)
         return self.present.window

@@ -9,33 +9,23 @@ import pytest
 import torch
 
 from moevement_ext.capture.copier import Copier
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan, shares_of
+from moevement_ext.config import POPULARITY
+from moevement_ext.plan.popularity import Popularity, shares_of
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan
 
-BALANCED = {f'layer1.expert{expert}': 25 for expert in range(4)}
+BALANCED = {f'layer1.expert{expert}': 25.0 for expert in range(4)}
 
 
-def load(start: int, tokens: dict[str, int], iteration_s: float = 1.0) -> WindowLoad:
+def load(start: int, tokens: dict[str, float], iteration_s: float = 1.0) -> WindowLoad:
     return WindowLoad(start, tokens, iteration_s, copy_bytes_per_s=1e9)
 
 
-fixed = partial(decide_plan, auto_window=None, change=0.10, fraction=0.25)
-
-
-def test_shares_are_of_the_layer_and_summed_over_ranks() -> None:
-    one = load(0, {'layer1.expert0': 1, 'layer1.expert1': 3, 'layer2.expert0': 5})
-    two = load(0, {'layer1.expert0': 5, 'layer1.expert1': 3, 'layer2.expert1': 15})
-    assert shares_of([one, two]) == {
-        'layer1.expert0': 0.5,
-        'layer1.expert1': 0.5,
-        'layer2.expert0': 0.25,
-        'layer2.expert1': 0.75,
-    }
+of_default = partial(decide_plan, popularity=Popularity(POPULARITY).of, change=0.1, fraction=0.25)
+fixed = partial(of_default, auto_window=None)
 
 
 def test_layers_that_nothing_was_counted_of_keep_their_order() -> None:
     """Their routers are in CUDA graphs, say."""
-    seen = load(6, {'layer1.expert0': 0, 'layer1.expert1': 0, 'layer2.expert0': 5})
-    assert shares_of([seen]) == {'layer2.expert0': 1.0}
     assert fixed(PlanParameters(1, 0, 3, shares_of([load(0, BALANCED)])), [load(6, {})]) is None
 
 
@@ -71,7 +61,7 @@ def test_auto_is_asked_for_the_window_and_the_order_stays() -> None:
         return 5
 
     loads = [load(4, BALANCED)]
-    chosen = decide_plan(present, loads, auto_window=auto, change=0.1, fraction=0.25)
+    chosen = of_default(present, loads, auto_window=auto)
     assert asked == [(present, loads)]
     assert chosen == PlanParameters(2, 10, 5, present.shares)
 

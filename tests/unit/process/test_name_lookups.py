@@ -29,10 +29,10 @@ def test_options_of_a_user_stay(
 @pytest.mark.parametrize(
     'program',
     [
-        'moevement_ext.local_cluster.command_line',
-        'moevement_ext.slurm.command_line',
+        'moevement_ext.launch.command_line',
+        'moevement_ext.launch.slurm',
         'moevement_ext.store.__main__',
-        'moevement_ext.store.torchrun',
+        'moevement_ext.launch.torchrun',
     ],
 )
 def test_launchers_are_told_too_before_they_make_a_connection(

@@ -12,7 +12,9 @@ from functools import partial
 import pytest
 from torch.distributed import TCPStore
 
+from moevement_ext.config import POPULARITY
 from moevement_ext.plan.auto_window import AutoWindow, Measured
+from moevement_ext.plan.popularity import Popularity
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan
 from moevement_ext.plan.windows import budgets
 from moevement_ext.protect.replanner import Replanner
@@ -51,7 +53,11 @@ class Job:
             return planner.shortest_window(carried, LONGEST)
 
         decide = partial(
-            decide_plan, auto_window=AutoWindow(shortest, LONGEST), change=0.1, fraction=0.25
+            decide_plan,
+            popularity=Popularity(POPULARITY).of,
+            auto_window=AutoWindow(shortest, LONGEST),
+            change=0.1,
+            fraction=0.25,
         )
 
         def decided(present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:

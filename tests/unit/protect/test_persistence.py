@@ -12,9 +12,9 @@ from torch.distributed import TCPStore
 from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, Agreed
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.persistence import PersistenceBoard
+from tests.unit.membership.counted_store import CountedStore, Tally
 from tests.unit.protect.distant_store import DistantStore
 from tests.unit.replicate.peers import wait_for
-from tools.bench.control_plane_members import CountedStore, Tally
 
 pytestmark = pytest.mark.timed
 

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 from torch.distributed import Store, TCPStore
 
+from moevement_ext.config import POPULARITY
+from moevement_ext.plan.popularity import Popularity
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan
 from moevement_ext.protect.replanner import Replanner
 from moevement_ext.protect.stage_plan import StagePlan, publish
@@ -24,7 +26,13 @@ DEADLINE_S = 20.0
 """How long a test waits for something that comes at once."""
 BALANCED = {f'layer1.expert{expert}': 25 for expert in range(4)}
 
-fixed = partial(decide_plan, auto_window=None, change=0.1, fraction=0.25)
+fixed = partial(
+    decide_plan,
+    popularity=Popularity(POPULARITY).of,
+    auto_window=None,
+    change=0.1,
+    fraction=0.25,
+)
 
 
 def load(start: int, *tokens: int) -> WindowLoad:

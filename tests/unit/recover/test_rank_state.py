@@ -102,6 +102,17 @@ def told_to_copy(rank: RankState[State], memory: Memory) -> Memory:
     return replace(memory, parameters=None, recovering=True, committed=max(memory.committed, 0))
 
 
+def told_to_go_on(rank: RankState[State], memory: Memory) -> Memory:
+    """Another stage was lost beside its replay."""
+    rank.goes_on(verdict(memory.committed, replays=True))
+    return memory
+
+
+def told_to_go_on_to_another_end(rank: RankState[State], memory: Memory) -> Memory:
+    rank.goes_on(verdict(memory.committed + 1, replays=True))
+    raise AssertionError('it would end before the others')
+
+
 def undone(rank: RankState[State], memory: Memory) -> Memory:
     rank.undone()
     return memory
@@ -136,6 +147,8 @@ STEPS: list[Step] = [
     told_to_replay,
     told_to_replay_further,
     told_to_copy,
+    told_to_go_on,
+    told_to_go_on_to_another_end,
     undone,
     reached_window_end,
     reached_target,

@@ -46,7 +46,7 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
 def test_a_report_is_no_longer_for_more_experts(experts: int) -> None:
     """Plans have a share for each; the store has them once, under their version."""
     with tmpfs_directory() as folder:
-        report = recovery(folder, experts)._report()
+        report = recovery(folder, experts)._report.now([])
     (handover,) = handovers([report])
     assert (handover.plan.version, handover.plan.origin) == (VERSION, ORIGIN)
     assert len(report.details) < 100

@@ -75,6 +75,8 @@ class Fault(NamedTuple):
     all_die: bool = False
     node_lost: bool = False
     """The memory of its node goes, too."""
+    kills: int | None = None
+    """Not it dies, but this rank; it goes on when all ranks have met, or it is to leave."""
 
 
 class Died(SystemExit):
@@ -135,7 +137,12 @@ class Process:
         """As `faults.point`."""
         self.raise_if_dead()
         fault = self.job.strikes(self, phase)
-        if fault is not None:
+        if fault is not None and fault.kills is not None:
+            assert self.membership is not None
+            epoch = self.membership._meeting.epoch
+            self.job.kill(fault)
+            self.await_meeting_after(epoch)
+        elif fault is not None:
             self.fault, self.dead = fault, True
             raise Died
 
@@ -148,6 +155,15 @@ class Process:
         if self.membership is not None:
             self.membership._watch.stop()
         _raise_in(self.thread, Died)
+
+    def await_meeting_after(self, epoch: int) -> None:
+        """Of all that live, the new one among them, unless this one has to leave for it."""
+        member, deadline = self.membership, time.monotonic() + _PERSISTED_S
+        assert member is not None
+        while member._meeting.epoch == epoch and not member.broken:
+            self.raise_if_dead()
+            assert time.monotonic() < deadline, 'nobody is met'
+            time.sleep(0.002)
 
     def release(self) -> None:
         """What ends with a process. Called once its thread has ended."""
@@ -227,6 +243,8 @@ class Process:
     def _note(self, event: Event) -> None:
         if isinstance(event, WindowPersisted | RecoveryStarted):
             self.job.persisted = max(self.job.persisted, event.start)
+        if isinstance(event, RecoveryStarted):
+            self.job.began.append(self.rank)
         if isinstance(event, Recovered):
             self.job.recovered.append(event)
 
@@ -285,6 +303,8 @@ class ThreadedJob:
         self.states: Expected = {}
         self.recovered: list[Recovered] = []
         """Events of all ranks."""
+        self.began: list[int] = []
+        """Rank of each replay that began, again ones among them."""
         self.evaluations: list[int] = []
         """By rank, as it counts them at the end."""
         self.restarts = 0
@@ -320,7 +340,7 @@ class ThreadedJob:
 
     def run(self) -> None:
         """To the end."""
-        running = {rank: Process(self, rank) for rank in range(STAGES)}
+        running = self._running = {rank: Process(self, rank) for rank in range(STAGES)}
         try:
             while not all(process.finished for process in running.values()):
                 process = self.ended.get(timeout=_TIMEOUT.total_seconds())
@@ -331,12 +351,20 @@ class ThreadedJob:
                     if len(self.errors) > self.most_errors:
                         raise process.error
                 if process.code == EXIT_WHOLE_JOB or (process.fault and process.fault.all_die):
-                    running = self._start_all_again(running, process)
+                    running = self._running = self._start_all_again(running, process)
                 else:
                     running[process.rank] = self._replace(process)
         finally:
             self._kill({rank: it for rank, it in running.items() if not it.finished})
         self.evaluations = [process.trainer.loop.evaluations for process in running.values()]
+
+    def kill(self, fault: Fault) -> None:
+        """From outside; all waits in which it may be end. Any thread but its own."""
+        rank = fault.kills
+        assert rank is not None
+        self._running[rank].fault = fault
+        self._running[rank].kill()
+        announce_failure(self._store.clone(), rank, f'rank {rank} was killed')
 
     def _replace(self, process: Process) -> Process:
         self._bury(process)

@@ -10,8 +10,8 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.launch import torchrun
 from moevement_ext.membership.rendezvous import launcher_store
-from moevement_ext.store import torchrun
 from moevement_ext.store.flag import given
 from moevement_ext.store.outside import connect, meet_there
 

@@ -5,7 +5,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from moevement_ext.store.peek import peek
-from tools.bench.control_plane_members import CountedStore, Tally
+from tests.unit.membership.counted_store import CountedStore, Tally
 
 
 def served() -> TCPStore:

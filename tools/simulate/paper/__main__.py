@@ -19,18 +19,16 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.lab.arguments import Parser
-from tools.simulate.paper import fit, tables
-from tools.simulate.paper.compare import Cell, Claim, Verdict
-from tools.simulate.paper.report import Report, recompute
+from tools.simulate.paper import memory, tables
+from tools.simulate.paper.cells import Cell, Constants, Verdict, all_cells, fit_all
+from tools.simulate.paper.claims import Claim, all_claims
+from tools.simulate.terminal import table
 
 PIPE_WIDTH = 120
 FOLLOWS = {
-    Verdict.FOLLOWS: 'yes',
-    Verdict.DIFFERS: 'no',
-    Verdict.INPUT: 'input',
-    Verdict.NO_INPUTS: 'no inputs',
-    Verdict.FINDING: '',
-}
+    Verdict.FOLLOWS: 'yes', Verdict.DIFFERS: 'no', Verdict.INPUT: 'input',
+    Verdict.NO_INPUTS: 'no inputs', Verdict.FINDING: '',
+}  # fmt: skip
 STYLES = {Verdict.FOLLOWS: 'green', Verdict.DIFFERS: 'red'}
 TITLES = {
     'ettr': 'ETTR',
@@ -44,6 +42,69 @@ TITLES = {
     'total_gb': 'host memory, GB',
     'more_percent': 'host memory beyond that of Gemini, percent',
 }
+
+
+class Count(msgspec.Struct, frozen=True):
+    """Cells of one system and quantity, over all tables."""
+
+    system: str
+    quantity: str
+    cells: int
+    follow: int
+    fitted_follow: int | None
+    """With the fitted constants; None where nothing is fitted."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Everything that was recomputed."""
+
+    iteration_s: dict[str, dict[str, float]]
+    """Iteration times by table and setting, which the paper does not print."""
+    cells: list[Cell]
+    constants: list[Constants]
+    """All that was fitted per setting and system."""
+    claims: list[Claim]
+    counts: list[Count]
+    notes: list[tuple[str, str, str]]
+    """Table, cell, and what was unreadable or mended."""
+
+    def count(self, system: str, quantity: str) -> Count:
+        """The count of one system and quantity."""
+        return next(one for one in self.counts if (one.system, one.quantity) == (system, quantity))
+
+
+def recompute() -> Report:
+    """Recompute every readable cell of Tables 3, 6 and 7, and the claims of text and figures."""
+    constants = fit_all()
+    fits = {(one.table, one.setting, one.system): one for one in constants}
+    cells, known = [*all_cells(fits), *memory.table6_cells()], tables.ettr_tables()
+    times = {
+        name: {setting.name: setting.iteration_s for setting in table.settings}
+        for name, table in known.items()
+    }
+    notes = [(name, *note) for name, table in known.items() for note in table.notes]
+    return Report(times, cells, constants, all_claims(fits), count(cells), notes)
+
+
+def count(cells: Iterable[Cell]) -> list[Count]:
+    """How many of the cells that can be judged follow, by system and quantity."""
+    kinds: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        if cell.verdict in STYLES:
+            kinds.setdefault((cell.system, cell.quantity), []).append(cell)
+
+    def follow(verdicts: Iterable[Verdict | None]) -> int:
+        return list(verdicts).count(Verdict.FOLLOWS)
+
+    return [
+        Count(
+            *kind,
+            len(found),
+            follow(cell.verdict for cell in found),
+            follow(cell.fitted_verdict for cell in found) if found[0].fitted_verdict else None,
+        )
+        for kind, found in kinds.items()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +130,7 @@ def print_report(report: Report, console: Console) -> None:
     for (name, quantity), found in groupby(
         sorted(report.cells, key=_table_and_quantity), key=_table_and_quantity
     ):
-        console.print(cell_table(f'{name}: {TITLES[quantity]}', found))
+        console.print(cell_table(f'{name}: {TITLES[quantity]}', list(found)))
     console.print(claim_table(report.claims))
     console.print(constant_table(report.constants))
     console.print('Iteration times, never printed: seconds over percent of the overhead of MoC.')
@@ -83,91 +144,73 @@ def print_report(report: Report, console: Console) -> None:
     console.print(summary(report), style='bold', highlight=False)
 
 
-def cell_table(title: str, cells: Iterable[Cell]) -> Table:
+def _plain(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]],
+    styles: Iterable[str | None] | None = None,
+) -> Table:  # fmt: skip
+    return table(columns, rows, styles, title=title, title_justify='left', box=None, padding=(0, 1))
+
+
+def cell_table(title: str, cells: Sequence[Cell]) -> Table:
     """One row per cell of one quantity."""
-    table = Table(title=title, title_justify='left', box=None, padding=(0, 1))
-    for heading in ('setting', 'system', 'MTBF'):
-        table.add_column(heading, no_wrap=True)
-    for heading in ('paper', 'ours', 'differs by', 'exact', 'fitted'):
-        table.add_column(heading, justify='right', no_wrap=True)
-    table.add_column('follows', no_wrap=True)
-    for cell in cells:
-        table.add_row(
-            cell.setting,
-            cell.system,
-            cell.mtbf or 'all',
-            *(_number(cell, value) for value in (cell.theirs, cell.ours)),
-            _number(cell, cell.difference, '+'),
-            *(_number(cell, value) for value in (cell.exact, cell.fitted)),
-            FOLLOWS[cell.verdict],
-            style=STYLES.get(cell.verdict),
-        )
-    return table
+    columns = '!setting !system !MTBF >!paper >!ours >!differs_by >!exact >!fitted !follows'
+    rows = (
+        (cell.setting, cell.system, cell.mtbf or 'all', _number(cell, cell.theirs),
+         _number(cell, cell.ours), _number(cell, cell.difference, '+'), _number(cell, cell.exact),
+         _number(cell, cell.fitted), FOLLOWS[cell.verdict])
+        for cell in cells
+    )  # fmt: skip
+    headings = [name.replace('_', ' ') for name in columns.split()]
+    return _plain(title, headings, rows, [STYLES.get(cell.verdict) for cell in cells])
 
 
-def claim_table(claims: Iterable[Claim]) -> Table:
+def claim_table(claims: Sequence[Claim]) -> Table:
     """One row per number of a figure or of the text."""
-    table = Table(title='Figures and text', title_justify='left', box=None, padding=(0, 1))
-    for heading in ('where', 'what'):
-        table.add_column(heading)
-    for heading in ('paper', 'ours', 'differs by'):
-        table.add_column(heading, justify='right', no_wrap=True)
-    table.add_column('follows', no_wrap=True)
-    table.add_column('ours from')
-    for claim in claims:
-        numbers = (claim.theirs, claim.ours, claim.difference)
-        table.add_row(
+    columns = ('where', 'what', '>!paper', '>!ours', '>!differs by', '!follows', 'ours from')
+    rows = (
+        (
             claim.source,
             claim.statement,
-            *('' if value is None else f'{value:.4g}' for value in numbers),
+            *('' if value is None else f'{value:.4g}'
+              for value in (claim.theirs, claim.ours, claim.difference)),
             FOLLOWS[claim.verdict],
             claim.how,
-            style=STYLES.get(claim.verdict),
         )
-    return table
+        for claim in claims
+    )  # fmt: skip
+    return _plain('Figures and text', columns, rows, [STYLES.get(one.verdict) for one in claims])
 
 
-def constant_table(constants: Iterable[fit.Constants]) -> Table:
+def constant_table(constants: Iterable[Constants]) -> Table:
     """What was fitted to each row of ETTRs."""
-    table = Table(
-        title='Fitted to the ETTRs of a setting and system, one pair for all MTBFs',
-        title_justify='left',
-        box=None,
-        padding=(0, 1),
-    )
-    for heading in ('table', 'setting', 'system'):
-        table.add_column(heading, no_wrap=True)
-    for heading in ('s more per iteration', 's per restart', 'cells', 'within 1.5 points'):
-        table.add_column(heading, justify='right')
-    for one in constants:
-        table.add_row(
-            one.table,
-            one.setting,
-            one.system,
-            f'{one.extra_s:.3f}',
-            f'{one.restart_s:.0f}',
-            str(one.cells),
-            str(one.within),
-        )
-    return table
+    title = 'Fitted to the ETTRs of a setting and system, one pair for all MTBFs'
+    columns = ('!table', '!setting', '!system', '>s more per iteration', '>s per restart',
+               '>cells', '>within 1.5 points')  # fmt: skip
+    rows = (
+        (one.table, one.setting, one.system, f'{one.extra_s:.3f}', f'{one.restart_s:.0f}',
+         str(one.cells), str(one.within))
+        for one in constants
+    )  # fmt: skip
+    return _plain(title, columns, rows)
 
 
 def summary(report: Report) -> str:
     """The counts, in a line."""
     systems = (tables.CHECKFREQ, tables.GEMINI, tables.MOC, tables.MOEVEMENT)
-    ettr = [report.count(system, 'ettr') for system in systems]
-    recovery = [report.count(system, 'recovery_s') for system in systems]
+    ettr, recovery = (
+        ', '.join(f'{one.system} {one.follow} of {one.cells}' for one in found)
+        for found in (
+            [report.count(system, quantity) for system in systems]
+            for quantity in ('ettr', 'recovery_s')
+        )
+    )
     within = sum(one.within for one in report.constants)
     cells = sum(one.cells for one in report.constants)
-    claims = [claim for claim in report.claims if claim.verdict in STYLES]
-    follow = sum(claim.verdict == Verdict.FOLLOWS for claim in claims)
+    verdicts = [claim.verdict for claim in report.claims if claim.verdict in STYLES]
     return (
-        'ETTRs within 1.5 points with nothing fitted: '
-        + ', '.join(f'{one.system} {one.follow} of {one.cells}' for one in ettr)
-        + f'; with two constants fitted per row: dense systems {within} of {cells}. '
-        + 'Recoveries within 10 %: '
-        + ', '.join(f'{one.system} {one.follow} of {one.cells}' for one in recovery)
-        + f'. Figures and text: {follow} of {len(claims)}.'
+        f'ETTRs within 1.5 points with nothing fitted: {ettr}; with two constants fitted per row: '
+        f'dense systems {within} of {cells}. Recoveries within 10 %: {recovery}. Figures and text: '
+        f'{verdicts.count(Verdict.FOLLOWS)} of {len(verdicts)}.'
     )
 
 

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table 6 and the sizes of captures, per parameter.
+"""Table 6, the sizes of captures per parameter, and the bandwidths that the windows imply.
 
 A window of W slots with equal operators of A bytes in full and F light stores A + (W-1)/2 F bytes
 per parameter: everything in full once, and light what is still to come, half of it on average.
+
+Algorithm 1 with equal operators needs W = ceil((A - F) / (b - F)) slots for a budget of b bytes per
+parameter and iteration, so a window names a range of budgets, and with the parameters and the
+iteration time a range of bandwidths over which the whole model goes.
 """
 
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from tools.simulate.paper import tables
-from tools.simulate.paper.compare import Cell, Verdict, judge
+from tools.simulate.paper.cells import Cell, Verdict, judge
 
 DENSE_BYTES = 12
 """fp32 master weight and two moments."""
@@ -21,6 +27,8 @@ GENERATIONS = 2
 FITTED_GEMINI_BYTES = 26
 """Bytes per parameter, fitted to all rows of Gemini; 2 more than two generations."""
 RELATIVE_TOLERANCE = 0.02
+COPY_BYTES_PER_S = 25e9
+"""To the host memory of one A100 (PCIe 4, 25 of nominally 32 GB/s)."""
 
 
 def slot_bytes(window: int, full: float, light: float) -> np.ndarray:
@@ -32,41 +40,74 @@ def slot_bytes(window: int, full: float, light: float) -> np.ndarray:
 
 def table6_cells() -> Iterator[Cell]:
     """Rows of Table 6 from parameters and windows; total and percentage from their parts."""
-    for row in tables.memory_table().rows:
+    for row in tables.memory_table():
         window_bytes = GENERATIONS * float(slot_bytes(row.window, DENSE_BYTES, LIGHT_BYTES).sum())
-        fitted = FITTED_GEMINI_BYTES * row.params_e9
-        tolerance = RELATIVE_TOLERANCE * row.gemini_gb
-        yield Cell(
-            'Table 6',
-            row.name,
-            tables.GEMINI,
-            'host_gb',
-            '',
-            row.gemini_gb,
-            ours := GENERATIONS * DENSE_BYTES * row.params_e9,
-            tolerance,
-            judge(ours, row.gemini_gb, tolerance),
-            fitted=fitted,
-            fitted_verdict=judge(fitted, row.gemini_gb, tolerance),
-        )
-        yield from (
-            Cell('Table 6', row.name, tables.MOEVEMENT, *rest)
-            for rest in (
-                _close('windows_gb', row.windows_gb, window_bytes * row.params_e9),
-                ('logs_gb', '', row.logs_gb, None, 0.0, Verdict.NO_INPUTS),
-                _close('total_gb', row.total_gb, row.windows_gb + row.logs_gb, 0.1),
-                _close('more_percent', row.more_percent, _more_percent(row), 0.15),
+        theirs, ours = row.gemini_gb, GENERATIONS * DENSE_BYTES * row.params_e9
+        fitted, tolerance = FITTED_GEMINI_BYTES * row.params_e9, RELATIVE_TOLERANCE * theirs
+        verdicts = (judge(one, theirs, tolerance) for one in (ours, fitted))
+        yield Cell('Table 6', row.name, tables.GEMINI, 'host_gb', '', theirs, ours, tolerance,
+                   next(verdicts), fitted=fitted, fitted_verdict=next(verdicts))  # fmt: skip
+        more_percent = 100 * (row.total_gb / row.gemini_gb - 1)
+        windows_gb, off = row.windows_gb, RELATIVE_TOLERANCE * row.windows_gb
+        for quantity, printed, computed, within in (
+            ('windows_gb', windows_gb, window_bytes * row.params_e9, off),
+            ('logs_gb', row.logs_gb, None, 0.0),
+            ('total_gb', row.total_gb, windows_gb + row.logs_gb, 0.1),
+            ('more_percent', row.more_percent, more_percent, 0.15),
+        ):
+            verdict = Verdict.NO_INPUTS
+            if computed is not None:
+                verdict = judge(computed, printed, within)
+            name = 'Table 6', row.name, tables.MOEVEMENT, quantity, ''
+            yield Cell(*name, printed, computed, within, verdict)
+
+
+class Implied(NamedTuple):
+    """Bandwidth in bytes/s, for the bytes of the whole model, that gives the printed window."""
+
+    table: str
+    setting: tables.Setting
+    least: float
+    below: float
+
+
+def implied_bandwidths() -> list[Implied]:
+    """One range per setting of Tables 3 and 7."""
+    found = []
+    for name, table in tables.ettr_tables().items():
+        for setting in table.settings:
+            step = setting.full_bytes - setting.light_bytes
+            rate = setting.params_e9 * 1e9 / setting.iteration_s
+            least, below = (
+                (setting.light_bytes + step / slots) * rate
+                for slots in (setting.window, setting.window - 1)
             )
-        )
+            found.append(Implied(name, setting, least, below))
+    return found
 
 
-def _more_percent(row: tables.MemoryRow) -> float:
-    return 100 * (row.total_gb / row.gemini_gb - 1)
+def best_bandwidth(ranges: list[Implied]) -> tuple[float, int]:
+    """The one bandwidth that gives most of the windows (fitted), and how many."""
+    met = {
+        one.least: sum(other.least <= one.least < other.below for other in ranges) for one in ranges
+    }
+    best = max(met, key=lambda rate: met[rate])
+    return best, met[best]
 
 
-def _close(
-    quantity: str, theirs: float, ours: float, tolerance: float | None = None
-) -> tuple[str, str, float, float, float, Verdict]:
-    """A cell that is for all MTBFs; `tolerance` is absolute, 2 % where there is none."""
-    tolerance = RELATIVE_TOLERANCE * theirs if tolerance is None else tolerance
-    return quantity, '', theirs, ours, tolerance, judge(ours, theirs, tolerance)
+def window_as_printed(setting: tables.Setting, bandwidth: float) -> int | None:
+    """W of Algorithm 1 at a bandwidth for the whole model; None where no window is long enough."""
+    budget = bandwidth * setting.iteration_s / (setting.params_e9 * 1e9)
+    if budget <= setting.light_bytes:
+        return None
+    step = setting.full_bytes - setting.light_bytes
+    return max(1, math.ceil(step / (budget - setting.light_bytes) - 1e-9))
+
+
+def dense_capture_share(table: tables.Table, setting: tables.Setting) -> float:
+    """Share of an iteration that a GPU needs to copy its part of the full state to the host.
+
+    Below 1, W = 1 fits: the state is sharded evenly, and each GPU has a link of its own.
+    """
+    own_bytes = setting.full_bytes * setting.params_e9 * 1e9 / table.gpus
+    return own_bytes / COPY_BYTES_PER_S / setting.iteration_s

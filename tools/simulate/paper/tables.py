@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers that the paper prints, read from the JSON files beside this module.
+"""The numbers that the paper prints, from `paper.json` beside this module.
 
 Cells that cannot be read are None. What was mended is listed in the notes of each table.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ class Setting(msgspec.Struct, frozen=True):
 class Table(msgspec.Struct, frozen=True):
     """Table 3 or Table 7."""
 
+    name: str
     caption: str
     run_s: float
     gpus: int
@@ -64,6 +65,7 @@ class Table(msgspec.Struct, frozen=True):
 class Condition(NamedTuple):
     """What the paper gives about a system at one MTBF."""
 
+    table: str
     setting: Setting
     system: str
     mtbf: str
@@ -74,6 +76,11 @@ class Condition(NamedTuple):
     recovery_s: float | None
     failures: float
     """Expected in a run."""
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        """Table, setting and system."""
+        return self.table, self.setting.name, self.system
 
 
 class MemoryRow(msgspec.Struct, frozen=True):
@@ -89,56 +96,55 @@ class MemoryRow(msgspec.Struct, frozen=True):
     more_percent: float
 
 
-class MemoryTable(msgspec.Struct, frozen=True):
-    """Table 6."""
-
-    caption: str
-    rows: list[MemoryRow]
+class _Paper(msgspec.Struct, frozen=True):
+    tables: list[Table]
+    memory: list[MemoryRow]
+    text: dict[str, Any]
 
 
 @cache
+def _paper() -> _Paper:
+    return msgspec.json.decode(files(__package__).joinpath('paper.json').read_bytes(), type=_Paper)
+
+
 def ettr_tables() -> dict[str, Table]:
     """Tables 3 and 7 by name."""
-    names = {'Table 3': 'table3.json', 'Table 7': 'table7.json'}
-    return {name: msgspec.json.decode(_read(file), type=Table) for name, file in names.items()}
+    return {table.name: table for table in _paper().tables}
 
 
-@cache
-def memory_table() -> MemoryTable:
+def memory_table() -> list[MemoryRow]:
     """Table 6."""
-    return msgspec.json.decode(_read('table6.json'), type=MemoryTable)
+    return _paper().memory
 
 
-@cache
 def prose() -> dict[str, Any]:
     """Numbers of the text and of the figures."""
-    found: dict[str, Any] = msgspec.json.decode(_read('prose.json'))
-    return found
+    return _paper().text
 
 
-def conditions(table: Table, setting: Setting, system: str) -> Iterator[Condition]:
+def conditions(table: Table, setting: Setting, system: str) -> list[Condition]:
     """One for each MTBF of the table; intervals and overheads are all readable."""
-    rows = setting.systems[system]
+    rows, found = setting.systems[system], []
     for index, (mtbf, mtbf_s) in enumerate(table.mtbf_s.items()):
         interval, overhead_s = value_at(rows.interval, index), value_at(rows.overhead_s, index)
         assert interval is not None and overhead_s is not None
-        yield Condition(
-            setting,
-            system,
-            mtbf,
-            mtbf_s,
-            int(interval),
-            overhead_s,
-            rows.ettr[index],
-            rows.recovery_s[index],
-            table.run_s / mtbf_s,
-        )
+        of_mtbf = rows.ettr[index], rows.recovery_s[index], table.run_s / mtbf_s
+        given = table.name, setting, system, mtbf, mtbf_s, int(interval), overhead_s
+        found.append(Condition(*given, *of_mtbf))
+    return found
+
+
+def rows(
+    names: Sequence[str] = ('Table 3', 'Table 7'), systems: Sequence[str] = ()
+) -> Iterator[list[Condition]]:
+    """Conditions of each setting and system, of all systems by default."""
+    for name in names:
+        table = ettr_tables()[name]
+        for setting in table.settings:
+            for system in systems or setting.systems:
+                yield conditions(table, setting, system)
 
 
 def value_at[Number: (int | None, float | None)](row: list[Number], index: int) -> Number:
     """Value of a row in column `index`; a row of one value has it in every column."""
     return row[index] if len(row) > 1 else row[0]
-
-
-def _read(file: str) -> bytes:
-    return files(__package__).joinpath('data', file).read_bytes()

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which flags of Megatron go with which kind of recovery: one list, of every flag there is.
+"""Flags of Megatron that do not go with sparse checkpointing, or not with a localized recovery.
 
-`refused` and `whole_job` hold rules, for some values of a flag; `exact` and `without_effect` name
-all other flags, with what shows that they may stay. `docs/compatibility.md` is made from it
-(`python -m tools.compatibility --write`). A flag at its default never matters.
+`refused_flags` and `whole_job_flags` hold rules, for some values of a flag. What no rule names is
+recovered locally, bit for bit; and as it counts in the identity of the run (`job/identity.py`), no
+job goes on from windows of another value. So a flag that upstream adds needs no entry before it is
+found to break recovery. `docs/compatibility.md` is written from the rules
+(`python -m tools.compatibility --write`).
 
-Checked against megatron-core 0.19.2, by reading its code; where a test shows it, the list says so.
+Checked against megatron-core 0.19.2, by reading its code.
 """

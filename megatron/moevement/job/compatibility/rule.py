@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an entry of the list says.
+"""What an entry of a list says.
 
-Settings are upstream's parsed arguments, or what stands for them in a loop of one's own, which has
-no attributes for what such a loop does not have.
+A loop of one's own has no settings for what only upstream's trainer does.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from megatron.moevement.facts import Settings
+
+
+def number(settings: Settings, name: str, otherwise: int) -> int:
+    """A setting that is a number, where it is one."""
+    value = settings.get(name)
+    return value if isinstance(value, int) else otherwise
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Condition:
 
     words: str
     """In a table and a message, after the values of the flag."""
-    holds: Callable[[object], bool]
+    holds: Callable[[Settings], bool]
 
 
 ALWAYS = Condition('', lambda settings: True)
@@ -64,37 +71,20 @@ class Rule:
     """Why it does not go, as a clause without a full stop."""
     when: Condition = ALWAYS
     dest: str | None = None
-    """The attribute of the settings, where it is not the flag's own name."""
+    """The name of the setting, where it is not the flag's own."""
 
     @property
     def setting(self) -> str:
-        """The attribute of the settings that the rule looks at."""
+        """The name of the setting that the rule looks at."""
         return self.dest or self.flag.removeprefix('--').replace('-', '_')
 
-    def applies(self, settings: object) -> bool:
+    def applies(self, settings: Settings) -> bool:
         """True if `settings` have such a value."""
-        value = getattr(settings, self.setting, None)
+        value = settings.get(self.setting)
         return value is not None and self.values.holds(value) and self.when.holds(settings)
 
-    def shown(self, settings: object) -> str:
+    def shown(self, settings: Settings) -> str:
         """The flag with its value, as the user has written it."""
-        value = getattr(settings, self.setting)
+        value = settings[self.setting]
         words = f' {value}' if isinstance(value, str | int | float) and value is not True else ''
         return f'{self.flag}{words}{self.when.words and " "}{self.when.words}'
-
-
-@dataclass(frozen=True)
-class Group:
-    """Flags that may have any value, but for those that a rule names."""
-
-    title: str
-    """What they are about."""
-    because: str
-    """Why they may stay; names tests where there are any."""
-    settings: tuple[str, ...]
-    """Attributes of upstream's arguments."""
-
-
-def group(title: str, because: str, settings: str) -> Group:
-    """A group of the settings that are named in a text."""
-    return Group(title, because, tuple(settings.split()))

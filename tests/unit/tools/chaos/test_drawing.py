@@ -7,9 +7,10 @@ import pytest
 
 from moevement_ext.config import REPORT, STOP
 from tools.chaos.configuration import AUTO, Configuration, Feature, Precision, draw_configuration
-from tools.chaos.drawing import Kind, draw_faults, draw_window
+from tools.chaos.drawing import draw_faults, draw_window
 from tools.chaos.model import parse_layout
 from tools.lab import precisions
+from tools.lab.job import Kind
 from tools.lab.launch import PROGRAM, Launcher
 
 KINDS = list(Kind)
@@ -166,7 +167,7 @@ class TestConfiguration:
         assert '--sparse-ckpt-disk' not in one.sparse_flags(Path('m'), Path('job/events'))
         both = one._replace(verify=STOP, disk=True).sparse_flags(Path('m'), Path('job/events'))
         assert '--sparse-ckpt-verify stop' in ' '.join(both)
-        assert '--sparse-ckpt-disk job/disk' in ' '.join(both)
+        assert '--sparse-ckpt-disk job-disk' in ' '.join(both)
 
     def test_plan_of_auto_is_restless(self) -> None:
         one = Configuration(parse_layout('pp2-ep2'), Precision.BF16, (), AUTO, 4)

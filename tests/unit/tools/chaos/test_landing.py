@@ -7,8 +7,8 @@ import pytest
 
 from moevement_ext.events import Event, FailureDetected, RecoveryPhase, WindowPersisted
 from tests.unit.tools.samples import event
-from tools.chaos.drawing import Kind
 from tools.chaos.landing import ALL, RECOVERY, Cell, Coverage, Phase, landed, parse_cells
+from tools.lab.job import Kind
 
 pytestmark = pytest.mark.timed
 

@@ -51,13 +51,10 @@ def test_a_reference_of_other_flags_is_not_taken(made, monkeypatch: pytest.Monke
     campaign = made(*PLAINEST)
     folders = []
 
-    class NoJob:
-        """Notes where it would run."""
+    def no_job(launch: object) -> None:
+        raise InterruptedError
 
-        def __init__(self, launch: object) -> None:
-            raise InterruptedError
-
-    monkeypatch.setattr(campaigns, 'Job', NoJob)
+    monkeypatch.setattr(campaigns, 'train', no_job)
     monkeypatch.setattr(Campaign, '_anew', lambda self, name: folders.append(name))
     configuration = campaign.plan.draw(1, 0, 0)
     for length in (72, 72, 74):

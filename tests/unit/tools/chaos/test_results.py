@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tools.chaos.__main__ import lock, main, parse_arguments, verdict
-from tools.chaos.drawing import Kind
 from tools.chaos.landing import Cell, Coverage, Phase, parse_cells
 from tools.chaos.results import NAME, Begun, FaultRecord, JobDone, Refused, ResultError, Results
 from tools.lab.evidence import Tier
+from tools.lab.job import Kind
 
 
 def fault(tier: Tier, lost: int = 0, stall_s: float = 3.0, *cells: Cell) -> FaultRecord:

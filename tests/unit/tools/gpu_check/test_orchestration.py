@@ -47,7 +47,7 @@ def test_a_line_for_each_stage() -> None:
 SHOWN = {
     'copies': {
         'registered_gb_s_1': 52.04, 'pinned_gb_s_1': 53.0, 'registered_gb_s_8': 52.0,
-        'pinned_gb_s_8': 53.0, 'busy_over_limit': 0.971,
+        'pinned_gb_s_8': 53.0, 'busy_over_limit_1': 0.971, 'busy_over_limit_8': 0.98,
     },
     'one-rank': {'plain_ms': 700.0, 'exposed_ms': 7.0, 'auto_exposed_ms': 1.4},
     'four-rank': {'came_back': 'localized'},
@@ -75,8 +75,9 @@ def test_the_end_answers_what_a_reader_wants_to_know(
         '1.40 ms of 700.0 ms an iteration (0.20%) with window auto'
     )
     assert copied == (
-        'copies against pinned bandwidth: 52.0 of 53.0 GB/s with connections=1, 52.0 of 53.0 GB/s '
-        'with connections=8, captures beside compute 0.97 of it'
+        'copies against pinned bandwidth: 52.0 of 53.0 GB/s, captures beside compute 0.97 of it, '
+        'with connections=1; 52.0 of 53.0 GB/s, captures beside compute 0.98 of it, with '
+        'connections=8'
     )
     assert last.startswith('not run: environment, tests')
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.launch.events import FILE, JobFailed, Journal, WorkerEnded, WorkerLaunched
 from tools.lab.launch import Death, Launch
 from tools.lab.local_cluster import LocalCluster
 from tools.lab.models import ToyModel
@@ -82,22 +83,28 @@ def test_workers_of_agents_share_a_gpu_too(tmp_path: Path) -> None:
     assert '[rank1]: as 1 0 rank1 --bf16' in printed
 
 
-def test_what_the_local_launcher_prints_is_understood(tmp_path: Path) -> None:
+def test_what_the_local_launcher_writes_is_understood(tmp_path: Path) -> None:
+    """Also while it writes the next line, and of the next launcher after that."""
     cluster = LocalCluster(launch(tmp_path))
-    for line in (
-        'rank 1: started, pid 71, restart 0\n',
-        'rank 1 (pid 71) was killed by SIGKILL\n',
-        'rank 1: a hot spare takes over, pid 72, restart 1\n',
-        'rank 0 (pid 70) ended with exit status 3\n',
-        'job failed: rank 0 died too often\n',
-    ):
-        cluster._note(line)
+    assert (cluster.pids(), cluster.deaths, cluster.given_up) == ({}, [], '')
+    journal = Journal(tmp_path / 'logs', lambda event: None)
+    journal(WorkerLaunched(1, 71, 0, was_spare=False))
+    journal(WorkerEnded(1, 71, -9))
+    with (tmp_path / 'logs' / FILE).open('ab') as file:
+        file.write(b'{"time":1.5,"event":"worker_en')
+    assert cluster.pids() == {1: 71}
+    journal.close()
+    journal = Journal(tmp_path / 'logs', lambda event: None)
+    journal(WorkerLaunched(1, 72, 1, was_spare=True))
+    journal(WorkerEnded(0, 70, 3))
+    journal(JobFailed('rank 0 (pid 70) ended with exit status 3 too often; its last lines:\n x'))
     assert cluster.pids() == {1: 72}
     assert [(death.rank, death.pid, death.code) for death in cluster.deaths] == [
         (1, 71, None),
         (0, 70, 3),
     ]
-    assert cluster.given_up == 'rank 0 died too often'
+    assert all(time.time() - 60 < death.time <= time.time() for death in cluster.deaths)
+    assert cluster.given_up.endswith('exit status 3 too often; its last lines:')
     assert str(cluster.deaths[1]) == 'rank 0 (pid 70) ended with exit status 3'
 
 

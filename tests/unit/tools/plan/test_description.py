@@ -8,14 +8,13 @@ import json
 import pytest
 
 from moevement_ext.plan.byte_planner import OperatorBytes
-from tools.plan.cluster import CLUSTERS, Cluster
 from tools.plan.description import (
     DescriptionError,
     read_as,
     read_operators,
     read_training,
 )
-from tools.plan.presets import PRESETS
+from tools.plan.presets import CLUSTERS, PRESETS, Cluster
 
 
 @pytest.fixture

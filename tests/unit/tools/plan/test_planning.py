@@ -13,8 +13,7 @@ from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from moevement_ext.protect.protection import Protection
-from tools.plan import advice
-from tools.plan.cluster import CLUSTERS, GPU_HOURS_PER_FAILURE, Cluster, mtbf_s
+from tools.plan import report
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
 from tools.plan.planning import (
@@ -25,7 +24,7 @@ from tools.plan.planning import (
     iteration_seconds,
     plan_job,
 )
-from tools.plan.presets import PRESETS
+from tools.plan.presets import CLUSTERS, GPU_HOURS_PER_FAILURE, PRESETS, Cluster, mtbf_s
 from tools.simulate.fields import FieldError
 
 MODEL = ModelShape(
@@ -161,7 +160,7 @@ def test_models_of_the_paper_have_plans_on_its_cluster(name):
     assert (plan.window, plan.fewest, plan.limited_by) == (PAPER[name], PAPER[name], 'network')
     assert plan.exposed_s().max() == 0
     assert plan.replicated_bytes() <= plan.network_bytes()
-    assert advice.infeasible(plan) is None
+    assert report.infeasible(plan) is None
 
 
 @pytest.mark.parametrize('name', PAPER)
@@ -188,7 +187,7 @@ def test_auto_stops_at_the_longest_window_and_exposes_the_rest():
     largest = max(kind.slot_bytes().max() for kind in plan.kinds)
     assert plan.exposed_s().max() == pytest.approx((largest - 500_000) / 2.5e6)
     assert plan.effectiveness().overhead_s == pytest.approx(plan.exposed_s().mean())
-    assert any('raise --sparse-ckpt-max-window' in text for text in advice.warnings(plan))
+    assert any('raise --sparse-ckpt-max-window' in text for text in report.warnings(plan))
 
 
 def test_infeasible_names_operator_and_stage():
@@ -202,60 +201,60 @@ def test_infeasible_names_operator_and_stage():
 def test_fixed_window_is_taken_and_judged():
     plan = plan_job(protected(window=90))
     assert plan.window == 90
-    assert any('longer than need be' in text for text in advice.warnings(plan))
+    assert any('longer than need be' in text for text in report.warnings(plan))
     hopeless = plan_job(protected(on(copy_bytes_per_s=1000), window=3))
     assert hopeless.fewest is None
-    assert any('no window hides it' in text for text in advice.warnings(hopeless))
+    assert any('no window hides it' in text for text in report.warnings(hopeless))
 
 
 def test_a_network_that_makes_the_window_longer_is_told():
     plan = plan_job(on(copy_bytes_per_s=5e6, network_bytes_per_s=10e6))
     assert plan.fewest > plan.fewest_by_copy and plan.limited_by == 'network'
-    told = [text for text in advice.warnings(plan) if 'makes the window longer' in text]
+    told = [text for text in report.warnings(plan) if 'makes the window longer' in text]
     assert told and f'it would be {plan.fewest_by_copy}' in told[0]
-    assert not any('makes the window longer' in text for text in advice.warnings(plan_job(JOB)))
+    assert not any('makes the window longer' in text for text in report.warnings(plan_job(JOB)))
     starved = plan_job(protected(on(network_bytes_per_s=1e5), window=2))
-    assert any('windows will be skipped' in text for text in advice.warnings(starved))
+    assert any('windows will be skipped' in text for text in report.warnings(starved))
 
 
 def test_a_network_that_carries_no_window_is_told():
     plan = plan_job(protected(on(network_bytes_per_s=1e4), max_window=4))
     assert (plan.window, plan.fewest) == (4, None)
-    assert any('no window of a sensible length' in text for text in advice.warnings(plan))
+    assert any('no window of a sensible length' in text for text in report.warnings(plan))
 
 
 def test_one_node_is_one_failure_domain():
     job = dataclasses.replace(on(gpus_per_node=8))
     plan = plan_job(job)
     assert plan.replicated_bytes() == 0
-    found = advice.warnings(plan)
+    found = report.warnings(plan)
     assert any('one failure domain' in text for text in found)
-    assert not any('one failure domain' in text for text in advice.warnings(plan_job(JOB)))
+    assert not any('one failure domain' in text for text in report.warnings(plan_job(JOB)))
 
 
 def test_few_nodes_leave_room_for_few_replicas():
-    found = advice.warnings(plan_job(protected(replicas=7)))
+    found = report.warnings(plan_job(protected(replicas=7)))
     assert any('room for 3 replicas' in text for text in found)
-    assert any('last dense' in text for text in advice.warnings(plan_job(protected(replicas=0))))
+    assert any('last dense' in text for text in report.warnings(plan_job(protected(replicas=0))))
 
 
 def test_node_that_holds_several_stages_is_told():
     layers = dataclasses.replace(JOB.model, layers=8)
     job = dataclasses.replace(protected(window=4), model=layers, layout=Layout(8, pipeline=8))
     plan = plan_job(job)
-    assert any('ranks of 2 stages' in text for text in advice.warnings(plan))
+    assert any('ranks of 2 stages' in text for text in report.warnings(plan))
 
 
 def test_host_memory_over_the_nodes_is_refused():
     """With `auto` only what does not fit with a window of 1."""
-    assert advice.infeasible(plan_job(JOB)) is None
+    assert report.infeasible(plan_job(JOB)) is None
     plan = plan_job(on(host_memory_bytes=1e6))
-    reason = advice.infeasible(plan)
+    reason = report.infeasible(plan)
     assert plan.window == 1 and reason is not None and 'do without logs' in reason
     assert 'shorter window' not in reason
-    fixed = advice.infeasible(plan_job(protected(on(host_memory_bytes=1e6), window=3)))
+    fixed = report.infeasible(plan_job(protected(on(host_memory_bytes=1e6), window=3)))
     assert 'take a shorter window' in fixed
-    whole = advice.infeasible(plan_job(protected(on(host_memory_bytes=1e6), localized=False)))
+    whole = report.infeasible(plan_job(protected(on(host_memory_bytes=1e6), localized=False)))
     assert 'do without logs' not in whole
 
 
@@ -266,8 +265,8 @@ def test_auto_takes_no_longer_windows_than_host_memory_has_room_for():
     room = unbound.host_memory(3).node_total
     plan = plan_job(on(lag, host_memory_bytes=room))
     assert (plan.longest, plan.window, plan.fewest) == (3, 3, unbound.fewest)
-    assert advice.infeasible(plan) is None and plan.host_memory().node_total == room
-    told = advice.warnings(plan)
+    assert report.infeasible(plan) is None and plan.host_memory().node_total == room
+    told = report.warnings(plan)
     assert any('no room for windows of 50: `auto` takes 3 at most' in text for text in told)
     assert any('find host memory' in text for text in told)
     assert plan_job(on(lag, host_memory_bytes=room - 1)).longest == 2
@@ -289,14 +288,14 @@ def test_the_log_takes_what_the_window_in_force_needs():
 
 def test_recovery_near_the_time_between_failures_is_told():
     often = dataclasses.replace(JOB, failures=FailureRate(mtbf_s=60, restart_s=10))
-    assert any('between failures' in text for text in advice.warnings(plan_job(often)))
-    assert not any('between failures' in text for text in advice.warnings(plan_job(JOB)))
+    assert any('between failures' in text for text in report.warnings(plan_job(often)))
+    assert not any('between failures' in text for text in report.warnings(plan_job(JOB)))
 
 
 def test_gpu_memory_is_checked():
-    found = advice.warnings(plan_job(on(gpu_memory_bytes=1e5)))
+    found = report.warnings(plan_job(on(gpu_memory_bytes=1e5)))
     assert any('a GPU has' in text for text in found)
-    assert not any('a GPU has' in text for text in advice.warnings(plan_job(JOB)))
+    assert not any('a GPU has' in text for text in report.warnings(plan_job(JOB)))
 
 
 def test_whole_job_recovery_keeps_no_log():

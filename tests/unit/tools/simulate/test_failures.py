@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools.simulate.failures import Correlated, Process, Renewal, as_matrix
+from tools.simulate.failures import Correlated, Process, Renewal, TraceError, as_matrix, read_trace
 from tools.simulate.fields import FieldError
-from tools.simulate.trace import TraceError, read_trace
 
 RNG = np.random.default_rng
 

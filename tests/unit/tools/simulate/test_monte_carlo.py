@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.simulate.closed_form import Dense, Sparse
-from tools.simulate.failures import Correlated, FailureTimes, Renewal
+from tools.simulate.failures import Correlated, FailureTimes, Renewal, Trace
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import Spares, ratio_interval, simulate
-from tools.simulate.pipeline import Pipeline
-from tools.simulate.runs import CopyRun, Run, SparseRun
-from tools.simulate.trace import Trace
+from tools.simulate.runs import CopyRun, Pipeline, Run, SparseRun
 
 SYSTEMS: list[Dense | Sparse] = [
     Sparse(2.9, 6, 0.06, 0.0, 600.0),

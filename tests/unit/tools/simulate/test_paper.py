@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What follows from the paper's inputs and what does not, as counted by an independent script."""
 
+import json
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tools.simulate.closed_form import Dense, Sparse
-from tools.simulate.paper import cells, fit, memory, tables, windows
-from tools.simulate.paper.claims import best_constant_ettr
-from tools.simulate.paper.compare import Claim, Verdict, judge
-from tools.simulate.paper.figures import lost_token_share
-from tools.simulate.paper.report import Report, recompute
+from tools.simulate.paper import cells, memory, tables
+from tools.simulate.paper.__main__ import Report, main, recompute
+from tools.simulate.paper.cells import Verdict, judge
+from tools.simulate.paper.claims import Claim, best_constant_ettr, lost_token_share
+
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture(scope='module')
@@ -93,28 +97,14 @@ def test_a_cell_of_each_kind_by_hand(report: Report) -> None:
 
 
 def test_fit_finds_constants_that_made_the_numbers() -> None:
-    table = tables.ettr_tables()['Table 3']
-    setting = table.setting('DeepSeek-MoE')
-    row = [
-        condition._replace(
-            ettr=Dense(
-                2.9,
-                condition.interval,
-                overhead_s=condition.overhead_s + 0.1,
-                restart_s=60,
-                mtbf_s=condition.mtbf_s,
-            ).ettr_first_order()
-        )
-        for condition in tables.conditions(table, setting, tables.GEMINI)
-    ]
-    found = fit.fit('Table 3', row)
+    def made(one: tables.Condition) -> float:
+        overhead_s = one.overhead_s + 0.1
+        return Dense(2.9, one.interval, overhead_s, 0.0, 60, one.mtbf_s).ettr_first_order()
+
+    (row,) = (one for one in tables.rows(['Table 3'], [tables.GEMINI])
+              if one[0].setting.name == 'DeepSeek-MoE')  # fmt: skip
+    found = cells.fit([one._replace(ettr=made(one)) for one in row])
     assert (found.extra_s, found.restart_s, found.within) == (0.1, 60, 5)
-
-
-def test_the_formula_of_the_fit_is_that_of_the_closed_form() -> None:
-    dense = Dense(2.0, 30, overhead_s=0.3, restart_s=7, mtbf_s=500)
-    array = fit.first_order(*(np.array(value) for value in (2.0, 0.3, 37.0, 500)))
-    assert float(array) == pytest.approx(dense.ettr_first_order())
 
 
 def test_recovery_columns_are_not_those_of_the_formulas(report: Report) -> None:
@@ -149,15 +139,15 @@ def test_table_6(report: Report) -> None:
 
 
 def test_windows_follow_only_from_whole_model_bytes_over_one_link(report: Report) -> None:
-    ranges = windows.implied_bandwidths()
-    rate, met = windows.best_bandwidth(ranges)
+    ranges = memory.implied_bandwidths()
+    rate, met = memory.best_bandwidth(ranges)
     assert met == 6
     assert rate == pytest.approx(20.7e9, rel=0.01)
     for one in ranges:
         for bandwidth in (one.least, one.below * 0.9999):
-            assert windows.window_as_printed(one.setting, bandwidth) == one.setting.window
-        assert windows.window_as_printed(one.setting, one.below) == one.setting.window - 1
-    assert windows.window_as_printed(ranges[0].setting, 1e9) is None
+            assert memory.window_as_printed(one.setting, bandwidth) == one.setting.window
+        assert memory.window_as_printed(one.setting, one.below) == one.setting.window - 1
+    assert memory.window_as_printed(ranges[0].setting, 1e9) is None
     share = claim(report, 'largest share of an iteration that W = 1 needs').ours
     assert share is not None and share < 0.05
 
@@ -194,7 +184,7 @@ def test_claims(report: Report, statement: str, ours: float, verdict: Verdict) -
 def test_k_doubles_only_where_failures_are_more_frequent_than_in_the_tables() -> None:
     rule = tables.prose()['moc']
     table = tables.ettr_tables()['Table 3']
-    condition = next(tables.conditions(table, table.setting('DeepSeek-MoE'), tables.MOC))
+    condition = tables.conditions(table, table.setting('DeepSeek-MoE'), tables.MOC)[0]
     assert lost_token_share(condition, rule, 600) < rule['lost_token_limit']
     assert lost_token_share(condition, rule, 280) > rule['lost_token_limit']
 
@@ -213,3 +203,45 @@ def test_fitted_constants_are_not_per_cell(report: Report) -> None:
 )
 def test_judge_takes_both_sides(ours: float, verdict: Verdict) -> None:
     assert judge(ours, 1.0, 0.015) == verdict
+
+
+# ---- the command
+
+
+def test_text_has_every_kind_of_table_and_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    for title in (
+        'Table 3: ETTR',
+        'Table 7: seconds of recovery in a run',
+        'Table 6: host memory of windows, GB',
+        'Figures and text',
+        'Fitted to the ETTRs',
+        'Cells that could not be read',
+    ):
+        assert title in text
+    row = next(line for line in text.splitlines() if line.split()[:3] == ['C1', 'Gemini', '10M'])
+    assert row.split()[3:] == ['0.795', '0.854', '+0.059', '0.846', '0.795', 'no']
+    summary = ' '.join(text.split())
+    assert 'CheckFreq 1 of 33, Gemini 5 of 35, MoC 4 of 6, MoEvement 30 of 35' in summary
+    assert 'dense systems 61 of 68' in summary
+
+
+def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(['--json']) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {'iteration_s', 'cells', 'constants', 'claims', 'counts', 'notes'}
+    assert len(found['cells']) == 504
+    cell = next(one for one in found['cells'] if one['quantity'] == 'ettr')
+    assert {'theirs', 'ours', 'exact', 'fitted', 'tolerance', 'verdict'} <= cell.keys()
+    assert found['notes'] and found['claims'] and len(found['constants']) == 18
+
+
+@pytest.mark.parametrize(
+    'command', [['-m', 'tools.simulate', 'paper'], ['-m', 'tools.simulate.paper']]
+)
+def test_runs_as_part_of_the_simulator_and_by_itself(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, *command, '--json'], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)['counts']

@@ -12,9 +12,9 @@ from moevement_ext.events import Protected, Replanned, WindowCommitted
 from tests.unit.tools.runs import EXPOSED_S, localized_run, write
 from tests.unit.tools.samples import event
 from tools.simulate import __main__ as simulate
-from tools.simulate.pipeline import Pipeline
 from tools.simulate.profile import OperatorProfile, Profile, ProfileError, read_profile
 from tools.simulate.run_profile import derive
+from tools.simulate.runs import Pipeline
 
 MTBF_S = 24.0
 """Of the sample run: one failure in so many seconds."""

@@ -87,7 +87,7 @@ def test_other_failures_and_recoveries(capsys: pytest.CaptureFixture[str], flags
 def test_lost_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ['--system', 'moc', '--profile', PROFILE, '--mtbf', '600', '--job-hours', '12']
     found = answer(capsys, [*flags, '--lost-budget', '0.0375', '--json'])
-    assert 0 < found['lost_tokens_share'] < 0.0375
+    assert 0 < found['lost_tokens_share'] < found['lost_tokens_share_of_1_in_20'] < 0.0375
     assert found['saved_experts_at_end'] == 3
 
 
@@ -117,6 +117,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
         ('--profile nowhere.json', 'nowhere.json: cannot be read'),
         ('--system dense', '--interval is missing'),
         ('--skew 0.1', '--experts is missing'),
+        ('--skew 0.1 --experts 16', '--frozen-saving is missing; popularity matters to moevement'),
         ('--seed -1', '--seed is -1'),
         ('--weibull-shape 0.001', '--weibull-shape is 0.001; give 0.1'),
         ('--window 1000000000000', '--window is 1000000000000'),
@@ -177,6 +178,19 @@ def test_sweeps_change_what_they_show(capsys: pytest.CaptureFixture[str], flags:
     assert first[shown] != second[shown]
 
 
+def test_skew_moves_the_systems_that_depend_on_it(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ['sweep', '--over', 'skew', '--values', '0,0.9', '--profile', PROFILE, '--mtbf', '600']
+    argv += ['--job-hours', '12', '--json']
+    found = answer(capsys, [*argv, '--systems', 'gemini,moc,ours', '--frozen-saving', '0.33'])
+    assert [point['system'] for point in found] == ['gemini', 'moc', 'ours'] * 2
+    (gemini, moc, ours), (same, unlucky, better) = found[:3], found[3:]
+    assert gemini == {**same, 'value': 0.0}
+    assert ours['ettr_simulated'] < better['ettr_simulated'] and ours['lost'] is None
+    assert 1.02 * moc['lost'] < unlucky['lost'] < 2 * moc['lost']
+    assert simulate.main([*argv[:-1], '--systems', 'moc', '--show', 'lost']) == 0
+    assert f'{unlucky["lost"]:.4g}' in capsys.readouterr().out
+
+
 def test_sweep_leaves_out_what_is_not_feasible(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ['sweep', '--over', 'network-bandwidth', '--values', '0.01,2', '--systems', 'ours']
     argv += ['--profile', PROFILE, '--mtbf', '600', '--json']
@@ -209,6 +223,17 @@ def test_sweep_leaves_out_what_is_not_feasible(capsys: pytest.CaptureFixture[str
         ),
         ('--over interval --values 5,9 --systems ours --mtbf 600', 'has an interval'),
         ('--over skew --values 0,0.5 --systems ours --mtbf 600', '--frozen-saving is missing'),
+        (
+            '--over skew --values 0,0.5 --systems gemini,ours --mtbf 600',
+            'popularity matters to ours',
+        ),
+        (
+            '--over skew --values 0,0.5 --systems moc,copy --copies 2 --nodes 24 --job-hours 1 '
+            '--mtbf 600',
+            'popularity matters to copy',
+        ),
+        ('--over skew --values 0,0.5 --systems gemini,none --mtbf 600', 'depends on popularity'),
+        ('--over mtbf --values 5,9 --systems moc,gemini --show lost', 'gemini has none'),
     ],
 )
 def test_bad_sweep(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:

@@ -15,7 +15,6 @@ from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.simulate.closed_form import Dense, Sparse
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import simulate
-from tools.simulate.pipeline import Pipeline
 from tools.simulate.profile import (
     FORMAT,
     OperatorProfile,
@@ -23,6 +22,7 @@ from tools.simulate.profile import (
     ProfileError,
     read_profile,
 )
+from tools.simulate.runs import Pipeline
 from tools.simulate.systems import SYSTEMS, Options, System, _slot_bytes, build
 
 DOCS = Path(__file__).resolve().parents[4] / 'docs'
@@ -67,17 +67,12 @@ def test_checkfreq_waits_for_the_disk() -> None:
     # 1,000 bytes: 250 s to disk, so 25 iterations; the snapshot's 20 s less 8 hidden are the stall.
     costs = dense('checkfreq')
     assert costs.stall_s == pytest.approx(12)
-    assert costs.interval == math.ceil(12 / 0.35)
-    assert costs.stall_s / costs.interval <= 0.035 * 10
+    # At most 3 % of an iteration (Mohan et al., FAST'21, as the paper's evaluation has it).
+    assert costs.interval == math.ceil(12 / (0.03 * 10)) == 40
     assert costs.restart_s == pytest.approx(3 + 250 + 250)
     fast = replace(PROFILE, copy_bytes_per_s=1000.0)
-    assert (
-        dense('checkfreq', profile=fast).interval,
-        dense('checkfreq', profile=fast).stall_s,
-    ) == (
-        25,
-        0,
-    )
+    found = dense('checkfreq', profile=fast)
+    assert (found.interval, found.stall_s) == (25, 0)
 
 
 def test_gemini_spreads_its_traffic() -> None:

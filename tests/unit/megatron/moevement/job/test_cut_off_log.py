@@ -38,7 +38,7 @@ def whole(losses: dict[str, float], totals: dict[str, Any], *others: Any, **more
 def test_sums_are_put_back_to_before_the_line_that_was_cut_off() -> None:
     around = SimpleNamespace(post_step=None)
     session: Any = SimpleNamespace(around=around, report=lambda iteration: None)
-    trainer = UpstreamTrainer(None, None, session, None)  # type: ignore[arg-type]
+    trainer = UpstreamTrainer(None, None, None, session, None)  # type: ignore[arg-type]
     totals: dict[str, Any] = {}
     losses = {LANGUAGE: 4.0, EXPERTS: 2.0}
     trainer._training_log(whole, losses, totals, 0.1, 1)

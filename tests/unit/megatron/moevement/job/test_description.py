@@ -15,16 +15,15 @@ from megatron.moevement.job.description import describe, logged_loss  # noqa: E4
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer  # noqa: E402
 from moevement_ext.events import LossLogged  # noqa: E402
 from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402
+from tests.unit.megatron.moevement.seams.test_post_step import FACTS  # noqa: E402
 from tests.unit.tools.samples import iteration_line  # noqa: E402
-
-FACTS: Any = SimpleNamespace(distributed_backend='gloo', world_size=4)
 
 
 def test_a_job_names_its_model_and_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, 'argv', ['pretrain_gpt.py', '--num-layers', '2'])
     flags = '--num-layers 2 --hidden-size 64 --num-experts 8 --pipeline-model-parallel-size 2'
-    args: Any = parsed(*flags.split())
-    found = describe(args, FACTS, SimpleNamespace(train_iters=None))  # type: ignore[arg-type]
+    settings = vars(parsed(*flags.split()))
+    found = describe(settings, FACTS, SimpleNamespace(train_iters=None))  # type: ignore[arg-type]
     assert found.model == '2 layers, hidden size 64, 8 experts, top 2'
     assert found.layout == {'ranks': 4, 'tensor': 1, 'pipeline': 2, 'context': 1, 'expert': 1}
     assert found.versions['megatron-core'] and found.train_iterations is None
@@ -39,7 +38,7 @@ def test_the_loss_is_read_where_upstream_has_logged_it() -> None:
         around=SimpleNamespace(post_step=None),
         job=SimpleNamespace(rank=SimpleNamespace(events=events)),
     )
-    trainer = UpstreamTrainer(None, None, session, None)  # type: ignore[arg-type]
+    trainer = UpstreamTrainer(None, None, None, session, None)  # type: ignore[arg-type]
     printed: list[str] = []
     for line in (iteration_line(3, 1.0, loss=4.25), '-' * 40):
         trainer._note_loss(printed.append, line)

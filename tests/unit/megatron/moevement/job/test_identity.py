@@ -16,9 +16,19 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from torch.distributed import HashStore
 
 from megatron.moevement.job import identity
 from megatron.moevement.seams import cpu_device
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.membership.report import Report
+from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.refused import ForeignRun
+from moevement_ext.memory.window.settings import encode
+from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
+from moevement_ext.recover import launched_alike
+from moevement_ext.recover.inventory import launch_of
 from tests.unit.each import each
 
 cpu_device.install()
@@ -73,15 +83,15 @@ def _changed(args: Namespace, name: str) -> Namespace:
     return Namespace(**{**vars(args), name: ('another value', getattr(args, name))})
 
 
-def _identities(args: Any) -> tuple[str, str]:
-    return identity.run_identity(args, 'run'), identity.topology_identity(args)
+def _identities(args: Namespace) -> tuple[str, str]:
+    return identity.run_identity(vars(args), 'run'), identity.topology_identity(vars(args))
 
 
 @each('name', DECISIVE)
 def test_what_changes_the_bits_makes_another_run(defaults: Namespace, name: str) -> None:
     run, topology = _identities(_changed(defaults, name))
-    assert run != identity.run_identity(defaults, 'run')
-    assert topology == identity.topology_identity(defaults)
+    assert run != _identities(defaults)[0]
+    assert topology == _identities(defaults)[1]
 
 
 @each('name', INDIFFERENT)
@@ -101,15 +111,16 @@ def test_paths_logging_and_launch_make_no_other_run(defaults: Namespace, name: s
 )
 def test_layout_is_told_apart_from_the_run(defaults: Namespace, name: str) -> None:
     run, topology = _identities(_changed(defaults, name))
-    assert run == identity.run_identity(defaults, 'run')
-    assert topology != identity.topology_identity(defaults)
+    assert run == _identities(defaults)[0]
+    assert topology != _identities(defaults)[1]
 
 
 def test_query_groups_count_where_there_are_any(defaults: Namespace) -> None:
     """Upstream's report of memory changes the number, and a dense checkpoint holds it then."""
     other = _changed(defaults, 'num_query_groups')
     assert _identities(other) == _identities(defaults)
-    assert identity.settings(other, '').flags == identity.settings(defaults, '').flags
+    told, by_default = (identity.run_settings(vars(args), '') for args in (other, defaults))
+    assert told.flags == by_default.flags
     grouped = _changed(defaults, 'group_query_attention')
     assert _identities(_changed(grouped, 'num_query_groups')) != _identities(grouped)
 
@@ -126,6 +137,49 @@ def test_every_flag_counts_unless_it_is_named(defaults: Namespace) -> None:
     flags = {*vars(defaults), 'timeout', 'timers'}
     misspelt = {name for name in named - flags if name not in _SET_BY_VALIDATION}
     assert misspelt == set()
+
+
+def test_a_flag_that_a_new_megatron_brings_makes_another_run_by_its_name() -> None:
+    """No list of ours has it: with another value windows are refused, and who joins a job, too."""
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    parser.add_argument('--moe-router-made-up-noise', type=float, default=0.0)
+    was, now = (
+        _identity_of_rank(parser.parse_args(flags))
+        for flags in ([], ['--moe-router-made-up-noise', '0.5'])
+    )
+    assert was.settings.flags['--moe-router-made-up-noise'] == '0.0'
+    assert was.run != now.run and was.topology == now.topology
+    with pytest.raises(ForeignRun, match=r'--moe-router-made-up-noise: was 0\.0, is 0\.5$'):
+        Expected.of(now).check(_captured_by(was), Path('window'))
+    store, survivor = HashStore(), Report(True, 'a', 1, [], launched=launch_of(was))
+    launched_alike.leave(store, was)
+    assert launched_alike.why_not(store, [survivor], now, strict=False) == (
+        'rank 0 is launched otherwise than the job it joins: --moe-router-made-up-noise: the job '
+        '0.0, rank 0 0.5'
+    )
+
+
+def _identity_of_rank(args: Namespace) -> RankIdentity:
+    args.rank, args.world_size, args.data_parallel_size = 0, 4, 2
+    return identity.rank_identity(vars(args), 0, SparseCheckpointConfig(run_id='run'))
+
+
+def _captured_by(rank: RankIdentity) -> SlotHeader:
+    """The first slot of a window that a rank has captured."""
+    return SlotHeader(
+        version=FORMAT_VERSION,
+        run=rank.run,
+        topology=rank.topology,
+        owner=rank.rank,
+        start=0,
+        window=1,
+        slot=0,
+        iteration=0,
+        plan='plan',
+        payload_bytes=0,
+        records=[],
+        settings=encode(rank.settings),
+    )
 
 
 # Attributes without a flag, of upstream's arguments or of the configurations.
@@ -178,19 +232,18 @@ def _scaled(scale: float) -> Any:
     ],
 )
 def test_values_of_any_type_are_told_apart(one: Any, other: Any) -> None:
-    digests = {identity.run_identity(SimpleNamespace(value=value), '') for value in (one, other)}
+    digests = {identity.run_identity({'value': value}, '') for value in (one, other)}
     assert len(digests) == 2
 
 
-def own_loop(lr: float = 1e-3) -> Namespace:
+def own_loop(lr: float = 1e-3) -> dict[str, object]:
     """What `attach` makes of configurations: callables, enums and data types among them."""
     model = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2)
     optimizer = OptimizerConfig(lr=lr)
     plan = TrainingPlan(10, seq_length=8, micro_batch_size=1, global_batch_size=4)
     facts = facts_of_loop(model, optimizer, plan)
     settings = settings_of_loop(model, optimizer, DistributedDataParallelConfig(), plan, facts)
-    settings.names, settings.build = {'some', 'names', 'in', 'a', 'set'}, _scaled(3.0)
-    return settings
+    return {**settings, 'names': {'some', 'names', 'in', 'a', 'set'}, 'build': _scaled(3.0)}
 
 
 def test_identity_of_configurations_is_the_same_in_another_process() -> None:
@@ -211,8 +264,7 @@ def test_identity_of_configurations_knows_what_they_say() -> None:
 
 def test_configurations_have_none_of_the_flags_of_upstreams_trainer() -> None:
     settings = own_loop()
-    assert settings.skip_train is None and settings.rerun_mode is None
+    assert not {'skip_train', 'rerun_mode'} & settings.keys()
     refuse_unsupported(settings)
     assert not_localized(settings) is None
-    settings.async_save = True
-    assert '--async-save' in str(not_localized(settings))
+    assert '--async-save' in str(not_localized({**settings, 'async_save': True}))

@@ -18,7 +18,7 @@ from tests.unit.megatron.moevement.job.test_identity import _parser, parsed
 def launched(*flags: str) -> identity.RunSettings:
     args = parsed(*flags)
     args.rank, args.world_size, args.data_parallel_size = 0, 4, 2
-    return identity.settings(args, 'run')
+    return identity.run_settings(vars(args), 'run')
 
 
 def changed(path: Path, content: str, *flags: str) -> Differences:
@@ -149,9 +149,9 @@ def test_a_file_of_an_unknown_flag_is_doubtful(tmp_path: Path) -> None:
     path = tmp_path / 'mine'
     path.write_text('one')
     args = Namespace(curriculum=str(path), save=str(path), rank=0)
-    before = named_files.other_files(args, identity.counts)
+    before = named_files.other_files(vars(args), identity.counts)
     path.write_text('two')
-    after = named_files.other_files(args, identity.counts)
+    after = named_files.other_files(vars(args), identity.counts)
     assert list(before) == list(after) == [f'--curriculum {path}'] and before != after
 
 

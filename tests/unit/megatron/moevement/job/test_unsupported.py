@@ -2,8 +2,8 @@
 """Each rule is given flags by way of upstream's parser, and must name the flag and the remedy."""
 
 import re
-from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import megatron.core.optimizer
 import pytest
@@ -14,14 +14,14 @@ from megatron.moevement.job.compatibility.precision import (
     WITHOUT_ADAM,
     WITHOUT_ENGINE,
 )
-from megatron.moevement.job.compatibility.refused import REFUSED
+from megatron.moevement.job.compatibility.refused_flags import REFUSED
 from megatron.moevement.job.compatibility.rule import Rule
-from megatron.moevement.job.compatibility.whole_job import WHOLE_JOB
+from megatron.moevement.job.compatibility.whole_job_flags import WHOLE_JOB
 from megatron.moevement.job.unsupported import hazard, not_localized, refuse_unsupported
 from moevement_ext.config import ConfigurationError
 from tests.stand_ins.fused_adam import FusedAdam
 from tests.unit.each import each
-from tests.unit.megatron.moevement.job.test_identity import parsed
+from tests.unit.megatron.moevement.job import test_identity
 
 ROOT = Path(__file__).resolve().parents[5]
 EVALUATIONS = '--eval-interval 4 --eval-iters 1'
@@ -98,7 +98,11 @@ ARGUMENTS = {
 RECOVERED = {'--cuda-graph-impl': ('transformer_engine', 'full_iteration')}
 
 
-def given(rule: Rule, *more: str) -> Namespace:
+def parsed(*flags: str) -> dict[str, Any]:
+    return vars(test_identity.parsed(*flags))
+
+
+def given(rule: Rule, *more: str) -> dict[str, Any]:
     """What upstream's parser makes of the flag of a rule, on gloo where no backend is named."""
     rest = ARGUMENTS.get(rule.flag, '')
     values = rest.split()
@@ -143,17 +147,17 @@ def test_flag_of_the_whole_job_is_named_with_the_remedy(
     with_engine(monkeypatch)
     values = RECOVERED.get(rule.flag)
     for more in [[rule.flag, value] for value in values] if values else [[]]:
-        args = given(rule, '--save', 'dense', *more)
-        refuse_unsupported(args)
-        reason = not_localized(args)
+        settings = given(rule, '--save', 'dense', *more)
+        refuse_unsupported(settings)
+        reason = not_localized(settings)
         assert reason is not None and reason.startswith(rule.flag)
         assert rule.remedy in reason and '\n' not in reason
 
 
 def test_defaults_are_recovered_locally_but_for_gloo_beside_nccl() -> None:
-    args = parsed()
-    refuse_unsupported(args)
-    assert [rule.flag for rule in WHOLE_JOB if rule.applies(args)] == [
+    settings = parsed()
+    refuse_unsupported(settings)
+    assert [rule.flag for rule in WHOLE_JOB if rule.applies(settings)] == [
         '--disable-gloo-process-groups'
     ]
 
@@ -183,9 +187,9 @@ def test_defaults_are_recovered_locally_but_for_gloo_beside_nccl() -> None:
     ],
 )
 def test_other_values_are_recovered_locally(flags: str) -> None:
-    args = parsed(*flags.split())
-    refuse_unsupported(args)
-    assert not_localized(args) is None
+    settings = parsed(*flags.split())
+    refuse_unsupported(settings)
+    assert not_localized(settings) is None
 
 
 @pytest.mark.parametrize(
@@ -205,9 +209,9 @@ def test_computation_in_fp8_is_recovered_locally(
     flags: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_engine(monkeypatch)
-    args = parsed(*flags.split(), '--distributed-backend', 'gloo')
-    refuse_unsupported(args)
-    assert not_localized(args) is None
+    settings = parsed(*flags.split(), '--distributed-backend', 'gloo')
+    refuse_unsupported(settings)
+    assert not_localized(settings) is None
 
 
 WEIGHTS_IN_FP8 = '--fp8-format hybrid --fp8-param-gather'
@@ -241,10 +245,12 @@ def test_weights_in_fp8_go_with_masters_that_adam_scales(
 ) -> None:
     with_engine(monkeypatch)
     monkeypatch.setattr(megatron.core.optimizer, 'Adam', FusedAdam)
-    args = parsed(*DELAYED_WEIGHTS.split(), '--distributed-backend', 'gloo')
-    args.main_params_dtype = {'fp16': torch.float16, 'fp8': torch.uint8}[dtype]  # as validated
-    refuse_unsupported(args)
-    assert not_localized(args) is None
+    settings = parsed(*DELAYED_WEIGHTS.split(), '--distributed-backend', 'gloo')
+    settings['main_params_dtype'] = {'fp16': torch.float16, 'fp8': torch.uint8}[
+        dtype
+    ]  # as validated
+    refuse_unsupported(settings)
+    assert not_localized(settings) is None
 
 
 def test_delayed_scaling_is_refused_where_passes_are_recorded(
@@ -261,10 +267,10 @@ def test_delayed_scaling_is_refused_where_a_rank_has_several_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_engine(monkeypatch)
-    args = parsed('--fp8-format', 'hybrid', '--num-layers-per-virtual-pipeline-stage', '1')
-    args.virtual_pipeline_model_parallel_size = 2  # what upstream's validation makes of it
+    settings = parsed('--fp8-format', 'hybrid', '--num-layers-per-virtual-pipeline-stage', '1')
+    settings['virtual_pipeline_model_parallel_size'] = 2  # what upstream's validation makes of it
     with pytest.raises(ConfigurationError, match='--fp8-recipe delayed with --fp8-format and'):
-        refuse_unsupported(args)
+        refuse_unsupported(settings)
 
 
 PRECISION_AWARE = '--use-precision-aware-optimizer'
@@ -288,50 +294,52 @@ def test_low_precision_that_upstream_keeps_is_taken(
     flags: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(megatron.core.optimizer, 'Adam', FusedAdam)
-    args = parsed(*flags.split(), '--distributed-backend', 'gloo')
-    refuse_unsupported(args)
-    assert not_localized(args) is None
+    settings = parsed(*flags.split(), '--distributed-backend', 'gloo')
+    refuse_unsupported(settings)
+    assert not_localized(settings) is None
 
 
 @pytest.mark.parametrize('flag', ['--exp-avg-dtype', '--exp-avg-sq-dtype'])
 def test_moments_that_upstream_may_lose_are_warned_of(flag: str) -> None:
-    args = parsed(PRECISION_AWARE, flag, 'fp8')
-    assert 'NaN' in str(hazard(args))
-    setattr(args, flag.removeprefix('--').replace('-', '_'), torch.uint8)  # as it is validated
-    assert 'NaN' in str(hazard(args))
+    settings = parsed(PRECISION_AWARE, flag, 'fp8')
+    assert 'NaN' in str(hazard(settings))
+    settings[flag.removeprefix('--').replace('-', '_')] = torch.uint8  # as it is validated
+    assert 'NaN' in str(hazard(settings))
     assert hazard(parsed(PRECISION_AWARE, flag, 'fp16')) is None
-    assert hazard(Namespace()) is None
+    assert hazard({}) is None
 
 
 def test_masters_that_lose_small_updates_are_warned_of() -> None:
-    args = parsed(PRECISION_AWARE, '--exp-avg-dtype', 'fp8')
-    args.main_params_dtype = torch.uint8
-    assert 'updates that are small beside a weight are lost' in str(hazard(args))
-    assert 'NaN' not in str(hazard(args)), 'what keeps such masters minds a state that is all zero'
+    settings = parsed(PRECISION_AWARE, '--exp-avg-dtype', 'fp8')
+    settings['main_params_dtype'] = torch.uint8
+    assert 'updates that are small beside a weight are lost' in str(hazard(settings))
+    assert 'NaN' not in str(hazard(settings)), (
+        'what keeps such masters minds a state that is all zero'
+    )
 
 
 @pytest.mark.parametrize(('ranks', 'warned'), [(1, False), (2, True), (None, False)])
 def test_scales_that_upstream_may_leave_alone_are_warned_of(
     ranks: int | None, warned: bool
 ) -> None:
-    args = parsed(*f'{DELAYED_WEIGHTS} --main-params-dtype fp16'.split())
-    args.data_parallel_size = ranks
-    assert ('leaves the scale' in str(hazard(args))) is warned
+    settings = parsed(*f'{DELAYED_WEIGHTS} --main-params-dtype fp16'.split())
+    settings['data_parallel_size'] = ranks
+    assert ('leaves the scale' in str(hazard(settings))) is warned
 
 
 def test_value_is_shown_as_the_user_wrote_it() -> None:
     with pytest.raises(ConfigurationError, match=r'^[^:]*--optimizer sgd: use --optimizer adam,'):
         refuse_unsupported(parsed('--optimizer', 'sgd'))
-    args = parsed(
+    settings = parsed(
         '--distributed-backend', 'gloo', '--moe-input-jitter-eps', '0.1', *EVALUATIONS.split()
     )
-    reason = not_localized(args)
+    reason = not_localized(settings)
     assert reason is not None and reason.startswith('--moe-input-jitter-eps 0.1 with evaluations:')
 
 
 def test_a_loop_of_ones_own_need_not_have_all_settings() -> None:
-    refuse_unsupported(Namespace(optimizer='adam'))
-    assert not_localized(Namespace(distributed_backend='nccl')) is None
+    refuse_unsupported({'optimizer': 'adam'})
+    assert not_localized({'distributed_backend': 'nccl'}) is None
 
 
 def test_the_page_for_operators_quotes_what_the_log_says() -> None:

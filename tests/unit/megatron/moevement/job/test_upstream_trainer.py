@@ -27,7 +27,7 @@ class Rank:
     def __init__(self, joining: bool, logs_before_the_failure: bool) -> None:
         self.first: list[bool] = []
         self._logs = [True] if joining else [logs_before_the_failure, True]
-        counters = Namespace(load=None, consumed_valid_samples=0)
+        counters = Namespace(consumed_valid_samples=0)
         session: Any = SimpleNamespace(
             around=SimpleNamespace(post_step=PostStep(FACTS, counters)),
             job=SimpleNamespace(
@@ -38,7 +38,7 @@ class Rank:
             report=lambda iteration: None,
         )
         data = UpstreamData(cyclic=False, full_validation=False)
-        self._trainer = UpstreamTrainer(counters, FACTS, session, data)
+        self._trainer = UpstreamTrainer({}, FACTS, counters, session, data)
         self._trainer._set_up(lambda: None)
         self._trainer._train(self._loop, *[None] * 10)
 

@@ -21,7 +21,7 @@ from tests.stand_ins.fused_adam import FusedAdam  # noqa: E402
 from tests.stand_ins.rules import FP8, FP16, Formats  # noqa: E402
 from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402
 
-ASKED = Namespace(main_params_dtype=FP8)
+ASKED = {'main_params_dtype': FP8}
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ def test_the_flag_needs_them(flags: tuple[str, ...]) -> None:
 @pytest.mark.usefixtures('engine')
 @pytest.mark.parametrize('asked', ['fp32', 'fp16', torch.float32, FP16, None])
 def test_nothing_is_changed_for_other_masters(asked: object) -> None:
-    fp8_masters.install(Namespace(main_params_dtype=asked))
-    fp8_masters.install(Namespace())
+    fp8_masters.install({'main_params_dtype': asked})
+    fp8_masters.install({})
     assert upstream.Adam is FusedAdam
 
 

@@ -66,4 +66,4 @@ def test_data_of_a_phase_go_on_where_upstream_opens_them(
     monkeypatch.setattr(torch.distributed, 'broadcast', lambda *_: None)
     datasets = None, None, None
     training.build_train_valid_test_data_loaders(lambda _: datasets)
-    assert upstream.consumed_of_the_phase(args) == opened[0]
+    assert upstream.consumed_of_the_phase() == opened[0]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dense checkpoint gives every generator of a rank back, and no other rank's, nor another's."""
 
+import dataclasses
 import logging
 import random
 import shutil
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E
 from megatron.moevement.state import dense_random  # noqa: E402
 from megatron.moevement.state.dense_random import DenseRandom  # noqa: E402
 from megatron.moevement.state.iteration_state import capture_rng  # noqa: E402
+from tests.unit.megatron.moevement.seams.test_post_step import FACTS  # noqa: E402
 
 EXPERTS = 'expert-parallel-rng'
 
@@ -39,11 +40,11 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def on_rank(rank: int, directory: Path, topology: str = 'pp1', **flags: Any) -> DenseRandom:
-    settings = dict.fromkeys(('no_save_rng', 'no_load_rng', 'finetune'), False)
-    settings |= dict.fromkeys(('non_persistent_global_ckpt_dir', 'non_persistent_ckpt_type'))
-    given = Namespace(save=str(directory), load=str(directory), rank=rank, **(settings | flags))
-    given.moe_router_force_load_balancing = True
-    return DenseRandom(given, topology)
+    settings = dict.fromkeys(('no_save_rng', 'no_load_rng', 'finetune'), False) | flags
+    settings['moe_router_force_load_balancing'] = True
+    known = {name: value for name, value in flags.items() if hasattr(FACTS, name)}
+    place = {'save': str(directory), 'load': str(directory), 'rank': rank}
+    return DenseRandom(dataclasses.replace(FACTS, **(place | known)), settings, topology)
 
 
 def upstream_saves(directory: Path, content: str = 'settings') -> Callable[..., None]:
@@ -159,8 +160,7 @@ def test_who_wants_no_random_numbers_gets_none(flag: str, tmp_path: Path) -> Non
     [{'no_save_rng': True}, {'non_persistent_ckpt_type': 'local'}, {'save': 'msc://bucket'}],
 )
 def test_nothing_is_written_where_it_does_not_belong(flags: dict, tmp_path: Path) -> None:
-    rank = on_rank(1, tmp_path)
-    vars(rank._args).update(flags)
+    rank = on_rank(1, tmp_path, **flags)
     not_kept = 'non_persistent_ckpt_type' in flags
     rank.save(upstream_saves(tmp_path), 6, non_persistent_ckpt=not_kept)
     assert not list(tmp_path.rglob('moevement')) and not Path('msc:').exists()

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that a job with `--sparse-ckpt` is not started with."""
+
+from megatron.moevement.facts import Settings
+from megatron.moevement.job.compatibility.precision import (
+    DELAYED_IN_PARTS,
+    GRADIENTS_IN_FP16,
+    MASTERS_AGAINST_RECIPE,
+    SCALED,
+    SCALES_LOST,
+    UNTRIED_WEIGHTS,
+    WITHOUT_ADAM,
+    WITHOUT_ENGINE,
+)
+from megatron.moevement.job.compatibility.rule import (
+    ANY,
+    GIVEN,
+    Condition,
+    Rule,
+    Values,
+    above,
+    equal_to,
+    number,
+)
+
+
+def _saves_where_it_loads(settings: Settings) -> bool:
+    load = settings.get('load')
+    return load is not None and load == settings.get('save')
+
+
+_SAVE_IS_LOAD = Condition('with the same --save and --load', _saves_where_it_loads)
+_NOT_SAVED = Condition('without --save', lambda settings: not settings.get('save'))
+_FIRST = 'write a first checkpoint without --sparse-ckpt, and --load that'
+_DELAYED = Condition(
+    'with --delay-wgrad-compute', lambda settings: bool(settings.get('delay_wgrad_compute'))
+)
+_RECORDS = Condition(
+    'with --cuda-graph-impl transformer_engine',
+    lambda settings: settings.get('cuda_graph_impl') == 'transformer_engine',
+)
+_NEITHER_ADAM_NOR_MUON = Values(
+    'other than adam, and than muon with --muon-scalar-optimizer adam and without '
+    '--use-distributed-optimizer', lambda value: value != 'adam',
+)  # fmt: skip
+
+
+def _is_not_replicated_muon(settings: Settings) -> bool:
+    # Upstream's validation makes of the one flag the other setting.
+    sharded = ('use_distributed_optimizer', 'use_layer_wise_distributed_optimizer')
+    return (
+        settings.get('optimizer') != 'muon'
+        or any(settings.get(name) for name in sharded)
+        or settings.get('muon_scalar_optimizer') != 'adam'
+    )
+
+
+_NOT_REPLICATED_MUON = Condition('', _is_not_replicated_muon)
+_FORGETS = 'a restart from a newer dense checkpoint would go on with another state than it had'
+
+
+def _more_than(shards: str, ranks: str) -> Condition:
+    """More shards of a weight than ranks that compute with a part of it."""
+
+    def holds(settings: Settings) -> bool:
+        return number(settings, shards, 1) > number(settings, ranks, 1)
+
+    return Condition('above the tensor-parallel size', holds)
+
+
+_NO_DATA = 'pretrain_gpt.py has no data for it'
+_DUMPED = 'a replay writes the files of its iterations again, from weights that are partly stale'
+_SHARDED = 'what it shards is not captured'
+_SCALING = 'its scaling state is not captured'
+
+_UNSCALED = 'use fp32 or bf16, or leave --save and --load out'
+_LOSES_SCALES = 'upstream writes such moments without their scales where it holds the masters'
+
+REFUSED = (
+    # Optimizer and precision
+    Rule('--optimizer', _NEITHER_ADAM_NOR_MUON,
+         'use --optimizer adam, or muon without --use-distributed-optimizer',
+         'what other optimizers keep is not captured', _NOT_REPLICATED_MUON),
+    Rule('--use-precision-aware-optimizer', GIVEN, 'install it, or leave the flag out',
+         'no other Adam has state of 16 and 8 bits', WITHOUT_ADAM),
+    Rule('--fp16', GIVEN, 'add --accumulate-allreduce-grads-in-fp32',
+         'upstream does not clip the fp16 gradients that it would have', GRADIENTS_IN_FP16),
+    Rule('--main-params-dtype', ANY,
+         'give fp16 with --fp8-recipe delayed, and fp32 with tensorwise or blockwise',
+         'upstream fails: with delayed scaling its Adam keeps the masters, of fp32 ones 16 bits '
+         'beside a weight that has none of the others; else Megatron keeps them, in fp32',
+         MASTERS_AGAINST_RECIPE),
+    Rule('--exp-avg-dtype', SCALED, _UNSCALED, _LOSES_SCALES, SCALES_LOST),
+    Rule('--exp-avg-sq-dtype', SCALED, _UNSCALED, _LOSES_SCALES, SCALES_LOST),
+    Rule('--optimizer-cpu-offload', GIVEN, 'leave it out',
+         'its state is moved while it would be captured'),
+    Rule('--optimizer-cuda-graph', GIVEN, 'leave it out',
+         'an update that is recorded cannot leave out frozen operators'),
+    Rule('--overlap-param-gather-with-optimizer-step', GIVEN, 'use --overlap-param-gather',
+         'parameters are gathered while others are still updated'),
+    Rule('--qk-clip', GIVEN, 'leave it out', 'it changes weights behind the optimizer'),
+    Rule('--fp8-format', ANY, 'install it, or train in bf16',
+         'upstream would compute in 16 bits and not say so', WITHOUT_ENGINE, dest='fp8'),
+    Rule('--fp8-recipe', equal_to('delayed'), 'use another --fp8-recipe',
+         'modules are reduced with the others only once they have computed, which a process that '
+         'is started again does not know', DELAYED_IN_PARTS),
+    Rule('--fp8-quantizer-factory', GIVEN, 'use another --fp8-recipe than custom',
+         'what a quantizer of your own keeps is not captured'),
+    Rule('--fp4-format', ANY, 'leave it out', _SCALING, dest='fp4'),
+    Rule('--fp8-param-gather', GIVEN, 'use --fp8-recipe delayed, tensorwise or blockwise',
+         'with mxfp8 rows and columns are rounded apart, of which one alone would be captured',
+         UNTRIED_WEIGHTS),
+    Rule('--fp4-param-gather', GIVEN, 'leave it out', _SCALING),
+    Rule('--te-precision-config-file', GIVEN, 'leave it out', _SCALING),
+    Rule('--freeze-all-layers', GIVEN, 'leave it out', 'there is no state to protect'),
+    # Sharding
+    Rule('--use-megatron-fsdp', GIVEN, 'use --use-distributed-optimizer', _SHARDED),
+    Rule('--use-torch-fsdp2', GIVEN, 'use --use-distributed-optimizer', _SHARDED),
+    Rule('--init-model-with-meta-device', GIVEN, 'leave it out',
+         'weights get their first values from FSDP only'),
+    Rule('--tensor-parallel-num-weight-shards', ANY, 'leave it out', _SHARDED,
+         _more_than('tensor_parallel_num_weight_shards', 'tensor_model_parallel_size')),
+    Rule('--expert-tensor-parallel-num-weight-shards', ANY, 'leave it out', _SHARDED,
+         _more_than('expert_tensor_parallel_num_weight_shards', 'expert_tensor_parallel_size')),
+    Rule('--lazy-mpu-init', GIVEN, 'leave it out',
+         'process groups must be there when the model is built'),
+    Rule('--fake-process-group', GIVEN, 'leave it out', 'ranks that do not talk train nothing'),
+    # Schedule
+    Rule('--cuda-graph-impl', equal_to('local'),
+         'use --cuda-graph-impl transformer_engine or full_iteration',
+         'recording draws random numbers, and a process that is started again records later'),
+    Rule('--cuda-graph-warmup-steps', equal_to(0), 'give 1 or more',
+         'passes would be recorded before a recovery replays, and compute all gradients', _RECORDS),
+    Rule('--use-grouped-gemm-for-shared-expert', GIVEN, 'leave out one of the two',
+         'its delayed weight gradients cannot be left out for frozen operators', _DELAYED),
+    Rule('--defer-embedding-wgrad-compute', GIVEN, 'leave it out',
+         'the output layer keeps what it computes gradients of later, also when it is frozen'),
+    Rule('--use-ring-exchange-p2p', GIVEN, 'leave it out',
+         'its connections belong to a torch of their own'),
+    Rule('--hybrid-context-parallel', GIVEN, 'use --context-parallel-size',
+         'it reads ahead of the samples that are counted'),
+    Rule('--moe-expert-rank-capacity-factor', ANY, 'leave it out',
+         'an iteration may run twice, and what stages send is logged twice then'),
+    # Model
+    Rule('--use-transformer-engine-op-fuser', GIVEN, 'leave it out',
+         'fused operations cannot be frozen one by one'),
+    Rule('--moe-single-grouped-weight', GIVEN, 'leave it out',
+         'experts that share a parameter cannot be captured one by one'),
+    Rule('--moe-single-grouped-bias', GIVEN, 'leave it out',
+         'experts that share a parameter cannot be captured one by one'),
+    Rule('--moe-router-force-biased', ANY, 'leave it out',
+         'the biases that it has drawn are not captured'),
+    Rule('--transformer-impl', equal_to('inference_optimized'),
+         'use transformer_engine or local', 'it cannot train'),
+    Rule('--is-hybrid-model', GIVEN, 'train a GPT', 'operators of other layers are not known'),
+    Rule('--hybrid-layer-pattern', GIVEN, 'train a GPT', 'operators of other layers are not known'),
+    Rule('--experimental-attention-variant', GIVEN, 'leave it out',
+         'what such a variant keeps is not known'),
+    Rule('--use-kitchen-attention', GIVEN, 'leave it out', _SCALING),
+    Rule('--vision-pretraining', GIVEN, 'train a GPT', 'a teacher that follows is not captured'),
+    # Random numbers
+    Rule('--inference-rng-tracker', GIVEN, 'leave it out', 'it is for inference'),
+    Rule('--error-injection-rate', above(0), 'leave it out',
+         'a replay would draw other errors than training did'),
+    # What is trained, and from where
+    Rule('--perform-rl-step', GIVEN, 'leave it out', 'what was generated is not captured'),
+    Rule('--sft', GIVEN, 'leave it out', _NO_DATA),
+    Rule('--fim-data', GIVEN, 'leave it out', _NO_DATA),
+    Rule('--dataloader-inter-document-masking', GIVEN, 'use --reset-attention-mask', _NO_DATA),
+    Rule('--skip-train', GIVEN, 'leave out --sparse-ckpt', 'nothing is trained'),
+    Rule('--iterations-to-skip', GIVEN, 'leave it out', 'a replay does not know what was skipped'),
+    Rule('--yaml-cfg', GIVEN, 'give flags', 'it replaces the flags of sparse checkpointing'),
+    Rule('--moe-use-upcycling', GIVEN, _FIRST, 'it writes a checkpoint while a model is built'),
+    Rule('--ckpt-convert-format', GIVEN, 'leave out --sparse-ckpt', 'nothing is trained'),
+    Rule('--pretrained-checkpoint', GIVEN, _FIRST,
+         'it is loaded at each start, whatever the windows hold'),
+    Rule('--override-ckpt-iteration', ANY, _FIRST,
+         'windows and dense checkpoints would count differently'),
+    Rule('--phase-transition-iterations', GIVEN, 'add --save, and --load for the next phase',
+         'a phase ends with a dense checkpoint, from which the next one begins; from windows the '
+         'job would come to the same end again', _NOT_SAVED),
+    Rule('--finetune', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
+    Rule('--no-load-optim', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
+    Rule('--no-load-rng', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
+    Rule('--no-save-optim', GIVEN, 'save them', 'a restart could not load what is saved',
+         _SAVE_IS_LOAD),
+    Rule('--no-save-rng', GIVEN, 'save them', 'a restart could not load what is saved',
+         _SAVE_IS_LOAD),
+    # What an iteration leaves
+    Rule('--save-params-interval', ANY, 'leave it out', _DUMPED),
+    Rule('--save-wgrads-interval', ANY, 'leave it out', _DUMPED),
+    Rule('--save-dgrads-interval', ANY, 'leave it out', _DUMPED),
+    Rule('--save-activations-interval', ANY, 'leave it out', _DUMPED),
+    Rule('--save-tokens-per-expert-interval', ANY, 'leave it out', _DUMPED),
+    Rule('--logits-save-dir', GIVEN, 'leave it out', _DUMPED),
+    Rule('--logits-load-dir', GIVEN, 'leave it out',
+         'what it has read ahead is not moved back with the data'),
+    Rule('--inprocess-restart', GIVEN, 'leave it out', 'it restarts workers in its own way'),
+)  # fmt: skip

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags with which a failure restarts all workers, which recover together from host memory."""
+
+from megatron.moevement.facts import Settings
+from megatron.moevement.job.compatibility.precision import DELAYED_EVALUATIONS
+from megatron.moevement.job.compatibility.rule import (
+    ANY,
+    GIVEN,
+    Condition,
+    Rule,
+    Values,
+    above,
+    equal_to,
+    other_than,
+)
+
+
+def _evaluates(settings: Settings) -> bool:
+    return bool(settings.get('eval_interval') and settings.get('eval_iters'))
+
+
+def _evaluates_cyclic(settings: Settings) -> bool:
+    cyclic = settings.get('dataloader_type') == 'cyclic'
+    return cyclic and bool(settings.get('eval_iters'))
+
+
+_CYCLIC = Condition('with --dataloader-type cyclic', _evaluates_cyclic)
+_EVALUATIONS = Condition('with evaluations', _evaluates)
+_VALIDATED = Condition(
+    'without --rerun-mode disabled',
+    lambda settings: settings.get('rerun_mode') == 'validate_results',
+)
+
+
+def _uses_nccl(settings: Settings) -> bool:
+    return settings.get('distributed_backend') == 'nccl'
+
+
+_WITH_NCCL = Condition('with --distributed-backend nccl', _uses_nccl)
+_BESIDE_NCCL = Condition('is missing beside --distributed-backend nccl', _uses_nccl)
+
+_PREDICTS_EARLY = Values(
+    'with m before the last stage', lambda value: 'm' in str(value).rpartition('|')[0]
+)
+
+_WIDER = 'what passes from such a stage is more than the log has room for'
+_NOTES = (
+    'an evaluation leaves its largest values in the state of the scales, which a stage that '
+    'replays alone does not see'
+)
+_DRAWS = 'an evaluation draws random numbers, which a stage that replays alone cannot draw again'
+_TWICE = 'an iteration may run twice, which a stage that replays alone cannot do'
+_HANDLES = 'memory of peers and handles to it are not reconnected in place'
+_OPTIONS = 'groups of a replacement are made without options of NCCL'
+_HALF_DONE = 'what an iteration that was cut off has begun there is not undone'
+_LENGTHS = 'ranks agree on the length of evaluations while they are built, a replacement is alone'
+_TOGETHER = 'all ranks must do together what follows an iteration, also when it was cut off'
+
+WHOLE_JOB = (
+    # Schedule
+    Rule('--pipeline-model-parallel-layout', _PREDICTS_EARLY, 'put m into the last stage',
+         _WIDER),
+    # Torch gives a group that is connected before its first operation, as recovery must, one stream
+    # for all that it sends and receives. On four stages two of these exchanges then wait in a ring.
+    Rule('--overlap-p2p-communication-warmup-flush', GIVEN, 'leave it out',
+         'a group that is reconnected sends and receives one after the other, in an order in which '
+         'these stages wait for each other for ever',
+         _WITH_NCCL, dest='overlap_p2p_comm_warmup_flush'),
+    Rule('--mtp-standalone', GIVEN, 'leave it out', _WIDER),
+    Rule('--fine-grained-activation-offloading', GIVEN, 'leave it out', _HALF_DONE),
+    Rule('--cpu-offloading-num-layers', above(0), 'leave it out', _HALF_DONE),
+    Rule('--check-for-large-grads', GIVEN, 'add --rerun-mode disabled', _TWICE, _VALIDATED),
+    Rule('--rerun-mode', equal_to('report_stats'), 'add --rerun-mode disabled',
+         'every iteration runs twice, and what stages send is logged twice then'),
+    Rule('--cuda-graph-impl', other_than('none'), 'use --cuda-graph-impl none',
+         'recorded passes keep the communicators that they were recorded with'),
+    # Communicators
+    Rule('--moe-token-dispatcher-type', equal_to('flex'),
+         'use --moe-token-dispatcher-type alltoall', _HANDLES),
+    Rule('--tp-comm-overlap', GIVEN, 'leave it out', _HANDLES),
+    Rule('--use-nccl-ub', GIVEN, 'leave it out', _HANDLES, dest='nccl_ub'),
+    Rule('--symmetric-ar-type', GIVEN, 'leave it out', _HANDLES),
+    Rule('--use-sharp', GIVEN, 'leave it out', 'resources of switches are not given back in place'),
+    Rule('--high-priority-stream-groups', GIVEN, 'leave it out', _OPTIONS),
+    Rule('--nccl-communicator-config-path', GIVEN, 'leave it out', _OPTIONS),
+    Rule('--pipeline-model-parallel-comm-backend', equal_to('ucc'), 'leave it out',
+         'groups of UCC cannot be reconnected'),
+    Rule('--hierarchical-context-parallel-sizes', GIVEN, 'leave it out',
+         'groups within the context-parallel group have never been reconnected'),
+    Rule('--disable-gloo-process-groups', Values('', lambda value: value is True),
+         'add it', 'gloo groups beside those of NCCL cannot be told apart', _BESIDE_NCCL,
+         dest='use_gloo_process_groups'),
+    # Random numbers
+    Rule('--moe-input-jitter-eps', GIVEN, 'leave it or evaluations (--eval-iters 0) out',
+         _DRAWS, _EVALUATIONS),
+    Rule('--moe-router-force-load-balancing', GIVEN,
+         'leave it or evaluations (--eval-iters 0) out', _DRAWS, _EVALUATIONS),
+    Rule('--eval-interval', above(0), 'use --dataloader-type single, or --eval-iters 0', _DRAWS,
+         _CYCLIC),
+    # Evaluations
+    Rule('--eval-iters', above(0), 'use another --fp8-recipe, or --eval-iters 0', _NOTES,
+         DELAYED_EVALUATIONS),
+    # Data
+    Rule('--dataloader-type', equal_to('external'), 'use single or cyclic',
+         'an external data loader cannot be moved back'),
+    Rule('--full-validation', GIVEN, 'leave it out', _LENGTHS),
+    Rule('--multiple-validation-sets', GIVEN, 'leave it out', _LENGTHS),
+    Rule('--phase-transition-iterations', GIVEN, 'leave it out', _TOGETHER),
+    # What follows an iteration
+    Rule('--async-save', GIVEN, 'leave it out',
+         'ranks agree on the end of a save under way, of which a replacement does not know'),
+    Rule('--non-persistent-ckpt-type', equal_to('local'), 'leave it out',
+         'its replicas have process groups of their own'),
+    Rule('--check-weight-hash-across-dp-replicas-interval', ANY, 'leave it out', _TOGETHER),
+    Rule('--gpu-sniff-test-interval', ANY, 'leave it out', _TOGETHER),
+    Rule('--adlr-autoresume', GIVEN, 'leave it out', _TOGETHER),
+    Rule('--moe-routing-trace-path', GIVEN, 'leave it out',
+         'a replay would write its iterations into the trace again'),
+    Rule('--log-straggler', GIVEN, 'leave it out', _TOGETHER),
+    # Launchers
+    Rule('--enable-ft-package', GIVEN, 'use torchrun or scripts/local_cluster.py',
+         'its monitor ends workers that wait for a replacement'),
+)  # fmt: skip

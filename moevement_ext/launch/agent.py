@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the launcher on a node: starts the workers that it is told to, and hot spares.
+
+It also watches the GPUs of the node, so that no rank is given to one that cannot be used.
+
+`MOEVEMENT_SUPERVISOR` is where the supervisor listens and the secret of the job. Nothing that the
+agent has started outlives it, and it does not outlive the connection.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from moevement_ext.devices import nvml
+from moevement_ext.events import Event
+from moevement_ext.launch import messages
+from moevement_ext.launch.address import ADDRESS_VARIABLE, Address
+from moevement_ext.launch.devices import Devices
+from moevement_ext.launch.events import SpareReady
+from moevement_ext.launch.link import Beats, Link
+from moevement_ext.launch.loop import Loop
+from moevement_ext.launch.machine import NODE, Machine
+from moevement_ext.launch.output import say_of_launcher
+from moevement_ext.process.name_lookups import ask_again_soon
+from moevement_ext.replicate.connection import Connection
+from moevement_ext.replicate.greeting import introduce
+from moevement_ext.replicate.secret import variables_of
+from moevement_ext.store import flag
+from moevement_ext.store.node_leader import NodeLeader
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_S = 30.0
+_TURN_S = 1.0
+
+
+class Agent:
+    """Does what the supervisor says, until the connection to it ends.
+
+    Args:
+        link: to the supervisor.
+        job: what is run.
+        host: name of this node.
+        devices: of this node.
+        secret: of the launchers of the job.
+    """
+
+    def __init__(
+        self,
+        link: Link[messages.FromSupervisor],
+        job: messages.Job,
+        host: str,
+        devices: Devices,
+        secret: bytes,
+    ) -> None:
+        self._link = link
+        self._devices = devices
+        self._store = flag.address(job.flags)
+        self._loop = Loop()
+        own = {NODE: host, **variables_of(secret)}
+        self._machine = Machine(job, own, self._loop, self._tell, self._note_spare)
+        self._leader: NodeLeader | None = None
+
+    def run(self) -> None:
+        """Return when the supervisor is gone; nothing runs here then."""
+        self._loop.watch(self._link.fd, self._obey)
+        self._loop.watch(self._devices.fd, self._tell_of_devices)
+        self._devices.watch()
+        beats = Beats(lambda: [self._link])
+        try:
+            while self._link.silent_s < messages.SILENT_S:
+                self._loop.turn(_TURN_S)
+        except OSError:
+            pass  # the job is over, or the supervisor lost
+        finally:
+            self._machine.close()
+            if self._leader is not None:
+                self._leader.close()
+            beats.close()
+
+    def _obey(self) -> None:
+        message = self._link.receive()
+        if isinstance(message, messages.Start):
+            message = self._led(message)
+        self._machine.obey(message)
+        if isinstance(message, messages.Vanish):  # nobody is told
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _led(self, order: messages.Start) -> messages.Start:
+        """Let a worker find the leader of this node, which leads to where they meet."""
+        launchers = order.variables['MASTER_ADDR'], int(order.variables['MASTER_PORT'])
+        store = self._store or launchers
+        try:
+            if self._leader is None or self._leader.store != store:  # when all start again
+                if self._leader is not None:
+                    self._leader.close()
+                self._leader = NodeLeader(*store)
+        except OSError as error:  # each asks the store itself
+            logger.warning('this node has no leader: %s', error)
+            return order
+        return structs.replace(order, variables={**order.variables, **self._leader.variables})
+
+    def _tell(self, message: messages.FromAgent) -> None:
+        if isinstance(message, messages.Ended) and message.code != 0:
+            self._tell_of_devices()  # not back to one that may have been the reason
+        self._link.send(message)
+
+    def _note_spare(self, event: Event) -> None:
+        if isinstance(event, SpareReady):
+            self._link.send(messages.SpareIsReady(event.pid))
+        else:
+            say_of_launcher(event)
+
+    def _tell_of_devices(self) -> None:
+        for message in self._devices.take():
+            self._link.send(message)
+
+
+def connect(
+    address: Address, host: str, devices: Sequence[messages.DevicesFail]
+) -> Link[messages.FromSupervisor]:
+    """Meet the supervisor.
+
+    Args:
+        address: where it listens.
+        host: name of this node.
+        devices: what is wrong with some.
+
+    Raises:
+        OSError: it is not there, or not that of this job.
+    """
+    sock = socket.create_connection((address.host, address.port), _CONNECT_S)
+    connection = Connection(sock)
+    connection.set_deadline(_CONNECT_S)
+    refused = introduce(connection, address.secret)
+    if refused is not None:
+        raise ConnectionError(refused)
+    link = Link(sock, messages.FROM_SUPERVISOR)
+    trouble = '; '.join(one.trouble for one in devices)
+    link.send(messages.Here(host, trouble, all(one.usable for one in devices)))
+    return link
+
+
+def main() -> None:
+    """Body of the process."""
+    ask_again_soon()
+    # Slurm sends them to workers and supervisor, too, of whom the latter decides what they mean.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)
+    address = Address.parse(os.environ.pop(ADDRESS_VARIABLE))
+    host = os.environ['SLURMD_NODENAME']
+    devices = Devices(nvml.of_this_node())
+    devices.look()
+    try:
+        link = connect(address, host, devices.take())
+        job = link.receive()
+    except OSError as error:
+        sys.exit(f'the supervisor at {address.host}:{address.port} is not reached: {error}')
+    assert isinstance(job, messages.Job)
+    Agent(link, job, host, devices, address.secret).run()
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line of the launcher on one machine, and what it has in common with that for Slurm."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.launch.config import Action, LaunchConfig, StagedFault
+from moevement_ext.process.exit_signal import stop_at_signals
+from moevement_ext.process.name_lookups import ask_again_soon
+
+_DESCRIPTION = """\
+Runs a training program on emulated nodes of this machine. A worker that dies is replaced at once,
+by a hot spare if one is ready; the other workers live on. Those of a program without localized
+recovery cannot: they are all started again.
+
+  scripts/local_cluster.py --nodes 4 --spares 1 --kill 2@8 -- pretrain_gpt.py --sparse-ckpt ...
+"""
+_END = '--'
+
+
+def parse(argv: Sequence[str]) -> LaunchConfig:
+    """The job on a command line; ends the process with a message if it breaks a rule.
+
+    Args:
+        argv: flags of the launcher, `--`, program, flags of the program.
+    """
+    parser = _parser()
+    args = parse_before_program(parser, argv)
+    try:
+        return configured(
+            args, nodes=args.nodes, spares=args.spares, fork=args.fork, share_gpu=args.share_gpu
+        )
+    except ConfigurationError as error:
+        parser.error(str(error))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job; returns the exit status: 0 if all workers ended with 0."""
+    ask_again_soon()
+    config = parse(sys.argv[1:] if argv is None else argv)
+    from moevement_ext.launch.supervisor import Supervisor  # torch: too slow for --help
+
+    try:
+        supervisor = Supervisor(config)
+    except ConfigurationError as error:
+        _parser().error(str(error))
+    stop_at_signals(supervisor.stop, config.flags)
+    return supervisor.run()
+
+
+def parse_before_program(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> argparse.Namespace:
+    """The flags of a launcher; `launched` has the program and its flags, after `--`."""
+    own = list(argv[: argv.index(_END)] if _END in argv else argv)
+    args = parser.parse_args(own)
+    args.launched = argv[len(own) + 1 :]
+    if not args.launched:
+        parser.error(f'no program: put {_END}, the program and its flags after the other flags')
+    return args
+
+
+def configured(args: argparse.Namespace, **more: Any) -> LaunchConfig:
+    """The job of a command line with the flags of `add_shared`, and more of `LaunchConfig`.
+
+    Raises:
+        ConfigurationError: a value breaks a rule; names the flag.
+    """
+    return LaunchConfig(
+        program=args.launched[0],
+        flags=tuple(args.launched[1:]),
+        workers_per_node=args.workers_per_node,
+        max_restarts=args.max_restarts,
+        log_dir=args.log_dir,
+        faults=(*args.kill, *args.kill_node, *args.stop),
+        **more,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage='%(prog)s --nodes N [flags] -- program [flags of the program]',
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add: Callable[..., object] = parser.add_argument
+    number = {'type': int, 'metavar': 'N'}
+    add('--nodes', **number, required=True, help='Emulated nodes.')
+    add(
+        '--spares',
+        **number,
+        default=LaunchConfig.spares,
+        help='Hot spares: processes that have imported the program and wait. Default: 0.',
+    )
+    add(
+        '--fork',
+        action='store_true',
+        help='Import the program once and fork every worker from that process: it starts in a '
+        'fraction of a second. Only if nothing that the program imports starts a thread or uses '
+        'a GPU.',
+    )
+    add(
+        '--share-gpu',
+        action='store_true',
+        help='All workers on the first GPU, each a host of its own to NCCL, so that they talk '
+        'through sockets: slow, for trying failures. Give the program --distributed-backend nccl '
+        '--disable-gloo-process-groups. Default: a GPU for each worker.',
+    )
+    add_shared(parser)
+    return parser
+
+
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    """The flags that launchers have in common."""
+    add: Callable[..., object] = parser.add_argument
+    number = {'type': int, 'metavar': 'N'}
+    add('--workers-per-node', **number, default=1, help='Ranks on each node. Default: 1.')
+    add(
+        '--max-restarts',
+        **number,
+        default=LaunchConfig.max_restarts,
+        help='Replacements of workers in all, or new starts of all workers together; the next '
+        'death ends the job, as do three errors of one rank within ten minutes. '
+        'Default: %(default)s.',
+    )
+    add(
+        '--log-dir',
+        type=Path,
+        metavar='DIR',
+        help='Append the output of each rank to DIR/rank<N>.log, and events of the launcher to '
+        'DIR/launcher.jsonl, on a file system that all nodes see. Default: all on stdout, with '
+        'the rank before each line.',
+    )
+    group = parser.add_argument_group(
+        'staged failures', 'Each strikes once the last rank has logged the iteration.'
+    )
+    for action, target, what in (
+        (Action.KILL, 'RANK', 'SIGKILL a worker.'),
+        (
+            Action.KILL_NODE,
+            'NODE',
+            'SIGKILL the workers of a node and delete its memory below --sparse-ckpt-dir, which '
+            'needs --sparse-ckpt-run-id.',
+        ),
+        (Action.STOP, 'RANK', 'SIGSTOP a worker: it hangs.'),
+    ):
+        group.add_argument(
+            action.value,
+            type=partial(_fault, action, target),
+            nargs='+',
+            action='extend',
+            default=[],
+            metavar=f'{target}@ITERATION',
+            help=what,
+        )
+
+
+def _fault(action: Action, target: str, text: str) -> StagedFault:
+    match = re.fullmatch(r'(\d+)@(\d+)', text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f'{text!r} must be {target}@ITERATION, two whole numbers, such as 2@8'
+        )
+    return StagedFault(action, int(match[1]), int(match[2]))

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with the GPUs of a node, for its agent to tell the supervisor."""
+
+import contextlib
+import os
+import queue
+
+from moevement_ext.devices.judging import Finding, Judge
+from moevement_ext.devices.nvml import Source
+from moevement_ext.devices.watch import DeviceWatch
+from moevement_ext.devices.xids import Harm
+from moevement_ext.launch.messages import DevicesFail
+
+
+class Devices:
+    """Findings that the supervisor has to know; none ever where nothing tells of devices.
+
+    Args:
+        source: of readings; None: there is none.
+
+    Attributes:
+        fd: readable when something was found.
+    """
+
+    def __init__(self, source: Source | None) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._source = source
+        self._judge = Judge()
+        self._found: queue.SimpleQueue[Finding] = queue.SimpleQueue()
+
+    def look(self) -> None:
+        """Take a first reading; before `watch`."""
+        for reading in [] if self._source is None else self._source.read():
+            for finding in self._judge.judge(reading):
+                self._add(finding)
+
+    def watch(self) -> None:
+        """Take readings from now on, on a thread."""
+        if self._source is not None:
+            DeviceWatch(self._source, self._judge, self._add)
+
+    def take(self) -> list[DevicesFail]:
+        """What was found since the last call; any thread."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        found = [self._found.get() for _ in range(self._found.qsize())]
+        return [DevicesFail(f'GPU {one}', one.harm < Harm.DEVICE) for one in found]
+
+    def _add(self, finding: Finding) -> None:
+        if finding.harm >= Harm.WORN:
+            self._found.put(finding)
+            os.eventfd_write(self.fd, 1)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment that torchrun gives to its workers, for workers on emulated nodes."""
+
+import torch
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.launch import shared_gpu
+from moevement_ext.launch.config import LaunchConfig
+from moevement_ext.launch.connections import connections
+from moevement_ext.membership import launch
+
+_DEFAULTS = {
+    'OMP_NUM_THREADS': '1',
+    'PYTHONUNBUFFERED': '1',  # what a killed worker had printed is not lost
+}
+
+
+def default_variables_here(config: LaunchConfig) -> dict[str, str]:
+    """The same as `default_variables`, for workers on this machine."""
+    defaults = default_variables(config)
+    if not torch.cuda.is_available():
+        defaults['TORCHDYNAMO_DISABLE'] = '1'
+    return defaults | (shared_gpu.DEFAULTS if config.share_gpu else {})
+
+
+def default_variables(config: LaunchConfig) -> dict[str, str]:
+    """What a worker finds in its environment unless the user has set it otherwise, on any machine.
+
+    Args:
+        config: of the job.
+    """
+    return {**_DEFAULTS, **connections(config.flags)}
+
+
+def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
+    """What all workers of the job find in their environment, whatever the user has set.
+
+    Args:
+        config: of the job.
+        host: where the store of the launcher listens.
+        port: of the store.
+    """
+    return {
+        'WORLD_SIZE': str(config.world_size),
+        'LOCAL_WORLD_SIZE': str(config.workers_per_node),
+        'MASTER_ADDR': host,
+        'MASTER_PORT': str(port),
+        'TORCHELASTIC_USE_AGENT_STORE': 'True',
+        launch.VARIABLE: config.launch,
+    }
+
+
+def rank_variables(config: LaunchConfig, rank: int, restarts: int) -> dict[str, str]:
+    """What differs between workers, and between the lives of a worker.
+
+    Args:
+        config: of the job.
+        rank: of the worker.
+        restarts: how often this rank was restarted.
+    """
+    node = config.node_of(rank)
+    return {
+        'RANK': str(rank),
+        'LOCAL_RANK': str(rank - config.ranks_of(node).start),
+        'GROUP_RANK': str(node),
+        'TORCHELASTIC_RESTART_COUNT': str(restarts),
+    }
+
+
+def name_here(node: int) -> str:
+    """Name of an emulated node."""
+    return f'node{node}'
+
+
+def variables_here(config: LaunchConfig, rank: int, restarts: int) -> dict[str, str]:
+    """The same as `rank_variables`, for a worker on an emulated node.
+
+    `LOCAL_RANK` chooses the GPU. The emulated nodes share those of this machine, so where there are
+    GPUs it is the rank itself, not the place in the node; or 0, where all share the first.
+    """
+    found = rank_variables(config, rank, restarts)
+    if config.share_gpu:
+        found |= shared_gpu.of_rank(rank)
+    elif torch.cuda.is_available():
+        found['LOCAL_RANK'] = str(rank)
+    return found | {'MOEVEMENT_NODE': name_here(config.node_of(rank))}
+
+
+def check_devices(config: LaunchConfig) -> None:
+    """Each worker needs a GPU of its own, unless all share one or none is used.
+
+    Raises:
+        ConfigurationError: there are GPUs, but fewer than workers, or workers are to be forked; or
+            there is none to share.
+    """
+    if config.fork and torch.cuda.is_available():
+        raise ConfigurationError(
+            '--fork: CUDA does not work in a fork; leave out --fork. CUDA_VISIBLE_DEVICES= (empty) '
+            'runs on the CPU.'
+        )
+    if config.share_gpu:
+        if not torch.cuda.is_available():
+            raise ConfigurationError('--share-gpu: there is no GPU here; leave it out.')
+    elif torch.cuda.is_available() and torch.cuda.device_count() < config.world_size:
+        raise ConfigurationError(
+            f'--nodes {config.nodes} --workers-per-node {config.workers_per_node} needs '
+            f'{config.world_size} GPUs, one for each worker; there are '
+            f'{torch.cuda.device_count()}. --share-gpu puts all on the first; '
+            'CUDA_VISIBLE_DEVICES= (empty) runs on the CPU.'
+        )

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launcher knows of the job's failures: how each came out, and how the job ended.
+
+Workers say in the store how a recovery came out, in one line. The launcher asks for it only while
+it waits for one, so that a job without failures costs its store nothing.
+"""
+
+import time
+from collections.abc import Callable
+
+from torch.distributed import Store
+
+from moevement_ext.events import Event
+from moevement_ext.launch.events import JobEnded, JobFailed, JobRecovered, NodeLost, StoreLost
+from moevement_ext.launch.output import say_of_launcher
+from moevement_ext.launch.worker import BadEnd
+from moevement_ext.membership.failures import (
+    tell_cause,
+    tell_end,
+    tell_spares,
+    told_recovered,
+)
+
+
+def print_event(event: Event) -> None:
+    """Tell the person who waits."""
+    bad = isinstance(event, JobFailed | StoreLost | NodeLost)
+    good = False if bad else None
+    match event:
+        case JobRecovered():
+            good = event.nothing_lost
+        case JobEnded():
+            good = event.code == 0
+    say_of_launcher(event, good)
+
+
+class Outcome:
+    """The failures of one job; the launcher's thread uses it.
+
+    Args:
+        report: called with what is to be said.
+        spares: what is left to take the place of the next that is lost, in words.
+    """
+
+    def __init__(self, report: Callable[[Event], None], spares: Callable[[], str]) -> None:
+        self._report = report
+        self._spares = spares
+        self._began = time.monotonic()
+        self._failures = self._recoveries = 0
+        self._told_spares = self._told = ''
+        self._waits = False
+
+    def lost(self, store: Store, end: BadEnd) -> None:
+        """This worker is about to be replaced alone."""
+        self._failures += 1
+        self._waits = True
+        tell_end(store, end.worker.rank, end.worker.pid, end.fate)
+
+    def all_lost(self, store: Store, cause: BadEnd, restarts: int) -> None:
+        """All workers are about to start again, in this store, for the `restarts`-th time."""
+        self._failures += 1
+        self._waits = True
+        self._told_spares = ''
+        tell_cause(store, restarts, cause.worker.rank, cause.worker.pid, cause.fate)
+
+    def look(self, store: Store) -> None:
+        """Hear how a recovery came out that is waited for; ten times a second.
+
+        Raises:
+            DistError: the store is not reached.
+        """
+        if not self._waits:
+            return
+        spares = self._spares()
+        if spares != self._told_spares:
+            tell_spares(store, spares)
+            self._told_spares = spares
+        line = told_recovered(store)
+        if line and line != self._told:
+            self._told = line
+            self._waits = False
+            self._recoveries += 1
+            self._report(JobRecovered(line, spares))
+
+    def ended(self, code: int) -> None:
+        """All is over."""
+        seconds = time.monotonic() - self._began
+        self._report(JobEnded(code, seconds, self._failures, self._recoveries))

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Staged failures: when they are due, and the host memory that dies with a node."""
+
+import argparse
+import re
+from pathlib import Path
+
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.launch.config import Action, LaunchConfig, StagedFault
+from moevement_ext.memory.node_store import NodeStore
+
+_ITERATION = re.compile(r'\biteration +(\d+)/')
+
+
+class StagedFaults:
+    """Staged failures that are still to come.
+
+    Args:
+        config: of the job.
+
+    Raises:
+        ConfigurationError: a node is to be killed, but not known is where its memory is.
+    """
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self.pending = list(config.faults)
+        self._run: tuple[Path, str] | None = None
+        for fault in config.faults:
+            if fault.action is Action.KILL_NODE:
+                self._run = _run_in_memory(config, fault)
+
+    def due(self, iteration: int) -> list[StagedFault]:
+        """Those to stage now that the last rank has logged this one; each is returned once."""
+        found = [fault for fault in self.pending if fault.iteration <= iteration]
+        self.pending = [fault for fault in self.pending if fault not in found]
+        return found
+
+    def memory_of(self, name: str) -> NodeStore:
+        """What the node of this name keeps of the run, to be deleted with it."""
+        assert self._run is not None  # a node is to be killed
+        return NodeStore(*self._run, name)
+
+
+def logged_iteration(line: str) -> int | None:
+    """The iteration that a line of a trainer's log is about."""
+    logged = _ITERATION.search(line)
+    return None if logged is None else int(logged[1])
+
+
+def _run_in_memory(config: LaunchConfig, fault: StagedFault) -> tuple[Path, str]:
+    """Directory of windows, and the run's name in it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument('--sparse-ckpt-dir', default=SparseCheckpointConfig.dir)
+    parser.add_argument('--sparse-ckpt-run-id')
+    try:
+        given, _ = parser.parse_known_args(config.flags)
+    except argparse.ArgumentError as error:
+        raise ConfigurationError(f'{config.program}: {error}.') from error
+    if given.sparse_ckpt_run_id is None:
+        raise ConfigurationError(
+            f'{fault} deletes the memory of the node, of this run only: '
+            f'give {config.program} a --sparse-ckpt-run-id.'
+        )
+    settings = SparseCheckpointConfig(dir=given.sparse_ckpt_dir, run_id=given.sparse_ckpt_run_id)
+    checked = NodeStore(Path(settings.dir), given.sparse_ckpt_run_id, f'node{fault.target}')
+    return checked.root, checked.run_id

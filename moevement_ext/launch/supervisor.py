@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the workers of all emulated nodes, and in place of one that dies another: only that one.
+
+torchrun restarts all workers of the agent whose worker died. Here the others live on: the failure
+is announced to them in the launcher's store, which outlives them all, and a hot spare or a new
+process takes the place of the dead one. So it is for a program that says that its workers survive
+(see `statements`); the workers of any other are all started again together, as torchrun does.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+from torch.distributed import DistError, TCPStore
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.events import Event
+from moevement_ext.launch.config import Action, LaunchConfig, StagedFault
+from moevement_ext.launch.errors import LaunchError
+from moevement_ext.launch.events import (
+    AllStartAgain,
+    FaultStaged,
+    JobFailed,
+    Journal,
+    MemoryKept,
+    StoreFound,
+    StoreLost,
+    WorkerEnded,
+    WorkerEvicted,
+    WorkerLate,
+    WorkerLostAtExit,
+    WorkerStopped,
+    WorkerUndead,
+)
+from moevement_ext.launch.here import Here
+from moevement_ext.launch.loop import Loop
+from moevement_ext.launch.newcomers import Newcomers
+from moevement_ext.launch.outcome import Outcome, print_event
+from moevement_ext.launch.output import LogTail
+from moevement_ext.launch.remote import RemoteChild
+from moevement_ext.launch.replacements import Replacements
+from moevement_ext.launch.staged_faults import StagedFaults, logged_iteration
+from moevement_ext.launch.starter import Starter
+from moevement_ext.launch.statements import told_finished, told_memory, told_survivors
+from moevement_ext.launch.worker import BadEnd, Worker
+from moevement_ext.membership.eviction import evictions, take_eviction
+from moevement_ext.membership.launch import of_launch
+from moevement_ext.membership.rendezvous import announce_failure
+from moevement_ext.process.exit_signal import listened_for
+from moevement_ext.store import flag, outside
+from moevement_ext.store.answers import AnswerWatch
+
+_POLL_S = 0.1
+_STORE_TIMEOUT = timedelta(seconds=60)
+_GLANCE = timedelta(seconds=1)
+_TO_ANSWER_S = 30.0
+"""For a store elsewhere, which may stand still."""
+_WITHOUT_STORE_S = 600.0
+"""So long a dead worker waits for the store; ours may be started anew elsewhere meanwhile."""
+_SETTLE_S = 1.0
+"""A worker that fails because another one is lost may be seen to end before that one."""
+
+
+class Supervisor:
+    """One job. `run` does everything, on one thread; other threads may look, and call `stop`.
+
+    Args:
+        config: of the job.
+        on_event: called by the thread that runs `run` with everything that happens, right away;
+            by default it is printed on stderr.
+        starter: makes what starts the workers; by default they are processes of this machine.
+
+    Attributes:
+        store: where the workers meet; it outlives them. That of `--sparse-ckpt-store` if the
+            program has this flag: if it is lost, the workers leave, and all start again in the
+            one that is there then.
+        workers: by rank, while `run` runs and afterwards.
+
+    Raises:
+        ConfigurationError: a staged failure or the GPUs of this machine do not fit the job, no log
+            can be written, or the outside store is not reached.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        on_event: Callable[[Event], None] = print_event,
+        starter: Callable[[LaunchConfig, Loop, Callable[[Event], None]], Starter] = Here,
+    ) -> None:
+        self.config = config
+        config.make_log_dir()
+        self._loop = Loop()
+        self._report = Journal(config.log_dir, on_event)
+        self._starter = starter(config, self._loop, self._report)
+        self._answers: AnswerWatch | None = None
+        self._open_store()
+        self.workers: list[Worker] = []
+        self._outcome = Outcome(self._report, self._starter.spares_left)
+        self._faults = StagedFaults(config)
+        self._exit_code: int | None = None
+        self._announced_code = 0
+        self._replacements = Replacements(config)
+        self._newcomers = Newcomers()
+        self._bad_ends: list[BadEnd] = []
+        self._failed_at_exit: list[str] = []
+        self._look_for_store_at: float | None = None
+
+    def _open_store(self, to_connect: timedelta = _STORE_TIMEOUT) -> None:
+        self._evictions = 0  # as that store counts them
+        address = flag.address(self.config.flags)
+        if address is not None:
+            self.store = outside.connect(*address, to_connect)
+            self.store.set_timeout(_STORE_TIMEOUT)
+            self._answers = self._answers or AnswerWatch(self.store, _TO_ANSWER_S)
+        else:
+            self.store = TCPStore(
+                '127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+            )
+        self._said = of_launch(self.store, self.config.launch)
+
+    def run(self) -> int:
+        """Start the workers and wait until all have ended well; nothing of the job is left then.
+
+        All processes are killed when the calling thread ends, whatever ends it.
+
+        Returns:
+            0, or the exit status that the workers had announced; that of the `LaunchError` if the
+            job was given up; what `stop` was given if that was called.
+        """
+        code = 1  # of an error of this program
+        try:
+            self._supervise()
+            code = self._exit_code or self._announced_code
+        except LaunchError as failure:
+            self._report(JobFailed(str(failure)))
+            code = failure.exit_code
+        finally:
+            self._kill_all()
+            self._outcome.ended(code)
+            self._report_memory()
+            if self._answers is not None:
+                self._answers.close()
+            self._report.close()
+        return code
+
+    def stop(self, exit_code: int) -> None:
+        """End all workers, asking them at first, and let `run` return `exit_code`; any thread."""
+        self._exit_code = exit_code
+
+    def _supervise(self) -> None:
+        tail = self._log_tail()
+        self._starter.open(self.store.port)
+        for rank in range(self.config.world_size):
+            self.workers.append(Worker(rank, self._new_child(rank, 0)))
+            self._started(self.workers[rank])
+        self._starter.keep_spares()
+        next_poll = time.monotonic()
+        while not all(worker.finished for worker in self.workers):
+            self._loop.turn(_POLL_S)
+            if self._exit_code is not None:
+                return self._terminate()
+            if time.monotonic() >= next_poll:
+                next_poll = time.monotonic() + _POLL_S
+                self._starter.look()
+                self._look_into_store()
+                self._give_up_the_undead(self._living())
+                if tail is not None:
+                    tail.pump()
+            self._judge_all()
+        if self._failed_at_exit:
+            raise LaunchError(self._failed_at_exit[0])
+
+    # Lives of a worker
+
+    def _new_child(self, rank: int, restarts: int) -> RemoteChild:
+        watched = rank == self.config.world_size - 1 and self._faults.pending
+        return self._starter.start(rank, restarts, self._stage_faults if watched else None)
+
+    def _started(self, worker: Worker) -> None:
+        self._loop.watch(worker.child.death, partial(self._ended, worker))
+
+    def _ended(self, worker: Worker) -> None:
+        code = self._reap(worker)
+        if code != 0:
+            self._bad_ends.append(BadEnd(worker, code, time.monotonic()))
+
+    # Bad ends: all that are known are judged together, since one may be the reason of another
+
+    def _judge_all(self) -> None:
+        if not self._bad_ends or self._look_for_store_at is not None:
+            return
+        try:
+            self._bad_ends = [end for end in self._bad_ends if not self._was_done(end)]
+            if self._bad_ends:
+                self._judge_together()
+        except DistError:  # an outside store: the connection is lost, or all that was in it
+            self._lose_store()
+
+    def _judge_together(self) -> None:
+        bad = {end.worker.rank for end in self._bad_ends}
+        others = [worker for worker in self.workers if worker.rank not in bad]
+        done = [worker for worker in others if self._is_done(worker)]
+        self._replacements.refuse_mistakes(self._bad_ends)
+        survivors = told_survivors(self._said)
+        if survivors and len(done) == len(others) and self._were_lost_at_the_end(others):
+            return
+        if done and self._may_end_first(done):
+            return
+        if done:
+            raise LaunchError(
+                f'{self._bad_ends[0].how} when rank {done[0].rank} had already finished: '
+                'a replacement would wait in vain for its peers.'
+            )
+        if survivors:
+            self._replace_all()
+        elif not self._may_be_a_consequence():
+            self._start_all_again(min(self._bad_ends, key=lambda end: end.is_error))
+
+    def _was_done(self, end: BadEnd) -> bool:
+        """All its work was done: nobody waits for it, so it is not replaced."""
+        worker = end.worker
+        if worker.finished:
+            return True
+        announced = self._told(worker)
+        if announced is None:
+            return False
+        if end.code < 0:
+            self._report(WorkerLostAtExit(worker.rank, worker.pid, end.code))
+        elif end.code != announced:  # said when the others, who are ending too, have ended
+            self._failed_at_exit.append(f'{end.how} when it had finished{worker.last_words()}')
+        worker.finished = True
+        self._announced_code = max(self._announced_code, announced)
+        return True
+
+    def _were_lost_at_the_end(self, others: list[Worker]) -> bool:
+        """True if they were killed before they could say that they had finished, as all others do.
+
+        Where workers survive others, none says so before all have trained to the end.
+        """
+        killed = all(end.code < 0 for end in self._bad_ends)
+        if not (others and killed and all(self._told(worker) == 0 for worker in others)):
+            return False
+        for end in self._bad_ends:
+            self._report(WorkerLostAtExit(end.worker.rank, end.worker.pid, end.code))
+            end.worker.finished = True
+        self._bad_ends.clear()
+        return True
+
+    def _may_end_first(self, done: list[Worker]) -> bool:
+        """Who has finished gives its memory back before the job is given up; not for ever."""
+        ending = any(not worker.child.ended for worker in done)
+        return ending and time.monotonic() < self._bad_ends[0].at + self.config.grace_s
+
+    def _may_be_a_consequence(self) -> bool:
+        """Only errors so far, and it is too early to say that no worker was lost before."""
+        errors_only = all(end.is_error for end in self._bad_ends)
+        early = time.monotonic() < self._bad_ends[0].at + _SETTLE_S
+        return errors_only and early and bool(self._living())
+
+    def _reap(self, worker: Worker) -> int:
+        code = self._bury(worker)
+        self._report(WorkerEnded(worker.rank, worker.pid, code))
+        return code
+
+    def _bury(self, worker: Worker) -> int:
+        """Wait for its end; returns how it ended."""
+        self._loop.forget(worker.child.death)
+        code = worker.child.reap()
+        worker.finished = code == 0
+        return code
+
+    def _replace_all(self) -> None:
+        """The others live on."""
+        while self._bad_ends:
+            end = self._bad_ends[0]
+            self._outcome.lost(self.store, end)
+            announce_failure(self.store, end.worker.rank, end.how)
+            self._replacements.add(end, [end.worker])
+            self._bad_ends.pop(0)
+            self._start_again(end.worker, end.worker.restarts + 1)
+
+    def _start_all_again(self, cause: BadEnd) -> None:
+        """The others wait for the dead worker, perhaps for ever, and nothing can wake them up."""
+        self._evict()  # one that ended because of a hung one asked for this first
+        self._replacements.add(cause, self.workers)
+        self._stop(self._living())
+        self._report(AllStartAgain(cause.how))
+        # torch would find the keys of the life before in the old one, and wait for the dead.
+        try:
+            self._open_store()
+        except ConfigurationError as error:
+            raise LaunchError(str(error)) from error
+        self._bad_ends.clear()
+        restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
+        self._outcome.all_lost(self.store, cause, restarts)
+        self._starter.open(self.store.port)
+        for any_worker in self.workers:
+            self._start_again(any_worker, restarts)
+        self._starter.keep_spares()
+
+    def _stop(self, workers: list[Worker]) -> None:
+        for worker in workers:
+            worker.child.signal(signal.SIGKILL)
+        for worker in workers:
+            worker.child.dies()
+            self._give_up_the_undead([worker])
+            code = self._bury(worker)
+            by_itself = code != -signal.SIGKILL
+            ended = WorkerEnded(worker.rank, worker.pid, code)
+            self._report(ended if by_itself else WorkerStopped(worker.rank, worker.pid))
+
+    def _give_up_the_undead(self, workers: list[Worker]) -> None:
+        """One that waits in the kernel, for a driver that hangs, say, does not die."""
+        for worker in workers:
+            if not worker.child.to_die_s and not worker.child.dies():
+                what = f'rank {worker.rank} (pid {worker.pid}) does not die of SIGKILL'
+                worker.child.give_up(f'{what}: it waits in the kernel, see dmesg')
+
+    def _start_again(self, worker: Worker, restarts: int) -> None:
+        worker.restarts = restarts
+        worker.child = self._new_child(worker.rank, restarts)
+        self._started(worker)
+
+    def _is_done(self, worker: Worker) -> bool:
+        return worker.finished or self._told(worker) is not None
+
+    def _told(self, worker: Worker) -> int | None:
+        return told_finished(self._said, worker.rank, worker.pid)
+
+    # The end
+
+    def _terminate(self) -> None:
+        """Ask all workers to end, by what they listen for, and wait for them a while."""
+        asked = listened_for(self.config.flags)
+        for worker in self._living():
+            # Nobody is replaced any more.
+            self._loop.watch(worker.child.death, partial(self._reap, worker))
+            worker.child.signal(asked)
+            worker.child.signal(signal.SIGCONT)  # for one that is stopped
+        deadline = time.monotonic() + self.config.grace_s
+        while self._living() and time.monotonic() < deadline:
+            self._loop.turn(_POLL_S)
+
+    def _kill_all(self) -> None:
+        for worker in self._living():
+            worker.child.signal(signal.SIGKILL)
+        for worker in self._living():
+            if worker.child.dies():
+                self._reap(worker)
+            else:
+                self._report(WorkerUndead(worker.rank, worker.pid))
+        self._starter.close()
+        self._loop.close()
+
+    def _report_memory(self) -> None:
+        """Say what a job that did not finish left behind."""
+        try:
+            memory = told_memory(self._said)
+        except DistError:
+            return
+        if memory is not None and memory.exists():
+            self._report(MemoryKept(str(memory)))
+
+    def _living(self) -> list[Worker]:
+        return [worker for worker in self.workers if not worker.child.ended]
+
+    # Killed on purpose
+
+    def _look_into_store(self) -> None:
+        try:
+            if self._look_for_store_at is None or self._look_for_store():
+                self._evict()
+                self._kill_the_late()
+                self._outcome.look(self.store)
+        except DistError:
+            self._lose_store()
+
+    def _lose_store(self) -> None:
+        if self._look_for_store_at is None:
+            self._report(StoreLost(flag.given(self.config.flags)))
+            self._look_for_store_at = time.monotonic()
+
+    def _look_for_store(self) -> bool:
+        """True if it is there again; takes no longer than a glance.
+
+        Raises:
+            LaunchError: it has not come for so long that who waits for it is given up.
+        """
+        assert self._look_for_store_at is not None
+        if time.monotonic() < self._look_for_store_at:
+            return False
+        try:
+            self._open_store(_GLANCE)
+        except ConfigurationError as error:
+            self._look_for_store_at = time.monotonic() + _GLANCE.total_seconds()
+            if self._bad_ends and time.monotonic() > self._bad_ends[0].at + _WITHOUT_STORE_S:
+                end = self._bad_ends[0]
+                raise LaunchError(f'{end.how}, and nobody can take its place: {error}') from error
+            return False
+        self._look_for_store_at = None
+        self._report(StoreFound())
+        return True
+
+    def _kill_the_late(self) -> None:
+        for worker in self._newcomers.late(self._said, self._living()):
+            worker.child.signal(signal.SIGKILL)
+            self._report(WorkerLate(worker.rank, worker.pid))
+
+    def _evict(self) -> None:
+        """Kill the workers that the others found hung."""
+        asked = evictions(self._said)
+        if asked == self._evictions:
+            return
+        for worker in self._living():
+            # An order about an earlier process of the rank came too late.
+            if take_eviction(self._said, worker.rank) == worker.pid:
+                worker.child.signal(signal.SIGKILL)
+                self._report(WorkerEvicted(worker.rank, worker.pid))
+        self._evictions = asked
+
+    def _log_tail(self) -> LogTail | None:
+        log = self.config.log_of(self.config.world_size - 1)
+        return LogTail(log, self._read) if log is not None and self._faults.pending else None
+
+    def _read(self, line: str) -> None:
+        iteration = logged_iteration(line)
+        if iteration is not None:
+            self._stage_faults(iteration)
+
+    def _stage_faults(self, iteration: int) -> None:
+        """Stage the failures that are due once the last rank has logged this iteration."""
+        for fault in self._faults.due(iteration):
+            if fault.action is Action.KILL_NODE:
+                self._kill_node(fault)
+            else:
+                stop = fault.action is Action.STOP
+                number = signal.SIGSTOP if stop else signal.SIGKILL
+                self.workers[fault.target].child.signal(number)
+                self._report(FaultStaged(str(fault)))
+
+    def _kill_node(self, fault: StagedFault) -> None:
+        deleted = self._starter.lose_node(fault.target, self._faults.memory_of)
+        self._report(FaultStaged(str(fault), None if deleted is None else str(deleted)))

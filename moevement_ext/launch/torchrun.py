@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""`torchrun` with static rendezvous, whose agents meet in the store of `--sparse-ckpt-store`.
+
+    python -m moevement_ext.store.torchrun --nnodes 4 --node-rank 2 --nproc-per-node 8 \
+        --max-restarts 100 pretrain_gpt.py <flags> --sparse-ckpt --sparse-ckpt-store HOST:PORT
+
+All flags are those of torchrun. There the agent of the first node serves the store, so that its
+death ends the job; here no agent does. An agent that is started again takes the place of the lost
+one; and when the store is lost, the agents wait for another one at the same address.
+
+Checked against torch 2.15.
+"""
+
+import os
+import re
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import timedelta
+
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher import api
+from torch.distributed.run import determine_local_world_size, parse_args, run
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.errors import EXIT_USER_ERROR, UserError
+from moevement_ext.process import exit_signal, user_errors
+from moevement_ext.process.name_lookups import ask_again_soon
+from moevement_ext.store import flag
+from moevement_ext.store.node_leader import NodeLeader
+from moevement_ext.store.outside import connect
+
+_BACKEND = 'sparse-ckpt-store'
+_TO_MEET_S = 600
+
+
+class OutsideStore(RendezvousHandler):
+    """Where an agent meets the others; as torch's static rendezvous, but it is never the server.
+
+    Args:
+        host, port: of the store.
+        rank: of this node.
+        nodes: number of them.
+        run_id: `--rdzv-id`.
+        timeout: for all to come, and for a store to be there.
+    """
+
+    def __init__(
+        self, host: str, port: int, rank: int, nodes: int, run_id: str, timeout: timedelta
+    ) -> None:
+        self._host, self._port = host, port
+        self._rank = rank
+        self._nodes = nodes
+        self._run_id = run_id
+        self._timeout = timeout
+
+    @classmethod
+    def create(cls, params: RendezvousParameters) -> 'OutsideStore':
+        """Made from what torch's registry of rendezvous backends is given."""
+        host, port = flag.split(params.endpoint)
+        rank, seconds = params.get_as_int('rank'), params.get_as_int('timeout', _TO_MEET_S)
+        assert rank is not None and seconds is not None
+        timeout = timedelta(seconds=seconds)
+        return cls(host, port, rank, params.max_nodes, params.run_id, timeout)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Before workers are started: a connection, anew, as the store may be another one by now.
+
+        What another layout left there is not read.
+        """
+        store = connect(self._host, self._port, self._timeout)
+        name = f'agents/{self._run_id}/{self._nodes}'
+        at = RendezvousStoreInfo(self._host, self._port)
+        return RendezvousInfo(PrefixStore(name, store), self._rank, self._nodes, at)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers meet there, too."""
+        return True
+
+    def get_backend(self) -> str:
+        """Name of this kind."""
+        return _BACKEND
+
+    def num_nodes_waiting(self) -> int:
+        """None ever is: a new agent takes the place of a lost one."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """The name of the run that all agents were given."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """Never."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing is to be closed."""
+
+    def shutdown(self) -> bool:
+        """The store goes on."""
+        return True
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent, which starts nobody again with a mistake of the user.
+
+    Whatever signal has asked it to end, it hands on the one that the workers listen for.
+    """
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if isinstance(sys.exception(), SignalException):  # else they are to start again
+            death_sig = exit_signal.listened_for(self._worker_group.spec.args)
+        super()._shutdown(death_sig, timeout)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """How the workers are; torch asks every `--monitor-interval` seconds.
+
+        A mistake is there from the start: what a worker refuses that was started again, too little
+        memory on another node, say, may be in order for the next.
+
+        Raises:
+            UserError: one ended because of a mistake before any was started again.
+        """
+        result: RunResult = super()._monitor_workers(worker_group)
+        if self._remaining_restarts == worker_group.spec.max_restarts:
+            for rank, failure in result.failures.items():
+                if failure.exitcode == EXIT_USER_ERROR:
+                    raise UserError(
+                        f'rank {rank} (pid {failure.pid}) ended with exit status '
+                        f'{EXIT_USER_ERROR}: it refuses what it was started with.'
+                    )
+        return result
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    """The arguments of torchrun, with the store of the program's flags as the place to meet.
+
+    Raises:
+        ConfigurationError: the program has no such flag, or torchrun is to meet elsewhere.
+    """
+    args: Namespace = parse_args(list(argv))
+    store = flag.given(args.training_script_args)
+    if store is None:
+        raise ConfigurationError(
+            f'{flag.FLAG} HOST:PORT is missing among the flags of the program.'
+        )
+    if args.standalone or args.rdzv_endpoint or args.rdzv_backend != 'static':
+        raise ConfigurationError(
+            f'{flag.FLAG} is where agents meet: leave out --standalone, --rdzv-backend and '
+            '--rdzv-endpoint.'
+        )
+    flag.split(store)
+    _check_numbers(args)
+    args.rdzv_backend, args.rdzv_endpoint = _BACKEND, store
+    rank = f'rank={args.node_rank}'
+    args.rdzv_conf = f'{args.rdzv_conf},{rank}' if args.rdzv_conf else rank
+    args.node_rank = 0  # torchrun warns that it ignores it
+    asking = {*exit_signal.ASKING, exit_signal.listened_for(args.training_script_args)}
+    given = args.signals_to_handle.split(',')
+    args.signals_to_handle = ','.join(
+        dict.fromkeys([*given, *(one.name for one in sorted(asking))])
+    )
+    return args
+
+
+def _check_numbers(args: Namespace) -> None:
+    """What torchrun itself does later, with a traceback."""
+    nodes, processes = args.nnodes, args.nproc_per_node
+    if not re.fullmatch(r'([1-9]\d*)(:\1)?', nodes):
+        raise ConfigurationError(f'--nnodes {nodes} must be the number of nodes, 1 or more.')
+    try:
+        determine_local_world_size(processes)
+    except ValueError as error:
+        raise ConfigurationError(
+            f'--nproc-per-node {processes} must be the number of processes on this node, or gpu, '
+            f'if it has some ({error}).'
+        ) from error
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the agent of a node."""
+    ask_again_soon()
+    with user_errors.in_one_line():
+        args = parse(sys.argv[1:] if argv is None else argv)
+        rendezvous_handler_registry.register(_BACKEND, OutsideStore.create)
+        with closing(NodeLeader(*flag.split(args.rdzv_endpoint))) as leader:
+            os.environ |= leader.variables
+            api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
+            run(args)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank that has survived a failure brings to the meeting after it."""
+
+import os
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from moevement_ext.config import node_name
+from moevement_ext.membership.launch import own_launch
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rank import Rank
+from moevement_ext.membership.report import NOWHERE, Report, UnderWay
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.window.name import Window
+from moevement_ext.protect.protection import Protection
+from moevement_ext.recover.fruitless import Fruitless
+from moevement_ext.recover.handover import Handover, PlanInForce
+from moevement_ext.recover.inventory import held_windows, launch_of
+from moevement_ext.recover.rank_state import RankState
+from moevement_ext.recover.trainer import Start, Trainer
+
+
+class OwnReport:
+    """Made of what one rank has. Training thread only, but for what `of_replay` returns.
+
+    Args:
+        rank: this rank.
+        membership: this process among the others.
+        trainer: its training loop.
+        protection: its windows, ledger and log.
+        position: what it has of the training state.
+        fruitless: its recoveries that brought nothing.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        membership: Membership,
+        trainer: Trainer,
+        protection: Protection,
+        position: RankState[Start],
+        fruitless: Fruitless,
+    ) -> None:
+        self._rank = rank
+        self._launched = launch_of(rank.identity)
+        self._membership = membership
+        self._trainer = trainer
+        self._protection = protection
+        self._position = position
+        self._fruitless = fruitless
+
+    def now(self, refused: Sequence[Window]) -> Report:
+        """Of a training thread that has left its epoch.
+
+        Args:
+            refused: windows that are damaged beyond repair.
+        """
+        memory, identity = self._protection.memory, self._rank.identity
+        first_logged = memory.log.first_iteration if memory.log is not None else None
+        present = self._protection.present
+        handover = Handover(
+            PlanInForce(present.version, present.origin), self._trainer.loop.hand_over()
+        )
+        return Report(
+            survivor=True,
+            node=node_name(),
+            pid=os.getpid(),
+            windows=held_windows(memory.store, identity),
+            launched=self._launched,
+            origin=self._membership.origin,
+            committed=self._position.committed,
+            clean_at=self._position.clean_at,
+            first_logged=NOWHERE if first_logged is None else first_logged,
+            refused=list(refused),
+            unjudged=self._protection.unjudged,
+            address=memory.addresses[self._rank.number],
+            ledger=self._entries(),
+            fruitless=self._fruitless.count,
+            own_error=self._fruitless.own_error,
+            details=msgspec.msgpack.encode(handover),
+            launch=own_launch(),
+            marks=[memory.mark],
+        )
+
+    def of_replay(
+        self, window: Window, target: int, refused: Sequence[Window]
+    ) -> Callable[[], Report]:
+        """Of a training thread that is about to replay its stage; to be called on any other.
+
+        Args:
+            window: from which.
+            target: where it ends.
+            refused: as of `now`.
+        """
+        # It may be refused, but by this stage alone: that is judged before others rely on it.
+        before = msgspec.structs.replace(
+            self.now(refused), unjudged=False, under_way=UnderWay(window, target)
+        )
+        store, identity = self._protection.memory.store, self._rank.identity
+        return lambda: msgspec.structs.replace(before, windows=held_windows(store, identity))
+
+    def _entries(self) -> list[LedgerEntry]:
+        """The committed iterations that a replay can need: from the oldest window that is here."""
+        memory, newest = self._protection.memory, self._position.committed
+        oldest = min((window.name.start for window in memory.windows.committed()), default=newest)
+        return [entry.shared() for entry in memory.ledger.entries(oldest, newest)]

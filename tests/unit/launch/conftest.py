@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small jobs: real processes under the real launcher, of a program that only does as told."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import Store
+
+from moevement_ext.events import Event
+from moevement_ext.launch.config import LaunchConfig
+from moevement_ext.launch.events import SpareReady, WorkerLaunched
+from moevement_ext.launch.statements import tell_survivors
+from moevement_ext.launch.supervisor import Supervisor
+from moevement_ext.membership.launch import of_launch
+from tests.unit.readable import readable
+
+PROGRAM = '''
+import json, multiprocessing, os, pathlib, signal, subprocess, sys, time
+
+imported = {'pid': os.getpid(), 'rank': os.environ.get('RANK'), 'path': sys.path[0]}
+print('importing')
+here = pathlib.Path(sys.argv[0]).parent
+
+
+def main():
+    """Acts on RANK.LIFE=ACTION among the flags, then waits for the file `finish`."""
+    life = f"{os.environ['RANK']}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    left = subprocess.Popen(['sleep', '60']).pid if f'{life}=child' in sys.argv else None
+    seen = {'argv': sys.argv, 'env': dict(os.environ), 'imported': imported, 'child': left}
+    (here / f'new-{life}').write_text(json.dumps(seen))
+    (here / f'new-{life}').rename(here / f'life-{life}')
+    for flag in sys.argv[1:]:
+        place, _, action = flag.partition('=')
+        if place == life:
+            act(*action.partition(':')[::2])
+    wait_for('finish')
+
+
+def wait_for(name):
+    while not (here / name).exists():
+        time.sleep(0.002)
+
+
+def act(action, value):
+    if action == 'kill':
+        if value:
+            wait_for(value)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == 'exit':
+        code, _, name = value.partition(':')
+        if name:
+            wait_for(name)
+        sys.exit(int(code))
+    elif action == 'print':
+        print(value)
+    elif action == 'print-bytes':
+        sys.stdout.buffer.write(b'\\xff' * int(value))
+        sys.stdout.flush()
+    elif action == 'spawn':
+        multiprocessing.get_context('spawn').Process(target=print, args=(value,)).start()
+    elif action == 'stop':
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == 'deaf':
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+if __name__ == '__main__':
+    main()
+'''
+
+
+def dies(pid: int) -> bool:
+    """Wait for the death of any process; true for a zombie, which perhaps nobody reaps."""
+    try:
+        death = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    found = readable(death, 60.0)
+    os.close(death)
+    return found
+
+
+HOLDER = """
+import ctypes, sys, time
+
+ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+seize, trace_exit = 0x4206, 0x40
+print(ptrace(seize, int(sys.argv[1]), None, trace_exit), flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def undead() -> Iterator[Callable[[int], None]]:
+    """Makes a process one that SIGKILL does not end, until the context does."""
+    with ExitStack() as stack:
+
+        def hold(pid: int) -> None:
+            """As its tracer, stop it in the middle of its exit."""
+            command = [sys.executable, '-I', '-S', '-c', HOLDER, str(pid)]
+            holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+            stack.callback(holder.communicate)
+            stack.callback(holder.kill)
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b'0\n'
+
+        yield hold
+
+
+class Job:
+    """One job; `finish_when` decides after each event whether the workers may end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.program = folder / 'program.py'
+        self.program.write_text(PROGRAM)
+        self.events: list[Event] = []
+        self.on_event: Callable[[Event], object] = lambda event: None
+        self.finish_when: Callable[[], bool] = lambda: bool(self.started())
+
+    def supervisor(self, *flags: str, survive: bool = True, **settings: Any) -> Supervisor:
+        """With `survive` as if the program had said that a worker can be replaced alone."""
+        config = LaunchConfig(str(self.program), flags, **settings)
+        self.running = Supervisor(config, self._note)
+        if survive:
+            tell_survivors(self.said)
+        return self.running
+
+    @property
+    def said(self) -> Store:
+        """Where the program speaks to its launcher."""
+        return of_launch(self.running.store, self.running.config.launch)
+
+    def run(self, *flags: str, **settings: Any) -> int:
+        return self.supervisor(*flags, **settings).run()
+
+    def finish(self) -> None:
+        (self.folder / 'finish').touch()
+
+    def started(self, rank: int | None = None) -> list[WorkerLaunched]:
+        found = [event for event in self.events if isinstance(event, WorkerLaunched)]
+        return [event for event in found if rank in (None, event.rank)]
+
+    def spares(self) -> list[SpareReady]:
+        return [event for event in self.events if isinstance(event, SpareReady)]
+
+    def life(self, rank: int, restarts: int = 0) -> dict:
+        """What a life of a worker saw."""
+        return json.loads((self.folder / f'life-{rank}.{restarts}').read_text())
+
+    def _note(self, event: Event) -> None:
+        print(event, file=sys.stderr)
+        self.events.append(event)
+        self.on_event(event)
+        if self.finish_when():
+            self.finish()
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """One of the class `JOB` of the test module, if that has one."""
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # the workers use none
+    return getattr(request.module, 'JOB', Job)(tmp_path)

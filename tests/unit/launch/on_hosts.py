@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small jobs under the launcher for Slurm: real agents, without Slurm, on hosts that are but names.
+
+A step is the agent itself here, instead of an `srun` that starts it.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moevement_ext.launch.address import ADDRESS_VARIABLE, Address
+from moevement_ext.launch.config import LaunchConfig
+from moevement_ext.launch.hosts import SlurmStarter
+from moevement_ext.launch.statements import tell_survivors
+from moevement_ext.launch.steps import AGENT, Step
+from moevement_ext.launch.supervisor import Supervisor
+from tests.unit.devices.conftest import DRIVER, Devices
+from tests.unit.launch.conftest import Job
+
+
+class SlurmJob(Job):
+    """A job on the hosts a, b, ...
+
+    Attributes:
+        steps: all that were started, by host.
+        dead: hosts on which a step fails.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.steps: dict[str, list[Step]] = {}
+        self.dead: set[str] = set()
+
+    def on_hosts(
+        self, hosts: Sequence[str], *flags: str, survive: bool = True, **settings: Any
+    ) -> Supervisor:
+        """A job on the first `nodes` of the hosts; the others are spare. `survive`: as of a job."""
+        config = LaunchConfig(str(self.program), flags, **settings)
+        starter = partial(SlurmStarter, hosts, self._start_step)
+        self.running = Supervisor(config, self._note, starter)
+        if survive:
+            tell_survivors(self.said)
+        return self.running
+
+    def lose(self, host: str) -> None:
+        """Kill the agent of a host; Linux kills its workers. No other comes."""
+        self.dead.add(host)
+        self.steps[host][-1]._process.kill()
+
+    def devices(self, host: str) -> Devices:
+        """The GPUs of a host; there is a sound one."""
+        folder = self.folder / f'devices-{host}'
+        folder.mkdir()
+        devices = Devices(folder)
+        devices.set('GPU-0')
+        return devices
+
+    def _start_step(self, host: str, address: Address) -> Step:
+        environment = {**os.environ, ADDRESS_VARIABLE: str(address), 'SLURMD_NODENAME': host}
+        devices = self.folder / f'devices-{host}'
+        if devices.exists():
+            environment['MOEVEMENT_TEST_DEVICES'] = str(devices)
+            environment['PYTHONPATH'] = f'{DRIVER}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
+            del environment['CUDA_VISIBLE_DEVICES']
+        command = ['false'] if host in self.dead else [sys.executable, *AGENT]
+        step = Step(command, environment)
+        self.steps.setdefault(host, []).append(step)
+        return step

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.launch import link, messages
+from moevement_ext.launch.agent import Agent
+from moevement_ext.launch.devices import Devices
+from moevement_ext.launch.link import Link
+from tests.unit.launch.conftest import dies
+from tests.unit.launch.on_hosts import SlurmJob
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+JOB = SlurmJob
+
+VARIABLES = {
+    'RANK': '3',
+    'TORCHELASTIC_RESTART_COUNT': '0',
+    'MASTER_ADDR': '127.0.0.1',
+    'MASTER_PORT': '1',  # nobody is there
+}
+
+
+def test_workers_do_not_outlive_a_supervisor_that_falls_silent(
+    job: SlurmJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a rank might run here and on a spare node."""
+    monkeypatch.setattr(messages, 'SILENT_S', 2.0)
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
+    agent = Agent(
+        Link(here, messages.FROM_SUPERVISOR),
+        messages.Job(str(job.program), ['x'], None, {}, fork=False),
+        'a',
+        Devices(None),
+        bytes(32),
+    )
+    supervisor = Link(there, messages.FROM_AGENT)
+    supervisor.send(messages.Start(7, 3, VARIABLES, watched=False))
+    agent.run()
+    started = supervisor.receive()
+    assert isinstance(started, messages.Started)
+    assert (started.key, started.was_spare) == (7, False)
+    assert dies(started.pid)
+    assert isinstance(supervisor.receive(), messages.Alive)
+
+
+def test_a_busy_agent_gives_signs_of_life_and_outlives_its_being_busy(
+    job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for a file system, say; then it does what it was told meanwhile."""
+    monkeypatch.setattr(messages, 'SILENT_S', 5.0)
+    monkeypatch.setattr(link, '_HEARTBEAT_S', 0.1)
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
+    agent = Agent(
+        Link(here, messages.FROM_SUPERVISOR),
+        messages.Job(str(job.program), ['3.0=exit:0'], str(tmp_path), {}, fork=False),
+        'a',
+        Devices(None),
+        bytes(32),
+    )
+    log, alias = tmp_path / 'rank3.log', tmp_path / 'alias'
+    os.mkfifo(log)  # opened, it waits for a reader
+    os.link(log, alias)
+    supervisor = Link(there, messages.FROM_AGENT)
+    supervisor.send(messages.Start(7, 3, VARIABLES, watched=False))
+    running = threading.Thread(target=agent.run, daemon=True)
+    running.start()
+    for _ in range(8):
+        assert isinstance(supervisor.receive(), messages.Alive)
+        supervisor.heartbeat()
+    log.unlink()
+    reader = os.open(alias, os.O_RDONLY | os.O_NONBLOCK)
+    heard = [supervisor.receive()]
+    while not isinstance(heard[-1], messages.Ended):
+        supervisor.heartbeat()
+        heard.append(supervisor.receive())
+    assert heard[-1].code == 0
+    assert any(isinstance(message, messages.Started) for message in heard)
+    supervisor.close()
+    running.join()
+    os.close(reader)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Back to the queue, with programs in the place of those of Slurm."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.launch import allocation
+
+pytestmark = pytest.mark.timed
+
+# Changes are noted; every other one is refused, as to a command that Slurm ends with the job.
+SCONTROL = """\
+#!/usr/bin/env bash
+case "$1 $2" in
+    'requeue '*) echo "$2" >"$0.requeued" ;;
+    'show job') echo '   ReqNodeList=(null) ExcNodeList=x[1-2]' ;;
+    'show hostnames') tr , '\\n' <<<"$3" ;;
+    update*) if mkdir "$0.tried"; then exit 1; fi; echo "$2 $3" >"$0.updated" ;;
+esac
+"""
+# The nodes that the job has are in a file with a line for each question; the last line stays.
+SQUEUE = """\
+#!/usr/bin/env bash
+nodes=$(head -n 1 "$0.nodes")
+(($(wc -l <"$0.nodes") == 1)) || sed -i 1d "$0.nodes"
+if [[ $nodes == silence ]]; then echo 'Unable to contact slurm controller' >&2; exit 1; fi
+echo "$nodes"
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in (('scontrol', SCONTROL), ('squeue', SQUEUE)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv('PATH', f'{tmp_path}:/usr/bin:/bin')
+    monkeypatch.setattr(allocation, '_POLL_S', 0.01)
+    monkeypatch.setattr(allocation, '_PAUSE_S', 0.01)
+    return tmp_path
+
+
+def test_slurm_is_given_time_to_notice_what_is_lost(programs: Path) -> None:
+    (programs / 'squeue.nodes').write_text('a,b,c\na,b\na\n')
+    assert allocation.wait_until_noticed('42', {'b', 'd'}) == set()
+    assert (programs / 'squeue.nodes').read_text() == 'a\n'
+
+
+def test_but_not_for_ever(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation, '_TO_NOTICE_S', 0.05)
+    (programs / 'squeue.nodes').write_text('a,b\n')
+    assert allocation.wait_until_noticed('42', {'b', 'c'}) == {'b'}
+
+
+def test_a_job_that_has_no_node_any_more(programs: Path) -> None:
+    (programs / 'squeue.nodes').write_text('\n')
+    assert allocation.wait_until_noticed('42', {'b'}) == set()
+
+
+@pytest.mark.parametrize('lost', [{'b'}, set()])
+def test_a_controller_that_does_not_answer_is_waited_for(programs: Path, lost: set[str]) -> None:
+    """It would not hear that the job is to go back."""
+    (programs / 'squeue.nodes').write_text('silence\nsilence\na\n')
+    assert allocation.wait_until_noticed('42', lost) == set()
+    assert (programs / 'squeue.nodes').read_text() == 'a\n'
+
+
+def test_a_job_goes_back_without_nodes_that_are_of_no_use(programs: Path) -> None:
+    """Nor does it get those that it was submitted without."""
+    allocation.requeue('42', {'c', 'b'})
+    assert (programs / 'scontrol.requeued').read_text() == '42\n'
+    assert (programs / 'scontrol.updated').read_text() == 'JobId=42 ExcNodeList=x[1-2],b,c\n'
+
+
+def test_nothing_else_of_it_is_changed(programs: Path) -> None:
+    allocation.requeue('42', set())
+    assert (programs / 'scontrol.requeued').exists()
+    assert not (programs / 'scontrol.updated').exists()
+
+
+@pytest.mark.parametrize(
+    ('shown', 'seconds'),
+    [
+        ('0:05', 5.0),
+        ('2:03', 123.0),
+        ('1:02:03', 3723.0),
+        ('2-01:02:03', 176523.0),
+        ('UNLIMITED', math.inf),
+        ('INVALID', None),
+        ('silence', None),
+    ],
+)
+def test_how_long_a_job_has_left(programs: Path, shown: str, seconds: float | None) -> None:
+    (programs / 'squeue.nodes').write_text(f'{shown}\n')
+    assert allocation._seconds_left('42') == seconds
+
+
+def test_the_end_of_a_job_is_seen_coming(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is prolonged meanwhile, and the controller is away when the end comes."""
+    waits: list[float] = []
+    now = 1000.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        waits.append(seconds)
+        now += seconds
+
+    monkeypatch.setattr(allocation.time, 'monotonic', lambda: now)
+    monkeypatch.setattr(allocation.time, 'sleep', sleep)
+    (programs / 'squeue.nodes').write_text('silence\n3:10\n4:00\nsilence\n')
+    called: list[float] = []
+    allocation.call_before_end('42', 120.0, lambda: called.append(now))
+    assert waits == [60.0, 60.0, 60.0, 60.0]
+    assert called == [1000.0 + 60.0 + 60.0 + 240.0 - 120.0]
+
+
+def test_a_command_of_slurm_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('PATH', str(tmp_path))
+    with pytest.raises(ConfigurationError, match="No such file.*: 'scontrol'.*in PATH"):
+        allocation.hostnames('n[1-2]')
+
+
+def test_what_slurm_says_of_nodes_that_it_does_not_know_is_passed_on(programs: Path) -> None:
+    (programs / 'scontrol').write_text('#!/bin/sh\necho Invalid hostlist >&2\nexit 1\n')
+    with pytest.raises(ConfigurationError, match=r'show hostnames n\[ failed \(Invalid hostlist'):
+        allocation.hostnames('n[')

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: its flags, and that nothing outlives it."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moevement_ext.launch.command_line import main, parse
+from moevement_ext.launch.config import Action, StagedFault
+from tests.unit.launch.conftest import Job, dies
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+SCRIPT = Path(__file__).resolve().parents[3] / 'scripts' / 'local_cluster.py'
+
+
+def test_flags(job: Job) -> None:
+    program = str(job.program)
+    own = '--nodes 2 --workers-per-node 3 --spares 1 --max-restarts 4 --log-dir logs --share-gpu'
+    struck = '--kill 0@1 5@2 --kill 1@9 --kill-node 1@3 --stop 2@4'
+    config = parse([*own.split(), *struck.split(), '--', program, '--nodes', '--', 'x'])
+    assert (config.program, config.flags) == (program, ('--nodes', '--', 'x'))
+    assert (config.nodes, config.workers_per_node, config.world_size) == (2, 3, 6)
+    assert (config.spares, config.max_restarts, config.log_dir) == (1, 4, Path('logs'))
+    assert config.share_gpu
+    assert not parse(['--nodes', '1', '--', program]).share_gpu
+    assert config.faults == (
+        StagedFault(Action.KILL, 0, 1),
+        StagedFault(Action.KILL, 5, 2),
+        StagedFault(Action.KILL, 1, 9),
+        StagedFault(Action.KILL_NODE, 1, 3),
+        StagedFault(Action.STOP, 2, 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        ('--nodes 2', 'no program: put --, the program and its flags after the other flags'),
+        ('--nodes 2 --', 'no program: put --'),
+        ('-- PROGRAM', 'required: --nodes'),
+        ('--nodes 0 -- PROGRAM', '--nodes 0 must be at least 1'),
+        ('--nodes x -- PROGRAM', "argument --nodes: invalid int value: 'x'"),
+        ('--nodes 1 --workers-per-node 0 -- PROGRAM', '--workers-per-node 0 must be at least 1'),
+        ('--nodes 1 --spares -1 -- PROGRAM', '--spares -1 must be at least 0'),
+        ('--nodes 1 --max-restarts -1 -- PROGRAM', '--max-restarts -1 must be at least 0'),
+        ('--nodes 1 --fork --share-gpu -- PROGRAM', '--fork --share-gpu: CUDA does not work in a'),
+        ('--nodes 1 -- nowhere.py', 'nowhere.py: no such program'),
+        (
+            '--nodes 1 --kill 8 -- PROGRAM',
+            "argument --kill: '8' must be RANK@ITERATION, two whole numbers, such as 2@8",
+        ),
+        ('--nodes 1 --kill-node a@8 -- PROGRAM', "--kill-node: 'a@8' must be NODE@ITERATION"),
+        (
+            '--nodes 2 --workers-per-node 2 --stop 4@8 -- PROGRAM',
+            '--stop 4@8: there is no rank 4; --nodes 2 --workers-per-node 2 has ranks 0 to 3',
+        ),
+        ('--nodes 2 --kill-node 2@8 -- PROGRAM', 'there is no node 2; --nodes 2'),
+        ('--nodes 2 --kill-node 1@8 -- PROGRAM', 'give PROGRAM a --sparse-ckpt-run-id'),
+        (
+            '--nodes 2 --kill-node 1@8 -- PROGRAM --sparse-ckpt-run-id',
+            'PROGRAM: argument --sparse-ckpt-run-id: expected one argument',
+        ),
+        ('--nodes 1 --log-dir /proc/none -- PROGRAM', '--log-dir /proc/none: no log can be writ'),
+        ('--nodes 1 --log-dir /proc/fs -- PROGRAM', '--log-dir /proc/fs: no log can be written'),
+    ],
+)
+def test_mistakes(flags: str, message: str, job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main([str(job.program) if word == 'PROGRAM' else word for word in flags.split()])
+    assert refused.value.code == 2
+    assert message.replace('PROGRAM', str(job.program)) in capsys.readouterr().err
+
+
+@contextmanager
+def launched(job: Job) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """The command with two workers and a spare, once all of them run their program."""
+    flags = ['--nodes', '2', '--spares', '1', '--', str(job.program), '1.0=print:two words']
+    command = [sys.executable, str(SCRIPT), *flags]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        family: list[psutil.Process] = []
+        try:
+            assert process.stdout is not None
+            wanted = {'[rank 0] importing', '[rank 1] two words', '[launcher] hot spare ready'}
+            while wanted:
+                line = process.stdout.readline()
+                assert line, f'ended without {wanted}'
+                line = re.sub(r'^\[launcher \d\d:\d\d:\d\d\]', '[launcher]', line)
+                wanted -= {text for text in wanted if line.startswith(text)}
+            family = psutil.Process(process.pid).children()
+            yield process, family
+        finally:
+            process.kill()
+            for worker in family:
+                with suppress(psutil.NoSuchProcess):
+                    worker.kill()
+
+
+def test_nothing_outlives_a_killed_launcher(job: Job) -> None:
+    with launched(job) as (process, family):
+        assert len(family) == 3
+        process.kill()
+        assert all(dies(worker.pid) for worker in family)
+
+
+@pytest.fixture
+def in_a_terminal() -> Iterator[None]:
+    """Below `nohup` processes begin with SIGHUP ignored, which launchers respect."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures('in_a_terminal')
+@pytest.mark.parametrize(
+    'asked',
+    [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2],
+    ids=lambda asked: asked.name,
+)
+def test_interrupt_ends_all_workers(job: Job, asked: signal.Signals) -> None:
+    """Or the end of the terminal; asked twice, too."""
+    with launched(job) as (process, family):
+        process.send_signal(asked)
+        process.send_signal(asked)
+        assert process.wait(120) == 128 + asked
+        assert psutil.wait_procs(family, timeout=0)[1] == []
+        assert process.stdout is not None
+        assert 'rank 0 (pid' in process.stdout.read()

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No rank is given to a host whose GPU cannot be used. Real agents; the driver is a stand-in."""
+
+import pytest
+
+from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.events import Event
+from moevement_ext.launch.events import DevicesFailing, JobFailed, NodeSeated, WorkerLaunched
+from tests.unit.launch.conftest import dies
+from tests.unit.launch.on_hosts import SlurmJob
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+JOB = SlurmJob
+
+
+def seated(job: SlurmJob) -> list[tuple[str, int]]:
+    return [(event.host, event.node) for event in job.events if isinstance(event, NodeSeated)]
+
+
+def failing(job: SlurmJob) -> list[tuple[str, str, bool]]:
+    found = [event for event in job.events if isinstance(event, DevicesFailing)]
+    return [(event.host, event.trouble, event.usable) for event in found]
+
+
+def test_a_spare_takes_over_from_a_host_whose_device_is_lost(job: SlurmJob) -> None:
+    """The worker on it hangs, as in a collective; nobody waits for it."""
+    devices = job.devices('b')
+
+    def fail(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
+            devices.fail('GPU-0', 79)
+
+    job.on_event = fail
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.on_hosts('abc', nodes=2).run() == 0
+    assert seated(job) == [('a', 0), ('b', 1), ('c', 1)]
+    assert failing(job) == [('b', 'GPU GPU-0: Xid 79: it has fallen off the bus', False)]
+    assert dies(job.started(1)[0].pid)
+    assert job.life(1, 1)['env']['MOEVEMENT_NODE'] == 'c'
+    assert len(job.steps['b']) == 1  # it is not tried again
+
+
+def test_a_host_whose_device_is_lost_gets_no_rank(job: SlurmJob) -> None:
+    job.devices('a').set('GPU-0', action=1)
+    job.finish_when = lambda: len(job.started()) == 2
+    assert job.on_hosts('abc', nodes=2).run() == 0
+    assert seated(job) == [('b', 0), ('c', 1)]
+    trouble = 'GPU GPU-0: the driver asks for a reset of the GPU'
+    assert failing(job) == [('a', trouble, False)]
+
+
+def test_no_host_is_left(job: SlurmJob) -> None:
+    job.devices('b').set('GPU-0', lost=True)
+    assert job.on_hosts('ab', nodes=2).run() == EXIT_WHOLE_JOB
+    (failure,) = (event for event in job.events if isinstance(event, JobFailed))
+    assert '(b: GPU GPU-0: the driver does not reach it)' in failure.reason
+
+
+def test_a_worn_device_is_the_last_choice(job: SlurmJob) -> None:
+    """And no reason to stop."""
+    job.devices('a').set('GPU-0', action=4)  # once its work is done
+
+    def lose(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (0, 0):
+            job.lose('b')
+
+    job.on_event = lose
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.on_hosts('ab', nodes=1).run() == 0
+    assert seated(job) == [('b', 0), ('a', 0)]
+    assert [usable for _, _, usable in failing(job)] == [True]

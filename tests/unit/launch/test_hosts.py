@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.events import Event
+from moevement_ext.launch import child, messages, remote
+from moevement_ext.launch.address import Address
+from moevement_ext.launch.config import Action, StagedFault
+from moevement_ext.launch.events import (
+    JobFailed,
+    NodeLost,
+    NodeReady,
+    NodeSeated,
+    SpareReady,
+    WorkerEnded,
+    WorkerEvicted,
+    WorkerLaunched,
+)
+from moevement_ext.launch.link import Link
+from moevement_ext.launch.steps import Step
+from moevement_ext.membership.eviction import evict
+from moevement_ext.store import branches
+from moevement_ext.store.node_leader import VARIABLE
+from tests.unit.launch.conftest import dies, undead
+from tests.unit.launch.on_hosts import SlurmJob
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+JOB = SlurmJob
+
+
+def seated(job: SlurmJob) -> list[tuple[str, int]]:
+    return [(event.host, event.node) for event in job.events if isinstance(event, NodeSeated)]
+
+
+def lost(job: SlurmJob) -> list[tuple[str, int | None]]:
+    return [(event.host, event.node) for event in job.events if isinstance(event, NodeLost)]
+
+
+def failure(job: SlurmJob) -> str:
+    (event,) = (event for event in job.events if isinstance(event, JobFailed))
+    return event.reason
+
+
+def codes(job: SlurmJob, rank: int) -> list[int]:
+    ended = [event for event in job.events if isinstance(event, WorkerEnded)]
+    return [event.code for event in ended if event.rank == rank]
+
+
+def test_workers_run_on_their_hosts(
+    job: SlurmJob, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('OMP_NUM_THREADS', '3')
+    for name in ('CUDA_DEVICE_MAX_CONNECTIONS', 'TORCHDYNAMO_DISABLE'):
+        monkeypatch.delenv(name, raising=False)
+    job.finish_when = lambda: len(job.started()) == 4
+    flags = ('3.0=print:hello', '--tensor-model-parallel-size', '2')
+    assert job.on_hosts('ab', *flags, nodes=2, workers_per_node=2).run() == 0
+    assert seated(job) == [('a', 0), ('b', 1)]
+    for rank in range(4):
+        seen = job.life(rank)['env']
+        expected = {
+            'RANK': str(rank),
+            'LOCAL_RANK': str(rank % 2),
+            'GROUP_RANK': str(rank // 2),
+            'WORLD_SIZE': '4',
+            'LOCAL_WORLD_SIZE': '2',
+            'MASTER_ADDR': socket.gethostname(),
+            'MASTER_PORT': str(job.running.store.port),
+            'MOEVEMENT_NODE': 'ab'[rank // 2],
+            'OMP_NUM_THREADS': '3',
+            'CUDA_DEVICE_MAX_CONNECTIONS': '1',  # for tensor parallelism
+            'TORCHELASTIC_RESTART_COUNT': '0',
+            'TORCHDYNAMO_DISABLE': None,  # that the launcher has no GPU says nothing of them
+        }
+        assert {name: seen.get(name) for name in expected} == expected
+        assert 'MOEVEMENT_SUPERVISOR' not in seen
+    assert '[rank 3] hello\n' in capfd.readouterr().out
+
+
+def test_when_all_start_again_leaders_and_branches_lead_to_the_new_store(
+    job: SlurmJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(branches, 'NODES_OF_A_BRANCH', 1)
+    job.finish_when = lambda: len(job.started()) == 4
+    assert job.on_hosts('ab', '0.0=kill:life-1.0', nodes=2, survive=False).run() == 0
+    ports = {
+        int(job.life(rank, life)['env'][VARIABLE].split()[1])
+        for rank in range(2)
+        for life in range(2)
+    }
+    assert len(ports) == 2 and job.running.store.port in ports
+    assert job.life(1, 1)['env'][VARIABLE].split()[1] == job.life(1, 1)['env']['MASTER_PORT']
+    assert len(job.running.store.get('branches').split()) == 2
+
+
+def test_a_store_without_branches_serves_all_nodes(
+    job: SlurmJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(branches, 'NODES_OF_A_BRANCH', 1)
+    monkeypatch.setattr(branches, '_PROGRAM', 'no.such.program')
+    job.finish_when = lambda: len(job.started()) == 2
+    assert job.on_hosts('ab', nodes=2).run() == 0
+    assert 'the store has no branches' in caplog.text
+
+
+def test_a_dead_worker_is_replaced_on_its_host(job: SlurmJob) -> None:
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.on_hosts('ab', '1.0=kill', nodes=2).run() == 0
+    assert (codes(job, 0), codes(job, 1)) == ([0], [-9, 0])
+    assert job.life(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
+    assert lost(job) == []
+
+
+def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob) -> None:
+    def lose_when_ready(event: Event) -> None:
+        if isinstance(event, SpareReady) and len(job.spares()) == 2:
+            job.lose('b')
+
+    job.on_event = lose_when_ready
+    job.finish_when = lambda: len(job.started(2)) == len(job.started(3)) == 2
+    assert job.on_hosts('abc', nodes=2, workers_per_node=2).run() == 0
+    assert seated(job) == [('a', 0), ('b', 1), ('c', 1)]
+    assert lost(job) == [('b', 1)]
+    for rank in (2, 3):
+        assert codes(job, rank) == [-9, 0]
+        assert dies(job.started(rank)[0].pid)
+        assert job.started(rank)[1].was_spare
+        assert job.life(rank, 1)['env']['MOEVEMENT_NODE'] == 'c'
+    assert {event.pid for event in job.spares()} == {job.started(r)[1].pid for r in (2, 3)}
+    assert codes(job, 0) == codes(job, 1) == [0]
+
+
+def test_no_spare_is_left(job: SlurmJob) -> None:
+    job.on_event = lambda event: (
+        job.lose('b') if isinstance(event, WorkerLaunched) and event.rank == 1 else None
+    )
+    job.finish_when = lambda: False
+    assert job.on_hosts('ab', nodes=2).run() == EXIT_WHOLE_JOB
+    assert 'node 1 of the job has no host, and no spare node is left (b: ' in failure(job)
+    assert len(job.steps['b']) == 2  # it was tried again
+    assert dies(job.started(0)[0].pid)
+
+
+def test_an_agent_that_died_comes_back(job: SlurmJob) -> None:
+    def kill_agent(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
+            job.lose('b')
+            job.dead.clear()
+
+    job.on_event = kill_agent
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.on_hosts('ab', nodes=2).run() == 0
+    assert seated(job) == [('a', 0), ('b', 1), ('b', 1)]
+    assert job.life(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
+
+
+def test_the_first_word_to_an_agent_is_the_job(
+    job: SlurmJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: no sign of life comes before it."""
+    send = Link.send
+
+    def send_late(connection: Link, message: msgspec.Struct) -> None:
+        if isinstance(message, messages.Job):
+            time.sleep(2.0)
+        send(connection, message)
+
+    monkeypatch.setattr(Link, 'send', send_late)
+    job.finish_when = lambda: len(job.started()) == 2
+    assert job.on_hosts('ab', nodes=2).run() == 0
+    assert lost(job) == []
+
+
+def test_an_agent_dies_while_it_is_told_to_start_workers(job: SlurmJob) -> None:
+    """Those whose order did not get through had no host, and waited for five minutes."""
+
+    def lose_when_seated(event: Event) -> None:
+        if isinstance(event, NodeSeated) and event.host == 'a':
+            job.lose('a')
+            assert job.steps['a'][-1]._process.wait(60.0)
+
+    job.on_event = lose_when_seated
+    job.finish_when = lambda: {event.rank for event in job.started()} == {0, 1, 2, 3}
+    assert job.on_hosts('ab', nodes=1, workers_per_node=4).run() == 0
+    assert seated(job) == [('a', 0), ('b', 0)]
+    assert lost(job) == [('a', 0)]
+
+
+def test_a_silent_host_is_lost(job: SlurmJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moevement_ext.launch import node
+
+    monkeypatch.setattr(node, 'SILENT_S', 4.0)
+
+    def stop_agent(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
+            job.steps['b'][-1]._process.send_signal(signal.SIGSTOP)
+
+    job.on_event = stop_agent
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.on_hosts('abc', nodes=2).run() == 0
+    assert lost(job)[0] == ('b', 1)
+    assert seated(job)[-1] == ('c', 1)
+    assert dies(job.started(1)[0].pid)
+
+
+def test_a_host_on_which_a_worker_does_not_die_is_lost(
+    job: SlurmJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For good: what makes it so is still there."""
+    monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
+
+    def others_find_it_hung(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
+            hold(event.pid)
+            evict(job.said, 1, event.pid)
+
+    job.on_event = others_find_it_hung
+    job.finish_when = lambda: len(job.started(1)) == 2
+    with undead() as hold:
+        assert job.on_hosts('abc', nodes=2).run() == 0
+    assert lost(job) == [('b', 1)]
+    assert seated(job)[-1] == ('c', 1)
+    assert len(job.steps['b']) == 1
+
+
+def test_a_host_whose_agent_starts_nothing_is_lost(
+    job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives signs of life, but hangs: on a file system, say."""
+    monkeypatch.setattr(remote, '_TO_START_S', 1.0)
+    log = tmp_path / 'rank1.log'
+    os.mkfifo(log)  # opened, it waits for a reader
+
+    def mend(event: Event) -> None:
+        if isinstance(event, NodeLost):
+            log.unlink()
+
+    job.on_event = mend
+    job.finish_when = lambda: len(job.started(0)) == len(job.started(1)) == 1
+    assert job.on_hosts('abc', nodes=2, log_dir=tmp_path).run() == 0
+    assert lost(job) == [('b', 1)]
+    assert seated(job)[-1] == ('c', 1)
+
+
+def test_a_host_that_is_not_reached_at_the_start_is_not_needed(job: SlurmJob) -> None:
+    job.dead.add('a')
+    job.finish_when = lambda: len(job.started()) == 2
+    assert job.on_hosts('abc', nodes=2).run() == 0
+    assert seated(job) == [('b', 0), ('c', 1)]
+
+
+def test_no_host_is_reached(job: SlurmJob) -> None:
+    job.dead |= {'a', 'b'}
+    assert job.on_hosts('ab', nodes=1).run() == 1
+    assert 'a: its step ended with status 1' in failure(job)
+
+
+def test_stop_reaches_the_workers(job: SlurmJob) -> None:
+    job.finish_when = lambda: False
+    job.on_event = lambda event: (
+        job.running.stop(143) if isinstance(event, WorkerLaunched) else None
+    )
+    assert job.on_hosts('a', nodes=1).run() == 143
+    assert codes(job, 0) == [-15]
+
+
+def test_stop_reaches_a_worker_that_has_no_node_yet(job: SlurmJob) -> None:
+    """By whatever signal it would be asked with."""
+    child = remote.RemoteChild(messages.Start(0, 0, {}, watched=False), 0)
+    child.signal(signal.SIGCONT)
+    assert child.waits_for_node
+    child.signal(signal.SIGUSR1)
+    assert child.reap() == -signal.SIGUSR1
+
+
+def test_an_agent_leaves_it_to_the_supervisor_what_a_signal_means(job: SlurmJob) -> None:
+    """Slurm may send it to all processes of a step."""
+
+    def send_all(event: Event) -> None:
+        if isinstance(event, WorkerLaunched):
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+                job.steps['a'][-1]._process.send_signal(number)
+            job.running.stop(138)
+
+    job.finish_when = lambda: False
+    job.on_event = send_all
+    flags = '--exit-signal-handler', '--exit-signal', 'SIGUSR1'
+    assert job.on_hosts('a', *flags, nodes=1).run() == 138
+    assert codes(job, 0) == [-signal.SIGUSR1]
+    assert lost(job) == []
+
+
+def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
+    """Neither who does not listen, nor what a worker has started."""
+    job.finish_when = lambda: False
+    flags = ('0.0=deaf', '0.0=print:deaf', '1.0=child')
+    log = tmp_path / 'logs' / 'rank0.log'
+    supervisor = job.on_hosts('ab', *flags, nodes=2, grace_s=0.3, log_dir=log.parent)
+
+    def stop() -> None:
+        while not (log.exists() and 'deaf' in log.read_text() and (tmp_path / 'life-1.0').exists()):
+            time.sleep(0.01)
+        supervisor.stop(143)
+
+    threading.Thread(target=stop, daemon=True).start()
+    assert supervisor.run() == 143
+    assert codes(job, 0) == [-9]
+    for host in 'ab':
+        assert job.steps[host][0].ended() is not None
+    assert dies(job.life(1)['child'])
+
+
+def test_a_hung_worker_is_killed(job: SlurmJob) -> None:
+    def others_find_it_hung(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (0, 0):
+            evict(job.said, 0, event.pid)
+
+    job.on_event = others_find_it_hung
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.on_hosts('a', nodes=1).run() == 0
+    assert [e.rank for e in job.events if isinstance(e, WorkerEvicted)] == [0]
+
+
+@pytest.mark.parametrize('logged', [True, False])
+def test_staged_failures(job: SlurmJob, logged: bool, tmp_path: Path) -> None:
+    """A worker is killed, then all that a node has: agent, worker, and its windows of this run."""
+    memory = tmp_path / 'memory'
+    for place in ('run/a', 'run/b', 'run/c', 'other/b'):
+        (memory / place / '0').mkdir(parents=True)
+    kept: list[list[str]] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, NodeLost):
+            kept.append(sorted(str(path.relative_to(memory)) for path in memory.glob('*/*')))
+
+    job.on_event = look
+    job.finish_when = lambda: len(job.started(1)) == 3
+    faults = (StagedFault(Action.KILL, 1, 2), StagedFault(Action.KILL_NODE, 1, 3))
+    flags = (
+        f'--sparse-ckpt-dir={memory}', '--sparse-ckpt-run-id', 'run',
+        '1.0=print:iteration 2/', '1.1=print:iteration 3/',
+    )  # fmt: skip
+    log_dir = tmp_path / 'logs' if logged else None
+    supervisor = job.on_hosts('abc', *flags, nodes=2, log_dir=log_dir, faults=faults)
+    assert supervisor.run() == 0
+    assert codes(job, 1) == [-9, -9, 0]
+    assert lost(job) == [('b', 1)]
+    assert kept == [['other/b', 'run/a', 'run/c']]
+    assert dies(job.started(1)[1].pid)
+    assert job.life(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
+
+
+def test_output_goes_to_files(job: SlurmJob, tmp_path: Path) -> None:
+    log_dir = tmp_path / 'logs'
+    assert job.on_hosts('a', '0.0=print:hello', nodes=1, log_dir=log_dir).run() == 0
+    assert (log_dir / 'rank0.log').read_text() == 'importing\nhello\n'
+
+
+def test_last_words_of_a_worker_are_in_the_reason(job: SlurmJob) -> None:
+    job.finish_when = lambda: False
+    flags = [flag for n in range(3) for flag in (f'0.{n}=print:alas {n}', f'0.{n}=exit:3')]
+    assert job.on_hosts('a', *flags, nodes=1).run() == 1
+    assert 'it failed by itself 3 times' in failure(job)
+    assert '    alas 2' in failure(job)
+
+
+def test_last_words_may_be_of_any_length(job: SlurmJob) -> None:
+    """A line without end, of no text; told to the launcher as it was, it cost the whole host."""
+    job.finish_when = lambda: len(job.started(0)) == 2
+    flags = ('0.0=print-bytes:3000000', '0.0=kill')
+    assert job.on_hosts('a', *flags, nodes=1, workers_per_node=2).run() == 0
+    assert lost(job) == []
+    assert codes(job, 1) == [0]
+
+
+def test_strangers_are_not_let_in(job: SlurmJob) -> None:
+    def connect(event: Event) -> None:
+        if isinstance(event, NodeReady):
+            port = job.running._starter._listener.port  # type: ignore[attr-defined]
+            with socket.create_connection(('127.0.0.1', port)) as stranger:
+                stranger.sendall(b'GET / HTTP/1.1\r\n\r\n')
+                stranger.settimeout(20.0)
+                with suppress(ConnectionResetError):
+                    assert stranger.recv(1) == b''
+
+    job.on_event = connect
+    assert job.on_hosts('a', nodes=1).run() == 0
+    assert lost(job) == []
+
+
+def test_a_worker_that_cannot_be_started_ends_no_other(job: SlurmJob, tmp_path: Path) -> None:
+    """And its host is not lost; the reason is said if it stays so."""
+    log = tmp_path / 'logs' / 'rank1.log'
+    log.mkdir(parents=True)
+    job.finish_when = lambda: False
+    assert job.on_hosts('a', nodes=1, workers_per_node=2, log_dir=log.parent).run() == 1
+    assert 'it failed by itself 3 times' in failure(job)
+    assert 'cannot be started on a: ' in failure(job)
+    assert lost(job) == []
+    assert codes(job, 0) == [-9]
+
+
+def test_a_step_that_cannot_be_started_is_one_that_ended(
+    job: SlurmJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = job._start_step
+
+    def no_process_left(host: str, address: Address) -> Step:
+        if host == 'a':
+            raise BlockingIOError(11, 'Resource temporarily unavailable')
+        return start(host, address)
+
+    monkeypatch.setattr(job, '_start_step', no_process_left)
+    job.finish_when = lambda: len(job.started()) == 1
+    assert job.on_hosts('ab', nodes=1).run() == 0
+    assert seated(job) == [('b', 0)]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches one after the other, in a store that outlives them, whose processes have the same ids.
+
+As in containers, each of which counts its processes from 1.
+"""
+
+import os
+
+import pytest
+
+from moevement_ext.events import Event
+from moevement_ext.launch.events import WorkerEvicted, WorkerLaunched
+from moevement_ext.launch.statements import tell_finished, tell_joining, tell_survivors
+from moevement_ext.membership.eviction import evict
+from tests.unit.launch.conftest import Job
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def said_before(job: Job, event: WorkerLaunched) -> None:
+    """A process of an earlier launch, with the id of the one that has just started, is done."""
+    with pytest.MonkeyPatch.context() as earlier:
+        earlier.setenv('MOEVEMENT_LAUNCH', 'the one before')
+        earlier.setattr(os, 'getpid', lambda: event.pid)
+        store = job.running.store
+        tell_survivors(store)
+        tell_joining(store, event.rank)
+        tell_finished(store, event.rank, 0)
+        evict(store, event.rank, event.pid)
+
+
+@pytest.mark.parametrize('survive', [True, False])
+def test_what_was_said_in_an_earlier_launch_counts_for_nothing(job: Job, survive: bool) -> None:
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and event.restarts == 0:
+            said_before(job, event)
+            if len(job.started()) == 2:
+                (job.folder / 'strike').touch()
+
+    job.on_event = note
+    job.finish_when = lambda: len(job.started(1)) == 2 and bool(survive or job.started(0)[1:])
+    assert job.run('1.0=kill:strike', nodes=2, survive=survive) == 0
+    assert len(job.started(0)) == (1 if survive else 2) and len(job.started(1)) == 2
+    assert not any(isinstance(event, WorkerEvicted) for event in job.events)
+
+
+def test_each_launch_has_a_name_that_its_workers_know(job: Job) -> None:
+    names = []
+    for _ in range(2):
+        (job.folder / 'finish').unlink(missing_ok=True)
+        assert job.run() == 0
+        names.append(job.life(0)['env']['MOEVEMENT_LAUNCH'])
+        assert names[-1] == job.running.config.launch
+    assert len(set(names)) == 2

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the other side of a connection counts as silent."""
+
+import select
+import socket
+
+import pytest
+
+from moevement_ext.launch import link as module
+from moevement_ext.launch.link import Link
+from moevement_ext.launch.messages import FROM_AGENT, SILENT_S, Alive, FromAgent
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(module.time, 'monotonic', lambda: now[0])
+    return now
+
+
+def test_time_in_which_nobody_has_looked_is_no_silence(clock: list[float]) -> None:
+    """Slurm may suspend all processes of a job: none is lost by that."""
+    with socket.create_server(('127.0.0.1', 0)) as listening:
+        here = socket.create_connection(listening.getsockname())
+        there, _ = listening.accept()
+    link: Link[FromAgent] = Link(here, FROM_AGENT)
+    other: Link[FromAgent] = Link(there, FROM_AGENT)
+    clock[0] += 3600.0
+    assert link.silent_s < SILENT_S / 2
+    for _ in range(int(SILENT_S) + 1):  # a look each second
+        clock[0] += 1.0
+        silent_s = link.silent_s
+    assert silent_s > SILENT_S
+    other.send(Alive())
+    select.select([link.fd], [], [], 60)
+    assert link.silent_s == 0.0
+    assert link.receive() == Alive()
+    clock[0] += 1.0
+    assert link.silent_s == 1.0
+    link.close()
+    other.close()

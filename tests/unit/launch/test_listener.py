@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents get in, whoever else connects."""
+
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import psutil
+import pytest
+
+from moevement_ext.launch.address import Address
+from moevement_ext.launch.agent import connect
+from moevement_ext.launch.link import Beats
+from moevement_ext.launch.listener import Listener
+from moevement_ext.launch.messages import Alive
+from moevement_ext.replicate.greeting import new_secret
+from moevement_ext.replicate.strangers import MOST
+from tests.unit.readable import readable
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
+SECRET = new_secret()
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    one = Listener(SECRET)
+    yield one
+    one.close()
+
+
+def arrived(listener: Listener) -> list[str]:
+    assert readable(listener.fd, 30.0)
+    return [here.host for here, _ in listener.take()]
+
+
+def test_a_stranger_that_says_nothing_holds_up_nobody(listener: Listener) -> None:
+    with ExitStack() as strangers:
+        for _ in range(20):  # of whom each is listened to for seconds
+            stranger = socket.create_connection(('127.0.0.1', listener.port))
+            strangers.callback(stranger.close)
+        connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
+        assert arrived(listener) == ['a']
+        stranger.settimeout(0.0)
+        with pytest.raises(BlockingIOError):  # it is still listened to
+            stranger.recv(1)
+
+
+def test_strangers_take_a_bounded_number_of_threads_and_descriptors(listener: Listener) -> None:
+    """And among them agents get in: the oldest stranger gives way."""
+    process = psutil.Process()
+    before = process.num_threads(), process.num_fds()
+    with ExitStack() as strangers:
+        for number in range(200):
+            stranger = socket.create_connection(('127.0.0.1', listener.port))
+            strangers.callback(stranger.close)
+            if number % 50 == 49:
+                connect(Address('127.0.0.1', listener.port, SECRET), str(number), [])
+                assert arrived(listener) == [str(number)]
+        assert process.num_threads() <= before[0] + MOST
+        assert process.num_fds() <= before[1] + 200 + MOST + 4 * 5  # agents have two on each side
+
+
+@pytest.mark.parametrize('host', ['127.0.0.1', '::1'])
+def test_agents_come_over_either_protocol(listener: Listener, host: str) -> None:
+    """The name of the launcher's host may stand for an address of IPv6 alone."""
+    if host == '::1' and not socket.has_dualstack_ipv6():
+        pytest.skip('no IPv6 here')
+    connect(Address(host, listener.port, SECRET), 'a', [])
+    assert arrived(listener) == ['a']
+
+
+def test_strangers_that_leave_at_once_or_talk_rubbish(listener: Listener) -> None:
+    for said in (b'', b'GET / HTTP/1.1\r\n\r\n', b'\xff' * 100, b'\x01\x00\x00\x00\xc1'):
+        with socket.create_connection(('127.0.0.1', listener.port)) as stranger:
+            stranger.sendall(said)
+    connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
+    assert arrived(listener) == ['a']
+
+
+def test_too_many_open_files_pass(listener: Listener) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        agent = socket.socket()
+        stack.callback(agent.close)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (agent.fileno() + 1, limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        agent.connect(('127.0.0.1', listener.port))
+        threading.Event().wait(0.2)  # accepted too late, this test would show nothing
+    connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
+    assert arrived(listener) == ['a']
+
+
+def test_signs_of_life_reach_an_agent_that_nobody_has_time_for() -> None:
+    """The launcher waits for a store, say."""
+    listener = Listener(SECRET)
+    there = connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
+    assert readable(listener.fd, 30.0)
+    [(_, link)] = listener.take()
+    beats = Beats(lambda: [link])
+    for _ in range(3):
+        assert isinstance(there.receive(), Alive)
+    beats.close()
+    link.close()
+    with pytest.raises(OSError):
+        while True:
+            there.receive()
+    listener.close()

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+
+from moevement_ext.launch.loop import Loop
+
+
+def test_closed_in_the_same_turn_is_not_called() -> None:
+    """The first of two calls closes the other's file and opens another with its number."""
+    loop = Loop()
+    ends = [os.pipe(), os.pipe()]
+    calls: list[str] = []
+
+    def call(index: int) -> None:
+        calls.append('first')
+        other = ends[1 - index][0]
+        loop.forget(other)
+        loop.watch(other, lambda: calls.append('reused'))
+
+    for index, (reader, writer) in enumerate(ends):
+        os.write(writer, b'.')
+        loop.watch(reader, lambda index=index: call(index))
+    loop.turn(0)
+    assert calls == ['first']
+    for end in sum(ends, ()):
+        os.close(end)
+    loop.close()
+
+
+def test_watching_again_replaces_the_call() -> None:
+    loop = Loop()
+    reader, writer = os.pipe()
+    calls: list[str] = []
+    loop.watch(reader, lambda: calls.append('old'))
+    loop.watch(reader, lambda: calls.append('new'))
+    os.write(writer, b'.')
+    loop.turn(0)
+    loop.forget(reader)
+    loop.forget(reader)
+    loop.turn(0)
+    assert calls == ['new']
+    os.close(reader)
+    os.close(writer)
+    loop.close()

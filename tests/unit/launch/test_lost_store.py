@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A launcher whose workers meet in a store elsewhere, which is lost."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.events import Event
+from moevement_ext.launch import supervisor
+from moevement_ext.launch.events import (
+    JobFailed,
+    StoreFound,
+    StoreLost,
+    WorkerEnded,
+    WorkerLaunched,
+)
+from tests.unit.launch.conftest import Job
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(120)]
+
+
+class OutsideStore:
+    """`python -m moevement_ext.store`, at one port in all its lives."""
+
+    def __init__(self) -> None:
+        with socket.create_server(('127.0.0.1', 0)) as server:
+            self.port = server.getsockname()[1]
+        self.flag = f'--sparse-ckpt-store=127.0.0.1:{self.port}'
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, '-m', 'moevement_ext.store', '--host', '127.0.0.1']
+        command += ['--port', str(self.port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        found = re.match(r'\[store\] process (\d+) serves at', self._process.stdout.readline())
+        assert found
+        self._serves = int(found[1])
+
+    def stand_still(self) -> None:
+        os.kill(self._serves, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self._serves, signal.SIGCONT)
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.communicate()
+            self._process = None
+
+
+@pytest.fixture
+def store() -> Iterator[OutsideStore]:
+    one = OutsideStore()
+    with ExitStack() as stack:
+        stack.callback(one.end)
+        one.start()
+        yield one
+
+
+def seen(job: Job, kind: type[Event]) -> list[Event]:  # type: ignore[valid-type]
+    return [event for event in job.events if isinstance(event, kind)]
+
+
+def test_dead_worker_waits_for_the_store(job: Job, store: OutsideStore) -> None:
+    """Those that leave for want of it start again in the one that comes; the loop goes on."""
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
+            store.end()
+        if isinstance(event, StoreLost):
+            (job.folder / 'leave').touch()
+        if isinstance(event, WorkerEnded) and event.code == EXIT_WHOLE_JOB:
+            store.start()
+
+    job.on_event = note
+    job.finish_when = lambda: len(job.started()) == 4
+    flags = (f'1.0=exit:{EXIT_WHOLE_JOB}:leave', store.flag)
+    assert job.run(*flags, nodes=2) == 0
+    assert (len(seen(job, StoreLost)), len(seen(job, StoreFound))) == (1, 1)
+    assert [worker.restarts for worker in job.started()] == [0, 0, 1, 1]
+
+
+def test_store_that_stands_still_is_lost_until_it_goes_on(
+    job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel takes connections and requests all the same."""
+    monkeypatch.setattr(supervisor, '_TO_ANSWER_S', 2.0)
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and event.rank == 1:
+            store.stand_still()
+        if isinstance(event, StoreLost):
+            store.go_on()
+
+    job.on_event = note
+    job.finish_when = lambda: bool(seen(job, StoreFound))
+    assert job.run(store.flag, nodes=2) == 0
+    assert len(job.started()) == 2
+
+
+def test_without_a_store_who_waits_is_given_up(
+    job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, '_WITHOUT_STORE_S', 2.0)
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and event.rank == 1:
+            store.end()
+            (job.folder / 'leave').touch()
+
+    job.on_event = note
+    job.finish_when = lambda: False
+    assert job.run(f'1.0=exit:{EXIT_WHOLE_JOB}:leave', store.flag, nodes=2) == 1
+    (failed,) = seen(job, JobFailed)
+    assert f'nobody can take its place: --sparse-ckpt-store 127.0.0.1:{store.port}' in str(failed)
+    assert len(seen(job, WorkerEnded)) == 2
+
+
+def test_workers_train_on_without_a_store(
+    job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as nothing else fails; and the launcher listens to signals meanwhile."""
+    monkeypatch.setattr(supervisor, '_WITHOUT_STORE_S', 0.0)
+    glances = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched):
+            store.end()
+
+    look = job.supervisor(store.flag)._look_for_store
+
+    def counted() -> bool:
+        glances.append(look())
+        if len(glances) == 10:
+            job.finish()
+        return glances[-1]
+
+    monkeypatch.setattr(job.running, '_look_for_store', counted)
+    job.on_event = note
+    job.finish_when = lambda: False
+    assert job.running.run() == 0
+    assert not any(glances)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.launch.events import StoreFound
+from moevement_ext.launch.output import LogTail, Relay, last_lines
+from moevement_ext.launch.supervisor import print_event
+from tests.unit.readable import readable
+
+pytestmark = pytest.mark.timed
+
+
+def test_relay_prints_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    lines: list[str] = []
+    relay = Relay(reader, '[rank 7] ', lines.append)
+    os.write(writer, 'ä\nhalf'.encode() + b'\xff')
+    assert relay.pump()
+    assert capsys.readouterr().out == '[rank 7] ä\n'
+    assert not relay.pump()  # nothing there, and no waiting
+    os.write(writer, b' and half\nlast')
+    os.close(writer)
+    relay.finish()
+    os.close(reader)
+    assert capsys.readouterr().out == '[rank 7] half\ufffd and half\n[rank 7] last\n'
+    assert lines == ['ä', 'half\ufffd and half', 'last']
+
+
+def test_tail_gives_only_what_is_new(tmp_path: Path) -> None:
+    path = tmp_path / 'log'
+    path.write_text('of an earlier run\n')
+    lines: list[str] = []
+    tail = LogTail(path, lines.append)
+    tail.pump()
+    with path.open('a') as log:
+        log.write('one\ntw')
+        log.flush()
+        tail.pump()
+        assert lines == ['one']
+        log.write('o\n')
+    tail.pump()
+    assert lines == ['one', 'two']
+
+
+def test_tail_waits_for_its_file(tmp_path: Path) -> None:
+    lines: list[str] = []
+    tail = LogTail(tmp_path / 'log', lines.append)
+    tail.pump()
+    (tmp_path / 'log').write_text('one\n')
+    tail.pump()
+    assert lines == ['one']
+
+
+def test_last_lines_of_pipe_and_log(tmp_path: Path) -> None:
+    """Of a log that is long, only its end is read."""
+    reader, writer = os.pipe()
+    relay = Relay(reader, '', lambda line: None)
+    lines = [f'line {number}' for number in range(5000)]
+    os.write(writer, '\n'.join(lines).encode())
+    os.close(writer)
+    relay.finish()
+    os.close(reader)
+    assert relay.last_lines == lines[-15:]
+    log = tmp_path / 'log'
+    assert last_lines(log) == []
+    log.write_text('\n'.join(['x' * 100_000, *lines]))
+    assert last_lines(log) == lines[-15:]
+
+
+@pytest.mark.timeout(60)
+def test_what_a_dead_worker_has_started_may_print_on() -> None:
+    reader, writer = os.pipe()
+    relay = Relay(reader, '', lambda line: None)
+    with subprocess.Popen(['yes'], stdout=writer, start_new_session=True) as endless:
+        os.close(writer)
+        assert readable(reader, 30.0)
+        relay.finish()
+        assert relay.last_lines[-1] == 'y'
+        endless.kill()
+    os.close(reader)
+
+
+def test_a_line_that_never_ends_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """As that of a bar of progress; what is kept of it does not grow."""
+    reader, writer = os.pipe()
+    relay = Relay(reader, '', lambda line: None)
+    printed = 0
+    for step in range(20):
+        printed += os.write(writer, b'\r' + b'%9d' % step * 1000)
+        relay.pump()
+    said = capsys.readouterr().out
+    assert printed - len(said) < 100_000
+    assert said.startswith('\r        0')
+    os.close(writer)
+    relay.finish()
+    os.close(reader)
+    assert len(said + capsys.readouterr().out) >= printed
+
+
+def test_nobody_fails_for_want_of_a_place_to_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    lines: list[str] = []
+    relay = Relay(reader, '', lines.append)
+    with open('/dev/full', 'w', buffering=1) as full, monkeypatch.context() as patch:
+        patch.setattr(sys, 'stdout', full)
+        patch.setattr(sys, 'stderr', full)
+        os.write(writer, b'one\ntwo\n')
+        relay.pump()
+        print_event(StoreFound())
+        patch.undo()
+        with suppress(OSError):
+            full.close()
+    assert lines == ['one', 'two']
+    os.close(reader)
+    os.close(writer)

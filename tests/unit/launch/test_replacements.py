@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which dead workers are not worth another."""
+
+import pytest
+
+from moevement_ext.errors import EXIT_USER_ERROR
+from moevement_ext.launch.events import JobFailed
+from tests.unit.launch.conftest import Job
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize('survive', [True, False])
+def test_a_mistake_of_the_user_ends_the_job_at_once(job: Job, survive: bool) -> None:
+    job.finish_when = lambda: False
+    again = [f'1.{life}=exit:{EXIT_USER_ERROR}' for life in range(3)]
+    flags = ('1.0=print:no such flag', *again)
+    assert job.run(*flags, survive=survive, nodes=2) == EXIT_USER_ERROR
+    (failed,) = [event for event in job.events if isinstance(event, JobFailed)]
+    first, *lines = failed.reason.splitlines()
+    assert first.startswith('rank 1 ') and 'refuses what it was started with' in first
+    assert lines[-1] == '    no such flag'
+    assert len(job.started()) == 2
+
+
+def test_what_a_replacement_refuses_another_may_not(job: Job) -> None:
+    """It finds no memory on its node for now, say."""
+    job.finish_when = lambda: len(job.started(1)) == 3
+    assert job.run('1.0=kill', f'1.1=exit:{EXIT_USER_ERROR}', nodes=2) == 0
+    assert len(job.started(0)) == 1

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batch scripts, from any folder and in an image, down to what `srun` is asked for."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.launch.address import Address
+from moevement_ext.launch.slurm import parse
+from moevement_ext.launch.steps import slurm_step
+
+ROOT = Path(__file__).resolve().parents[3]
+PRINTS = "#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n"
+NOTES = '#!/usr/bin/env bash\nprintf \'%s\\n\' "$@" >"$0.asked"\n'
+TRAINING = ['slurm_pretrain.sbatch', 'slurm_requeue.sbatch']
+PYXIS = '--container-image=nvcr.io#a/b:1 --container-mounts=/work:/work'
+APPTAINER = 'apptainer exec --nv "my image.sif" python'
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A folder that is no checkout, with programs of Slurm, and a Python that only prints."""
+    bin_ = tmp_path / 'bin'
+    bin_.mkdir()
+    for name, text in (('printer', PRINTS), ('srun', NOTES), ('scontrol', PRINTS)):
+        (bin_ / name).write_text(text)
+        (bin_ / name).chmod(0o755)
+    folder = tmp_path / 'my project'
+    folder.mkdir()
+    return folder
+
+
+def submit(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        'PATH': f'{folder.parent / "bin"}:/usr/bin:/bin',
+        'SLURM_SUBMIT_DIR': str(folder),
+        'SLURM_JOB_NAME': 'moevement',
+        'SLURM_JOB_ID': '42',
+        'SLURM_GPUS_ON_NODE': '2',
+        'PYTHON': str(folder.parent / 'bin' / 'printer'),
+        **variables,
+    }
+    return subprocess.run(
+        ['bash', str(ROOT / 'scripts' / script), '--bf16'], env=environment, cwd='/',
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize('script', [*TRAINING, 'slurm_drill.sbatch', 'slurm_nccl_check.sbatch'])
+def test_a_folder_that_is_no_checkout_is_named_with_what_to_do(
+    script: str, elsewhere: Path
+) -> None:
+    result = submit(script, elsewhere)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == (
+        f'{elsewhere} is no checkout: submit from there, or set MOEVEMENT_HOME to it'
+    )
+
+
+@pytest.mark.parametrize('script', TRAINING)
+def test_a_job_runs_where_it_is_submitted_and_its_program_is_that_of_the_checkout(
+    script: str, elsewhere: Path
+) -> None:
+    result = submit(script, elsewhere, MOEVEMENT_HOME=str(ROOT))
+    assert result.returncode == 0, result.stderr
+    command = result.stdout.splitlines()
+    assert command[:2] == ['-m', 'moevement_ext.slurm']
+    assert command[-2:] == [str(ROOT / 'pretrain_gpt.py'), '--bf16']
+
+
+def test_python_is_that_of_the_checkout_unless_another_is_given(elsewhere: Path) -> None:
+    checkout = elsewhere.parent / 'checkout'
+    (checkout / '.venv/bin').mkdir(parents=True)
+    (checkout / 'scripts').symlink_to(ROOT / 'scripts')
+    python = checkout / '.venv/bin/python'
+    python.write_text('#!/usr/bin/env bash\necho of the checkout\n')
+    python.chmod(0o755)
+    found = submit('slurm_pretrain.sbatch', elsewhere, MOEVEMENT_HOME=str(checkout), PYTHON='')
+    assert found.stdout == 'of the checkout\n', found.stderr
+
+
+@pytest.mark.parametrize(
+    ('variables', 'flags', 'python'),
+    [
+        (
+            {'STEP_FLAGS': PYXIS, 'AGENT_PYTHON': 'python'},
+            ['--container-image=nvcr.io#a/b:1', '--container-mounts=/work:/work'],
+            ['python'],
+        ),
+        (
+            {'AGENT_PYTHON': APPTAINER},
+            [],
+            ['apptainer', 'exec', '--nv', 'my image.sif', 'python'],
+        ),
+    ],
+    ids=['pyxis', 'apptainer'],
+)
+def test_agents_run_in_an_image(
+    variables: dict[str, str],
+    flags: list[str],
+    python: list[str],
+    elsewhere: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result = submit('slurm_pretrain.sbatch', elsewhere, MOEVEMENT_HOME=str(ROOT), **variables)
+    monkeypatch.setenv('PATH', f'{elsewhere.parent / "bin"}:{os.environ["PATH"]}')
+    scontrol = elsewhere.parent / 'bin' / 'scontrol'
+    scontrol.write_text('#!/usr/bin/env bash\nprintf "n1\\nn2\\n"\n')
+    monkeypatch.setenv('SLURM_JOB_NODELIST', 'n[1-2]')
+    job = parse(result.stdout.splitlines()[2:])
+    step = slurm_step('n1', Address('here', 1, b''), job.step_flags, job.agent_python)
+    step.close(60.0)
+    asked = (elsewhere.parent / 'bin' / 'srun.asked').read_text().splitlines()
+    assert asked[-len(python) - 2 :] == [*python, '-m', 'moevement_ext.launch.agent']
+    assert '--nodelist=n1' in asked and [flag for flag in asked if 'container' in flag] == flags
+
+
+def test_the_check_of_all_nodes_runs_in_an_image(elsewhere: Path) -> None:
+    result = submit(
+        'slurm_nccl_check.sbatch', elsewhere, MOEVEMENT_HOME=str(ROOT), STEP_FLAGS=PYXIS,
+        AGENT_PYTHON='python3',
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    asked = (elsewhere.parent / 'bin' / 'srun.asked').read_text().splitlines()
+    assert asked[asked.index('-m') - 1] == 'python3' and PYXIS.split()[0] in asked
+
+
+@pytest.mark.parametrize(
+    'script', sorted((ROOT / 'scripts').glob('*.sbatch')), ids=lambda p: p.name
+)
+def test_what_many_sites_want_stands_there_to_be_filled_in(script: Path) -> None:
+    text = script.read_text('utf-8')
+    assert '\n##SBATCH --partition=' in text and '\n##SBATCH --account=' in text

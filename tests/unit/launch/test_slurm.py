@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.launch import allocation
+from moevement_ext.launch.config import Action, StagedFault
+from moevement_ext.launch.slurm import main, parse
+from tests.unit.launch.on_hosts import SlurmJob
+
+pytestmark = pytest.mark.timeout(300)
+JOB = SlurmJob
+SCONTROL = """#!/usr/bin/env bash
+case "$1" in
+    show) [[ $2 == job ]] || printf '%s\\n' node-a node-b node-c ;;
+    requeue) echo "$2" >> "$0.requeued" ;;
+    update) echo "$3" >> "$0.updated" ;;
+esac
+"""
+# On one of the nodes.
+ONE_AGENT = """#!/usr/bin/env bash
+[[ $* == *--nodelist=node-a* ]] || exit 1
+while [[ $1 == --* ]]; do shift; done
+SLURMD_NODENAME=node-a exec "$@"
+"""
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An allocation of three nodes, as the commands of Slurm show it; `srun` reaches none."""
+    programs = tmp_path / 'bin'
+    programs.mkdir()
+    ends = '#!/usr/bin/env bash\nexit '
+    for name, text in (('scontrol', SCONTROL), ('srun', f'{ends}1\n'), ('squeue', f'{ends}0\n')):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv('PATH', f'{programs}:/usr/bin:/bin')
+    monkeypatch.setenv('SLURM_JOB_NODELIST', 'node-[a-c]')
+    monkeypatch.setenv('SLURM_JOB_ID', '42')
+    return programs / 'scontrol'
+
+
+def test_flags(job: SlurmJob, scontrol: Path) -> None:
+    own = (
+        '--spare-nodes 1 --workers-per-node 8 --max-restarts 4 --requeue --grace 20 --log-dir logs '
+        '--kill 3@8 --before-end 120'
+    )
+    found = parse([*own.split(), '--', str(job.program), '--grace', '3'])
+    assert found.hosts == ('node-a', 'node-b', 'node-c')
+    assert found.requeue and found.before_end_s == 120.0
+    launch = found.launch
+    assert (launch.nodes, launch.workers_per_node, launch.world_size) == (2, 8, 16)
+    assert (launch.max_restarts, launch.grace_s, launch.log_dir) == (4, 20.0, Path('logs'))
+    assert launch.faults == (StagedFault(Action.KILL, 3, 8),)
+    assert (launch.program, launch.flags) == (str(job.program), ('--grace', '3'))
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        ('--spare-nodes 1', 'no program: put --, the program and its flags'),
+        ('--spare-nodes 3 -- PROGRAM', '--spare-nodes 3 must be at least 0 and leave a node'),
+        ('--spare-nodes -1 -- PROGRAM', '--spare-nodes -1 must be at least 0'),
+        ('--workers-per-node 0 -- PROGRAM', '--workers-per-node 0 must be at least 1'),
+        ('--grace -1 -- PROGRAM', '--grace -1.0 must be at least 0'),
+        ('--before-end -1 -- PROGRAM', '--before-end -1.0 must be at least 0'),
+        ('-- nowhere.py', 'nowhere.py: no such program'),
+        ('--log-dir /proc/none -- PROGRAM', '--log-dir /proc/none: no log can be written there'),
+    ],
+)
+def test_mistakes_are_named(
+    flags: str, message: str, job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(flags.replace('PROGRAM', str(job.program)).split())
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_allocation_that_slurm_does_not_know_is_refused(
+    job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scontrol.write_text('#!/usr/bin/env bash\necho Invalid hostlist >&2\nexit 1\n')
+    with pytest.raises(SystemExit) as stopped:
+        parse(['--', str(job.program)])
+    assert stopped.value.code == 2
+    assert 'node-[a-c] failed (Invalid hostlist)' in capsys.readouterr().err
+
+
+def test_outside_of_slurm(
+    job: SlurmJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv('SLURM_JOB_NODELIST', raising=False)
+    with pytest.raises(SystemExit):
+        parse(['--', str(job.program)])
+    assert 'SLURM_JOB_NODELIST is not set: this runs in a batch script' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('code', 'flags', 'requeued'),
+    [
+        (EXIT_WHOLE_JOB, ['--requeue'], True),
+        (EXIT_WHOLE_JOB, [], False),
+        (1, ['--requeue'], False),
+    ],
+)
+def test_only_a_lost_node_queues_the_job_again(
+    code: int,
+    flags: list[str],
+    requeued: bool,
+    job: SlurmJob,
+    scontrol: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from moevement_ext.launch.supervisor import Supervisor
+
+    monkeypatch.setattr(Supervisor, 'run', lambda self: code)
+    assert main([*flags, '--', str(job.program)]) == code
+    noted = scontrol.with_name('scontrol.requeued')
+    assert noted.exists() is requeued
+    if requeued:
+        assert noted.read_text() == '42\n'
+
+
+def test_a_host_that_never_had_an_agent_is_missed(
+    job: SlurmJob,
+    scontrol: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Slurm, which knows nothing of it, is told not to give it to the job again; not for ever."""
+    monkeypatch.setattr(allocation, '_TO_NOTICE_S', 0.0)
+    for name, text in (('srun', ONE_AGENT), ('squeue', '#!/usr/bin/env bash\necho nodes\n')):
+        scontrol.with_name(name).write_text(text)
+    monkeypatch.setenv('SLURM_RESTART_COUNT', '9')
+    assert main(['--requeue', '--', str(job.program)]) == EXIT_WHOLE_JOB
+    assert scontrol.with_name('scontrol.requeued').read_text() == '42\n'
+    assert scontrol.with_name('scontrol.updated').read_text() == 'ExcNodeList=node-b,node-c\n'
+    assert 'host node-b is not reached: its step ended with status 1' in capsys.readouterr().err
+
+    scontrol.with_name('scontrol.requeued').unlink()
+    monkeypatch.setenv('SLURM_RESTART_COUNT', '10')
+    assert main(['--requeue', '--', str(job.program)]) == EXIT_WHOLE_JOB
+    assert not scontrol.with_name('scontrol.requeued').exists()
+    said = capsys.readouterr().err
+    assert 'Slurm has restarted the job 10 times, and again no worker' in said
+    assert 'submit it with --exclude=node-b,node-c' in said
+
+
+def test_a_job_without_a_host_fails(
+    job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing can run on any node: the queue would not mend that."""
+    assert main(['--requeue', '--', str(job.program)]) == 1
+    assert 'node-b: its step ended with status 1' in capsys.readouterr().err
+    assert not scontrol.with_name('scontrol.requeued').exists()
+
+
+def test_a_mistake_of_the_program_is_named(
+    job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(['--', str(job.program), '--sparse-ckpt-store', 'nowhere'])
+    assert stopped.value.code == 2
+    assert '--sparse-ckpt-store' in capsys.readouterr().err

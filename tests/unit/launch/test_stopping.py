@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A launcher that is asked to end asks its workers in their own words."""
+
+import signal
+
+import pytest
+
+from moevement_ext.launch.events import WorkerEnded
+from tests.unit.launch.conftest import Job
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize(
+    ('flags', 'number'),
+    [
+        ('--exit-signal-handler', signal.SIGTERM),
+        ('--exit-signal-handler --exit-signal SIGUSR1', signal.SIGUSR1),
+        ('--exit-signal=SIGUSR2 --exit-signal-handler', signal.SIGUSR2),
+        ('--exit-signal SIGUSR1', signal.SIGTERM),
+        ('--exit-signal-handler --exit-signal SIGNOTHING', signal.SIGTERM),
+    ],
+)
+def test_stop_asks_with_what_the_workers_listen_for(
+    job: Job, flags: str, number: signal.Signals
+) -> None:
+    job.on_event = lambda event: job.running.stop(143) if len(job.started()) == 2 else None
+    job.finish_when = lambda: False
+    assert job.run(*flags.split(), nodes=2) == 143
+    codes = {event.rank: event.code for event in job.events if isinstance(event, WorkerEnded)}
+    assert codes == {0: -number, 1: -number}

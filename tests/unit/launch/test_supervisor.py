@@ -1,0 +1,498 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.events import Event
+from moevement_ext.launch.config import Action, StagedFault
+from moevement_ext.launch.events import (
+    AllStartAgain,
+    FaultStaged,
+    JobFailed,
+    MemoryKept,
+    WorkerEnded,
+    WorkerEvicted,
+    WorkerLaunched,
+    WorkerLostAtExit,
+    WorkerStopped,
+)
+from moevement_ext.launch.statements import tell_memory
+from moevement_ext.membership import attendance
+from moevement_ext.membership.eviction import evict
+from moevement_ext.membership.rendezvous import present_epoch, why_broken
+from tests.unit.launch.conftest import Job, dies
+from tests.unit.membership.counted_store import CountedStore, Tally
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+
+
+def failure(job: Job) -> str:
+    (event,) = (event for event in job.events if isinstance(event, JobFailed))
+    return event.reason
+
+
+def ended(job: Job) -> dict[int, list[int]]:
+    """Exit codes of the lives of each rank."""
+    codes: dict[int, list[int]] = {}
+    for event in job.events:
+        if isinstance(event, WorkerEnded):
+            codes.setdefault(event.rank, []).append(event.code)
+    return codes
+
+
+# Replacing
+
+
+@pytest.mark.parametrize(
+    ('action', 'code', 'reason'),
+    [('kill', -9, 'was killed by SIGKILL'), ('exit:3', 3, 'ended with exit status 3')],
+)
+def test_only_the_dead_worker_is_replaced(
+    job: Job, action: str, code: int, reason: str, tmp_path: Path
+) -> None:
+    job.finish_when = lambda: len(job.started(1)) == 3
+    flags = (f'1.0={action}', f'1.1={action}')
+    assert job.run(*flags, nodes=3, log_dir=tmp_path / 'logs') == 0
+    assert ended(job) == {0: [0], 1: [code, code, 0], 2: [0]}
+    lives = job.started(1)
+    assert [life.restarts for life in lives] == [0, 1, 2]
+    assert len({life.pid for life in lives}) == 3
+    assert [job.life(1, restarts)['imported']['pid'] for restarts in range(3)] == [
+        life.pid for life in lives
+    ]
+
+
+def test_death_is_announced_before_the_rank_is_replaced(job: Job) -> None:
+    announced = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and event.restarts:
+            announced.append(why_broken(job.running.store, 0))
+
+    job.on_event = note
+    job.finish_when = lambda: len(job.started(1)) == 2
+    launcher = job.supervisor('1.0=kill', nodes=2)
+    attendance.sign(launcher.store, 'here/0', 1, 2)  # the worker took part in this epoch
+    assert launcher.run() == 0
+    pid = job.started(1)[0].pid
+    assert announced == [f'rank 1 (pid {pid}) was killed by SIGKILL']
+    assert present_epoch(launcher.store) == 1
+
+
+def test_children_of_a_dead_worker_die_with_it(job: Job) -> None:
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.run('0.0=child', '0.0=kill') == 0
+    assert dies(job.life(0)['child'])
+
+
+# Starting all again: a program that has not said that its workers survive
+
+
+def test_workers_that_cannot_survive_start_again_together(job: Job) -> None:
+    """As `torch.distributed` needs it: the same number of restarts in all of one life."""
+    job.finish_when = lambda: len(job.started()) == 9
+    flags = ('1.0=kill', '2.1=exit:3')
+    assert job.run(*flags, survive=False, nodes=3) == 0
+    assert ended(job) == {0: [0], 1: [-9, 0], 2: [3, 0]}
+    stopped = [(e.rank, e.pid) for e in job.events if isinstance(e, WorkerStopped)]
+    lives = [(rank, job.started(rank)[life].pid) for rank, life in ((0, 0), (2, 0), (0, 1), (1, 1))]
+    assert stopped == lives
+    assert [life.restarts for life in job.started()] == [0] * 3 + [1] * 3 + [2] * 3
+    reasons = [event.reason for event in job.events if isinstance(event, AllStartAgain)]
+    pid = job.started(2)[1].pid
+    assert reasons[1] == f'rank 2 (pid {pid}) ended with exit status 3'
+
+
+def test_errors_that_a_lost_worker_brings_about_are_not_the_programs(job: Job) -> None:
+    """Others may be seen to fail before that one is: one on a node that is lost, say."""
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and event.rank == 1:
+            (job.folder / f'fail-{event.restarts}').touch()
+        if isinstance(event, WorkerEnded) and event.code == 3:
+            os.kill(job.started(0)[-1].pid, signal.SIGKILL)
+            assert dies(job.started(0)[-1].pid)
+
+    job.on_event = note
+    job.finish_when = lambda: len(job.started()) == 8
+    flags = [f'1.{life}=exit:3:fail-{life}' for life in range(3)]
+    assert job.run(*flags, survive=False, nodes=2) == 0
+    assert ended(job) == {0: [-9, -9, -9, 0], 1: [3, 3, 3, 0]}
+
+
+def test_each_start_of_all_counts_once(job: Job) -> None:
+    job.finish_when = lambda: False
+    flags = ('1.0=kill', '0.1=kill', '1.2=kill')
+    assert job.run(*flags, survive=False, nodes=2, max_restarts=2) == 1
+    assert failure(job).endswith('and --max-restarts 2 is used up.')
+    assert len(job.started()) == 6
+
+
+@pytest.mark.parametrize('logged', [True, False])
+def test_program_that_fails_at_its_start_ends_the_job_with_its_last_lines(
+    job: Job, logged: bool, tmp_path: Path
+) -> None:
+    """Whichever rank is seen to fail first in each life."""
+    job.finish_when = lambda: False
+    failing = [f'{rank}.{life}=exit:3' for rank in range(2) for life in range(9)]
+    printing = [f'{rank}.{life}=print:no such flag' for rank in range(2) for life in range(9)]
+    log_dir = tmp_path / 'logs' if logged else None
+    assert job.run(*printing, *failing, survive=False, nodes=2, log_dir=log_dir) == 1
+    first, *lines = failure(job).splitlines()
+    assert first.endswith('within 10 minutes; its last lines:')
+    assert 'it failed by itself 3 times' in first
+    assert lines[-1] == '    no such flag'
+    assert len(job.started()) == 6
+
+
+# The end
+
+
+@pytest.mark.parametrize('survive', [True, False])
+@pytest.mark.parametrize('last', [True, False])
+def test_rank_that_had_finished_may_die_at_its_exit(job: Job, last: bool, survive: bool) -> None:
+    """Before or after the others have ended; nobody is started in its place."""
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched):
+            job.said.set(f'finished/{event.rank}', f'{event.pid} 0')
+            if event.rank == 2:
+                (job.folder / ('others' if last else 'abort')).touch()
+        if isinstance(event, WorkerEnded) and len(ended(job)) == (2 if last else 1):
+            (job.folder / ('abort' if last else 'others')).touch()
+
+    job.on_event = note
+    job.finish_when = lambda: False
+    flags = ('0.0=exit:0:others', '1.0=kill:abort', '2.0=exit:0:others')
+    assert job.run(*flags, survive=survive, nodes=3) == 0
+    assert ended(job) == {0: [0], 1: [-9], 2: [0]}
+    assert WorkerLostAtExit(1, job.started(1)[0].pid, -9) in job.events
+
+
+def test_what_an_earlier_process_had_finished_does_not_count(job: Job) -> None:
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched):
+            job.said.set('finished/0', '1 0')
+
+    job.on_event = note
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.run('0.0=kill', nodes=2) == 0
+    assert ended(job) == {0: [-9, 0], 1: [0]}
+
+
+def test_announced_exit_status_is_that_of_the_job(job: Job) -> None:
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched):
+            job.said.set(f'finished/{event.rank}', f'{event.pid} 16')
+
+    job.on_event = note
+    assert job.run('0.0=exit:16:finish', '1.0=exit:16:finish', nodes=2) == 16
+    assert ended(job) == {0: [16], 1: [16]}
+    assert len(job.started()) == 2
+
+
+def test_error_after_all_was_done_fails_the_job(job: Job) -> None:
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched):
+            job.said.set(f'finished/{event.rank}', f'{event.pid} 0')
+
+    job.on_event = note
+    assert job.run('0.0=print:cannot close', '0.0=exit:1:finish', nodes=2) == 1
+    reason, *lines = failure(job).splitlines()
+    assert reason.endswith('ended with exit status 1 when it had finished; its last lines:')
+    assert lines[-1] == '    cannot close'
+    assert len(job.started()) == 2
+
+
+def test_killed_when_all_others_had_finished(job: Job) -> None:
+    """Its own word of that was still to come: they say so once all have trained to the end."""
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and event.rank == 2:
+            job.said.set('finished/0', f'{job.started(0)[0].pid} 0')
+            (job.folder / 'die').touch()
+        if isinstance(event, WorkerEnded) and event.rank == 1:
+            job.said.set('finished/2', f'{job.started(2)[0].pid} 0')
+            job.finish()
+
+    job.on_event = note
+    job.finish_when = lambda: False
+    assert job.run('1.0=kill:die', nodes=3) == 0
+    assert ended(job) == {0: [0], 1: [-9], 2: [0]}
+    assert WorkerLostAtExit(1, job.started(1)[0].pid, -9) in job.events
+
+
+@pytest.mark.parametrize('said', [True, False])
+def test_who_has_finished_may_end_before_the_job_fails(job: Job, said: bool) -> None:
+    """It gives its memory back meanwhile, or writes to its end."""
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and event.rank == 1:
+            for worker in job.started()[not said :]:
+                job.said.set(f'finished/{worker.rank}', f'{worker.pid} 0')
+            (job.folder / 'fail').touch()
+        if isinstance(event, WorkerEnded) and event.rank == 0:
+            job.finish()
+
+    job.on_event = note
+    job.finish_when = lambda: False
+    assert job.run('0.0=exit:3:fail', nodes=2, grace_s=60.0) == 1
+    assert ended(job) == {0: [3], 1: [0]}
+    assert f'rank 0 (pid {job.started(0)[0].pid}) ended with exit status 3' in failure(job)
+
+
+@pytest.mark.parametrize('finished_first', [True, False])
+def test_no_replacement_once_a_peer_said_that_it_is_done(job: Job, finished_first: bool) -> None:
+    """Whether or not its process has ended already; where no worker survives another."""
+    job.finish_when = lambda: False
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and event.rank == 1:
+            job.said.set('finished/0', f'{job.started(0)[0].pid} 0')
+            (job.folder / ('end' if finished_first else 'die')).touch()
+        if isinstance(event, WorkerEnded):
+            (job.folder / 'die').touch()
+
+    job.on_event = note
+    flags = ('0.0=exit:0:end', '1.0=kill:die')
+    assert job.run(*flags, survive=False, nodes=2, grace_s=0.2) == 1
+    assert 'rank 0 had already finished' in failure(job)
+    assert ended(job) == {0: [0 if finished_first else -9], 1: [-9]}
+
+
+@pytest.mark.parametrize('kept', [True, False])
+def test_what_stays_in_memory_is_said(job: Job, kept: bool, tmp_path: Path) -> None:
+    memory = tmp_path / 'memory' / 'run'
+    if kept:
+        memory.mkdir(parents=True)
+    job.on_event = lambda event: job.running.stop(143) if job.started() else None
+    launcher = job.supervisor()
+    tell_memory(job.said, memory)
+    assert launcher.run() == 143
+    said = [event for event in job.events if isinstance(event, MemoryKept)]
+    assert said == ([MemoryKept(str(memory))] if kept else [])
+
+
+def test_used_up_budget_ends_the_job(job: Job) -> None:
+    job.finish_when = lambda: False
+    flags = ('1.0=kill', '1.1=exit:5')
+    before = psutil.Process().children()
+    assert job.run(*flags, nodes=2, spares=1, max_restarts=1) == 1
+    assert 'rank 1' in failure(job)
+    assert failure(job).endswith('ended with exit status 5 and --max-restarts 1 is used up.')
+    assert ended(job) == {0: [-9], 1: [-9, 5]}
+    assert psutil.Process().children() == before
+
+
+def test_program_that_fails_by_itself_again_and_again_ends_the_job(job: Job) -> None:
+    job.finish_when = lambda: False
+    flags = ('0.0=kill', *(f'0.{life}=exit:3' for life in range(1, 9)))
+    assert job.run(*flags, nodes=2) == 1
+    assert 'rank 0' in failure(job)
+    assert 'ended with exit status 3; it failed by itself 3 times' in failure(job)
+    assert failure(job).splitlines()[-1] == '    importing'
+    assert ended(job) == {0: [-9, 3, 3, 3], 1: [-9]}
+
+
+def test_end_of_the_whole_job_is_no_failure_of_the_program(job: Job) -> None:
+    job.finish_when = lambda: len(job.started(0)) == 6
+    flags = tuple(f'0.{life}=exit:{EXIT_WHOLE_JOB}' for life in range(5))
+    assert job.run(*flags, nodes=1) == 0
+
+
+def test_no_replacement_once_a_peer_has_finished(job: Job) -> None:
+    job.on_event = lambda event: kill_rank_1(job) if isinstance(event, WorkerEnded) else None
+    job.finish_when = lambda: False
+
+    def kill_rank_1(job: Job) -> None:
+        if len(ended(job)) == 1:
+            os.kill(job.running.workers[1].pid, signal.SIGKILL)
+
+    assert job.run('0.0=exit:0', nodes=2) == 1
+    assert 'rank 0 had already finished' in failure(job)
+    assert ended(job) == {0: [0], 1: [-9]}
+
+
+def test_stop_asks_first_even_those_that_hang(job: Job) -> None:
+    job.on_event = lambda event: stop(job) if len(job.started()) == 2 else None
+    job.finish_when = lambda: False
+
+    def stop(job: Job) -> None:
+        if not ended(job):
+            os.kill(job.running.workers[0].pid, signal.SIGSTOP)
+            job.running.stop(143)
+
+    assert job.run(nodes=2) == 143
+    assert ended(job) == {0: [-15], 1: [-15]}
+
+
+def test_stop_kills_who_does_not_listen(job: Job) -> None:
+    job.finish_when = lambda: False
+    job.on_event = lambda event: job.running.stop(130) if isinstance(event, FaultStaged) else None
+    flags = ('0.0=deaf', '0.0=print:iteration 1/')
+    faults = (StagedFault(Action.STOP, 0, 1),)
+    assert job.run(*flags, faults=faults, grace_s=0.2) == 130
+    assert ended(job) == {0: [-9]}
+
+
+# Eviction
+
+
+def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
+    def others_find_it_hung(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and len(job.started()) == 2:
+            evict(job.said, 0, 1)  # an earlier process of the rank
+            evict(job.said, 1, event.pid)
+
+    job.on_event = others_find_it_hung
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.run(nodes=2) == 0
+    assert ended(job) == {0: [0], 1: [-9, 0]}
+    assert [event for event in job.events if isinstance(event, WorkerEvicted)] == [
+        WorkerEvicted(1, job.started(1)[0].pid)
+    ]
+    assert not any(job.said.check([f'evict/{rank}']) for rank in range(2))
+
+
+def test_what_a_launcher_asks_while_nobody_hangs_does_not_grow_with_the_ranks(job: Job) -> None:
+    tally = Tally()
+    launcher = job.supervisor(nodes=3)
+    look = launcher._look_into_store
+    asked: list[int] = []
+
+    def counted() -> None:
+        before = tally.read().requests
+        look()
+        asked.append(tally.read().requests - before)
+        if len(asked) == 10:
+            job.finish()
+
+    launcher._said = CountedStore(launcher._said, tally)
+    launcher._look_into_store = counted  # type: ignore[method-assign]
+    job.finish_when = lambda: False
+    assert launcher.run() == 0
+    assert set(asked) == {1}
+
+
+def test_worker_found_hung_is_named_though_all_start_again(job: Job) -> None:
+    """Who found it ends at once; its end may be seen before the order to kill the hung one."""
+
+    def other_finds_it_hung(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and len(job.started()) == 2:
+            evict(job.said, 1, event.pid)
+            (job.folder / 'found').touch()
+            assert dies(job.started(0)[0].pid)
+
+    job.on_event = other_finds_it_hung
+    job.finish_when = lambda: len(job.started()) == 4
+    assert job.run('0.0=exit:3:found', survive=False, nodes=2) == 0
+    [evicted] = [event for event in job.events if isinstance(event, WorkerEvicted)]
+    assert evicted == WorkerEvicted(1, job.started(1)[0].pid)
+
+
+# Output
+
+
+def test_one_log_per_rank_over_all_lives(job: Job, tmp_path: Path) -> None:
+    logs = tmp_path / 'made' / 'logs'
+    job.finish_when = lambda: len(job.started(0)) == 2
+    flags = ('0.0=print:first', '0.0=kill', '0.1=print:second', '1.0=print:other')
+    assert job.run(*flags, nodes=2, log_dir=logs) == 0
+    assert (logs / 'rank0.log').read_text() == 'importing\nfirst\nimporting\nsecond\n'
+    assert (logs / 'rank1.log').read_text() == 'importing\nother\n'
+
+
+def test_without_logs_each_line_tells_the_rank(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.run('0.0=print:first', '0.0=kill', '0.1=print:second', nodes=2) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        '[rank 0] first',
+        *['[rank 0] importing'] * 2,
+        '[rank 0] second',
+        '[rank 1] importing',
+    ]
+
+
+def test_a_log_that_cannot_be_written_is_named(job: Job, tmp_path: Path) -> None:
+    (tmp_path / 'rank1.log').mkdir()
+    job.finish_when = lambda: False
+    assert job.run(nodes=2, log_dir=tmp_path) == 1
+    assert 'it failed by itself 3 times' in failure(job)
+    assert 'cannot be started on node1: ' in failure(job)
+    assert 'rank1.log' in failure(job)
+
+
+# Staged failures
+
+
+@pytest.mark.parametrize('logged', [True, False])
+def test_kill_at_an_iteration(job: Job, logged: bool, tmp_path: Path) -> None:
+    log_dir = tmp_path if logged else None
+    job.finish_when = lambda: len(job.started(0)) == 2
+    flags = ('1.0=print: iteration        7/      12 |', '1.0=print: iteration        8/      12')
+    fault = StagedFault(Action.KILL, 0, 8)
+    assert job.run(*flags, nodes=2, log_dir=log_dir, faults=(fault,)) == 0
+    assert ended(job) == {0: [-9, 0], 1: [0]}
+    assert FaultStaged(str(fault)) in job.events
+
+
+def test_stopped_worker_lives_but_does_nothing(job: Job) -> None:
+    states = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, FaultStaged):
+            pid = job.running.workers[0].pid
+            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+            states.append(psutil.Process(pid).status())
+            os.kill(pid, signal.SIGCONT)
+
+    job.on_event = look
+    job.finish_when = lambda: bool(states)
+    faults = (StagedFault(Action.STOP, 0, 3),)
+    assert job.run('1.0=print:iteration 3/', nodes=2, faults=faults) == 0
+    assert states == ['stopped']
+
+
+def test_killed_node_loses_its_workers_and_its_memory(job: Job, tmp_path: Path) -> None:
+    for place in ('run/node0/0', 'run/node1/2', 'other/node1/2'):
+        (tmp_path / 'memory' / place).mkdir(parents=True)
+    left: list[list[str]] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, FaultStaged):
+            left.append(sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob('memory/*/*')))
+
+    job.on_event = look
+    job.finish_when = lambda: len(job.started()) == 6
+    flags = (
+        f'--sparse-ckpt-dir={tmp_path / "memory"}',
+        '--sparse-ckpt-run-id',
+        'run',
+        '3.0=print:iteration 2/',
+    )
+    fault = StagedFault(Action.KILL_NODE, 1, 2)
+    assert job.run(*flags, nodes=2, workers_per_node=2, faults=(fault,)) == 0
+    assert ended(job) == {0: [0], 1: [0], 2: [-9, 0], 3: [-9, 0]}
+    assert left == [['memory/other/node1', 'memory/run/node0']]
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        ((), '--kill-node 0@2 deletes .* give .*program.py a --sparse-ckpt-run-id'),
+        (('--sparse-ckpt-run-id', '..'), "--sparse-ckpt-run-id '..' is used as a directory name"),
+        (('--sparse-ckpt-run-id', 'a', '--sparse-ckpt-dir', 'b'), 'must be an absolute path'),
+    ],
+)
+def test_memory_of_a_node_that_cannot_be_told(
+    job: Job, flags: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        job.supervisor(*flags, faults=(StagedFault(Action.KILL_NODE, 0, 2),))

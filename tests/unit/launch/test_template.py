@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that are forked from one process behave as those that are started one by one."""
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.events import Event
+from moevement_ext.launch.config import LaunchConfig
+from moevement_ext.launch.events import JobFailed, WorkerEnded, WorkerLaunched
+from moevement_ext.launch.template import Template
+from tests.unit.launch.conftest import Job, dies
+from tests.unit.readable import readable
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+
+
+def ended(job: Job) -> list[tuple[int, int]]:
+    return [(event.rank, event.code) for event in job.events if isinstance(event, WorkerEnded)]
+
+
+def adopt_orphans(wanted: bool) -> None:
+    """Become the parent of descendants whose own parent dies, or no longer."""
+    pr_set_child_subreaper = 36
+    assert ctypes.CDLL(None).prctl(pr_set_child_subreaper, int(wanted), 0, 0, 0) == 0
+
+
+@pytest.mark.parametrize('logged', [True, False])
+def test_only_the_dead_worker_is_replaced(
+    job: Job, logged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.finish_when = lambda: len(job.started(1)) == 3
+    log_dir = tmp_path / 'logs' if logged else None
+    flags = ('1.0=kill', '1.1=exit:3', '1.2=print:third')
+    assert job.run(*flags, nodes=2, fork=True, log_dir=log_dir) == 0
+    assert sorted(ended(job)) == [(0, 0), (1, -9), (1, 0), (1, 3)]
+    if logged:
+        assert (tmp_path / 'logs' / 'rank1.log').read_text() == 'third\n'
+    else:
+        assert '[rank 1] third\n' in capsys.readouterr().out
+
+
+def test_the_program_is_imported_once_for_all_lives(job: Job, tmp_path: Path) -> None:
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.run('1.0=kill', nodes=2, fork=True) == 0
+    lives = [job.life(0), job.life(1), job.life(1, 1)]
+    [template] = {life['imported']['pid'] for life in lives}
+    assert template not in {event.pid for event in job.started()}
+    assert [life['imported']['rank'] for life in lives] == [None] * 3
+    assert [life['argv'] for life in lives] == [[str(job.program), '1.0=kill']] * 3
+
+
+def test_a_worker_sees_the_same_environment_as_one_that_is_started(job: Job) -> None:
+    assert job.run() == 0
+    spawned = job.life(0)['env']
+    (job.folder / 'finish').unlink()
+    assert job.run(fork=True) == 0
+    of_this_job = {
+        *('MASTER_PORT', 'MOEVEMENT_RUN', 'TORCHELASTIC_RUN_ID'),
+        *('MOEVEMENT_LAUNCH', 'MOEVEMENT_SECRET'),
+    }
+    forked = job.life(0)['env']
+    assert spawned.keys() == forked.keys()
+    assert {name for name in forked if forked[name] != spawned[name]} <= of_this_job
+
+
+def test_a_large_environment_reaches_the_worker(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than Linux takes in one message."""
+    large = {f'LARGE_{number}': '.' * 100_000 for number in range(10)}
+    for name, value in large.items():
+        monkeypatch.setenv(name, value)
+    assert job.run(fork=True) == 0
+    assert job.life(0)['env'].items() >= large.items()
+
+
+def test_what_a_worker_starts_anew_imports_the_program_as_its_main_file(
+    job: Job, tmp_path: Path
+) -> None:
+    """As upstream's writers of asynchronous checkpoints, which `multiprocessing` starts."""
+    assert job.run('0.0=spawn:child', fork=True, log_dir=tmp_path / 'logs') == 0
+    assert (tmp_path / 'logs' / 'rank0.log').read_text() == 'importing\nchild\n'
+
+
+def test_all_start_again_with_the_new_store(job: Job) -> None:
+    job.finish_when = lambda: len(job.started()) == 4
+    assert job.run('1.0=kill:life-0.0', nodes=2, fork=True, survive=False) == 0
+    first, second = job.life(0), job.life(0, 1)
+    assert first['env']['MASTER_PORT'] != second['env']['MASTER_PORT']
+
+
+def test_children_of_a_dead_worker_die_with_it(job: Job) -> None:
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.run('0.0=child', '0.0=kill', fork=True) == 0
+    assert dies(job.life(0)['child'])
+
+
+def test_the_job_fails_with_its_template(job: Job) -> None:
+    """All workers are its children, and die with it; none is started any more."""
+    workers = []
+
+    def kill_template(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and event.rank == 1:
+            workers.extend(started.pid for started in job.started())
+            os.kill(psutil.Process(event.pid).ppid(), signal.SIGKILL)
+
+    job.on_event = kill_template
+    job.finish_when = lambda: False
+    assert job.run(nodes=2, fork=True) == 1
+    [failed] = [event for event in job.events if isinstance(event, JobFailed)]
+    assert 'the template of all workers is gone' in failed.reason
+    assert len(workers) == 2
+    assert all(dies(pid) for pid in workers)
+
+
+def test_a_worker_that_init_has_reaped_is_dead(job: Job) -> None:
+    """Its template is gone, and its process id is nobody's; this process stands for init."""
+    others = {child.pid for child in psutil.Process().children()}
+    environment = {**os.environ, 'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': '0'}
+    template = Template(str(job.program), environment)
+    adopt_orphans(True)
+    try:
+        worker = template.fork([str(job.program)], environment, None)
+        [template_pid] = {child.pid for child in psutil.Process().children()} - others
+        os.kill(template_pid, signal.SIGKILL)
+        assert dies(template_pid)  # only then is the worker this process' own
+        assert dies(worker.pid)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED)
+    finally:
+        adopt_orphans(False)
+    worker.signal(signal.SIGTERM)
+    assert worker.reap() == -signal.SIGKILL
+    worker.close()
+    template.close()
+
+
+def test_a_program_that_cannot_be_imported_ends_the_job(job: Job) -> None:
+    job.program.write_text('raise SystemExit(5)')
+    assert job.run(fork=True) == 1
+
+
+def test_spares_are_of_no_use(job: Job) -> None:
+    with pytest.raises(ConfigurationError, match='--spares 1 --fork: .* leave out --spares'):
+        LaunchConfig(str(job.program), spares=1, fork=True)
+
+
+def test_who_is_killed_as_soon_as_it_is_forked_dies(job: Job) -> None:
+    """It leads no group of processes yet, of which all could be killed."""
+    template = Template(str(job.program), os.environ)
+    try:
+        for life in range(20):
+            own = {'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': str(life)}
+            worker = template.fork([str(job.program)], {**os.environ, **own}, None)
+            worker.signal(signal.SIGKILL)
+            assert readable(worker.death, 30.0)
+            assert worker.reap() == -signal.SIGKILL
+            worker.close()
+    finally:
+        template.close()

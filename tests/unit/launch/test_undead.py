@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker that SIGKILL does not end, as one that waits in a driver that hangs."""
+
+import pytest
+
+from moevement_ext.events import Event
+from moevement_ext.launch import child
+from moevement_ext.launch.events import JobFailed, WorkerLaunched, WorkerUndead
+from moevement_ext.membership.eviction import evict
+from tests.unit.launch.conftest import Job, dies, undead
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
+
+
+def test_a_job_does_not_wait_for_ever_for_the_end_of_a_worker(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
+
+    def others_find_it_hung(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and event.rank == 1:
+            hold(event.pid)
+            evict(job.said, 1, event.pid)
+
+    job.on_event = others_find_it_hung
+    job.finish_when = lambda: False
+    with undead() as hold:
+        assert job.run(nodes=2) == 1
+        pid = job.started(1)[0].pid
+        (failed,) = (event for event in job.events if isinstance(event, JobFailed))
+        assert f'rank 1 (pid {pid}) does not die of SIGKILL' in failed.reason
+        assert WorkerUndead(1, pid) in job.events
+        assert dies(job.started(0)[0].pid)
+
+
+def test_all_start_again_only_if_all_die(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes of a rank would write the same files."""
+    monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
+
+    def hold_it(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and event.rank == 1:
+            hold(event.pid)
+            (job.folder / 'die').touch()
+
+    job.on_event = hold_it
+    job.finish_when = lambda: False
+    with undead() as hold:
+        assert job.run('0.0=kill:die', survive=False, nodes=2) == 1
+        assert len(job.started()) == 2

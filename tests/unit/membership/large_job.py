@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a large job report after a failure."""
+
+from dataclasses import dataclass
+
+from moevement_ext.membership.report import Report
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
+
+RANKS_PER_NODE = 8
+REPLICAS = 2
+WINDOW = 4
+
+
+@dataclass(frozen=True)
+class LargeJob:
+    """Its survivors hold windows of the ranks of their node and replicas of others."""
+
+    world_size: int
+
+    def report(self, rank: int, origin: int, committed: int) -> Report:
+        """What a survivor reports."""
+        newest = committed - committed % WINDOW
+        first = rank - rank % RANKS_PER_NODE
+        distances = [node * RANKS_PER_NODE for node in range(REPLICAS + 1)]
+        owners = [
+            (first + distance + local) % self.world_size
+            for distance in distances
+            for local in range(RANKS_PER_NODE)
+        ]
+        windows = [
+            HeldWindow(Window(WindowName(start, 'plan'), WINDOW), owner)
+            for start in (newest - 2 * WINDOW, newest - WINDOW)
+            for owner in owners
+        ]
+        ledger = [
+            LedgerEntry(t, [1.0 / t], [False], 8, 512 * t)
+            for t in range(newest - 2 * WINDOW, committed + 1)
+        ]
+        return Report(
+            survivor=True,
+            node=_node(rank),
+            pid=10_000 + rank,
+            windows=windows,
+            origin=origin,
+            committed=committed,
+            clean_at=committed,
+            first_logged=newest - 2 * WINDOW,
+            address=(f'10.0.{rank // 256}.{rank % 256}', 20_000 + rank),
+            ledger=ledger,
+            details=b'plan and trainer' * 8,
+        )
+
+
+def newcomer(rank: int) -> Report:
+    """What a new process brings."""
+    return Report(survivor=False, node=_node(rank), pid=10_000 + rank, windows=[])
+
+
+def _node(rank: int) -> str:
+    return f'node{rank // RANKS_PER_NODE}'

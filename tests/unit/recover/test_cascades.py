@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage is lost while another one replays: who goes on, and who begins again.
+
+Of three stages the first and the last are no neighbours; processes are threads (`threaded_job`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from moevement_ext.faults import Phase
+from moevement_ext.membership.report import Report
+from moevement_ext.recover.localized import LocalizedRecovery
+from moevement_ext.recover.rank_state import ForbiddenTransition
+from moevement_ext.recover.stage_replay import StageReplay
+from moevement_ext.replicate.log_reader import LogReader
+from tests.unit.recover.test_recovery import FIRST, ITERATIONS, train, train_through
+from tests.unit.recover.threaded_job import WINDOW, Expected, Fault, ThreadedJob, install
+
+OF_A_REPLAY = [Phase.FETCH, Phase.LOAD, Phase.CONVERT, Phase.CATCH_UP, Phase.REPLAYED]
+LOST = Fault(0, Phase.FORWARD, FIRST + 1)
+"""The first stage, where two iterations are to be caught up with."""
+
+# A thread of a dead one may look at it once more, as none of a dead process does.
+pytestmark = [
+    pytest.mark.timed,
+    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
+]
+
+
+@pytest.fixture(scope='module', autouse=True)
+def threads_are_processes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        install(monkeypatch)
+        yield
+
+
+@pytest.fixture(scope='module')
+def fault_free() -> Expected:
+    return train(ITERATIONS, []).states
+
+
+def went_on(job: ThreadedJob) -> Counter[int]:
+    """How often, by rank, those went on that replayed."""
+    return Counter(event.went_on for event in job.recovered if event.replayed)
+
+
+@pytest.mark.parametrize('phase', OF_A_REPLAY)
+def test_a_replay_goes_on_when_a_stage_is_lost_that_is_no_neighbour(
+    phase: Phase, fault_free: Expected
+) -> None:
+    job = train_through([LOST, Fault(0, phase, kills=2)], fault_free)
+    assert sorted(job.began) == [0, 2]
+    assert went_on(job) == {1: 1, 0: 1}
+    assert all(event.verified for event in job.recovered if event.replayed)
+
+
+@pytest.mark.parametrize('phase', OF_A_REPLAY)
+def test_a_replay_begins_again_when_a_neighbour_is_lost(phase: Phase, fault_free: Expected) -> None:
+    """Once it is through, it is not lost with the other any more."""
+    job = train_through([LOST, Fault(0, phase, kills=1)], fault_free)
+    again = [] if phase is Phase.REPLAYED else [0]
+    assert sorted(job.began) == sorted([0, 1, *again])
+    assert set(went_on(job)) == {0}
+
+
+@pytest.mark.parametrize('phase', OF_A_REPLAY)
+def test_who_replays_goes_on_when_the_other_that_replays_is_lost(
+    phase: Phase, fault_free: Expected
+) -> None:
+    """Both had begun together; the one that was lost begins again."""
+    both = [LOST, Fault(2, Phase.DETECT)]
+    job = train_through([*both, Fault(0, phase, kills=2)], fault_free)
+    assert job.began.count(0) == 1
+    assert went_on(job) == {1: 1, 0: 1}
+
+
+def test_failures_that_come_faster_than_a_replay_do_not_hold_it_up(fault_free: Expected) -> None:
+    """One at each step of it; the other stage comes back when they are over."""
+    steps = [Phase.FETCH, *WINDOW * [Phase.LOAD], Phase.CATCH_UP, Phase.CATCH_UP, Phase.REPLAYED]
+    job = train_through([LOST, *(Fault(0, step, kills=2) for step in steps)], fault_free)
+    assert job.began.count(0) == 1
+    assert went_on(job) == {len(steps): 1, 0: 1}
+
+
+def test_a_stage_that_went_on_is_what_the_next_failure_finds(fault_free: Expected) -> None:
+    """Its log and its windows are complete: a neighbour is lost next, and it itself."""
+    after = [Fault(1, Phase.FORWARD, FIRST + 5), Fault(0, Phase.FORWARD, FIRST + 10)]
+    job = train_through([LOST, Fault(0, Phase.CONVERT, kills=2), *after], fault_free)
+    assert Counter(job.began) == {0: 2, 1: 1, 2: 1}
+    assert all(event.verified for event in job.recovered if event.replayed)
+
+
+def test_the_memory_of_the_other_node_is_lost_as_well(fault_free: Expected) -> None:
+    job = train_through([LOST, Fault(0, Phase.CATCH_UP, kills=2, node_lost=True)], fault_free)
+    assert sorted(job.began) == [0, 2]
+    assert went_on(job) == {1: 1, 0: 1}
+
+
+def ends_too_early(monkeypatch: pytest.MonkeyPatch, has_met: list[Sequence[Report]]) -> None:
+    """As if the other failure had another target."""
+    catch_up = StageReplay._catch_up
+
+    def to_another_end(replay: StageReplay, dense_at: int, target: int, *rest: Any) -> None:
+        catch_up(replay, dense_at, target - len(has_met), *rest)
+
+    monkeypatch.setattr(StageReplay, '_catch_up', to_another_end)
+
+
+def reads_other_tensors(monkeypatch: pytest.MonkeyPatch, has_met: list[Sequence[Report]]) -> None:
+    """As if its source were another once all have met."""
+    take = LogReader.take
+
+    def take_another(reader: LogReader, *key: int) -> torch.Tensor:
+        return take(reader, *key) ^ len(has_met)
+
+    monkeypatch.setattr(LogReader, 'take', take_another)
+
+
+@pytest.mark.parametrize('breaking', [ends_too_early, reads_other_tensors])
+def test_to_go_on_otherwise_is_noticed(
+    breaking: Callable[..., None], fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_met: list[Sequence[Report]] = []
+    goes_on = LocalizedRecovery._goes_on
+
+    def noted(recovery: LocalizedRecovery, reports: Sequence[Report]) -> bool:
+        has_met.append(reports)
+        return goes_on(recovery, reports)
+
+    monkeypatch.setattr(LocalizedRecovery, '_goes_on', noted)
+    breaking(monkeypatch, has_met)
+    train_through([LOST], fault_free)
+    with pytest.raises((AssertionError, ForbiddenTransition)):
+        train_through([LOST, Fault(0, Phase.CONVERT, kills=2)], fault_free)
+    assert len(has_met) == 1

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probe of the capture path, without a GPU."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moevement_ext.capture.layout import Piece
+from moevement_ext.memory.mapped import Bytes
+from moevement_ext.plan.byte_planner import InfeasiblePlan
+from tests.unit.memory.samples import tmpfs_directory
+from tools.gpu_check import copy_probe
+from tools.gpu_check.copy_probe import Sizes, Stage, Window, beside, busy, percentiles
+from tools.lab.errors import LabError
+
+CPU = torch.device('cpu')
+SMALL = Sizes(2**20, 64, 32, 64, 0.01, windows=2, small_calls=7)
+DEADLINE_S = 30.0
+"""How long a test waits for something that comes at once."""
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+@pytest.fixture(scope='module')
+def stage() -> Stage:
+    return Stage(CPU, SMALL)
+
+
+def window_of(stage: Stage, shm: Path, share: float = 100.0) -> Window:
+    """One in each of whose iterations so much of the state can be captured, but for a reserve."""
+    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in stage.tensors)
+    plan = stage.plan(share * nbytes, iteration_s=1.0)
+    return Window(shm / 'w', stage.operators, plan)
+
+
+def test_everything_is_measured_and_written(shm: Path, tmp_path: Path) -> None:
+    target = tmp_path / 'figures.json'
+    assert copy_probe.main([str(shm), 'cpu', str(target)]) == 0
+    found = json.loads(target.read_text())
+    assert found['identical'] and found['window'] >= 1
+    for rate in ('pinned_gb_s', 'registered_gb_s', 'busy_gb_s', 'busy_over_limit'):
+        assert 0 < found[rate] < float('inf'), rate
+    for small in (found['small_copy'], found['launch']):
+        assert small['alone']['calls'] == copy_probe.ON_CPU.small_calls
+        assert small['beside']['calls'] >= found['window']
+    assert not list(shm.iterdir())
+
+
+def test_several_slots_where_one_does_not_hide_and_each_holds_its_iteration(
+    stage: Stage, shm: Path
+) -> None:
+    window = window_of(stage, shm, share=0.75)
+    assert window.slots > 1
+    assert busy(CPU, stage, window, 1)['identical']
+    assert window.contents_are(range(window.slots))
+    assert not window.contents_are([slot + 1 for slot in range(window.slots)])
+
+
+def test_nothing_hides(stage: Stage) -> None:
+    with pytest.raises(InfeasiblePlan):
+        stage.plan(bytes_per_s=1000, iteration_s=0.01)
+
+
+def test_a_failed_capture_is_an_error(shm: Path) -> None:
+    stage = Stage(CPU, SMALL)
+    window = window_of(stage, shm)
+    stage.tensors[0].resize_(3)  # its place in the file has another size
+    with pytest.raises(LabError, match='a capture failed'):
+        busy(CPU, stage, window, 1)
+
+
+def test_latencies_are_of_calls_until_the_copies_have_arrived(
+    stage: Stage, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window = window_of(stage, shm)
+    calls, gate = [], threading.Event()
+
+    def work() -> None:
+        calls.append(1)
+        if len(calls) == 3 + 5:
+            gate.set()
+
+    copies = window._layouts[0].copies
+
+    def gated(payload: Bytes, volatile: bool) -> list[Piece]:
+        assert volatile or gate.wait(DEADLINE_S)
+        return copies(payload, volatile)
+
+    monkeypatch.setattr(window._layouts[0], 'copies', gated)
+    measured = beside(CPU, window, work, 3)
+    assert measured['alone']['calls'] == 3
+    assert measured['beside']['calls'] == len(calls) - 3 >= 5
+
+
+def test_a_percentile_is_one_of_the_calls() -> None:
+    found = percentiles([value / 1e3 for value in range(100, -1, -1)])
+    assert found == {'calls': 101, 'p50_ms': 50, 'p99_ms': 99, 'max_ms': 100}
+    assert percentiles([1e-3])['p99_ms'] == 1

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts' popularity, and systems that save only some experts."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tools.simulate.closed_form import Dense
+from tools.simulate.experts import (
+    PartialExperts,
+    PartialRun,
+    concentration,
+    draw_shares,
+    frozen_shares,
+    lost_by_checkpoint,
+    skew,
+    stale_checkpoints,
+    with_experts,
+)
+from tools.simulate.failures import Trace
+from tools.simulate.fields import FieldError
+from tools.simulate.monte_carlo import Estimate, simulate
+
+EVEN = np.full(64, 1 / 64)
+
+
+@pytest.mark.parametrize('mean_skew', [0.005, 0.05, 0.2])
+def test_drawn_skew_is_the_one_asked_for(mean_skew: float) -> None:
+    drawn = [skew(draw_shares(mean_skew, 64, seed)) for seed in range(200)]
+    assert np.mean(drawn) == pytest.approx(mean_skew, rel=0.1)
+
+
+def test_skew_of_extremes() -> None:
+    assert skew(EVEN) == pytest.approx(0)
+    assert skew(np.array([0.0, 0.0, 1.0])) == pytest.approx(1)
+    assert concentration(0.25, 64) == pytest.approx(0.0469, abs=1e-4)
+    assert (draw_shares(0, 4) == 0.25).all()
+    with pytest.raises(FieldError, match='skew: is 1'):
+        draw_shares(1, 4)
+
+
+def test_frozen_shares() -> None:
+    assert frozen_shares(EVEN, 4, by_popularity=True) == pytest.approx((0.75, 0.5, 0.25, 0))
+    shares = np.array([0.4, 0.1, 0.2, 0.3])
+    assert frozen_shares(shares, 2, by_popularity=True) == pytest.approx((0.7, 0))
+    assert frozen_shares(shares, 2, by_popularity=False) == pytest.approx((0.5, 0))
+    half = frozen_shares(shares, 2, by_popularity=True, expert_work=0.5)
+    assert half == pytest.approx((0.6, 0))
+
+
+def test_stale_copies() -> None:
+    assert stale_checkpoints(EVEN, 8, 'sequential') == pytest.approx(3.5)
+    assert stale_checkpoints(EVEN, 64, 'sequential') == 0
+    assert stale_checkpoints(EVEN, 8, 'load-aware') == pytest.approx(3.5)
+    uneven = draw_shares(0.2, 64)
+    by_load = stale_checkpoints(uneven, 8, 'load-aware')
+    assert by_load < 0.7 * stale_checkpoints(uneven, 8, 'sequential')
+
+
+def test_losses_by_hand() -> None:
+    """Three experts in turn: the one of last time has lost nothing, that before one checkpoint."""
+    shares = np.array([0.1, 0.2, 0.7])
+    losses = lost_by_checkpoint(shares, 1, 'sequential')
+    assert losses[:3] == pytest.approx([2 * 0.2 + 0.7, 2 * 0.7 + 0.1, 2 * 0.1 + 0.2])
+    assert losses == pytest.approx(np.tile(losses[:3], len(losses) // 3))
+    # Of the unsaved, 0.7 is always most: it is saved each time but when another has waited long.
+    assert lost_by_checkpoint(shares, 1, 'load-aware').mean() < losses.mean() == pytest.approx(1)
+
+
+def test_a_run_counts_what_each_failure_loses() -> None:
+    """Five checkpoints of 2 iterations, then three: experts 1 and 1 were saved last."""
+    made: list[PartialRun] = []
+
+    def make(histories: int, rng: np.random.Generator) -> PartialRun:
+        full = Dense(1.0, 2)
+        shares = np.array([0.1, 0.2, 0.7])
+        made.append(PartialRun(full, PartialExperts(3, 1), shares, histories, 100.0))
+        return made[0]
+
+    failures = Trace(np.array([11.0, 17.5]), np.zeros(2, dtype=int), np.full(2, math.inf), 100.0)
+    simulate(make, failures, histories=2)
+    assert made[0].lost[0] == pytest.approx(2 * (1.5 + 1.5))
+    assert (made[0].checkpoints[0], made[0].rollbacks) == (8, 4)
+
+
+def test_skew_drives_losses_apart_and_leaves_their_mean() -> None:
+    def lost(mean_skew: float, budget: float | None = None) -> PartialRun:
+        return run_of(budget, 600.0, shares=draw_shares(mean_skew, 64), jobs=2000)[0]
+
+    runs = [lost(mean_skew) for mean_skew in (0.0, 0.1, 0.5)]
+    assert [run.plt() for run in runs] == pytest.approx([runs[0].plt()] * 3, rel=0.02)
+    unlucky = [run.plt_of_unlucky() for run in runs]
+    assert unlucky == sorted(unlucky) and unlucky[2] > 1.02 * unlucky[0]
+    assert lost(0.5, 0.021).saved() > lost(0.0, 0.021).saved()
+
+
+def test_cost_shrinks_with_the_experts_saved() -> None:
+    full = Dense(2.0, 4, 1.0, 8.0)
+    partial = PartialExperts(16, 4, expert_bytes=0.8)
+    costs = with_experts(full, partial, 4)
+    assert (costs.overhead_s, costs.stall_s) == pytest.approx((0.4, 3.2))
+    assert with_experts(full, partial, 16) == full
+
+
+def run_of(
+    budget: float | None,
+    mtbf_s: float,
+    interval: int = 1,
+    shares: np.ndarray = EVEN,
+    jobs: int = 100,
+) -> tuple[PartialRun, Estimate]:
+    made: list[PartialRun] = []
+
+    def make(histories: int, rng: np.random.Generator) -> PartialRun:
+        full = Dense(3.0, interval, 1.0, 0.0, 10.0, mtbf_s)
+        partial = PartialExperts(64, 8, lost_budget=budget)
+        made.append(PartialRun(full, partial, shares, histories, 12 * 3600))
+        return made[0]
+
+    found = simulate(make, job_hours=12, histories=jobs)
+    return made[0], found
+
+
+def test_k_never_doubles_in_12_hours_under_the_published_rule() -> None:
+    run, _ = run_of(0.0375, 600.0)
+    assert run.saved() == 8
+    # 3.5 iterations for each of the 72 failures that did not strike a restart.
+    expected = 72 * math.exp(-10 / 600) * 3.5 / 14400
+    assert run.plt() == pytest.approx(expected, rel=0.05)
+    assert run.mlt() == pytest.approx(3.5, rel=0.02)
+
+
+def test_k_doubles_beyond_the_budget_and_costs_more() -> None:
+    kept, cheap = run_of(None, 600.0, interval=4)
+    doubled, dear = run_of(0.0375, 600.0, interval=4)
+    assert kept.saved() == 8 and doubled.saved() > 8
+    assert doubled.plt() < kept.plt()
+    assert dear.ettr < cheap.ettr
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'field'),
+    [((0, 1), 'experts'), ((4, 5), 'saved'), ((4, 0), 'saved'), ((4, 2, 'any'), 'selection')],
+)
+def test_bad_field_is_named(arguments: tuple[int, int], field: str) -> None:
+    with pytest.raises(FieldError, match=f'^{field}: is '):
+        PartialExperts(*arguments)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of expert placement, maximum rank overlap against every other one; reports of survival."""
+
+import math
+from collections.abc import Sequence
+from itertools import combinations, combinations_with_replacement, product
+from math import comb
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moevement_ext.replicate import placement as engine
+from tools.simulate.placement import (
+    Placement,
+    allocate_replicas,
+    maximum_rank_overlap,
+    recovery_probability,
+    representatives,
+    representatives_fit,
+    spread,
+    survival_report,
+)
+
+MAKERS = (maximum_rank_overlap, spread)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[int], int, int]:
+    """Replicas, nodes and slots, where the replicas fit into the slots."""
+    nodes, slots = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    experts = draw(st.integers(1, nodes * slots))
+    tokens = draw(st.lists(st.integers(0, 50), min_size=experts, max_size=experts))
+    least = draw(st.integers(1, nodes * slots // experts))
+    return allocate_replicas(tokens, nodes, slots, least), nodes, slots
+
+
+def best_survival(replicas: Sequence[int], nodes: int, slots: int, failed: int) -> float:
+    """Highest recovery probability of any placement, by trying every set of nodes per expert.
+
+    More than one replica on a node is as good as one, so sets of nodes are enough.
+    """
+    lost = [sum(1 << node for node in chosen) for chosen in combinations(range(nodes), failed)]
+    choices = [
+        [nodes_of for nodes_of in range(1, 1 << nodes) if nodes_of.bit_count() <= count]
+        for count in replicas
+    ]
+    best = 0.0
+    for chosen in product(*choices):
+        if all(sum(held >> node & 1 for held in chosen) <= slots for node in range(nodes)):
+            kept = sum(all(held & ~gone for held in chosen) for gone in lost)
+            best = max(best, kept / len(lost))
+    return best
+
+
+def small_cases(nodes: int, slots: int, experts: int) -> list[tuple[int, ...]]:
+    """Every way to give out slots, some of which may stay free."""
+    counts = combinations_with_replacement(range(1, nodes + 1), experts)
+    return [replicas for replicas in counts if sum(replicas) <= nodes * slots]
+
+
+@given(cases(), st.sampled_from(MAKERS))
+def test_every_replica_has_a_slot(case: tuple[list[int], int, int], make: object) -> None:
+    replicas, nodes, slots = case
+    placement: Placement = make(replicas, nodes, slots)  # type: ignore[operator]
+    assert len(placement) == nodes
+    assert all(len(held) <= slots for held in placement)
+    placed = np.bincount([expert for held in placement for expert in held])
+    assert placed.tolist() == replicas
+
+
+@given(cases(), st.data())
+def test_recovery_probability_is_that_of_plain_enumeration(
+    case: tuple[list[int], int, int], data: st.DataObject
+) -> None:
+    replicas, nodes, slots = case
+    failed = data.draw(st.integers(0, nodes))
+    placement = spread(replicas, nodes, slots, seed=data.draw(st.integers(0, 9)))
+    sets = list(combinations(range(nodes), failed))
+    kept = sum(
+        {expert for node in set(range(nodes)) - set(gone) for expert in placement[node]}
+        == set(range(len(replicas)))
+        for gone in sets
+    )
+    assert recovery_probability(placement, failed) == kept / len(sets)
+
+
+@pytest.mark.parametrize(
+    ('nodes', 'slots', 'experts'), [(4, 2, 3), (3, 2, 4), (3, 3, 4), (5, 1, 3)]
+)
+def test_optimal_where_the_representatives_fit(nodes: int, slots: int, experts: int) -> None:
+    fitting = [
+        replicas
+        for replicas in small_cases(nodes, slots, experts)
+        if representatives_fit(replicas, nodes, slots)
+    ]
+    assert fitting
+    for replicas in fitting:
+        placement = maximum_rank_overlap(replicas, nodes, slots)
+        for failed in range(nodes + 1):
+            best = best_survival(replicas, nodes, slots, failed)
+            assert recovery_probability(placement, failed) == pytest.approx(best), replicas
+
+
+def test_not_optimal_where_they_do_not_fit() -> None:
+    replicas = (2, 3, 3)
+    assert representatives(replicas, 2) == [2, 3]
+    assert not representatives_fit(replicas, 4, 2)
+    overlap = maximum_rank_overlap(replicas, 4, 2)
+    assert recovery_probability(overlap, 2) == pytest.approx(4 / 6)
+    assert best_survival(replicas, 4, 2, 2) == pytest.approx(5 / 6)
+    assert recovery_probability([(0, 1), (0, 2), (1, 2), (1, 2)], 2) == pytest.approx(5 / 6)
+
+
+def test_representatives_always_fit_where_no_group_is_short() -> None:
+    for nodes, slots, experts in ((4, 2, 4), (4, 3, 6), (5, 1, 3)):
+        for replicas in small_cases(nodes, slots, experts):
+            assert representatives_fit(replicas, nodes, slots)
+
+
+def test_groups_of_two_nodes_are_counted_by_inclusion_and_exclusion() -> None:
+    placement = maximum_rank_overlap([2] * 15 + [30], 10, 6)
+    lost = 3 * comb(8, 2) - 3
+    assert recovery_probability(placement, 4) == pytest.approx(1 - lost / comb(10, 4))
+
+
+def test_overlap_survives_more_often_than_spreading_on_skewed_load() -> None:
+    replicas = allocate_replicas([(expert + 1) ** 2 for expert in range(16)], 10, 6, 2)
+    overlap = recovery_probability(maximum_rank_overlap(replicas, 10, 6), 4)
+    others = [recovery_probability(spread(replicas, 10, 6, seed), 4) for seed in range(10)]
+    assert overlap == pytest.approx(0.738, abs=0.001)
+    assert max(others) < 0.5
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=12), st.integers(1, 3))
+def test_allocation_fills_all_slots_in_the_order_of_the_load(tokens: list[int], least: int) -> None:
+    replicas = allocate_replicas(tokens, 6, 6, least)
+    assert sum(replicas) == 36
+    assert min(replicas) >= least
+    pairs = [(tokens[a], replicas[a]) for a in range(len(tokens))]
+    assert all(a[1] <= b[1] for a in pairs for b in pairs if a[0] < b[0])
+
+
+def test_allocation_meets_a_case_done_by_hand() -> None:
+    # 100/1000 of 14 is 1, raised to 2; 200/900 of 12 is 2; 300/700 of 10 is 4; the rest is 6.
+    assert allocate_replicas([300, 100, 400, 200], 7, 2, 2) == [4, 2, 6, 2]
+
+
+@pytest.mark.parametrize(
+    ('call', 'problem'),
+    [
+        (lambda: allocate_replicas([1] * 5, 2, 2), 'lower least, or add nodes or slots'),
+        (lambda: allocate_replicas([1], 2, 2, 0), 'least is 0'),
+        (lambda: allocate_replicas([-1], 2, 2), 'tokens has -1'),
+        (lambda: maximum_rank_overlap([3, 2], 2, 2), '5 replicas do not fit into the 4 slots'),
+        (lambda: spread([0, 2], 2, 2), '1 or more for each expert'),
+        (lambda: maximum_rank_overlap([1], 0, 2), '0 nodes of 2 slots'),
+    ],
+)
+def test_bad_input_is_refused(call: object, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        call()  # type: ignore[operator]
+
+
+# ---- copies of states
+
+
+def test_report_has_a_ring_of_nodes_right() -> None:
+    domains = [f'node{rank // 2}' for rank in range(12)]
+    one, two, three = survival_report(domains, [1, 2, 3])
+    assert [placed.holders for placed in (one, two, three)] == [1, 2, 3]
+    assert one.load == (1, 1) and three.load == (3, 3)
+    assert one.mean_distance is None
+    assert [lost.failed for lost in one.survival] == [1, 2, 3]
+    assert one.survival[0].probability == 1.0
+    assert one.survival[1].probability == pytest.approx(1 - 6 / math.comb(6, 2))
+    assert two.survival[1].probability == 1.0
+    assert three.survival[2].probability == 1.0
+    assert {lost.standard_error for lost in one.survival} == {0.0}
+
+
+def test_sampled_probabilities_carry_their_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    domains = [f'node{rank}' for rank in range(12)]
+    (exact,) = survival_report(domains, [3], replicas=[1])
+    monkeypatch.setattr(engine, 'ENUMERATION_LIMIT', 10)
+    (sampled,) = survival_report(domains, [3], replicas=[1], samples=5000)
+    found = sampled.survival[0]
+    assert 0 < found.standard_error < 0.01
+    assert abs(found.probability - exact.survival[0].probability) < 5 * found.standard_error
+
+
+def test_samples_that_lost_nothing_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, 'ENUMERATION_LIMIT', 10)
+    domains = [f'node{rank}' for rank in range(12)]
+    (sampled,) = survival_report(domains, [2], replicas=[2], samples=5000)
+    found = sampled.survival[0]
+    assert found.probability == 1 and 1e-4 < found.standard_error < 1e-3
+
+
+def test_groups_and_links_are_reported() -> None:
+    domains = ['a', 'b', 'c', 'd']
+    (placed,) = survival_report(
+        domains,
+        [2],
+        replicas=[2],
+        groups=[[0, 2], [1, 3]],
+        distance=lambda owner, holder: float(abs(owner - holder)),
+    )
+    assert placed.holders == 1
+    assert placed.survival[0].probability == 1.0
+    assert placed.mean_distance == pytest.approx(1.0)
+
+
+def test_more_failures_than_domains_are_refused() -> None:
+    with pytest.raises(ValueError, match='failed_domains is 3, of 2 domains'):
+        survival_report(['a', 'b'], [3])

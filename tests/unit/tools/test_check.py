@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of the flags of a job before it starts.
+
+That a start says the same: `tests/distributed/test_refusals.py`.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.check import main
+
+JOB = (
+    '--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16 '
+    '--max-position-embeddings 64 --micro-batch-size 1 --distributed-backend gloo --sparse-ckpt'
+).split()
+LOCALIZED = (
+    'protected: yes; localized: yes: a failure is recovered on the stages that lost a worker'
+)
+WHOLE_JOB = 'protected: yes; localized: no: a failure restarts all workers'
+
+
+@pytest.mark.parametrize(
+    ('flags', 'said'),
+    [
+        ('', []),
+        ('--sparse-ckpt-recovery whole-job', ['whole job only: --sparse-ckpt-recovery whole-job']),
+        (
+            '--symmetric-ar-type two_shot --log-straggler',
+            ['whole job only: --symmetric-ar-type two_shot: ', 'whole job only: --log-straggler: '],
+        ),
+    ],
+)
+def test_what_leaves_the_whole_job_only_is_said(
+    flags: str, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(['--', *JOB, *flags.split()]) == 0
+    *reasons, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(WHOLE_JOB if said else LOCALIZED)
+    assert len(reasons) == len(said)
+    assert all(line.startswith(start) for line, start in zip(reasons, said, strict=True))
+
+
+@pytest.mark.parametrize(
+    ('flags', 'said'),
+    [
+        ('--optimizer sgd', '--sparse-ckpt does not support --optimizer sgd: use --optimizer adam'),
+        ('--sparse-ckpt-window 0', '--sparse-ckpt-window 0 must be at least 1'),
+        ('--sparse-ckpt-fp8-masters', '--sparse-ckpt-fp8-masters takes the place of fp16 masters'),
+        ('--tokenizer-model /nowhere', '--tokenizer-model: /nowhere is not there for rank 0'),
+        ('--num-attention-heads 3', 'Megatron ends with AssertionError: assert args.hidden_size'),
+    ],
+)
+def test_a_refusal_has_status_2(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(['--', *JOB, *flags.split()]) == 2
+    refusal, last = capsys.readouterr().out.splitlines()
+    assert refusal.startswith(f'refused: {said}')
+    assert last == 'protected: no, a job of 1 ranks would not start'
+
+
+def test_all_refusals_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = '--optimizer sgd --save-params-interval 5 --sparse-ckpt-disk /nowhere'
+    assert main(['--', *JOB, *flags.split()]) == 2
+    refused = capsys.readouterr().out.splitlines()[:-1]
+    named = ('--optimizer', '--save-params-interval', '--sparse-ckpt-disk')
+    assert [flag for line in refused for flag in named if f'{flag} ' in line] == list(named)
+
+
+LAYOUT = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4'.split()
+
+
+@pytest.mark.parametrize(
+    ('own', 'world_size', 'status', 'said'),
+    [
+        ([], None, 0, '; 4 ranks'),
+        ([], '8', 0, '; 8 ranks'),
+        (['--nproc', '16'], '8', 0, '; 16 ranks'),
+        (['--nproc', '3'], None, 2, 'a job of 3 ranks would not start'),
+    ],
+)
+def test_ranks_are_as_given_or_the_fewest(
+    own: list[str],
+    world_size: str | None,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv('WORLD_SIZE', raising=False)
+    if world_size is not None:
+        monkeypatch.setenv('WORLD_SIZE', world_size)
+    before, environment = sys.argv, dict(os.environ)
+    assert main([*own, '--', *JOB, *LAYOUT]) == status
+    assert capsys.readouterr().out.splitlines()[-1].endswith(said)
+    assert (sys.argv, dict(os.environ)) == (before, environment)
+
+
+def test_a_variable_that_a_launcher_may_set_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv('CUDA_DEVICE_MAX_CONNECTIONS', raising=False)
+    assert main(['--', *JOB, '--tensor-model-parallel-size', '2']) == 0
+    assert capsys.readouterr().out.startswith('note: CUDA_DEVICE_MAX_CONNECTIONS is not set here')
+
+
+def test_nothing_is_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = f'--tensorboard-dir {tmp_path}/board --save {tmp_path}/dense --save-interval 5'
+    flags += f' --sparse-ckpt-dir {tmp_path}/memory --sparse-ckpt-events {tmp_path}/events'
+    assert main(['--', *JOB, *flags.split()]) == 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ('flags', 'said'),
+    [
+        ([], 'give -- and the flags of the job'),
+        (['--nproc', '0', '--', '--bf16'], '--nproc 0 must be at least 1'),
+        (['--', '--sparse-ckpt-windw', '3'], 'did you mean --sparse-ckpt-window?'),
+        (['--', '--nonsense'], 'unrecognized arguments: --nonsense (pretrain_gpt.py --help'),
+    ],
+)
+def test_a_mistake_is_one_line(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and said in line

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo found: for people (tables, a picture), for programs (one line).
+
+It demands of the events that one pipeline stage went back, and only that one.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from moevement_ext.events import Event, FailureDetected, Recovered, RecoveryStarted
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.slot import SlotHeader, decode_context
+from tools.lab.errors import LabError
+from tools.lab.evidence import Tier, kind_of, ranks_with
+from tools.lab.four_ranks import STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE
+from tools.lab.plots import Doing, Failure, Lane, LocalizedFailure, Span
+from tools.lab.run_log import Iteration
+from tools.lab.trained import Trained
+
+MIB = 1 << 20
+WARM_UP_ITERATIONS = 5
+PHASES = ('detect', 'unblock', 'respawn', 'regroup', 'fetch', 'convert', 'catch_up')
+
+
+class CapturedBytes(NamedTuple):
+    """Bytes that one rank captured in one window."""
+
+    slots: list[int]
+    """Payload of each slot."""
+    dense: int
+    """What every operator takes in full: a dense checkpoint of this rank."""
+
+
+def captured_bytes(store: NodeStore) -> dict[int, CapturedBytes]:
+    """Bytes by rank, from the newest window of each rank that a node holds, replicas included."""
+    newest: dict[int, CapturedBytes] = {}
+    for window in store.scan():  # newest first
+        if window.owner not in newest:
+            newest[window.owner] = _window_bytes(WindowFile.open(window.path).headers())
+    return newest
+
+
+def _window_bytes(headers: Sequence[SlotHeader]) -> CapturedBytes:
+    dense = 0
+    for header in headers:
+        full = set(decode_context(header.context).full)
+        dense += sum(record.nbytes for record in header.records if record.operator in full)
+    return CapturedBytes([header.payload_bytes for header in headers], dense)
+
+
+# ---- the recovery
+
+
+class StageRecovery(NamedTuple):
+    """One pipeline stage in the recovery."""
+
+    replayed: int
+    """Iterations computed again."""
+    phases: dict[str, float]
+    """Seconds by phase, of the rank that took longest for it."""
+
+
+class LocalizedRecovery(NamedTuple):
+    """How the job came back."""
+
+    lost: int
+    """The stage that lost its state."""
+    stages: list[StageRecovery]
+    new: Iteration
+    """The first new one that was logged."""
+    seconds: float
+    """From the kill until `new`."""
+    spans: list[list[Span]]
+    """What each stage did until it was back: the lost one starts processes, and replays."""
+
+
+def all_recovered(events: Sequence[Event]) -> bool:
+    """Whether every rank has reported its recovery."""
+    return ranks_with(events, Recovered) >= set(range(WORLD_SIZE))
+
+
+def localized_recovery(disturbed: Trained, lost: int) -> LocalizedRecovery:
+    """Check that the recovery was localized, and read it out of the events.
+
+    Raises:
+        LabError: another stage lost its state as well, or the job never went on.
+    """
+    found, killed_at = disturbed.recovery, disturbed.hurt_at
+    reports = {event.rank: event for event in kind_of(disturbed.events, Recovered)}
+    stages = {event.rank: event.stages for event in reports.values()}
+    if (
+        found is None
+        or killed_at is None
+        or found.tier is not Tier.LOCALIZED
+        or found.died != WORKERS_PER_NODE
+        or len(disturbed.log.lives) != 1
+        or any(gone != [lost] for gone in stages.values())
+    ):
+        how = 'no rank did' if found is None else f'tier {found.tier}, {found.died} new processes'
+        raise LabError(
+            f'the recovery was not localized: {how}, stages that went back, by rank: {stages}; '
+            'see the logs and events of the run'
+        )
+    new = disturbed.log.first_after(found.target)
+    if new is None:
+        raise LabError(f'no iteration was logged after the recovery to iteration {found.target}')
+    return LocalizedRecovery(
+        lost,
+        [_stage_recovery([reports[rank] for rank in ranks]) for ranks in STAGE_RANKS],
+        new,
+        new.time - killed_at,
+        [
+            _spans(disturbed.events, killed_at, ranks, stage == lost)
+            for stage, ranks in enumerate(STAGE_RANKS)
+        ],
+    )
+
+
+def _stage_recovery(reports: Sequence[Recovered]) -> StageRecovery:
+    return StageRecovery(
+        replayed=max(event.replayed for event in reports),
+        phases={name: max(event.seconds[name] for event in reports) for name in PHASES},
+    )
+
+
+def _spans(
+    events: Sequence[Event], killed_at: float, ranks: Sequence[int], lost: bool
+) -> list[Span]:
+    """Spans of a stage; its slowest rank counts. One that lives on waits once it has noticed."""
+    recent = [event for event in events if event.rank in ranks and event.time > killed_at]
+    back = max(event.time for event in kind_of(recent, Recovered))
+    if not lost:
+        noticed = min(event.time for event in kind_of(recent, FailureDetected))
+        return [Span(Doing.WAITING, noticed, back)]
+    replay = max(event.time for event in kind_of(recent, RecoveryStarted))
+    return [Span(Doing.STARTING, killed_at, replay), Span(Doing.REPLAYING, replay, back)]
+
+
+def story(disturbed: Trained, found: LocalizedRecovery) -> LocalizedFailure:
+    """What is drawn of the recovery."""
+    log, killed_at = disturbed.log, disturbed.hurt_at
+    assert killed_at is not None
+    before = [iteration for iteration in log.iterations if iteration.time <= killed_at]
+    began = log.iterations[0].time - log.iterations[0].elapsed_ms / 1000
+    lanes = []
+    for stage, spans in enumerate(found.spans):
+        training = Span(Doing.TRAINING, began, spans[0].start)
+        again = Span(Doing.TRAINING, spans[-1].end, log.iterations[-1].time)
+        title = f'stage {stage}\nnode-{stage} {"lost" if stage == found.lost else "lives on"}'
+        lanes.append(Lane(title, [training, *spans, again]))
+    what = f'stage {found.lost} lost with its node'
+    return LocalizedFailure(Failure(what, killed_at, before[-1], found.new), lanes)
+
+
+# ---- what is said of both runs
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found."""
+
+    digests: tuple[str, str]
+    """Digests of the final state of the fault-free and of the recovered run."""
+    bit_identical: bool
+    losses: tuple[tuple[float, float], tuple[float, float]]
+    """Losses of the first iteration in both runs, and those of the last."""
+    iteration_ms: tuple[float, float]
+    """Medians without and with sparse checkpointing, of the same undisturbed iterations."""
+    recovery: LocalizedRecovery
+    captured: dict[int, CapturedBytes]
+
+    @property
+    def overhead(self) -> float:
+        """Median iteration time with sparse checkpointing over that without."""
+        return self.iteration_ms[1] / self.iteration_ms[0]
+
+    @property
+    def slot_over_dense(self) -> float:
+        """Bytes of the mean slot against a dense checkpoint, over all ranks."""
+        slots = sum(statistics.mean(rank.slots) for rank in self.captured.values())
+        return slots / sum(rank.dense for rank in self.captured.values())
+
+    def line(self) -> str:
+        """The last line of the demo, for programs."""
+        starting, replaying = self.recovery.spans[self.recovery.lost]
+        return (
+            f'demo: bit_identical={str(self.bit_identical).lower()} '
+            f'replayed={self.recovery.stages[self.recovery.lost].replayed} '
+            f'recovery_s={self.recovery.seconds:.1f} '
+            f'(starting processes {starting.end - starting.start:.1f}, '
+            f'replaying {replaying.end - replaying.start:.1f}) '
+            f'overhead={self.overhead:.3f} slot_over_dense={self.slot_over_dense:.3f}'
+        )
+
+
+def result(
+    plain: Trained, disturbed: Trained, captured: dict[int, CapturedBytes], lost: int
+) -> Result:
+    """What two runs say together.
+
+    Args:
+        plain: the fault-free one.
+        disturbed: the one that lost a node.
+        captured: bytes by rank.
+        lost: pipeline stage that was lost with the node.
+
+    Raises:
+        LabError: more than the lost stage went back.
+    """
+    ends = [(run.log.iterations[0].loss, run.log.iterations[-1].loss) for run in (plain, disturbed)]
+    assert disturbed.hurt_at is not None
+    before = [item for item in disturbed.log.iterations if item.time <= disturbed.hurt_at]
+    undisturbed = {item.number for item in before[WARM_UP_ITERATIONS:]}
+    return Result(
+        digests=(plain.state.digest, disturbed.state.digest),
+        bit_identical=not disturbed.different(plain),
+        losses=((ends[0][0], ends[1][0]), (ends[0][1], ends[1][1])),
+        iteration_ms=(
+            _median_ms(plain.log.iterations, undisturbed), _median_ms(before, undisturbed)
+        ),
+        recovery=localized_recovery(disturbed, lost),
+        captured=captured,
+    )  # fmt: skip
+
+
+def _median_ms(iterations: Sequence[Iteration], numbers: set[int]) -> float:
+    return statistics.median(item.elapsed_ms for item in iterations if item.number in numbers)
+
+
+def print_summary(result: Result, console: Console) -> None:
+    """Print the tables."""
+    table = Table(title='Fault-free run against the run that lost a node', title_justify='left')
+    table.add_column('')
+    table.add_column('fault-free', justify='right')
+    table.add_column('recovered', justify='right')
+    recovery, (plain_ms, sparse_ms) = result.recovery, result.iteration_ms
+    replayed = ', '.join(
+        f'{stage.replayed} (stage {number})' for number, stage in enumerate(recovery.stages)
+    )
+    slot = result.slot_over_dense
+    dense = sum(rank.dense for rank in result.captured.values())
+    verdict = '[bold green]equal[/]' if result.bit_identical else '[bold red]DIFFERENT[/]'
+    for name, (plain, sparse) in zip(('first loss', 'final loss'), result.losses, strict=True):
+        table.add_row(name, f'{plain:.4f}', f'{sparse:.4f}')
+    first, second = (digest[:12] for digest in result.digests)
+    table.add_row('digest of the final state', first, f'{second}  {verdict}')
+    table.add_row('iterations replayed', '-', replayed)
+    table.add_row('seconds, kill to new iteration', '-', f'{recovery.seconds:.1f}')
+    table.add_row(
+        'median iteration (ms)',
+        f'{plain_ms:.0f}',
+        f'{sparse_ms:.0f}  ({result.overhead - 1:+.1%})',
+    )
+    table.add_row(
+        'bytes a checkpoint (all ranks)',
+        f'{dense / MIB:.2f} MiB dense',
+        f'{slot * dense / MIB:.2f} MiB a slot  ({slot:.0%})',
+    )
+    for shown in ('', table, '', _stage_table(recovery)):
+        console.print(shown)
+
+
+def _stage_table(recovery: LocalizedRecovery) -> Table:
+    table = Table(title='Recovery by pipeline stage', title_justify='left')
+    table.add_column('')
+    for stage in range(len(recovery.stages)):
+        fate = 'lost' if stage == recovery.lost else 'kept its state'
+        table.add_column(f'stage {stage} ({fate})', justify='right')
+    table.add_row('iterations replayed', *(str(stage.replayed) for stage in recovery.stages))
+    table.add_section()
+    for name in PHASES:
+        seconds = [f'{stage.phases[name]:.2f}' for stage in recovery.stages]
+        table.add_row(f'{name.replace("_", " ")} (s)', *seconds)
+    return table

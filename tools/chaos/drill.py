@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Game day: a short job with your own flags, and again with a worker killed, then a node.
+
+    sbatch scripts/slurm_drill.sbatch <flags of pretrain_gpt.py>
+    python -m tools.drill --nodes 2 -- <flags of pretrain_gpt.py>       # on emulated nodes, here
+
+In a batch script of Slurm the job runs under the launcher for Slurm, and the node that dies is one
+of the allocation: its agent, its workers and its windows. Without a spare node only a worker is
+killed. Checkpoints of the real run are neither loaded nor written, and its windows are left alone.
+
+The final states of both are compared, bit for bit; where there are newer captures each recovery is
+verified against them, too. What was wrong with GPUs meanwhile is listed.
+
+Exit status: 0 the job came back from every failure with the bits of the undisturbed one, 1 that is
+not so, 2 the drill could not be held.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from tools.chaos.drill_flags import DIGEST, EVENTS, drill_flags
+from tools.chaos.drill_verdict import devices, problems, recoveries, table
+from tools.lab.arguments import Parser
+from tools.lab.benchmark import exit_on_sigterm, print_failure
+from tools.lab.digests import kinds_of_difference, read_digest
+from tools.lab.errors import LabError
+from tools.lab.evidence import read_events
+from tools.lab.launch import ROOT
+from tools.lab.trainer_flags import parse_trainer_flags
+
+_END = '--'
+_UNDISTURBED = 'undisturbed'
+_DISTURBED = 'disturbed'
+
+
+class _Job(NamedTuple):
+    """How the drill is launched."""
+
+    command: list[str]
+    """Command line of the launcher, up to its `--`."""
+    nodes: int
+    workers_per_node: int
+    spare: bool
+    """Something can take the place of a lost node."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    own = given[: given.index(_END)] if _END in given else given
+    args = _parser().parse_args(own)
+    console = Console()
+    exit_on_sigterm()
+    try:
+        return _hold(args, given[len(own) + 1 :], console)
+    except LabError as error:
+        print_failure(console, 'drill', error)
+        return 2
+
+
+def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> int:
+    if not flags:
+        raise LabError(f'no flags of pretrain_gpt.py: put {_END} and them after the other flags')
+    if not 0 < args.first < args.second < args.iterations:
+        raise LabError(
+            f'--first {args.first} --second {args.second} --iterations {args.iterations}: each '
+            'must be above the one before'
+        )
+    if args.nodes < 1 or args.workers_per_node < 1:
+        raise LabError('--nodes and --workers-per-node: give numbers of 1 or more')
+    parse_trainer_flags(flags)  # exits where one is wrong, before anything is launched
+    run_id = f'drill-{uuid.uuid4().hex[:8]}'
+    folder = (args.output or ROOT / 'runs' / run_id).absolute()
+    if folder.exists():
+        raise LabError(f'--output {folder} is there already: give another folder')
+    job = _job(args)
+    faults = ['--kill', f'0@{args.first}']
+    if job.spare:
+        faults += ['--kill-node', f'{job.nodes - 1}@{args.second}']
+    for name, staged in ((_UNDISTURBED, []), (_DISTURBED, faults)):
+        own = folder / name
+        command = [*job.command, '--log-dir', str(own / 'logs'), *staged, _END, 'pretrain_gpt.py']
+        console.print(f'drill: the {name} job, in {own}', soft_wrap=True)
+        status = _run([*command, *drill_flags(flags, args.iterations, f'{run_id}-{name}', own)])
+        if status != 0:
+            if not staged:  # nothing was tried yet: wrong flags, say
+                raise LabError(f'the {name} job ended with status {status}; see its output above')
+            console.print(f'drill NOT passed: the {name} job ended with status {status}')
+            return 1
+    return _report(folder, job, len(faults) // 2, console)
+
+
+def _report(folder: Path, job: _Job, failures: int, console: Console) -> int:
+    """Print what happened; the exit status."""
+    states = [read_digest(folder / name / DIGEST) for name in (_UNDISTURBED, _DISTURBED)]
+    undisturbed, events = (
+        read_events(folder / name / EVENTS) for name in (_UNDISTURBED, _DISTURBED)
+    )
+    ranks = job.nodes * job.workers_per_node
+    console.print(table(recoveries(events, ranks)))
+    for line in devices([*undisturbed, *events]):
+        console.print(line, style='yellow', markup=False, soft_wrap=True)
+    found = problems(events, ranks, failures, kinds_of_difference(*states))
+    for line in found:
+        console.print(line, style='bold red', markup=False, soft_wrap=True)
+    node = ', a node' if job.spare else ' (no spare: no node)'
+    verdict = 'NOT passed' if found else 'passed, all bits are equal'
+    lost = f'drill {verdict}: lost a worker{node}; logs and events are in {folder}'
+    console.print(lost, soft_wrap=True)
+    return 1 if found else 0
+
+
+def _job(args: argparse.Namespace) -> _Job:
+    python, workers = sys.executable, args.workers_per_node
+    each = ['--workers-per-node', str(workers)]
+    if 'SLURM_JOB_NODELIST' not in os.environ:
+        launcher = [python, str(ROOT / 'scripts' / 'local_cluster.py'), '--nodes', str(args.nodes)]
+        return _Job([*launcher, *each], args.nodes, workers, spare=True)
+    nodes = int(os.environ['SLURM_JOB_NUM_NODES']) - args.spare_nodes
+    if nodes < 1:
+        raise LabError(f'--spare-nodes {args.spare_nodes} leaves no node to train on')
+    launcher = [python, '-m', 'moevement_ext.slurm', '--spare-nodes', str(args.spare_nodes)]
+    return _Job([*launcher, *each], nodes, workers, args.spare_nodes > 0)
+
+
+def _run(command: Sequence[str]) -> int:
+    """The launcher's exit status; it is ended with this process."""
+    launcher = subprocess.Popen(command, cwd=ROOT)
+    try:
+        return launcher.wait()
+    finally:
+        launcher.terminate()
+        launcher.wait()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog='python -m tools.drill',
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add('--nodes', type=int, default=2, metavar='N', help='emulated nodes, without Slurm (2)')
+    add('--spare-nodes', type=int, default=1, metavar='N', help='of the allocation (1)')
+    add('--workers-per-node', type=int, default=1, metavar='N', help='ranks on each node (1)')
+    add('--first', type=int, default=20, metavar='N', help='iteration that kills a worker (20)')
+    add('--second', type=int, default=40, metavar='N', help='iteration that kills a node (40)')
+    add('--iterations', type=int, default=60, metavar='N', help='that are trained (60)')
+    add('--output', type=Path, metavar='DIR', help='for logs and events, seen by all nodes '
+        '(runs/drill-...)')  # fmt: skip
+    return parser
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says how a job would be protected, by its flags, without starting it.
+
+    python -m tools.check -- --num-layers 32 --hidden-size 4096 ...
+    python -m tools.check --nproc 64 -- --num-layers 32 --hidden-size 4096 ...
+
+After `--` come all flags of pretrain_gpt.py; it is judged as with --sparse-ckpt. Refusals are those
+of the start, in the same words. Files and directories are looked for on this machine. How much host
+memory it takes says tools.plan.
+
+Exit status: 0 the job would be protected, 2 it would be refused, or a flag is wrong.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.moevement.seams import cpu_device
+from moevement_ext.errors import EXIT_USER_ERROR
+from tools.lab.arguments import Parser
+
+if TYPE_CHECKING:
+    from megatron.moevement.checking import Judgement
+
+_END = '--'
+_LOCALIZED = 'a failure is recovered on the stages that lost a worker alone'
+_UNDER = ', under a launcher that keeps the others running (docs/operations.md)'
+_WHOLE_JOB = 'a failure restarts all workers, which recover together from windows in host memory'
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    own = given[: given.index(_END)] if _END in given else given
+    parser = Parser(prog='python -m tools.check', description=__doc__)
+    parser.add_argument(
+        '--nproc',
+        type=int,
+        default=os.environ.get('WORLD_SIZE'),
+        metavar='N',
+        help='ranks of the job; default: WORLD_SIZE, else the fewest that parallel sizes need',
+    )
+    args = parser.parse_args(own)
+    flags = given[len(own) + 1 :]
+    if not flags:
+        parser.error(f'give {_END} and the flags of the job')
+    if args.nproc is not None and args.nproc < 1:
+        parser.error(f'--nproc {args.nproc} must be at least 1')
+    if cpu_device.needed():
+        cpu_device.install()
+    with warnings.catch_warnings(action='ignore'):  # of what is not installed: nothing trains
+        from megatron.moevement.checking import judge
+
+    judgement = judge(flags, args.nproc)
+    print('\n'.join(_lines(judgement)))
+    return 0 if judgement.protected else EXIT_USER_ERROR
+
+
+def _lines(judgement: 'Judgement') -> list[str]:
+    said = [f'refused: {one}' for one in judgement.refused]
+    said += [f'whole job only: {one}' for one in judgement.whole_job]
+    said += [f'note: {one}' for one in judgement.notes]
+    if not judgement.protected:
+        return [*said, f'protected: no, a job of {judgement.ranks} ranks would not start']
+    how = f'{_LOCALIZED}{_UNDER}' if judgement.localized else _WHOLE_JOB
+    yes_or_no = 'yes' if judgement.localized else 'no'
+    return [*said, f'protected: yes; localized: {yes_or_no}: {how}; {judgement.ranks} ranks']
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())

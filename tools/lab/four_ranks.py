@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of the demo: an 8-expert GPT on 2 pipeline stages x 2 expert-parallel ranks."""
+
+from pathlib import Path
+
+from tools.lab import models
+
+NODES = 2
+WORKERS_PER_NODE = 2
+WORLD_SIZE = NODES * WORKERS_PER_NODE
+STAGE_RANKS = ((0, 1), (2, 3))
+"""Ranks by pipeline stage. Two workers per node: each node runs one stage."""
+
+_MODEL = models.ToyModel(hidden=64, heads=4, sequence=64, experts=8)
+_TRAINING = (
+    '--num-layers 4 --untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer '
+    '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --micro-batch-size 2 '
+    '--global-batch-size 16 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 2 --lr-decay-iters 100 '
+    '--clip-grad 1.0'
+).split()
+
+
+def training_flags(data: Path, iterations: int) -> list[str]:
+    """Flags of plain Megatron.
+
+    Args:
+        data: prefix that `prepare_data` wrote.
+        iterations: to train.
+    """
+    return [
+        *_MODEL.flags(),
+        *models.TRAINING,
+        *_TRAINING,
+        *models.TEXT,
+        *models.NO_EVALUATION,
+        *models.data_flags(data),
+        *('--train-iters', str(iterations)),
+    ]

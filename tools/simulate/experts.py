@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts: how unevenly tokens spread over them, and systems that save only some of them.
+
+Skew is the Herfindahl index of the experts' token shares, scaled to 0 (all alike) .. 1 (one expert
+has all): S = (sum p^2 - 1/E) / (1 - 1/E). Shares drawn from a symmetric Dirichlet distribution of
+concentration alpha have a mean skew of 1 / (1 + alpha E).
+
+MoC-System (arXiv 2408.04307) saves K experts in turn ('sequential') or those with the most unsaved
+tokens ('load-aware'). After a failure every other expert restarts from an older copy, so the tokens
+it learned from since are lost: PLT is the share of the job's tokens lost in this way, summed over
+the failures (its proportion of lost tokens). Once the PLT at the present K exceeds its limit, K
+doubles, up to E. What a failure loses is counted expert by expert: a popular one that was saved a
+while ago loses much. In turn, skew drives the losses of single failures apart and leaves their mean
+as it is; by unsaved tokens, it makes the mean fall.
+
+The first version of MoEvement (MoEtion, arXiv 2412.15411v1) saves in every iteration the experts
+that fit beside it, chosen by their tokens; MLT is the mean number of tokens lost per failure, here
+in iterations' worth of tokens.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tools.simulate import fields
+from tools.simulate.closed_form import Dense
+from tools.simulate.runs import DenseRun
+
+SELECTIONS = ('sequential', 'load-aware')
+_CYCLES = 40
+
+
+def skew(shares: np.ndarray) -> float:
+    """S of shares that sum to 1."""
+    experts = len(shares)
+    if experts == 1:
+        return 1.0
+    return float((np.square(shares).sum() - 1 / experts) / (1 - 1 / experts))
+
+
+def concentration(mean_skew: float, experts: int) -> float:
+    """The alpha with a mean skew of `mean_skew`: (1/S - 1) / E; inf for 0."""
+    rule = 'give a number from 0 to below 1'
+    fields.require(0 <= mean_skew < 1, 'skew', mean_skew, rule)
+    fields.whole('experts', experts)
+    return (1 / mean_skew - 1) / experts if mean_skew else np.inf
+
+
+def draw_shares(mean_skew: float, experts: int, seed: int = 0) -> np.ndarray:
+    """Token shares of experts, ascending, [experts]; equal for a skew of 0."""
+    alpha = concentration(mean_skew, experts)
+    if np.isinf(alpha):
+        return np.full(experts, 1 / experts)
+    return np.sort(np.random.default_rng(seed).dirichlet(np.full(experts, alpha)))
+
+
+def frozen_shares(
+    shares: np.ndarray, window: int, *, by_popularity: bool, expert_work: float = 1.0
+) -> tuple[float, ...]:
+    """Share of the work that is frozen in each conversion iteration.
+
+    Experts are cut into `window` slots of equal number; `by_popularity` captures the popular last,
+    so that they stay frozen longest (paper, section 3.5), else the order says nothing and every
+    slot has the mean. `expert_work` is the experts' share of all work; the rest counts as evenly
+    spread over the slots.
+    """
+    fields.whole('window', window)
+    fields.share('expert_work', expert_work)
+    later = 1 - np.arange(1, window + 1) / window
+    frozen = later
+    if by_popularity:
+        cumulative = np.concatenate([[0.0], np.sort(shares).cumsum()])
+        ends = np.linspace(0, len(shares), window + 1)[1:]
+        frozen = 1 - np.interp(ends, np.arange(len(shares) + 1), cumulative)
+        frozen = expert_work * frozen + (1 - expert_work) * later
+    return tuple(float(value) for value in np.clip(frozen, 0, 1))
+
+
+@dataclass(frozen=True)
+class PartialExperts:
+    """Which experts are saved, and what may be lost.
+
+    Raises:
+        FieldError: a field breaks its rule.
+    """
+
+    experts: int
+    """E, per layer."""
+    saved: int
+    """K, of them in each checkpoint, at the start."""
+    selection: str = 'sequential'
+    lost_budget: float | None = None
+    """Limit of PLT beyond which K doubles; None: it never does."""
+    expert_bytes: float = 1.0
+    """The experts' share of a full checkpoint; scales the cost of a checkpoint with K."""
+    hidden_s: float = 0.0
+    """Seconds of a checkpoint's copy that training hides; the rest is its stall."""
+
+    def __post_init__(self) -> None:
+        fields.check(self, whole='experts saved', positive='lost_budget', share='expert_bytes',
+                     not_negative='hidden_s')  # fmt: skip
+        rule = f'only {self.experts} experts can be saved'
+        fields.require(self.saved <= self.experts, 'saved', self.saved, rule)
+        rule = f'one of {", ".join(SELECTIONS)}'
+        fields.require(self.selection in SELECTIONS, 'selection', self.selection, rule)
+
+    def levels(self) -> list[int]:
+        """The values K takes: doubled until it is E."""
+        levels = [self.saved]
+        while self.lost_budget is not None and levels[-1] < self.experts:
+            levels.append(min(2 * levels[-1], self.experts))
+        return levels
+
+    def size(self, saved: int) -> float:
+        """Bytes of a checkpoint of `saved` experts, relative to a full one."""
+        return 1 - self.expert_bytes * (1 - saved / self.experts)
+
+
+def lost_by_checkpoint(shares: np.ndarray, saved: int, selection: str) -> np.ndarray:
+    """What a failure after each checkpoint of a long job loses, in turn; float64 [checkpoints].
+
+    The sum over the experts of token share times age of the last copy in checkpoints (the tokens
+    lost at one fault of the PLT of MoC-System, arXiv 2408.04307, over those of one checkpoint).
+    Times the interval that is in iterations' worth of tokens.
+    """
+    experts = len(shares)
+    unsaved = np.zeros(experts)
+    cycle = -(-experts // saved)
+    ages = []
+    for checkpoint in range(_CYCLES * cycle):
+        unsaved += shares
+        if selection == 'sequential':
+            chosen = np.arange(checkpoint * saved, (checkpoint + 1) * saved) % experts
+        else:
+            chosen = np.argsort(-unsaved, kind='stable')[:saved]
+        unsaved[chosen] = 0
+        if checkpoint >= _CYCLES // 2 * cycle:
+            ages.append(unsaved.sum())
+    return np.array(ages)
+
+
+def stale_checkpoints(shares: np.ndarray, saved: int, selection: str) -> float:
+    """Mean of `lost_by_checkpoint`: (E/K - 1)/2 for a sequential selection that divides E."""
+    return float(lost_by_checkpoint(shares, saved, selection).mean())
+
+
+class PartialRun(DenseRun):
+    """Global rollback to the last checkpoint; lost tokens are counted and may double K.
+
+    Checkpoints of K experts cost `full`'s overhead and copy times their relative size; of the copy
+    an equal part is hidden.
+    """
+
+    stationary = False
+
+    def __init__(
+        self,
+        full: Dense,
+        partial: PartialExperts,
+        shares: np.ndarray,
+        histories: int,
+        job_s: float,
+    ) -> None:
+        super().__init__(full, histories)
+        self.partial = partial
+        self.job_iterations = job_s / full.iteration_s
+        self.levels = np.array(partial.levels())
+        systems = [with_experts(full, partial, saved) for saved in self.levels.tolist()]
+        self.periods_s = np.array([system.period_s for system in systems])
+        self.losses = [
+            lost_by_checkpoint(shares, saved, partial.selection) * full.interval
+            for saved in self.levels.tolist()
+        ]
+        """Iterations' worth of tokens that a failure after each checkpoint loses, by level."""
+        self.level = np.zeros(histories, dtype=int)
+        self.checkpoints = np.zeros(histories, dtype=np.int64)
+        """Taken so far: says whose turn it was."""
+        self.lost_at_level = np.zeros(histories)
+        self.lost = np.zeros(histories)
+        """Iterations' worth of tokens."""
+        self.rollbacks = 0
+        self._set_costs()
+
+    def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """Whole periods are kept; then the experts' older copies are loaded."""
+        periods = np.where(running, seconds, 0.0) // self.periods_s[self.level]
+        kept: np.ndarray = periods * self.useful_s
+        self.checkpoints += periods.astype(np.int64)
+        lost = np.zeros(len(kept))
+        for level, losses in enumerate(self.losses):
+            struck = running & (self.level == level)
+            lost[struck] = losses[(self.checkpoints[struck] - 1) % len(losses)]
+        self.lost += lost
+        self.lost_at_level += lost
+        self.rollbacks += int(running.sum())
+        budget = self.partial.lost_budget
+        if budget is not None:
+            over = self.lost_at_level > budget * self.job_iterations
+            over &= self.level < len(self.levels) - 1
+            self.level[over] += 1
+            self.lost_at_level[over] = 0
+            self._set_costs()
+        return kept
+
+    def plt(self) -> float:
+        """Share of the job's tokens that were lost, mean over histories."""
+        return float(self.lost.mean() / self.job_iterations)
+
+    def plt_of_unlucky(self) -> float:
+        """The PLT that 1 history in 20 exceeds."""
+        return float(np.quantile(self.lost, 0.95) / self.job_iterations)
+
+    def mlt(self) -> float:
+        """Mean loss of a failure, in iterations' worth of tokens."""
+        return float(self.lost.sum() / max(1, self.rollbacks))
+
+    def saved(self) -> float:
+        """K in the end, mean over histories."""
+        return float(self.levels[self.level].mean())
+
+    def _set_costs(self) -> None:
+        self.efficiency = self.useful_s / self.periods_s[self.level]
+
+
+def with_experts(full: Dense, partial: PartialExperts, saved: int) -> Dense:
+    """`full` with checkpoints of `saved` experts only."""
+    size = partial.size(saved)
+    stall_s = max(0.0, (full.stall_s + partial.hidden_s) * size - partial.hidden_s)
+    return replace(full, overhead_s=full.overhead_s * size, stall_s=stall_s)

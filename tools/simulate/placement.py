@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placement of replicas on nodes, and the probability that random failures lose nothing.
+
+First the copies of ranks' states, as the training places them; then the replicas of experts.
+
+Maximum rank overlap is the placement of Lazarus (Wu et al., arXiv 2407.04656): experts are sorted
+by their number of replicas and cut into groups of as many as a node has slots; the first of a
+group, its representative, has the fewest replicas. Each group gets that many nodes of its own, with
+all of the group's experts on each. Experts that are lost together count once, so few sets of failed
+nodes lose any.
+
+It is optimal where the nodes of all representatives fit, that is sum(representatives) <= nodes.
+Only the last group can fall short, and only if it has fewer experts than a node has slots; then
+its experts are squeezed onto the nodes that are left, and spreading them over the others can do
+better: replicas (2, 3, 3) on 4 nodes of 2 slots survive 2 failures with 4/6, where 5/6 is possible.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import batched
+
+import numpy as np
+
+from moevement_ext.replicate.placement import (
+    LinkCost,
+    copies_survival,
+    is_exact,
+    place_replicas,
+    survival_probability,
+)
+
+Placement = list[tuple[int, ...]]
+"""Experts in the slots of each node."""
+
+
+@dataclass(frozen=True)
+class Survival:
+    """Loss of some domains at once, all sets of them alike."""
+
+    failed: int
+    """Domains lost."""
+    probability: float
+    """Probability that a copy of every rank's state is left."""
+    standard_error: float
+    """Standard error of the probability; 0 only where it was found by enumeration."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Placement with one number of replicas."""
+
+    replicas: int
+    """Copies in other domains that were asked for."""
+    holders: int
+    """Ranks that hold a copy of a rank's state, beyond those of its own group; the least."""
+    load: tuple[int, int]
+    """Least and greatest number of owners whose copies a rank holds."""
+    mean_distance: float | None
+    """Mean distance from owners to holders; None without a distance or holders."""
+    survival: list[Survival]
+
+
+def survival_report(
+    domains: Sequence[str],
+    failed: Iterable[int],
+    *,
+    replicas: Iterable[int] = (1, 2, 3),
+    groups: Sequence[Sequence[int]] | None = None,
+    distance: LinkCost | None = None,
+    samples: int = 100_000,
+    seed: int = 0,
+) -> list[Placed]:
+    """Placements by `place_replicas` for each of `replicas`, and what `failed` domains do to them.
+
+    Raises:
+        ValueError: more domains are to fail than there are, or replicas are negative.
+    """
+    failed = list(failed)
+    return [_placed(domains, count, failed, groups, distance, samples, seed) for count in replicas]
+
+
+def _placed(
+    domains: Sequence[str],
+    replicas: int,
+    failed: Iterable[int],
+    groups: Sequence[Sequence[int]] | None,
+    distance: LinkCost | None,
+    samples: int,
+    seed: int,
+) -> Placed:
+    holders = place_replicas(domains, replicas, groups=groups, distance=distance)
+    held = Counter(rank for held_by in holders for rank in held_by)
+    loads = [held[rank] for rank in range(len(domains))]
+    links = [(owner, rank) for owner, held_by in enumerate(holders) for rank in held_by]
+    survival = []
+    for lost in failed:
+        probability = survival_probability(
+            domains, holders, lost, groups=groups, samples=samples, seed=seed
+        )
+        exact = is_exact(len(set(domains)), lost)
+        # Two more of each kind: samples that all survived prove nothing (Agresti and Coull).
+        share = (probability * samples + 2) / (samples + 4)
+        error = 0.0 if exact else math.sqrt(share * (1 - share) / (samples + 4))
+        survival.append(Survival(lost, probability, error))
+    return Placed(
+        replicas,
+        min(map(len, holders), default=0),
+        (min(loads, default=0), max(loads, default=0)),
+        sum(distance(*link) for link in links) / len(links) if distance and links else None,
+        survival,
+    )
+
+
+def allocate_replicas(tokens: Sequence[float], nodes: int, slots: int, least: int = 1) -> list[int]:
+    """Replicas of each expert, by its share of the tokens but at least `least` (Lazarus, sec. 4).
+
+    Experts take their shares of the slots that are left, those with the fewest tokens first; the
+    last one takes what remains, so that all `nodes` x `slots` slots are used.
+    """
+    total = nodes * slots
+    if least < 1:
+        raise ValueError(f'least is {least}; every expert needs 1 replica or more')
+    if len(tokens) * least > total:
+        raise ValueError(
+            f'{len(tokens)} experts with at least {least} replicas need more than the {total} '
+            f'slots of {nodes} nodes; lower least, or add nodes or slots'
+        )
+    if any(count < 0 for count in tokens):
+        raise ValueError(f'tokens has {min(tokens)}; give counts of 0 or more')
+    replicas = [0] * len(tokens)
+    free, load = total, float(sum(tokens))
+    order = sorted(range(len(tokens)), key=lambda expert: tokens[expert])
+    for position, expert in enumerate(order):
+        later = (len(order) - position - 1) * least
+        share = free * tokens[expert] / load if load else free / (len(order) - position)
+        replicas[expert] = min(max(int(share), least), free - later) if later else free
+        free -= replicas[expert]
+        load -= tokens[expert]
+    return replicas
+
+
+def representatives(replicas: Sequence[int], slots: int) -> list[int]:
+    """Replicas of the representative of each group, ascending."""
+    return sorted(replicas)[::slots]
+
+
+def representatives_fit(replicas: Sequence[int], nodes: int, slots: int) -> bool:
+    """True if each group gets all its nodes; only then is maximum rank overlap optimal."""
+    return sum(representatives(replicas, slots)) <= nodes
+
+
+def maximum_rank_overlap(replicas: Sequence[int], nodes: int, slots: int) -> Placement:
+    """Lazarus' placement of experts with `replicas` each on `nodes` of `slots` slots."""
+    _check(replicas, nodes, slots)
+    order = sorted(range(len(replicas)), key=lambda expert: replicas[expert])
+    held: list[list[int]] = [[] for _ in range(nodes)]
+    first = 0
+    for group in batched(order, slots):
+        last = min(nodes, first + replicas[group[0]])
+        for node in held[first:last]:
+            node.extend(group)
+        first = last
+    placed = np.bincount([expert for node in held for expert in node], minlength=len(replicas))
+    for expert in order:
+        for _ in range(replicas[expert] - placed[expert]):
+            _put(expert, held, slots)
+    return [tuple(node) for node in held]
+
+
+def spread(replicas: Sequence[int], nodes: int, slots: int, seed: int = 0) -> Placement:
+    """Each replica on a node with most free slots that has none yet; ties are drawn by `seed`.
+
+    What a placement looks like that balances slots and does not think of failures.
+    """
+    _check(replicas, nodes, slots)
+    random = np.random.default_rng(seed)
+    held: list[list[int]] = [[] for _ in range(nodes)]
+    for expert in sorted(range(len(replicas)), key=lambda expert: -replicas[expert]):
+        for _ in range(replicas[expert]):
+            ties = random.permutation(nodes).tolist()
+            _put(expert, held, slots, ties)
+    return [tuple(node) for node in held]
+
+
+def recovery_probability(placement: Placement, failed_nodes: int) -> float:
+    """Probability that `failed_nodes` random nodes leave a replica of each placed expert.
+
+    Exact by enumeration where that is small (see `placement.is_exact`), else sampled.
+    """
+    experts = max((expert for node in placement for expert in node), default=-1) + 1
+    kept = np.zeros((experts, len(placement)), dtype=bool)
+    for node, held in enumerate(placement):
+        kept[list(held), node] = True
+    return copies_survival(kept[kept.any(axis=1)], failed_nodes)
+
+
+def _put(expert: int, held: list[list[int]], slots: int, ties: Sequence[int] | None = None) -> None:
+    """Into the emptiest node with a free slot, one without the expert if there is any."""
+    ties = range(len(held)) if ties is None else ties
+    free = [node for node in ties if len(held[node]) < slots]
+    node = min(free, key=lambda node: (expert in held[node], len(held[node])))
+    held[node].append(expert)
+
+
+def _check(replicas: Sequence[int], nodes: int, slots: int) -> None:
+    if not replicas or min(replicas) < 1:
+        raise ValueError('replicas must have 1 or more for each expert')
+    if nodes < 1 or slots < 1:
+        raise ValueError(f'{nodes} nodes of {slots} slots; there must be 1 or more of each')
+    if sum(replicas) > nodes * slots:
+        raise ValueError(
+            f'{sum(replicas)} replicas do not fit into the {nodes * slots} slots of {nodes} nodes; '
+            f'lower the replicas, or add nodes or slots'
+        )

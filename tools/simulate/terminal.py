@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags, tables on a terminal, JSON without infinity, and pictures that cannot be written."""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+
+class Flag(NamedTuple):
+    """An argument of `add_argument`; None: argparse's default."""
+
+    name: str
+    help: str | None = None
+    type: Callable[[str], object] | None = None
+    default: object = None
+    metavar: str | None = None
+    choices: Iterable[str] | None = None
+
+
+def add_flags(container: Any, *flags: Flag) -> None:
+    """Add flags to a parser, or to a group of one."""
+    for flag in flags:
+        name, *values = flag
+        given = zip(Flag._fields[1:], values, strict=True)
+        container.add_argument(name, **{key: value for key, value in given if value is not None})
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    styles: Iterable[str | None] | None = None,
+    **options: Any,
+) -> Table:
+    """A table for `Console.print`.
+
+    Args:
+        columns: headings; `>` before one puts its cells to the right, `!` keeps them on one line.
+        rows: cells.
+        styles: of each row.
+        options: of rich's Table.
+    """
+    made = Table(**options)
+    for name in columns:
+        bare = name.lstrip('>!')
+        marks = name[: len(name) - len(bare)]
+        justify: Any = 'right' if '>' in marks else 'left'
+        made.add_column(bare, justify=justify, no_wrap='!' in marks)
+    listed = list(rows)
+    for cells, style in zip(listed, styles or [None] * len(listed), strict=True):
+        made.add_row(*cells, style=style)
+    return made
+
+
+def print_json(value: object, indent: int | None = 2) -> None:
+    """To standard output; for infinity, which JSON does not have, None."""
+    print(json.dumps(_finite(value), indent=indent))
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+@contextmanager
+def plot_errors(parser: argparse.ArgumentParser, target: Path) -> Iterator[None]:
+    """Exit with a message if the image cannot be written, or is of a format that none knows."""
+    try:
+        yield
+    except OSError as error:
+        parser.error(f'--plot {target}: {error.strerror}')
+    except ValueError as error:
+        parser.error(f'--plot {target}: {error}')
