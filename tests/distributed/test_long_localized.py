@@ -125,6 +125,7 @@ def everything_on(cluster: Callable[..., Cluster]) -> Cluster:
     job.flags += ['--num-workers', str(LOADERS), '--sparse-ckpt-disk', str(disk)]
     job.flags += ['--save', str(job.directory / 'dense'), '--save-interval', str(SAVES)]
     job.flags += ['--sparse-ckpt-metrics', str(free_port())]
+    job.flags += ['--sparse-ckpt-network-gb-per-s', '0.1']
     profile = '--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 10'
     job.flags += [*profile.split(), '--tensorboard-dir', str(job.directory / 'board')]
     return job

@@ -19,7 +19,7 @@ MAX_CONSTRUCTOR_ARGUMENTS = 7
 ENGINE_FLOORS = (
     {'errors'},
     {'config', 'events'},
-    {'faults'},
+    {'faults', 'token_bucket'},
     {'devices', 'process', 'plan', 'memory', 'regroup'},
     {'replicate', 'store'},
     {'capture', 'membership'},

@@ -3,12 +3,16 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.byte_planner import InfeasiblePlan
+from moevement_ext.protect.protection import Protection
 from tools.plan import report
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
@@ -119,6 +123,30 @@ def test_each_link_has_its_budget():
     assert budgets.network_bytes == 40e6 / 2 * 0.5 / 2 * 0.25
     assert budgets.link_bytes == 2 * budgets.network_bytes
     assert hidden_budgets(protected(replicas=0)).network_bytes is None
+
+
+def test_a_limit_of_the_network_is_that_of_the_training():
+    """What training asks for its window, at rates that it has measured."""
+    rate = 0.02e9
+    link = 8 * rate
+    job = protected(on(network_bytes_per_s=link * JOB.ranks_per_node), network_gb_per_s=rate / 1e9)
+    config = SparseCheckpointConfig(network_gb_per_s=rate / 1e9)
+    asked = []
+    training = SimpleNamespace(
+        memory=SimpleNamespace(holders=[[1] * job.copies]),
+        planner=SimpleNamespace(shortest_window=lambda carried, longest: asked.append(carried)),
+        _rank=SimpleNamespace(config=config),
+        _longest=8,
+    )
+    seen = Measured(job.iteration_s, job.cluster.copy_bytes_per_s, link)
+    Protection._shortest_window(training, seen)
+    assert asked == [hidden_budgets(job)]
+    assert hidden_budgets(job).network_bytes == rate * job.iteration_s / job.copies
+    assert plan_job(job).network_bytes() == rate * job.ranks_per_node * job.iteration_s
+    assert job.send_bytes_per_s == rate
+    for unlimited in ('auto', 'off', 0):
+        free = protected(job, network_gb_per_s=unlimited)
+        assert free.send_bytes_per_s == link * free.protection.network_share
 
 
 PAPER = {'moe-llava': 2, 'gpt-moe': 4, 'qwen-moe': 8, 'deepseek-moe': 7, 'mixtral-8x7b': 2}
@@ -308,6 +336,7 @@ def test_failures_of_a_job_grow_with_its_gpus():
         ({'replicas': -1}, 'replicas'),
         ({'max_window': 0}, 'max_window'),
         ({'network_share': 0}, 'network_share'),
+        ({'network_gb_per_s': 0.001}, 'network_gb_per_s'),
         ({'hidden_fraction': 1.1}, 'hidden_fraction'),
     ],
 )
