@@ -301,25 +301,6 @@ def test_failures_of_a_job_grow_with_its_gpus():
     assert mtbf_s(GPU_HOURS_PER_FAILURE['projection-131k'], 131072) == pytest.approx(824, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ('change', 'field'),
-    [
-        ({'window': 0}, 'window'),
-        ({'replicas': -1}, 'replicas'),
-        ({'max_window': 0}, 'max_window'),
-        ({'network_share': 0}, 'network_share'),
-        ({'hidden_fraction': 1.1}, 'hidden_fraction'),
-    ],
-)
-def test_wrong_setting_is_named(change, field):
-    with pytest.raises(FieldError, match=f'^{field}: '):
-        ProtectionSettings(**change)
-
-
-def test_wrong_cluster_and_job_are_named():
-    with pytest.raises(FieldError, match='^copy_bytes_per_s: '):
-        on(copy_bytes_per_s=0)
-    with pytest.raises(FieldError, match='^iteration_s: '):
-        dataclasses.replace(JOB, iteration_s=-1)
+def test_batch_and_layout_of_a_job_fit():
     with pytest.raises(FieldError, match='^global_batch_size: '):
         dataclasses.replace(JOB, batch=Batch(16, 3, 16))
