@@ -5,10 +5,11 @@ r"""How long an iteration of a pipeline takes, from what one node measured (pape
     python -m tools.simulate iteration --profile stages.json --layers 6,7,7,6 --micro-batches 32
 
 M micro-batches through S stages take (M + S - 1) max_s t_s; then gradients are synchronised and the
-update is made. `--profile` is the log of a run of Megatron with `--timing-log-level 2
---timing-log-option all --log-interval 1`, or a JSON object with the fields of StageProfile. With
-other `--layers` than were measured, a layer takes as long as on the stage that is fastest by layer;
-what the first and the last stage take besides (embedding, head) they keep.
+update is made. `--profile` is all that a run of Megatron wrote (both streams) with
+`--timing-log-level 2 --timing-log-option all --logging-level 20 --log-interval 1`, or a JSON object
+with the fields of StageProfile. With other `--layers` than were measured, a layer takes as long as
+on the stage that is fastest by layer; what the first and the last stage take besides (embedding,
+head) they keep.
 
 The times of a stage over their median are the slowdowns of stragglers; an iteration waits for the
 slowest stage, each drawn independently. Collectives take latency + bytes / rate, fitted by least
@@ -249,7 +250,7 @@ def read_stages(path: Path) -> StageProfile:
     if not timers or not {*_COMPUTE} <= timers[-1].keys() or not {*_SIZES} <= given.keys():
         raise ProfileError(
             f'{path}: neither JSON nor the whole log of a run with --timing-log-level 2 '
-            '--timing-log-option all --log-interval 1'
+            '--timing-log-option all --logging-level 20 --log-interval 1'
         )
     layers, stages, batch, at_once, data = (int(given[name]) for name in _SIZES)
     micro_batches, kept = batch // (at_once * data), timers[_WARM_UP:] or timers
