@@ -46,6 +46,8 @@ _SIZES = ('num_layers', 'pipeline_model_parallel_size', 'global_batch_size', 'mi
           'data_parallel_size')  # fmt: skip
 _UNEVEN = ('decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers',
            'pipeline_model_parallel_layout')  # fmt: skip
+_Timers = dict[str, dict[int, float]]
+"""Seconds by timer and rank."""
 _BEGIN = 'times across ranks (ms):'
 _WARM_UP = 2
 """Iterations of a log that are left out, if there are more: they allocate and compile."""
@@ -246,14 +248,19 @@ def read_stages(path: Path) -> StageProfile:
     except msgspec.DecodeError as error:
         raise ProfileError(f'{path}: {error}') from error
     log = content.decode('utf-8', 'replace')
-    timers, given = _timers(log), dict(_ARGUMENT.findall(log))
-    if not timers or not {*_COMPUTE} <= timers[-1].keys() or not {*_SIZES} <= given.keys():
+    given, timers = dict(_ARGUMENT.findall(log)), _of_iterations(_timers(log))
+    if not timers or not all(given.get(name, '').isdecimal() for name in _SIZES):
         raise ProfileError(
             f'{path}: neither JSON nor the whole log of a run with --timing-log-level 2 '
             '--timing-log-option all --logging-level 20 --log-interval 1'
         )
     layers, stages, batch, at_once, data = (int(given[name]) for name in _SIZES)
     micro_batches, kept = batch // (at_once * data), timers[_WARM_UP:] or timers
+    ranks = len(kept[0][_COMPUTE[0]])
+    if ranks % stages:
+        raise ProfileError(
+            f'{path}: times of {ranks} ranks, which are not those of {stages} stages'
+        )
     of_ranks = [list(map(sum, zip(*(one[name].values() for name in _COMPUTE), strict=True)))
                 for one in kept]  # fmt: skip
     of_stages = np.array(of_ranks).reshape(len(kept), stages, -1).max(axis=2) / micro_batches
@@ -270,9 +277,16 @@ def read_stages(path: Path) -> StageProfile:
     )  # fmt: skip
 
 
-def _timers(log: str) -> list[dict[str, dict[int, float]]]:
-    """Seconds by timer and rank, of each time that Megatron logged them."""
-    found: list[dict[str, dict[int, float]]] = []
+def _of_iterations(timers: list[_Timers]) -> list[_Timers]:
+    """Those of whole iterations, of all ranks: not of checkpoints, nor what a kill cut off."""
+    counts = [min(len(one.get(name, ())) for name in _COMPUTE) for one in timers]
+    ranks = max(counts, default=0)
+    return [one for one, count in zip(timers, counts, strict=True) if count == ranks > 0]
+
+
+def _timers(log: str) -> list[_Timers]:
+    """What Megatron logged, each time."""
+    found: list[_Timers] = []
     timer: dict[int, float] | None = None
     for line in log.splitlines():
         line = re.sub(r'^\[\w+\]:', '', line)

@@ -28,6 +28,7 @@ from tools.simulate.iteration import (
     slowest_s,
     stages_of,
 )
+from tools.simulate.profile import ProfileError
 
 PROFILE = StageProfile(
     FORMAT, ((1.0, 1.0, 2.0), (2.0, 2.0, 2.0)), micro_batches=4, sync_s=0.5, update_s=0.25
@@ -102,13 +103,14 @@ def test_the_log_of_a_run(
         decoder_first_pipeline_num_layers=None,
     )  # fmt: skip
     _print_args('arguments', given)
-    pieces = [capsys.readouterr().out]
+    pieces = [capsys.readouterr().out, of_upstream(monkeypatch, {'setup': [1.0, 2, 3, 4]}) + '\n']
     for warm in (1000, 500, 0, 0, 4):
         pieces.append(' [2026-01-31 23:59:58] iteration 1/ 5 | lm loss: 5.0 |\n')
         pieces.append(of_upstream(monkeypatch, {
             'forward-compute': [40.0 + warm, 44, 80, 84], 'backward-compute': [80, 80, 160, 160],
             'all-grads-sync': [5, 6, 7, 8], 'optimizer': [10, 12, 10, 10],
         }) + '\nevaluated\n     rank  0: 7.00\n')  # fmt: skip
+    pieces += [of_upstream(monkeypatch, {'save-checkpoint': [9.0] * 4}), '\n', pieces[-1][:150]]
     path = tmp_path / 'train.log'
     path.write_text(''.join(pieces))
     found = read_stages(path)
@@ -121,7 +123,10 @@ def test_the_log_of_a_run(
     assert answer['iteration_s'] == pytest.approx(5 * 0.061 + 0.02)
     assert simulate.main(['iteration', '--profile', str(path), '--layers', '4,2']) == 0
     assert 'pipeline s' in capsys.readouterr().out
-    path.write_text(pieces[0])
+    path.write_text(re.sub(r'(pipeline_\w+ \.+) 2', r'\1 3', ''.join(pieces)))
+    with pytest.raises(ProfileError, match='times of 4 ranks, which are not those of 3 stages'):
+        read_stages(path)
+    path.write_text(''.join(pieces[:2]))
     with pytest.raises(SystemExit):
         simulate.main(['iteration', '--profile', str(path)])
     assert '--timing-log-level 2 --timing-log-option all' in capsys.readouterr().err
