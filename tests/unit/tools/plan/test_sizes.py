@@ -13,13 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from tools.plan.layout import PRECISIONS, Layout, Precision
 from tools.plan.model import ModelShape
-from tools.plan.sizes import (
-    held_elements,
-    operator_sizes,
-    scaling_bytes,
-    shard,
-    stage_kind,
-)
+from tools.plan.sizes import held_elements, operator_sizes, scaling_bytes, shard, stage_kind
 from tools.simulate.fields import FieldError
 
 MODEL = ModelShape(

@@ -15,13 +15,7 @@ from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.simulate.closed_form import Dense, Sparse
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import simulate
-from tools.simulate.profile import (
-    FORMAT,
-    OperatorProfile,
-    Profile,
-    ProfileError,
-    read_profile,
-)
+from tools.simulate.profile import FORMAT, OperatorProfile, Profile, ProfileError, read_profile
 from tools.simulate.runs import Pipeline
 from tools.simulate.systems import SYSTEMS, Options, System, _slot_bytes, build
 
