@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench.localized` finds: phases of a recovery, ratios over the rounds, a table."""
+"""What `bench.recovery` finds: phases of a recovery, ratios over the rounds, a table."""
 
 import statistics
 from collections.abc import Sequence
@@ -8,12 +8,20 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from moevement_ext.events import Event, FailureDetected, Recovered, RecoveryStarted
+from moevement_ext.events import (
+    Event,
+    FailureDetected,
+    NextTier,
+    Recovered,
+    RecoveryStarted,
+    WorkerStarted,
+)
 from tools.lab.errors import LabError
-from tools.lab.evidence import kind_of
+from tools.lab.evidence import kind_of, ranks_with
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
-from tools.lab.run_log import RunLog
+from tools.lab.run_log import Iteration, RunLog
+from tools.lab.trained import Trained
 
 STAGES = 4
 VICTIM = 2
@@ -26,7 +34,6 @@ TITLES = {
     WHOLE: 'whole job, host memory',
     DISK: 'whole job, torch_dist',
 }
-MICRO_BATCHES = 4
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -34,21 +41,14 @@ class Cost(msgspec.Struct, frozen=True):
 
     iteration_s: float
     """Median."""
-    stage_cpu_s: float
-    """CPU seconds of the process of the stage that is killed elsewhere, per iteration."""
     exposed_ms: float
     """Mean exposed time of an iteration, from the log of sparse checkpointing on the last rank."""
     save_ms: float
     """That a torch_dist checkpoint stops training for; median."""
-    host_bytes: int
-    """Host memory of all ranks."""
-    log_bytes: int
-    """Logged in an iteration, by all ranks."""
-    digest: str
 
 
 class Comeback(msgspec.Struct, frozen=True):
-    """One job that lost a worker and came back."""
+    """One job that lost workers and came back."""
 
     seconds: float
     """From the kill to the first new iteration."""
@@ -56,8 +56,6 @@ class Comeback(msgspec.Struct, frozen=True):
     """Seconds, in order; they add up to `seconds`."""
     stage_iterations: int
     """Iterations computed a second time, times the stages that did."""
-    replay_s: float
-    """Seconds for which a localized recovery converts and catches up."""
     different: list[str]
     """Kinds of state that do not equal those of the undisturbed run."""
 
@@ -68,33 +66,27 @@ class MethodResult(msgspec.Struct, frozen=True):
     title: str
     seconds: Spread
     ratio: Spread
-    """Seconds over those of localized recovery with a hot spare in the same round."""
+    """Seconds over those of the first way in the same round."""
     phases: dict[str, float]
     """Medians."""
     stage_iterations: float
     different: list[str]
 
 
-class LocalizedReport(msgspec.Struct, frozen=True):
+class RecoveryReport(msgspec.Struct, frozen=True):
     """Everything that was found."""
 
     hardware: Hardware
+    lose: str
+    """Who was killed: a worker, or all."""
     stages: int
     window: int
     kill_after: int
     dense_interval: int
-    equal_overhead_interval: float
-    """Without the limit of --longest-interval."""
     iteration_ms: dict[str, Spread]
+    """Empty where costs were not measured."""
     overhead: dict[str, Spread]
     """Iteration time over that of plain Megatron in the same round."""
-    log_overhead: Spread
-    """Iteration time with windows and logs over that with windows alone."""
-    log_bytes: int
-    host_bytes: dict[str, int]
-    replay_s: Spread
-    replay_bound_s: Spread
-    replay_over_bound: Spread
     methods: dict[str, MethodResult]
     costs: list[dict[str, Cost]]
     rounds: list[dict[str, Comeback]]
@@ -102,40 +94,35 @@ class LocalizedReport(msgspec.Struct, frozen=True):
     @property
     def exact(self) -> bool:
         """Sparse checkpointing always led to the bits of an undisturbed run."""
-        return not any(self.methods[name].different for name in (SPARE, COLD, WHOLE))
+        return not any(one.different for name, one in self.methods.items() if name != DISK)
 
 
-def localized_recovery(
-    log: RunLog,
-    killed_at: float,
-    died_at: float,
-    events: Sequence[Event],
-    different: list[str],
-) -> Comeback:
+# ---- phases
+
+
+def localized_recovery(found: Trained, died_at: float, different: list[str]) -> Comeback:
     """Phases as the replaced worker went through them.
 
     Args:
-        log: of the last rank.
-        killed_at: when the signal was sent (seconds since the epoch).
-        died_at: when the launcher saw the worker dead; Linux frees its memory before.
-        events: of all ranks, in the order of time.
+        found: the job.
+        died_at: when the launcher saw the worker dead (seconds since the epoch); Linux frees its
+            memory before.
         different: kinds of state that do not equal those of the undisturbed run.
 
     Raises:
         LabError: there was no new iteration.
     """
-    after = [event for event in events if event.time > killed_at]
-    detected = kind_of(after, FailureDetected)
+    killed_at = found.hurt_at
+    assert killed_at is not None
+    after = [event for event in found.events if event.time > killed_at]
     back = {event.rank: event for event in kind_of(after, Recovered)}
     victim = back[VICTIM]
     (started,) = (event for event in kind_of(after, RecoveryStarted) if event.rank == VICTIM)
     assert isinstance(victim.target, int)  # of a localized recovery it is always set
-    new = log.first_after(victim.target)
-    if new is None:
-        raise LabError(f'the job never got beyond iteration {victim.target}')
-    own, noticed = victim.seconds, max(event.time for event in detected)
+    new = first_new_iteration(found.log, victim.target)
+    noticed = max(event.time for event in kind_of(after, FailureDetected))
     unblock = max(event.seconds['unblock'] for rank, event in back.items() if rank != VICTIM)
-    steps = {name: own[name] for name in ('regroup', 'fetch', 'convert', 'catch_up')}
+    steps = {name: victim.seconds[name] for name in ('regroup', 'fetch', 'convert', 'catch_up')}
     last = max(event.time for event in back.values())
     phases = {
         'die': died_at - killed_at,
@@ -146,13 +133,64 @@ def localized_recovery(
         'resume': last - started.time - sum(steps.values()),
         'new iteration': new.time - last,
     }
-    return Comeback(
-        seconds=new.time - killed_at,
-        phases=phases,
-        stage_iterations=victim.replayed,
-        replay_s=own['convert'] + own['catch_up'],
-        different=different,
-    )
+    return Comeback(new.time - killed_at, phases, victim.replayed, different)
+
+
+def first_new_iteration(log: RunLog, before: int) -> Iteration:
+    """The first iteration beyond one that was committed before.
+
+    Raises:
+        LabError: there is none.
+    """
+    new = log.first_after(before)
+    if new is None:
+        raise LabError(f'the job never got beyond iteration {before}')
+    return new
+
+
+def dense_restart(log: RunLog, killed_at: float, different: list[str]) -> Comeback:
+    """Phases out of the log: the restart with the load, recomputation, the first new iteration."""
+    first, died_after = log.lives[1][0], log.lives[0][-1].number
+    new = first_new_iteration(log, died_after)
+    training_at = first.time - first.elapsed_ms / 1000
+    again = [item.time for item in log.lives[1] if item.number <= died_after]
+    caught_up_at = max(again, default=training_at)
+    phases = {
+        'process start, load': training_at - killed_at,
+        'recompute': caught_up_at - training_at,
+        'new iteration': new.time - caught_up_at,
+    }
+    recomputed = STAGES * (died_after - first.number + 1)
+    return Comeback(new.time - killed_at, phases, recomputed, different)
+
+
+def sparse_restart(
+    log: RunLog, killed_at: float, events: Sequence[Event], different: list[str]
+) -> Comeback:
+    """Phases out of the events of the slowest rank.
+
+    Raises:
+        LabError: a rank did not recover from host memory.
+    """
+    for event in kind_of(events, NextTier):
+        raise LabError(f'host memory was not used: {event.reason}')
+    missing = set(range(STAGES)) - ranks_with(events, Recovered)
+    if missing:
+        raise LabError(f'ranks {sorted(missing)} did not report a recovery')
+    slowest = kind_of(events, Recovered)[-1]
+    started_at = max(event.time for event in kind_of(events, WorkerStarted))
+    new = first_new_iteration(log, log.lives[0][-1].number)
+    steps = slowest.seconds
+    phases = {
+        'process start': started_at - killed_at,
+        'set-up': slowest.time - started_at - sum(steps.values()),
+        **{name.replace('_', ' '): value for name, value in steps.items()},
+        'new iteration': new.time - slowest.time,
+    }
+    return Comeback(new.time - killed_at, phases, STAGES * slowest.replayed, different)
+
+
+# ---- over the rounds
 
 
 def equal_interval(costs: Sequence[dict[str, Cost]]) -> float:
@@ -170,23 +208,26 @@ def equal_interval(costs: Sequence[dict[str, Cost]]) -> float:
 def summarize(
     hardware: Hardware,
     window: int,
-    kill_at: int,
-    interval: int,
+    what: tuple[str, int, int],
     costs: list[dict[str, Cost]],
     rounds: list[dict[str, Comeback]],
-) -> LocalizedReport:
-    """Ratios within each round, then over the rounds."""
-    names = (PLAIN, WINDOWS, LOGS, DENSE)
-    per_micro_batch = statistics.median(run[PLAIN].stage_cpu_s for run in costs) / MICRO_BATCHES
-    replays = [runs[name] for runs in rounds for name in (SPARE, COLD)]
-    bounds = [run.stage_iterations * MICRO_BATCHES * per_micro_batch for run in replays]
-    return LocalizedReport(
-        hardware=hardware,
-        stages=STAGES,
-        window=window,
-        kill_after=kill_at,
-        dense_interval=interval,
-        equal_overhead_interval=equal_interval(costs),
+) -> RecoveryReport:
+    """Ratios within each round, then over the rounds.
+
+    Args:
+        hardware: of this machine.
+        window: W.
+        what: who was killed, after which iteration, and the interval of torch_dist checkpoints.
+        costs: of each way to protect a job; empty: not measured.
+        rounds: of each way to recover.
+    """
+    names = list(costs[0]) if costs else []
+    return RecoveryReport(
+        hardware,
+        what[0],
+        STAGES,
+        window,
+        *what[1:],
         iteration_ms={
             name: Spread.of([1000 * run[name].iteration_s for run in costs]) for name in names
         },
@@ -194,26 +235,18 @@ def summarize(
             name: Spread.of([run[name].iteration_s / run[PLAIN].iteration_s for run in costs])
             for name in names
         },
-        log_overhead=Spread.of([run[LOGS].iteration_s / run[WINDOWS].iteration_s for run in costs]),
-        log_bytes=costs[-1][LOGS].log_bytes,
-        host_bytes={name: costs[-1][name].host_bytes for name in (WINDOWS, LOGS)},
-        replay_s=Spread.of([run.replay_s for run in replays]),
-        replay_bound_s=Spread.of(bounds),
-        replay_over_bound=Spread.of(
-            [run.replay_s / bound for run, bound in zip(replays, bounds, strict=True)]
-        ),
-        methods={name: _method(name, rounds) for name in TITLES},
+        methods={name: _method(name, rounds) for name in rounds[0]},
         costs=costs,
         rounds=rounds,
     )
 
 
 def _method(name: str, rounds: Sequence[dict[str, Comeback]]) -> MethodResult:
-    runs = [runs[name] for runs in rounds]
+    runs, first = [runs[name] for runs in rounds], next(iter(rounds[0]))
     return MethodResult(
         title=TITLES[name],
         seconds=Spread.of([run.seconds for run in runs]),
-        ratio=Spread.of([runs[name].seconds / runs[SPARE].seconds for runs in rounds]),
+        ratio=Spread.of([runs[name].seconds / runs[first].seconds for runs in rounds]),
         phases={
             phase: statistics.median(run.phases[phase] for run in runs) for phase in runs[0].phases
         },
@@ -222,7 +255,7 @@ def _method(name: str, rounds: Sequence[dict[str, Comeback]]) -> MethodResult:
     )
 
 
-def print_report(report: LocalizedReport, console: Console) -> None:
+def print_report(report: RecoveryReport, console: Console) -> None:
     """For people."""
 
     def say(text: str) -> None:
@@ -239,22 +272,15 @@ def print_report(report: LocalizedReport, console: Console) -> None:
     for method in report.methods.values():
         phases = ', '.join(f'{name} {value:.2f}' for name, value in method.phases.items())
         say(f'{method.title}: {phases} s')
+    who = f'rank {VICTIM}' if report.lose == 'worker' else 'all'
     say(
         f'{report.stages} stages on {report.stages} emulated nodes, {len(report.rounds)} rounds; '
-        f'rank {VICTIM} killed after iteration {report.kill_after}; window {report.window}, '
-        f'torch_dist every {report.dense_interval} iterations '
-        f'(equal overhead: every {report.equal_overhead_interval:.0f}).\n'
-        f'Replay {report.replay_s.text()} s, lower bound {report.replay_bound_s.text()} s: '
-        f'{report.replay_over_bound.text()} times.'
+        f'{who} killed after iteration {report.kill_after}; window {report.window}, '
+        f'torch_dist every {report.dense_interval} iterations.'
     )
     for name, spread in report.iteration_ms.items():
         ratio = report.overhead[name].text(3)
         say(f'{name:17} {spread.text(0)} ms an iteration, {ratio} times plain Megatron')
-    say(
-        f'Logs: {report.log_overhead.text(3)} times the iteration time without; '
-        f'{report.log_bytes} bytes an iteration; host memory {report.host_bytes[LOGS]} bytes, '
-        f'{report.host_bytes[WINDOWS]} without (all ranks).'
-    )
     for method in report.methods.values():
         verdict = f'differs in: {", ".join(method.different)}' if method.different else 'equal'
         say(f'Final state against that of an undisturbed run, {method.title}: {verdict}.')
