@@ -38,8 +38,6 @@ from tools.bench.overhead_report import (
     PLAIN,
     SPARSE,
     TITLES,
-    Format,
-    FormatsReport,
     OverheadReport,
     Run,
 )
@@ -54,7 +52,6 @@ from tools.lab.job import Job, memory_directory
 from tools.lab.launch import PROGRAM, Launch, Launcher
 from tools.lab.models import dense_flags, prepare_text
 from tools.lab.trained import train
-from tools.plan.layout import PRECISIONS
 
 _POLL_S = 0.25
 BF16, ALL, AUTO = 'bf16', 'all', 'auto'
@@ -166,7 +163,9 @@ class Bench(NamedTuple):
         return []
 
 
-def summarize(bench: Bench, hardware: Hardware, rounds: list[list[Run]]) -> OverheadReport:
+def summarize(
+    bench: Bench, hardware: Hardware, rounds: dict[str, list[list[Run]]]
+) -> OverheadReport:
     """Ratios within each round, then over the rounds."""
     return OverheadReport(
         hardware=hardware,
@@ -174,9 +173,9 @@ def summarize(bench: Bench, hardware: Hardware, rounds: list[list[Run]]) -> Over
         iterations=bench.iterations,
         warm_up=bench.warm_up,
         window=bench.window,
-        identical=overhead_report.identical(rounds),
-        variants=overhead_report.variants_of(rounds),
-        slot_bytes=overhead_report.slot_bytes_of(rounds[-1]),
+        stand_ins=bench.stand_ins,
+        identical={name: overhead_report.identical(runs) for name, runs in rounds.items()},
+        variants={name: overhead_report.variants_of(runs) for name, runs in rounds.items()},
         rounds=rounds,
     )
 
@@ -231,53 +230,32 @@ def _check_precision(parser: argparse.ArgumentParser, args: argparse.Namespace) 
     precisions.check_stand_ins(parser, args)
 
 
-def measure(args: argparse.Namespace, console: Console) -> OverheadReport | FormatsReport:
+def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
     """All rounds.
 
     Raises:
         LabError: a run failed.
     """
-    hardware = Hardware.here(gpu=args.precision is not None and not args.stand_ins)
+    stand_ins = args.stand_ins if args.precision else None
+    hardware = Hardware.here(gpu=stand_ins is False)
     output = args.output.resolve() / 'overhead'
     shutil.rmtree(output, ignore_errors=True)
     data = prepare_text(args.output.resolve() / 'data')
     bench = Bench(
-        data, output, args.ranks, args.iterations, args.warm_up, args.window, args.against
-    )
-    benches = {BF16: bench}
-    if args.precision:
-        benches = {
-            name: bench._replace(
-                precision=name, stand_ins=args.stand_ins, output=output / name.replace(', ', '-')
-            )
-            for name in args.precision
-        }
-    rounds: dict[str, list[list[Run]]] = {name: [] for name in benches}
+        data, output, args.ranks, args.iterations, args.warm_up, args.window, args.against,
+        stand_ins=stand_ins,
+    )  # fmt: skip
+    rounds: dict[str, list[list[Run]]] = {name: [] for name in args.precision or [BF16]}
     for number in range(1, args.rounds + 1):
-        for name, one in benches.items():
-            one.output.mkdir(parents=True, exist_ok=True)
-            rounds[name].append([])
-            for variant in one.variants:
-                run = one.run(variant, number)
-                rounds[name][-1].append(run)
+        for name, done in rounds.items():
+            (folder := output / name.replace(', ', '-')).mkdir(parents=True, exist_ok=True)
+            done.append([])
+            for variant in bench.variants:
+                run = bench._replace(precision=name, output=folder).run(variant, number)
+                done[-1].append(run)
                 what = f'{1000 * run.iteration_s:5.0f} ms  {name}: {TITLES[variant]}'
                 console.print(f'round {number}: {what}', highlight=False)
-    if not args.precision:
-        return summarize(bench, hardware, rounds[BF16])
-    found: list[Format] = []
-    for name, runs in rounds.items():
-        nbytes = PRECISIONS[BF16 if name == AGAIN else name].full_bytes
-        found.append(overhead_report.format_of(name, nbytes, runs, found[0] if found else None))
-    return FormatsReport(
-        hardware, args.stand_ins, args.window, args.iterations, args.warm_up, args.rounds, found
-    )
-
-
-def _show(report: OverheadReport | FormatsReport, console: Console) -> None:
-    if isinstance(report, FormatsReport):
-        overhead_report.print_formats(report, console)
-    else:
-        overhead_report.print_report(report, console)
+    return summarize(bench, hardware, rounds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -286,9 +264,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_benchmark(
         'bench_overhead',
         lambda console: measure(args, console),
-        _show,
+        overhead_report.print_report,
         args.json,
-        passed=lambda report: report.identical,
+        passed=lambda report: report.exact,
     )
 
 

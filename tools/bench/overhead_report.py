@@ -66,11 +66,8 @@ def final_loss(log: RunLog, iterations: int) -> float | None:
     return statistics.fmean(last) if whole else None
 
 
-# ---- ways to protect
-
-
 class Variant(msgspec.Struct, frozen=True):
-    """One variant over all rounds."""
+    """One way to protect runs of one precision, over all rounds."""
 
     title: str
     iteration_ms: Spread
@@ -81,30 +78,30 @@ class Variant(msgspec.Struct, frozen=True):
     exposed_ms: Spread | None
     windows: list[int]
     """That were in force."""
-
-
-class SlotBytes(msgspec.Struct, frozen=True):
-    """What the last rank captures per iteration."""
-
-    dense: int
-    mean: float
-    max: int
-    mean_over_dense: float
-    max_over_dense: float
+    slot_bytes: list[int]
+    """Bytes of each slot in the last window of the last rank."""
+    loss: float | None
 
 
 class OverheadReport(msgspec.Struct, frozen=True):
-    """Everything that was found."""
+    """Everything that was found; by precision where that is a key."""
 
     hardware: Hardware
     ranks: int
     iterations: int
     warm_up: int
     window: str
-    identical: bool
-    variants: dict[str, Variant]
-    slot_bytes: SlotBytes
-    rounds: list[list[Run]]
+    stand_ins: bool | None
+    """Formats are emulated; None: there are none."""
+    identical: dict[str, bool]
+    """Whether all runs ended in the same bits."""
+    variants: dict[str, dict[str, Variant]]
+    rounds: dict[str, list[list[Run]]]
+
+    @property
+    def exact(self) -> bool:
+        """Whether all runs of each precision ended in the same bits."""
+        return all(self.identical.values())
 
 
 def variants_of(rounds: Sequence[Sequence[Run]]) -> dict[str, Variant]:
@@ -124,16 +121,9 @@ def _variant(name: str, rounds: Sequence[dict[str, Run]]) -> Variant:
         cpu_ratio=Spread.of([runs[name].cpu_s / runs[PLAIN].cpu_s for runs in rounds]),
         exposed_ms=Spread.of(exposed) if exposed else None,
         windows=sorted({window for run in runs for window in run.windows}),
+        slot_bytes=runs[-1].slot_bytes,
+        loss=runs[-1].loss,
     )
-
-
-def slot_bytes_of(runs: Sequence[Run]) -> SlotBytes:
-    """A window of one slot holds everything in full: what a dense checkpoint takes."""
-    by_name = {run.variant: run for run in runs}
-    dense = max(by_name[DENSE_IN_MEMORY].slot_bytes)
-    slots = by_name[SPARSE].slot_bytes
-    mean = statistics.mean(slots)
-    return SlotBytes(dense, mean, max(slots), mean / dense, max(slots) / dense)
 
 
 def identical(rounds: Sequence[Sequence[Run]]) -> bool:
@@ -143,143 +133,38 @@ def identical(rounds: Sequence[Sequence[Run]]) -> bool:
 
 def print_report(report: OverheadReport, console: Console) -> None:
     """For people."""
-    console.print(report.hardware.line(), highlight=False, soft_wrap=True)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    engine = {None: '', True: ', stand-ins for Transformer Engine', False: ', Transformer Engine'}
+    say(report.hardware.line() + engine[report.stand_ins])
     table = Table()
-    for column in ('', 'iteration (ms)', 'ratio', 'CPU s / rank', 'CPU ratio', 'exposed (ms)'):
-        table.add_column(column, justify='right' if column else 'left')
-    for name, variant in report.variants.items():
-        windows = f', window {", ".join(map(str, variant.windows))}' if name == SPARSE else ''
-        table.add_row(
-            variant.title + windows,
-            variant.iteration_ms.text(0),
-            variant.ratio.text(3),
-            variant.cpu_s.text(),
-            variant.cpu_ratio.text(),
-            variant.exposed_ms.text(1) if variant.exposed_ms else '-',
-        )
+    for column in ('precision', '', 'iteration (ms)', 'ratio', 'CPU s / rank', 'CPU ratio',
+                   'exposed (ms)', 'slots (MiB)', 'loss'):  # fmt: skip
+        table.add_column(column, justify='left' if column in ('precision', '') else 'right')
+    for precision, variants in report.variants.items():
+        for variant in variants.values():
+            windows = f', window {", ".join(map(str, variant.windows))}' if variant.windows else ''
+            table.add_row(
+                precision,
+                variant.title + windows,
+                variant.iteration_ms.text(0),
+                variant.ratio.text(3),
+                variant.cpu_s.text(),
+                variant.cpu_ratio.text(),
+                variant.exposed_ms.text(1) if variant.exposed_ms else '-',
+                ' '.join(f'{nbytes / _MIB:.1f}' for nbytes in variant.slot_bytes) or '-',
+                'NaN' if variant.loss is None else f'{variant.loss:.3f}',
+            )
     console.print(table)
-    slots = report.slot_bytes
-    console.print(
-        f'Bytes per iteration on the last rank: dense {slots.dense / _MIB:.1f} MiB; slots '
-        f'{slots.mean / _MIB:.1f} MiB on average ({slots.mean_over_dense:.0%}), '
-        f'{slots.max / _MIB:.1f} MiB at most ({slots.max_over_dense:.0%}).\n'
-        f'{report.ranks} ranks on 2 emulated nodes, {len(report.rounds)} rounds of '
-        f'{report.iterations} iterations, the first {report.warm_up} dropped; per round the '
-        'median, over rounds the median (and the range).',
-        highlight=False,
-        soft_wrap=True,
+    rounds = len(next(iter(report.rounds.values())))
+    say(
+        f'{report.ranks} ranks on 2 emulated nodes, {rounds} rounds of {report.iterations} '
+        f'iterations, the first {report.warm_up} dropped; per round the median, over rounds the '
+        'median (and the range). Slots are those of the last window of the last rank; one slot is '
+        'what a dense checkpoint takes. Losses: mean of the last tenth of the iterations.'
     )
-    verdict = 'equal, bit for bit' if report.identical else '[bold red]DIFFERENT[/]'
-    console.print(f'Final states of all runs: {verdict}.', highlight=False)
-
-
-# ---- formats
-
-
-class Format(msgspec.Struct, frozen=True):
-    """One configuration over all rounds, protected and not."""
-
-    name: str
-    bytes_full: int
-    """A parameter takes so many in a window, without scales."""
-    iteration_ms: Spread
-    """Without protection."""
-    ratio: Spread
-    """Iteration time over that without protection in the same round."""
-    cpu_ratio: Spread
-    exposed_ms: Spread
-    window_mib: float
-    """Bytes of the last window of the last rank."""
-    window_over_bf16: float
-    loss: float | None
-    """Mean over the last tenth of the iterations; None: it became NaN."""
-    loss_over_bf16: float | None
-    identical: bool
-    """All runs ended in the same bits."""
-
-
-class FormatsReport(msgspec.Struct, frozen=True):
-    """All configurations, on one machine."""
-
-    hardware: Hardware
-    stand_ins: bool
-    """The formats are emulated; nothing here is Transformer Engine's."""
-    window: str
-    iterations: int
-    warm_up: int
-    rounds: int
-    formats: list[Format]
-
-    @property
-    def identical(self) -> bool:
-        """Whether all runs of each configuration ended in the same bits."""
-        return all(one.identical for one in self.formats)
-
-
-def format_of(
-    name: str, bytes_full: int, rounds: Sequence[Sequence[Run]], first: Format | None
-) -> Format:
-    """What the runs of one configuration say.
-
-    Args:
-        name: of the configuration.
-        bytes_full: of a parameter in a window.
-        rounds: of each the run without protection and the one with it.
-        first: in bf16, which the others are compared with; None: this is it.
-    """
-    found = variants_of(rounds)
-    plain, sparse = found[PLAIN], found[SPARSE]
-    assert sparse.exposed_ms is not None
-    mib, loss = sum(rounds[-1][1].slot_bytes) / _MIB, rounds[-1][0].loss
-    reference = loss if first is None else first.loss
-    return Format(
-        name=name,
-        bytes_full=bytes_full,
-        iteration_ms=plain.iteration_ms,
-        ratio=sparse.ratio,
-        cpu_ratio=sparse.cpu_ratio,
-        exposed_ms=sparse.exposed_ms,
-        window_mib=mib,
-        window_over_bf16=mib / (mib if first is None else first.window_mib),
-        loss=loss,
-        loss_over_bf16=None if loss is None or reference is None else loss - reference,
-        identical=identical(rounds),
-    )
-
-
-def print_formats(report: FormatsReport, console: Console) -> None:
-    """A table."""
-    what = 'stand-ins for Transformer Engine' if report.stand_ins else 'Transformer Engine'
-    table = Table(title=f'W = {report.window} on {what}, {report.hardware.line()}')
-    for heading in (
-        'configuration', 'iteration (ms)', 'protected over that', 'CPU time', 'exposed (ms)',
-        'bytes a parameter', 'window (MiB)', 'over bf16', 'loss', 'over bf16',
-    ):  # fmt: skip
-        table.add_column(heading, justify='left' if heading == 'configuration' else 'right')
-    for one in report.formats:
-        table.add_row(
-            one.name,
-            one.iteration_ms.text(0),
-            one.ratio.text(),
-            one.cpu_ratio.text(),
-            one.exposed_ms.text(1),
-            str(one.bytes_full),
-            f'{one.window_mib:.1f}',
-            f'{one.window_over_bf16:.2f}',
-            _shown(one.loss),
-            _shown(one.loss_over_bf16, '+'),
-        )
-    console.print(table)
-    different = [one.name for one in report.formats if not one.identical]
+    different = [precision for precision, same in report.identical.items() if not same]
     verdict = f'[bold red]DIFFERENT in {", ".join(different)}[/]' if different else 'equal'
-    console.print(
-        f'Final states of all runs of a configuration: {verdict}. Losses: mean of the last tenth '
-        f'of {report.iterations} iterations; a difference no larger than that of another seed may '
-        'be chance.',
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _shown(loss: float | None, sign: str = '') -> str:
-    return 'NaN' if loss is None else f'{loss:{sign}.3f}'
+    say(f'Final states of all runs of a precision, bit for bit: {verdict}.')

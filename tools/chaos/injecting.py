@@ -21,7 +21,6 @@ from tools.lab.evidence import (
     persisted,
     recovery,
     start_up_s,
-    to_meeting_s,
 )
 from tools.lab.job import Injection, Job, Kind
 from tools.lab.run_log import Iteration
@@ -52,9 +51,6 @@ class Outcome(NamedTuple):
     """`seconds` without the time after which a worker is declared hung, and without starting: of
     the processes that had to be created, or of all, as long as the first start of the job took.
     Evaluations and dense saves that are done again do not count as far as they always take."""
-    to_meeting_s: float
-    """From the first notice of the failure until the last survivor stood at the meeting. Who is in
-    a dense save leaves when that goes on; as in `stall_s`, that does not count."""
     aimed: Cell | None = None
     """What the second injection was aimed at."""
 
@@ -163,7 +159,6 @@ class FaultInjector:
             unexpected=self._new_deaths(),
             cells=cells,
             stall_s=max(0.0, seconds - self._expected_s(last, found.tier)),
-            to_meeting_s=max(0.0, to_meeting_s(events, injections[0].time) - self._again_s(last)),
             aimed=cell,
         )
 

@@ -39,7 +39,6 @@ class FaultRecord(msgspec.Struct, frozen=True):
     lost: int
     seconds: float
     stall_s: float
-    to_meeting_s: float = 0.0  # of older results, which lack it
 
 
 class JobDone(msgspec.Struct, frozen=True, tag='job'):
@@ -146,11 +145,6 @@ class Results:
         """From a fault until all were back, without detecting hangs and starting processes."""
         return max((fault.stall_s for fault in self.faults), default=0.0)
 
-    @property
-    def longest_to_meeting_s(self) -> float:
-        """From the first notice of a failure until the last survivor stood at the meeting."""
-        return max((fault.to_meeting_s for fault in self.faults), default=0.0)
-
     def count(self, coverage: Coverage) -> None:
         """Tell a new table of all that has landed."""
         for fault in self.faults:
@@ -180,7 +174,6 @@ def of_outcomes(outcomes: Sequence[Outcome]) -> list[FaultRecord]:
             lost=outcome.lost,
             seconds=round(outcome.seconds, 3),
             stall_s=round(outcome.stall_s, 3),
-            to_meeting_s=round(outcome.to_meeting_s, 3),
         )
         for outcome in outcomes
     ]

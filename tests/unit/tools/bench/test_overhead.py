@@ -4,6 +4,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -18,8 +19,6 @@ from tools.bench.overhead_report import (
     PLAIN,
     SPARSE,
     TITLES,
-    Format,
-    FormatsReport,
     OverheadReport,
     Run,
 )
@@ -56,28 +55,26 @@ def report_of(*sparse_s: float, digest: str = 'same') -> OverheadReport:
         for number, seconds in enumerate(sparse_s, 1)
     ]
     rounds[0][0] = run_of(PLAIN, 1.0, digest)
-    return overhead.summarize(BENCH, HARDWARE, rounds)
+    return overhead.summarize(BENCH, HARDWARE, {'bf16': rounds})
 
 
 def test_ratios_are_taken_within_a_round() -> None:
     report = report_of(1.5, 2.2, 6.0)
-    ratio = report.variants[SPARSE].ratio
+    ratio = report.variants['bf16'][SPARSE].ratio
     assert ratio.min == pytest.approx(1.1)
     assert ratio.median == pytest.approx(1.5)
     assert ratio.max == pytest.approx(2.0)
-    assert report.variants[PLAIN].ratio == Spread(1, 1, 1)
+    assert report.variants['bf16'][PLAIN].ratio == Spread(1, 1, 1)
 
 
-def test_slots_are_compared_with_a_window_of_one_slot() -> None:
-    slots = report_of(1.0).slot_bytes
-    assert (slots.dense, slots.mean, slots.max) == (100, 60, 70)
-    assert slots.mean_over_dense == pytest.approx(0.6)
-    assert slots.max_over_dense == pytest.approx(0.7)
+def test_slots_stand_beside_a_window_of_one_slot() -> None:
+    variants = report_of(1.0).variants['bf16']
+    assert (variants[DENSE_IN_MEMORY].slot_bytes, variants[SPARSE].slot_bytes) == ([100], [70, 50])
 
 
 @pytest.mark.parametrize(('digest', 'identical'), [('same', True), ('other', False)])
 def test_runs_that_end_differently_are_noticed(digest: str, identical: bool) -> None:
-    assert report_of(1.0, digest=digest).identical is identical
+    assert report_of(1.0, digest=digest).identical == {'bf16': identical}
 
 
 def test_exit_status_says_whether_the_runs_are_identical(
@@ -87,7 +84,7 @@ def test_exit_status_says_whether_the_runs_are_identical(
         report = report_of(1.0, digest=digest)
         monkeypatch.setattr(overhead, 'measure', lambda *_, found=report: found)
         assert overhead.main(['--json', str(tmp_path / 'o.json')]) == status
-        assert json.loads((tmp_path / 'o.json').read_text())['identical'] is (status == 0)
+        assert json.loads((tmp_path / 'o.json').read_text())['identical'] == {'bf16': status == 0}
 
 
 @pytest.mark.parametrize(
@@ -142,43 +139,20 @@ def test_a_launch_of_another_checkout_finds_only_its_modules(tmp_path: Path) -> 
 # Formats
 
 
-def rounds_of(*times: tuple[float, float], slots: list[int], loss: float = 2.0) -> list[list[Run]]:
-    def run(variant: str, seconds: float) -> Run:
-        exposed, captured = (1.5, slots) if variant == SPARSE else (None, [])
-        window = [len(slots)]
-        return Run(
-            variant, seconds, [seconds], seconds, exposed, window, captured, 'same', loss=loss
-        )
-
-    return [[run(PLAIN, plain), run(SPARSE, ours)] for plain, ours in times]
-
-
-def test_of_a_format_ratios_are_taken_within_a_round() -> None:
-    rounds = rounds_of((1.0, 1.1), (4.0, 4.8), (2.0, 2.6), slots=[10] * 4)
-    found = overhead_report.format_of('bf16', 12, rounds, None)
-    assert found.ratio.median == pytest.approx(1.2) and found.ratio.max == pytest.approx(1.3)
-    assert found.cpu_ratio == found.ratio and found.exposed_ms.median == 1.5
-    assert (found.window_over_bf16, found.loss_over_bf16, found.identical) == (1, 0, True)
-
-
-def formats(*, digest: str = 'same') -> list[Format]:
-    first = overhead_report.format_of('bf16', 12, rounds_of((1.0, 1.0), slots=[44]), None)
-    rounds = rounds_of((1.0, 1.0), slots=[7, 6, 5, 4], loss=2.5)
-    rounds[0][1] = Run(SPARSE, 1.0, [1.0], 1.0, 1.5, [4], [7, 6, 5, 4], digest)
-    return [first, overhead_report.format_of('c4', 6, rounds, first)]
-
-
-def test_bytes_and_losses_are_compared_with_bf16() -> None:
-    _, c4 = formats()
-    assert (c4.window_over_bf16, c4.loss_over_bf16, c4.identical) == (0.5, 0.5, True)
-
-
-def test_formats_that_end_differently_are_named() -> None:
-    report = FormatsReport(HARDWARE, True, '4', 12, 4, 2, formats(digest='other'))
-    assert not report.identical
+def test_each_precision_is_compared_with_itself() -> None:
+    rounds = report_of(1.5).rounds['bf16']
+    other = [[msgspec.structs.replace(run, digest='another', loss=2.5) for run in rounds[0]]]
+    bench = BENCH._replace(stand_ins=True)
+    report = overhead.summarize(bench, HARDWARE, {'bf16': rounds, 'c4': other})
+    assert report.exact and report.variants['c4'][SPARSE].ratio == Spread(1.5, 1.5, 1.5)
+    other[0][1] = msgspec.structs.replace(other[0][1], digest='a third')
+    report = overhead.summarize(bench, HARDWARE, {'bf16': rounds, 'c4': other})
+    assert not report.exact
     with (console := Console(width=200)).capture() as shown:
-        overhead_report.print_formats(report, console)
-    assert 'DIFFERENT in c4' in shown.get() and 'stand-ins for Transformer Engine' in shown.get()
+        overhead_report.print_report(report, console)
+    text = shown.get()
+    assert 'DIFFERENT in c4' in text and 'stand-ins for Transformer Engine' in text
+    assert 'NaN' in text and '2.500' in text
 
 
 def log_of(*losses: float) -> RunLog:
