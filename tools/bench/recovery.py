@@ -2,7 +2,7 @@
 """Measures how long a job takes to come back: localized, as a whole, and from its own checkpoints.
 
     python -m tools.bench.recovery --json recovery.json
-    python -m tools.bench.recovery --lose all --dense-interval 10
+    python -m tools.bench.recovery --lose all
 
 A GPT on 4 pipeline stages, each on an emulated node of its own. One worker is killed, or all are;
 measured is the time until the last rank has logged an iteration that was not committed at the kill:
@@ -13,11 +13,8 @@ measured is the time until the last rank has logged an iteration that was not co
                          from windows in host memory
   torch_dist             the same, from the last torch_dist checkpoint
 
-The last two are all there is where all workers are killed. Without `--dense-interval` checkpoints
-come at the interval at which their stalls cost as much per iteration as sparse checkpointing with
-its logs does here, --longest-interval at most; what protection costs is measured first, in runs
-that take turns: plain Megatron, windows alone (`--sparse-ckpt-recovery whole-job`), windows and
-logs, and torch_dist each time. The kill comes half way between two checkpoints.
+The last two are all there is where all workers are killed. The kill comes half way between two
+checkpoints.
 
 Exit status: 0 done, 1 a state that must be equal differs, 2 a run failed or did not recover.
 """
@@ -25,7 +22,6 @@ Exit status: 0 done, 1 a state that must be equal differs, 2 a run failed or did
 import argparse
 import math
 import shutil
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -37,22 +33,18 @@ from rich.console import Console
 from moevement_ext.config import LOCALIZED, WHOLE_JOB
 from tools.bench import model
 from tools.bench.recovery_report import (
+    ALL,
     COLD,
-    DENSE,
     DISK,
-    LOGS,
-    PLAIN,
     SPARE,
     STAGES,
     TITLES,
     VICTIM,
     WHOLE,
-    WINDOWS,
+    WORKER,
     Comeback,
-    Cost,
     RecoveryReport,
     dense_restart,
-    equal_interval,
     localized_recovery,
     print_report,
     sparse_restart,
@@ -69,10 +61,8 @@ from tools.lab.models import dense_flags, prepare_text
 from tools.lab.run_log import RunLog
 from tools.lab.trained import Trained, train
 
-_WARM_UP = 4
 _ITERATIONS_AFTER = 3
 _MAX_RESTARTS = 1000
-WORKER, ALL = 'worker', 'all'
 
 
 class Bench(NamedTuple):
@@ -88,28 +78,6 @@ class Bench(NamedTuple):
     def methods(self) -> list[str]:
         """In the order of their turns."""
         return [name for name in TITLES if self.lose == WORKER or name not in (SPARE, COLD)]
-
-    def cost(self, variant: str, number: int, iterations: int) -> Cost:
-        """Run one way to protect a job to its end.
-
-        Raises:
-            LabError: it failed.
-        """
-        folder = self.output / f'cost{number}-{variant}'
-        with memory_directory() as memory, self._checkpoints() as checkpoints:
-            flags = self.training_flags(iterations)
-            if variant == DENSE:
-                flags += dense_flags(Path(checkpoints), 1, asynchronous=False)
-            elif variant != PLAIN:
-                recovery = LOCALIZED if variant == LOGS else WHOLE_JOB
-                flags += self._sparse_flags(memory, folder, recovery)
-            log = train(self._launch(folder, flags)).log
-        exposed = [slot.exposed_ms for slot in log.captured][_WARM_UP:]
-        return Cost(
-            iteration_s=statistics.median(log.wall_seconds(_WARM_UP)),
-            exposed_ms=statistics.mean(exposed or [0.0]),
-            save_ms=statistics.median(log.saved_ms or [0.0]),
-        )
 
     def undisturbed(self, iterations: int) -> Trained:
         """Plain Megatron when nothing happens to it."""
@@ -195,23 +163,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add('--lose', choices=(WORKER, ALL), default=WORKER, help='who is killed (default: worker)')
     add('--rounds', type=int, default=2, help='turns of everything (default: 2)')
-    add('--iterations', type=int, default=12, help='of a run for overhead (default: 12)')
     add('--window', type=int, default=4, help='iterations per window (default: 4)')
-    add('--longest-interval', type=int, default=20, help='of torch_dist (default: 20)')
-    add('--dense-interval', type=int, help='of torch_dist (default: that of equal overhead)')
+    add('--dense-interval', type=int, default=10, help='iterations between torch_dist checkpoints '
+        '(default: 10)')  # fmt: skip
     add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
     add('--json', type=Path, metavar='FILE', help='write everything here')
     add_share_gpu(parser)
     args = parser.parse_args(argv)
-    for flag, value, least in (
-        ('--rounds', args.rounds, 1),
-        ('--iterations', args.iterations, _WARM_UP + 3),
-        ('--window', args.window, 1),
-        ('--longest-interval', args.longest_interval, 1),
-        ('--dense-interval', args.dense_interval, 1),
-    ):
-        if value is not None and value < least:
-            parser.error(f'{flag} {value}: must be at least {least}')
+    for flag in ('rounds', 'window', 'dense_interval'):
+        if getattr(args, flag) < 1:
+            name = flag.replace('_', '-')
+            parser.error(f'--{name} {getattr(args, flag)}: must be at least 1')
     return args
 
 
@@ -227,15 +189,7 @@ def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
     output.mkdir(parents=True)
     data = prepare_text(args.output.resolve() / 'data')
     bench = Bench(data, output, args.window, args.lose, args.share_gpu)
-    costs: list[dict[str, Cost]] = []
-    for number in range(1, args.rounds + 1 if args.dense_interval is None else 1):
-        costs.append({})
-        for variant in (PLAIN, WINDOWS, LOGS, DENSE):
-            cost = costs[-1][variant] = bench.cost(variant, number, args.iterations)
-            console.print(f'{number}: {1000 * cost.iteration_s:5.0f} ms  {variant}')
     interval = args.dense_interval
-    if interval is None:
-        interval = min(args.longest_interval, round(equal_interval(costs)))
     # Half way between two checkpoints, when at least two windows are complete.
     kill_at = interval * math.ceil(2 * args.window / interval) + interval // 2
     reference = bench.undisturbed(kill_at + _ITERATIONS_AFTER)
@@ -249,7 +203,7 @@ def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
                 found = bench.localized(name, number, kill_at, reference)
             rounds[-1][name] = found
             console.print(f'{number}: {found.seconds:6.2f} s  {TITLES[name]}', highlight=False)
-    return summarize(hardware, args.window, (args.lose, kill_at, interval), costs, rounds)
+    return summarize(hardware, args.window, (args.lose, kill_at, interval), rounds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,7 +26,7 @@ from tools.lab.trained import Trained
 STAGES = 4
 VICTIM = 2
 """A stage with neighbours on both sides."""
-PLAIN, WINDOWS, LOGS, DENSE = 'plain', 'windows', 'windows-and-logs', 'torch-dist'
+WORKER, ALL = 'worker', 'all'
 SPARE, COLD, WHOLE, DISK = 'localized-spare', 'localized', 'whole-job', 'torch-dist'
 TITLES = {
     SPARE: 'localized, hot spare',
@@ -34,17 +34,6 @@ TITLES = {
     WHOLE: 'whole job, host memory',
     DISK: 'whole job, torch_dist',
 }
-
-
-class Cost(msgspec.Struct, frozen=True):
-    """An undisturbed run of one way to protect it, warm-up dropped."""
-
-    iteration_s: float
-    """Median."""
-    exposed_ms: float
-    """Mean exposed time of an iteration, from the log of sparse checkpointing on the last rank."""
-    save_ms: float
-    """That a torch_dist checkpoint stops training for; median."""
 
 
 class Comeback(msgspec.Struct, frozen=True):
@@ -83,12 +72,7 @@ class RecoveryReport(msgspec.Struct, frozen=True):
     window: int
     kill_after: int
     dense_interval: int
-    iteration_ms: dict[str, Spread]
-    """Empty where costs were not measured."""
-    overhead: dict[str, Spread]
-    """Iteration time over that of plain Megatron in the same round."""
     methods: dict[str, MethodResult]
-    costs: list[dict[str, Cost]]
     rounds: list[dict[str, Comeback]]
 
     @property
@@ -193,24 +177,8 @@ def sparse_restart(
 # ---- over the rounds
 
 
-def equal_interval(costs: Sequence[dict[str, Cost]]) -> float:
-    """Iterations between torch_dist checkpoints that cost as much as windows and logs do.
-
-    Their cost is the difference to plain Megatron or, where noise hides that, the time that sparse
-    checkpointing itself counts as taken from training.
-    """
-    stall = statistics.median(run[DENSE].save_ms / 1000 for run in costs)
-    sparse = statistics.median(run[LOGS].iteration_s - run[PLAIN].iteration_s for run in costs)
-    exposed = statistics.median(run[LOGS].exposed_ms / 1000 for run in costs)
-    return max(1.0, stall / max(sparse, exposed))
-
-
 def summarize(
-    hardware: Hardware,
-    window: int,
-    what: tuple[str, int, int],
-    costs: list[dict[str, Cost]],
-    rounds: list[dict[str, Comeback]],
+    hardware: Hardware, window: int, what: tuple[str, int, int], rounds: list[dict[str, Comeback]]
 ) -> RecoveryReport:
     """Ratios within each round, then over the rounds.
 
@@ -218,27 +186,10 @@ def summarize(
         hardware: of this machine.
         window: W.
         what: who was killed, after which iteration, and the interval of torch_dist checkpoints.
-        costs: of each way to protect a job; empty: not measured.
         rounds: of each way to recover.
     """
-    names = list(costs[0]) if costs else []
-    return RecoveryReport(
-        hardware,
-        what[0],
-        STAGES,
-        window,
-        *what[1:],
-        iteration_ms={
-            name: Spread.of([1000 * run[name].iteration_s for run in costs]) for name in names
-        },
-        overhead={
-            name: Spread.of([run[name].iteration_s / run[PLAIN].iteration_s for run in costs])
-            for name in names
-        },
-        methods={name: _method(name, rounds) for name in rounds[0]},
-        costs=costs,
-        rounds=rounds,
-    )
+    methods = {name: _method(name, rounds) for name in rounds[0]}
+    return RecoveryReport(hardware, what[0], STAGES, window, *what[1:], methods, rounds)
 
 
 def _method(name: str, rounds: Sequence[dict[str, Comeback]]) -> MethodResult:
@@ -272,15 +223,12 @@ def print_report(report: RecoveryReport, console: Console) -> None:
     for method in report.methods.values():
         phases = ', '.join(f'{name} {value:.2f}' for name, value in method.phases.items())
         say(f'{method.title}: {phases} s')
-    who = f'rank {VICTIM}' if report.lose == 'worker' else 'all'
+    who = f'rank {VICTIM}' if report.lose == WORKER else 'all'
     say(
         f'{report.stages} stages on {report.stages} emulated nodes, {len(report.rounds)} rounds; '
         f'{who} killed after iteration {report.kill_after}; window {report.window}, '
         f'torch_dist every {report.dense_interval} iterations.'
     )
-    for name, spread in report.iteration_ms.items():
-        ratio = report.overhead[name].text(3)
-        say(f'{name:17} {spread.text(0)} ms an iteration, {ratio} times plain Megatron')
     for method in report.methods.values():
         verdict = f'differs in: {", ".join(method.different)}' if method.different else 'equal'
         say(f'Final state against that of an undisturbed run, {method.title}: {verdict}.')

@@ -19,7 +19,7 @@ from moevement_ext.events import (
 from tests.unit.tools.samples import CONVERTED, HARDWARE, START, event, iteration_line
 from tools.bench import recovery
 from tools.bench import recovery_report as reports
-from tools.bench.recovery_report import VICTIM, Comeback, Cost, RecoveryReport
+from tools.bench.recovery_report import VICTIM, Comeback, RecoveryReport
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.run_log import Iteration, RunLog, parse_log
@@ -131,17 +131,6 @@ def test_an_iteration_committed_before_is_not_new() -> None:
 # Over the rounds
 
 
-def costs(sparse_s: float, exposed_ms: float) -> list[dict[str, Cost]]:
-    return [
-        {
-            reports.PLAIN: Cost(0.5, 0.0, 0.0),
-            reports.WINDOWS: Cost(0.5, 0.0, 0.0),
-            reports.LOGS: Cost(sparse_s, exposed_ms, 0.0),
-            reports.DENSE: Cost(0.9, 0.0, 400.0),
-        }
-    ]
-
-
 def report(*different: str, lose: str = recovery.WORKER) -> RecoveryReport:
     def back(seconds: float, stage_iterations: int, *kinds: str) -> Comeback:
         return Comeback(seconds, {'all': seconds}, stage_iterations, list(kinds))
@@ -154,23 +143,12 @@ def report(*different: str, lose: str = recovery.WORKER) -> RecoveryReport:
     }
     bench = recovery.Bench(Path(), Path(), 4, lose)
     rounds = [{name: runs[name] for name in bench.methods}]
-    measured = costs(0.52, 1.0) if lose == recovery.WORKER else []
-    return reports.summarize(HARDWARE, 4, (lose, 30, 20), measured, rounds)
-
-
-@pytest.mark.parametrize(
-    ('sparse_s', 'exposed_ms', 'interval'),
-    [(0.52, 1.0, 20.0), (0.49, 4.0, 100.0), (1.5, 1.0, 1.0)],
-    ids=['measured', 'hidden by noise', 'dearer than a checkpoint'],
-)
-def test_interval_of_equal_overhead(sparse_s: float, exposed_ms: float, interval: float) -> None:
-    assert reports.equal_interval(costs(sparse_s, exposed_ms)) == pytest.approx(interval)
+    return reports.summarize(HARDWARE, 4, (lose, 30, 20), rounds)
 
 
 def test_summary() -> None:
     found = report()
     assert found.methods[reports.DISK].ratio.median == pytest.approx(10.0)
-    assert found.overhead[reports.LOGS].median == pytest.approx(1.04)
     assert found.exact, 'plain checkpoints need not lead to the same bits'
     assert not report('exp_avg').exact
     reports.print_report(found, Console(quiet=True))
@@ -180,7 +158,7 @@ def test_where_all_are_killed_a_job_comes_back_as_a_whole() -> None:
     found = report(lose=recovery.ALL)
     assert list(found.methods) == [reports.WHOLE, reports.DISK]
     assert found.methods[reports.DISK].ratio.median == pytest.approx(30 / 18)
-    assert found.exact and not found.overhead
+    assert found.exact
     with (console := Console(width=200)).capture() as shown:
         reports.print_report(found, console)
     assert 'all killed after iteration 30' in shown.get()
@@ -192,9 +170,7 @@ def test_exit_status_is_that_of_sparse_checkpointing(monkeypatch: pytest.MonkeyP
         assert recovery.main([]) == status
 
 
-@pytest.mark.parametrize(
-    'flags', ['--rounds 0', '--iterations 6', '--window 0', '--dense-interval 0']
-)
+@pytest.mark.parametrize('flags', ['--rounds 0', '--window 0', '--dense-interval 0'])
 def test_wrong_flags_are_named(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         recovery.parse_arguments(flags.split())
