@@ -45,9 +45,8 @@ from tools.bench.recovery_report import (
     Comeback,
     RecoveryReport,
     dense_restart,
-    localized_recovery,
     print_report,
-    sparse_restart,
+    sparse_recovery,
     summarize,
 )
 from tools.lab.arguments import Parser
@@ -90,23 +89,18 @@ class Bench(NamedTuple):
             LabError: the job failed, or more than one stage went back.
         """
         folder = self.output / f'{number}-{method}'
-        died: list[float] = []
-
-        def hurt(job: Job) -> float:
-            killed_at = job.kill_after(kill_at, [VICTIM])
-            job.finish()
-            died.append(min(job.ended_at.values()))  # the others ended later, and well
-            return killed_at
-
         with memory_directory() as memory:
             flags = self.training_flags(kill_at + _ITERATIONS_AFTER)
             flags += self._sparse_flags(memory, folder, LOCALIZED)
             spares = 1 if method == SPARE else 0
-            found = train(self._launch(folder, flags, _MAX_RESTARTS, spares), hurt)
+            launch = self._launch(folder, flags, _MAX_RESTARTS, spares)
+            found = train(launch, lambda job: job.kill_after(kill_at, [VICTIM]))
         back = found.recovery
         if back is None or back.tier is not Tier.LOCALIZED or back.died != 1:
             raise LabError(f'{method}: the recovery was not localized; see {folder}')
-        return localized_recovery(found, died[0], found.different(reference))
+        assert found.hurt_at is not None
+        different = found.different(reference)
+        return sparse_recovery(found.log, found.hurt_at, found.events, different)
 
     def restarted(
         self, method: str, number: int, kill_at: int, interval: int, reference: Trained
@@ -135,7 +129,7 @@ class Bench(NamedTuple):
         different = again.different(reference)
         if method == DISK:
             return dense_restart(log, killed_at, different)
-        return sparse_restart(log, killed_at, read_events(folder / 'events'), different)
+        return sparse_recovery(log, killed_at, read_events(folder / 'events'), different)
 
     def training_flags(self, iterations: int) -> list[str]:
         """Those of the other benchmarks, with another layout: the last of a flag counts."""

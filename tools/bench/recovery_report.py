@@ -10,18 +10,15 @@ from rich.table import Table
 
 from moevement_ext.events import (
     Event,
-    FailureDetected,
     NextTier,
     Recovered,
-    RecoveryStarted,
     WorkerStarted,
 )
 from tools.lab.errors import LabError
-from tools.lab.evidence import kind_of, ranks_with
+from tools.lab.evidence import kind_of
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.run_log import Iteration, RunLog
-from tools.lab.trained import Trained
 
 STAGES = 4
 VICTIM = 2
@@ -84,40 +81,41 @@ class RecoveryReport(msgspec.Struct, frozen=True):
 # ---- phases
 
 
-def localized_recovery(found: Trained, died_at: float, different: list[str]) -> Comeback:
-    """Phases as the replaced worker went through them.
+def sparse_recovery(
+    log: RunLog, killed_at: float, events: Sequence[Event], different: list[str]
+) -> Comeback:
+    """Phases out of the events of the rank that computed most again, the slowest of these.
 
     Args:
-        found: the job.
-        died_at: when the launcher saw the worker dead (seconds since the epoch); Linux frees its
-            memory before.
+        log: of the last rank, in all its lives.
+        killed_at: when the signal was sent (seconds since the epoch).
+        events: of all ranks, in the order of time.
         different: kinds of state that do not equal those of the undisturbed run.
 
     Raises:
-        LabError: there was no new iteration.
+        LabError: a rank did not recover from host memory, or there was no new iteration.
     """
-    killed_at = found.hurt_at
-    assert killed_at is not None
-    after = [event for event in found.events if event.time > killed_at]
+    after = [event for event in events if event.time > killed_at]
+    for event in kind_of(after, NextTier):
+        raise LabError(f'host memory was not used: {event.reason}')
     back = {event.rank: event for event in kind_of(after, Recovered)}
-    victim = back[VICTIM]
-    (started,) = (event for event in kind_of(after, RecoveryStarted) if event.rank == VICTIM)
-    assert isinstance(victim.target, int)  # of a localized recovery it is always set
-    new = first_new_iteration(found.log, victim.target)
-    noticed = max(event.time for event in kind_of(after, FailureDetected))
-    unblock = max(event.seconds['unblock'] for rank, event in back.items() if rank != VICTIM)
-    steps = {name: victim.seconds[name] for name in ('regroup', 'fetch', 'convert', 'catch_up')}
+    if missing := sorted(set(range(STAGES)) - set(back)):
+        raise LabError(f'ranks {missing} did not report a recovery')
+    slowest = max(back.values(), key=lambda event: (event.replayed, event.time))
+    started = [event for event in kind_of(after, WorkerStarted) if event.rank == slowest.rank]
+    before = [item.number for item in log.lives[0] if item.time <= killed_at]
+    committed = slowest.target if slowest.localized else before[-1]
+    assert isinstance(committed, int)  # of a localized recovery it is always set
+    new = first_new_iteration(log, committed)
     last = max(event.time for event in back.values())
     phases = {
-        'die': died_at - killed_at,
-        'detect': noticed - died_at - unblock,
-        'unblock': unblock,
-        'respawn': started.time - noticed,
-        **{name.replace('_', ' '): value for name, value in steps.items()},
-        'resume': last - started.time - sum(steps.values()),
+        'process start': started[-1].time - killed_at,
+        **{name.replace('_', ' '): value for name, value in slowest.seconds.items() if value},
+        'all else': last - started[-1].time - sum(slowest.seconds.values()),
         'new iteration': new.time - last,
     }
-    return Comeback(new.time - killed_at, phases, victim.replayed, different)
+    again = sum(event.replayed for event in back.values())
+    return Comeback(new.time - killed_at, phases, again, different)
 
 
 def first_new_iteration(log: RunLog, before: int) -> Iteration:
@@ -146,32 +144,6 @@ def dense_restart(log: RunLog, killed_at: float, different: list[str]) -> Comeba
     }
     recomputed = STAGES * (died_after - first.number + 1)
     return Comeback(new.time - killed_at, phases, recomputed, different)
-
-
-def sparse_restart(
-    log: RunLog, killed_at: float, events: Sequence[Event], different: list[str]
-) -> Comeback:
-    """Phases out of the events of the slowest rank.
-
-    Raises:
-        LabError: a rank did not recover from host memory.
-    """
-    for event in kind_of(events, NextTier):
-        raise LabError(f'host memory was not used: {event.reason}')
-    missing = set(range(STAGES)) - ranks_with(events, Recovered)
-    if missing:
-        raise LabError(f'ranks {sorted(missing)} did not report a recovery')
-    slowest = kind_of(events, Recovered)[-1]
-    started_at = max(event.time for event in kind_of(events, WorkerStarted))
-    new = first_new_iteration(log, log.lives[0][-1].number)
-    steps = slowest.seconds
-    phases = {
-        'process start': started_at - killed_at,
-        'set-up': slowest.time - started_at - sum(steps.values()),
-        **{name.replace('_', ' '): value for name, value in steps.items()},
-        'new iteration': new.time - slowest.time,
-    }
-    return Comeback(new.time - killed_at, phases, STAGES * slowest.replayed, different)
 
 
 # ---- over the rounds

@@ -10,20 +10,16 @@ from rich.console import Console
 
 from moevement_ext.events import (
     Event,
-    FailureDetected,
     NextTier,
     Recovered,
-    RecoveryStarted,
     WorkerStarted,
 )
 from tests.unit.tools.samples import CONVERTED, HARDWARE, START, event, iteration_line
 from tools.bench import recovery
 from tools.bench import recovery_report as reports
 from tools.bench.recovery_report import VICTIM, Comeback, RecoveryReport
-from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.run_log import Iteration, RunLog, parse_log
-from tools.lab.trained import Trained
 
 KILLED_AT = (START + timedelta(seconds=5)).timestamp()
 
@@ -67,25 +63,25 @@ BACK = log_of((4, 4.0), (5, 5.0), CONVERTED, (5, 16.8), (6, 18.0))
 
 
 def test_phases_of_a_sparse_recovery_add_up() -> None:
-    found = reports.sparse_restart(BACK, KILLED_AT, sparse_events(), ['rng'])
+    found = reports.sparse_recovery(BACK, KILLED_AT, sparse_events(), ['rng'])
     assert (found.stage_iterations, found.different) == (3 * reports.STAGES, ['rng'])
     assert found.seconds == pytest.approx(13.0)
     assert sum(found.phases.values()) == pytest.approx(found.seconds)
     assert found.phases['process start'] == pytest.approx(5.0)
-    assert found.phases['set-up'] == pytest.approx(2.0)
+    assert found.phases['all else'] == pytest.approx(2.0)
     assert found.phases['catch up'] == pytest.approx(1.0)
     assert found.phases['new iteration'] == pytest.approx(1.0)
 
 
 def test_a_rank_that_did_not_recover_from_memory_is_no_result() -> None:
     with pytest.raises(LabError, match='did not report'):
-        reports.sparse_restart(BACK, KILLED_AT, sparse_events()[:-1], [])
+        reports.sparse_recovery(BACK, KILLED_AT, sparse_events()[:-1], [])
 
 
 def test_a_job_that_gave_up_host_memory_is_no_result() -> None:
     fallen_back = event(NextTier, 0, KILLED_AT + 1, reason='too small', tier='the start')
     with pytest.raises(LabError, match='not used: too small'):
-        reports.sparse_restart(BACK, KILLED_AT, [*sparse_events(), fallen_back], [])
+        reports.sparse_recovery(BACK, KILLED_AT, [*sparse_events(), fallen_back], [])
 
 
 def test_a_job_that_stays_behind_is_no_result() -> None:
@@ -96,36 +92,42 @@ def test_a_job_that_stays_behind_is_no_result() -> None:
 # One worker
 
 
-def localized(*numbers: int) -> Trained:
-    """A worker is killed at 100 s; the survivors notice until 100.3 s; all are back at 104 s."""
-    events = [event(FailureDetected, rank, 100.2 + rank / 30) for rank in (0, 1, 3)]
-    events.append(event(RecoveryStarted, VICTIM, 101.3, start=36, dense_at=39))
+def localized() -> list[Event]:
+    """A worker is killed at 100 s and started again at 101 s; all are back at 104 s."""
     nothing = dict.fromkeys(('unblock', 'respawn', 'regroup', 'fetch', 'convert', 'catch_up'), 0.0)
+    events = [event(WorkerStarted, VICTIM, 101.0)]
     for rank in range(reports.STAGES):
         seconds, replayed = nothing | {'unblock': 0.1}, 0
         if rank == VICTIM:
             seconds, replayed = nothing | {'regroup': 0.5, 'convert': 1.0, 'catch_up': 0.5}, 6
-        fields: Any = {'target': 40, 'replayed': replayed, 'seconds': seconds}
-        events.append(event(Recovered, rank, 104.0, **fields))
-    log = RunLog([[Iteration(64.5 + n, n, 500.0, 5.0) for n in numbers]], [])
-    return Trained(log, StateDigest('a', 41, {}), sorted(events, key=lambda e: e.time), 100.0)
+        fields: Any = {'scope': 'localized', 'target': 40, 'replayed': replayed}
+        events.append(event(Recovered, rank, 104.0, seconds=seconds, **fields))
+    return events
 
 
-def test_phases_of_a_localized_recovery_add_up() -> None:
-    found = reports.localized_recovery(localized(39, 40, 41), 100.1, [])
+def run_log(*numbers: int) -> RunLog:
+    return RunLog([[Iteration(64.5 + n, n, 500.0, 5.0) for n in numbers]], [])
+
+
+def test_phases_of_a_localized_recovery_are_those_of_the_stage_that_went_back() -> None:
+    found = reports.sparse_recovery(run_log(35, 39, 40, 41), 100.0, localized(), [])
     assert found.seconds == pytest.approx(5.5)
-    assert sum(found.phases.values()) == pytest.approx(found.seconds)
-    assert found.phases['die'] == pytest.approx(0.1)
-    assert found.phases['detect'] == pytest.approx(0.1)
-    assert found.phases['respawn'] == pytest.approx(1.0)
-    assert found.phases['resume'] == pytest.approx(0.7)
-    assert found.phases['new iteration'] == pytest.approx(1.5)
+    assert found.phases == pytest.approx(
+        {
+            'process start': 1.0,
+            'regroup': 0.5,
+            'convert': 1.0,
+            'catch up': 0.5,
+            'all else': 1.0,
+            'new iteration': 1.5,
+        }
+    )
     assert found.stage_iterations == 6
 
 
 def test_an_iteration_committed_before_is_not_new() -> None:
     with pytest.raises(LabError, match='never got beyond iteration 40'):
-        reports.localized_recovery(localized(39, 40), 100.1, [])
+        reports.sparse_recovery(run_log(35, 39, 40), 100.0, localized(), [])
 
 
 # Over the rounds
