@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drill shows: did the job come back from every failure, and with the same bits?"""
+"""What a drill or the demo shows: did the job come back from every failure, and how?"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,7 +37,7 @@ def recoveries(events: Sequence[Event], ranks: int) -> list[Recovery]:
 
 
 def problems(events: Sequence[Event], ranks: int, failures: int, kinds: Sequence[str]) -> list[str]:
-    """Why the drill was not passed; nothing if it was.
+    """Why it was not as it must be; nothing if it was.
 
     Args:
         events: of all ranks, in the order of time.
@@ -85,11 +85,12 @@ def table(found: Sequence[Recovery]) -> Table:
 
 
 def _of(events: Sequence[Recovered]) -> Recovery:
-    first = events[0]
+    stages = {stage for one in events if isinstance(one.stages, list) for stage in one.stages}
+    new = {rank for one in events if isinstance(one.newcomers, list) for rank in one.newcomers}
     return Recovery(
-        scope='localized' if first.localized else 'whole job',
-        stages=first.stages if isinstance(first.stages, list) else [],
-        replaced=first.newcomers if isinstance(first.newcomers, list) else [],
+        scope='localized' if all(event.localized for event in events) else 'whole job',
+        stages=sorted(stages),
+        replaced=sorted(new),
         replayed=max(event.replayed for event in events),
         seconds=max(sum(event.seconds.values()) for event in events),
         verified=sum(event.verified for event in events),

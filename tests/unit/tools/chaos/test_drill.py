@@ -8,7 +8,7 @@ import pytest
 from moevement_ext.events import DeviceProblem, Event, NextTier, Recovered
 from tools.chaos import drill
 from tools.chaos.drill import main
-from tools.chaos.drill_verdict import devices, problems, recoveries
+from tools.chaos.verdict import devices, problems, recoveries
 
 
 def recovered(rank: int, **changes: Any) -> Recovered:
