@@ -16,7 +16,7 @@ from moevement_ext.events import Event, FailureDetected, Recovered, RecoveryStar
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.slot import SlotHeader, decode_context
-from tools.chaos.verdict import problems, recoveries
+from tools.chaos.verdict import problems, recoveries, replaced
 from tools.lab.errors import LabError
 from tools.lab.evidence import kind_of, ranks_with
 from tools.lab.four_ranks import STAGE_RANKS, WORLD_SIZE
@@ -96,8 +96,9 @@ def localized_recovery(disturbed: Trained, lost: int) -> LocalizedRecovery:
     assert killed_at is not None
     wrong = problems(events, WORLD_SIZE, 1, [])
     for one in recoveries(events, WORLD_SIZE):
-        if (one.scope, one.stages, one.replaced) != ('localized', [lost], list(STAGE_RANKS[lost])):
-            wrong.append(f'{one.scope}, stages {one.stages}, new processes of ranks {one.replaced}')
+        new_ranks = replaced(one)
+        if (one.scope, one.stages, new_ranks) != ('localized', [lost], list(STAGE_RANKS[lost])):
+            wrong.append(f'{one.scope}, stages {one.stages}, new processes of ranks {new_ranks}')
     if wrong or len(disturbed.log.lives) != 1:
         why = '; '.join(wrong) or f'the last rank has had {len(disturbed.log.lives)} lives'
         raise LabError(f'the recovery was not localized: {why}; see the logs and events of the run')
