@@ -48,7 +48,7 @@ RUNS = {
     rf'{_PYTHON}tools\.status ': r'.* localized .*',
     rf'{_PYTHON}tools\.windows (list|verify|prune) DIR': r'no windows in DIR|.* 0 files, .*',
     rf'{_PYTHON}tools\.bench\.(?!precision)\w+': r'.*',
-    rf'{_PYTHON}tools\.bench\.precision\w* --stand-ins': r'.*',
+    rf'{_PYTHON}tools\.bench\.precision --stand-ins': r'.*',
 }  # fmt: skip
 """Commands, and what their last line is."""
 
@@ -69,7 +69,7 @@ ELSEWHERE = {
     rf'{_PYTHON}tests\.fuzz': 'a package for fuzzing; tests/fuzz/test_fuzz.py',
     r'scripts/gpu_check\.sh': 'a GPU; tests/distributed/test_gpu_check.py',
     rf'{_PYTHON}tools\.gpu_check\.': 'started by scripts/gpu_check.sh with what that has made',
-    rf'{_PYTHON}tools\.bench\.precision\w* --json': 'a GPU',
+    rf'{_PYTHON}tools\.bench\.precision --json': 'a GPU',
     rf'{_PYTHON}moevement_ext\.launch\.shared_gpu': 'a GPU, and the launcher',
     r'(\.venv/bin/)?torchrun .*tools\.node_check':
         'nodes with memory for such jobs; tests/distributed/test_node_check.py',
@@ -91,9 +91,7 @@ _SHORTER = {
     'tools.bench.regroup': '--cycles 20 --warm-up 5',
     'tools.bench.overhead': '--rounds 1 --iterations 8 --warm-up 2',
     'tools.bench.recovery': '--rounds 1',
-    'tools.bench.localized': '--rounds 1',
     'tools.bench.precision': '--iterations 20',
-    'tools.bench.precision_overhead': '--rounds 1 --iterations 8 --warm-up 2',
     'tools.drill': '--first 6 --second 12 --iterations 16',
 }
 """Flags that a long one gets besides."""
