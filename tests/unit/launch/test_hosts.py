@@ -20,6 +20,7 @@ from moevement_ext.launch.events import (
     NodeLost,
     NodeReady,
     NodeSeated,
+    SpareEnded,
     SpareReady,
     WorkerEnded,
     WorkerEvicted,
@@ -137,6 +138,18 @@ def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob) -> None:
         assert job.life(rank, 1)['env']['MOEVEMENT_NODE'] == 'c'
     assert {event.pid for event in job.spares()} == {job.started(r)[1].pid for r in (2, 3)}
     assert codes(job, 0) == codes(job, 1) == [0]
+
+
+def test_what_becomes_of_the_spares_of_a_host_is_reported(job: SlurmJob) -> None:
+    def kill_first(event: Event) -> None:
+        if isinstance(event, SpareReady) and len(job.spares()) == 1:
+            os.kill(event.pid, signal.SIGKILL)
+
+    job.on_event = kill_first
+    job.finish_when = lambda: len(job.spares()) == 2
+    assert job.on_hosts('ab', nodes=1).run() == 0
+    [ended] = [event for event in job.events if isinstance(event, SpareEnded)]
+    assert (ended.pid, ended.code, ended.was_ready) == (job.spares()[0].pid, -9, True)
 
 
 def test_no_spare_is_left(job: SlurmJob) -> None:
