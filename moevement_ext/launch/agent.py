@@ -19,10 +19,9 @@ from msgspec import structs
 from moevement_ext.devices import nvml
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
-from moevement_ext.launch.address import ADDRESS_VARIABLE, Address
 from moevement_ext.launch.devices import Devices
 from moevement_ext.launch.events import line_of
-from moevement_ext.launch.link import Beats, Link
+from moevement_ext.launch.link import ADDRESS_VARIABLE, Address, Beats, Link
 from moevement_ext.launch.loop import Loop
 from moevement_ext.launch.machine import NODE, Machine
 from moevement_ext.process.name_lookups import ask_again_soon

@@ -22,7 +22,6 @@ from torch.distributed import TCPStore
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event, decode
 from moevement_ext.launch import messages
-from moevement_ext.launch.address import Address
 from moevement_ext.launch.config import LaunchConfig
 from moevement_ext.launch.environment import default_variables, job_variables, rank_variables
 from moevement_ext.launch.errors import LaunchError
@@ -33,7 +32,7 @@ from moevement_ext.launch.events import (
     NodeReady,
     NodeSeated,
 )
-from moevement_ext.launch.link import Beats, Link
+from moevement_ext.launch.link import Address, Beats, Link
 from moevement_ext.launch.listener import Listener
 from moevement_ext.launch.loop import Loop
 from moevement_ext.launch.node import Node

@@ -13,7 +13,6 @@ import pytest
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from moevement_ext.launch import child, messages, remote
-from moevement_ext.launch.address import Address
 from moevement_ext.launch.config import Action, StagedFault
 from moevement_ext.launch.events import (
     JobFailed,
@@ -26,7 +25,7 @@ from moevement_ext.launch.events import (
     WorkerEvicted,
     WorkerLaunched,
 )
-from moevement_ext.launch.link import Link
+from moevement_ext.launch.link import Address, Link
 from moevement_ext.launch.steps import Step
 from moevement_ext.membership.eviction import evict
 from moevement_ext.store import branches
