@@ -22,7 +22,6 @@ from moevement_ext.launch.events import (
     SpareEnded,
     SpareReady,
     WorkerEnded,
-    WorkerEvicted,
     WorkerLaunched,
 )
 from moevement_ext.launch.link import Address, Link
@@ -331,17 +330,6 @@ def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
     assert dies(job.life(1)['child'])
 
 
-def test_a_hung_worker_is_killed(job: SlurmJob) -> None:
-    def others_find_it_hung(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (0, 0):
-            evict(job.said, 0, event.pid)
-
-    job.on_event = others_find_it_hung
-    job.finish_when = lambda: len(job.started(0)) == 2
-    assert job.on_hosts('a', nodes=1).run() == 0
-    assert [e.rank for e in job.events if isinstance(e, WorkerEvicted)] == [0]
-
-
 @pytest.mark.parametrize('logged', [True, False])
 def test_staged_failures(job: SlurmJob, logged: bool, tmp_path: Path) -> None:
     """A worker is killed, then all that a node has: agent, worker, and its windows of this run."""
@@ -369,20 +357,6 @@ def test_staged_failures(job: SlurmJob, logged: bool, tmp_path: Path) -> None:
     assert kept == [['other/b', 'run/a', 'run/c']]
     assert dies(job.started(1)[1].pid)
     assert job.life(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
-
-
-def test_output_goes_to_files(job: SlurmJob, tmp_path: Path) -> None:
-    log_dir = tmp_path / 'logs'
-    assert job.on_hosts('a', '0.0=print:hello', nodes=1, log_dir=log_dir).run() == 0
-    assert (log_dir / 'rank0.log').read_text() == 'importing\nhello\n'
-
-
-def test_last_words_of_a_worker_are_in_the_reason(job: SlurmJob) -> None:
-    job.finish_when = lambda: False
-    flags = [flag for n in range(3) for flag in (f'0.{n}=print:alas {n}', f'0.{n}=exit:3')]
-    assert job.on_hosts('a', *flags, nodes=1).run() == 1
-    assert 'it failed by itself 3 times' in failure(job)
-    assert '    alas 2' in failure(job)
 
 
 def test_last_words_may_be_of_any_length(job: SlurmJob) -> None:
