@@ -8,11 +8,12 @@ of `upstream_trainer` and `attachment`.
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron.core.utils import get_model_config
 from torch.distributed import Store
 
+from megatron.moevement.built import Built
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.job import log_line
@@ -25,9 +26,6 @@ from megatron.moevement.state.training_state import TrainingState
 from moevement_ext import faults
 from moevement_ext.job.ending import announce, finish
 from moevement_ext.job.job import Job
-
-Built = tuple[Any, Any, Any]
-"""Model chunks, optimizer and scheduler."""
 
 
 class Session:
@@ -73,7 +71,7 @@ class Session:
     def set_up(
         self,
         build: Callable[[bool], Built],
-        load_dense: Callable[[Any, Any, Any], None],
+        load_dense: Callable[..., None],
         dense_iteration: int,
     ) -> Built:
         """Build model chunks, optimizer and scheduler; recover from host memory where that is best.
@@ -109,12 +107,12 @@ class Session:
         self.around.post_step.pass_exits(self.job.committed_before)
         return self._built()
 
-    def train(self, run: Callable[[], Any]) -> Any:
+    def train(self, run: Callable[[], object]) -> object:
         """The training loop, started where the window becomes dense; again after failures."""
         self.alone.close()
         return self.job.train(run, around_update=self._training.around_update)
 
-    def step(self, train_step: Callable[..., Any], iteration: int) -> Any:
+    def step(self, train_step: Callable[..., object], iteration: int) -> object:
         """The iteration after `iteration`, after what a failure has left to do.
 
         Args:

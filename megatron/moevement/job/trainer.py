@@ -6,7 +6,6 @@ Checked against megatron-core 0.19.2.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -57,7 +56,7 @@ class MegatronTrainer:
         self._operations = around.operations
         self._losses = around.losses
         self._broken = BrokenIteration(training.model, training.operators) if localized else None
-        self._step: Callable[..., Any] | None = None
+        self._step: Callable[..., object] | None = None
         self.operators = training
         self.small_state = MegatronSmallState(
             training, counters, around.recorder, around.data, around.operations
@@ -94,7 +93,7 @@ class MegatronTrainer:
         """The newest iteration's on this rank, if it is on the last stage."""
         return self._losses.newest
 
-    def use(self, train_step: Callable[..., Any]) -> None:
+    def use(self, train_step: Callable[..., object]) -> None:
         """Have iterations run by this from now on, called as `train_step(iteration=, **schedule)`.
 
         `schedule` is what the pipeline schedule is to be given.
@@ -117,7 +116,7 @@ class MegatronTrainer:
             self._broken.put_back()
         self.small_state.move_data(state)
 
-    def iterate(self, iteration: int) -> Any:
+    def iterate(self, iteration: int) -> object:
         """Upstream's `train_step`, or what stands for it."""
         assert self._step is not None
         self._losses.begin()

@@ -5,11 +5,9 @@ Checked against megatron-core 0.19.2: a router returns (probabilities, routing m
 of shape [tokens, experts].
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
+from megatron.moevement.built import Chunks
 from megatron.moevement.state.operators import num_experts, router_modules
 
 
@@ -20,7 +18,7 @@ class TokenCounter:
     more once that is recorded, so the order of its experts stays.
     """
 
-    def __init__(self, model: Sequence[Any], device: torch.device) -> None:
+    def __init__(self, model: Chunks, device: torch.device) -> None:
         routers = list(router_modules(model))
         self._layers = [layer for layer, _ in routers]
         self._counts = torch.zeros(
@@ -40,8 +38,8 @@ class TokenCounter:
             for expert in range(self._counts.shape[1])
         }
 
-    def _hook(self, index: int) -> Any:
-        def count(module: Any, inputs: Any, output: Any) -> None:
+    def _hook(self, index: int) -> object:
+        def count(module: object, inputs: object, output: tuple[torch.Tensor, ...]) -> None:
             if self.counting and torch.is_grad_enabled() and not self._is_recorded():
                 self._counts[index] += output[1].detach().sum(dim=0)
 

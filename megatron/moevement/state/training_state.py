@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model, optimizer and scheduler of this rank, as sparse checkpointing sees them."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.counters import Counters
 from megatron.moevement.state import iteration_state, scaling
 from megatron.moevement.state.dp_copy import copy_state
@@ -40,7 +40,9 @@ class TrainingState:
         SparseCheckpointError: an optimizer or a model this package does not know.
     """
 
-    def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
+    def __init__(
+        self, model: Chunks, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -102,7 +104,7 @@ class TrainingState:
         """
         step = self.optimizer.step
 
-        def waiting_step(*args: Any, **kwargs: Any) -> Any:
+        def waiting_step(*args: object, **kwargs: object) -> object:
             faults.point(Phase.OPTIMIZER)
             wait()
             result = step(*args, **kwargs)
@@ -128,7 +130,7 @@ class TrainingState:
                 chunk.start_param_sync(force_sync=True)
 
     @staticmethod
-    def _announce_writing(inner: Any, writing: Callable[[], None]) -> None:
+    def _announce_writing(inner: MegatronOptimizer, writing: Callable[[], None]) -> None:
         step = inner.step_with_ready_grads
 
         def announced_step() -> bool:
