@@ -8,8 +8,8 @@ from megatron.moevement.arguments import config_from_args
 from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import Settings, UpstreamArguments, facts_of
-from megatron.moevement.job import ending
-from megatron.moevement.job.loop import decode_handover
+from megatron.moevement.job import planned_exits
+from megatron.moevement.job.megatron_loop import decode_handover
 from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.unsupported import refuse_unsupported
@@ -54,7 +54,7 @@ def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamAr
         try:
             _train(train, args, session)
         except SystemExit as planned:
-            ending.exit_as_planned(facts, session, planned)
+            planned_exits.exit_as_planned(facts, session, planned)
     leave(0)
 
 

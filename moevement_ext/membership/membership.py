@@ -32,6 +32,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.membership import progress
 from moevement_ext.membership.absentees import Absentees
+from moevement_ext.membership.epoch_watch import HEARTBEAT_SECONDS, EpochWatch
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import (
     Ending,
@@ -47,11 +48,10 @@ from moevement_ext.membership.replacing import ends_within, replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report, decode_all, encode
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import Look, TrainingThread
-from moevement_ext.membership.watch import HEARTBEAT_SECONDS, EpochWatch
 from moevement_ext.process.leaving import end_at_once
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups, connect_timeout
-from moevement_ext.store.connections import Connections
+from moevement_ext.store.connection_pool import Connections
 
 logger = logging.getLogger(__name__)
 

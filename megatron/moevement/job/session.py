@@ -16,9 +16,9 @@ from torch.distributed import Store
 from megatron.moevement.built import Built
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts
-from megatron.moevement.job import log_line
+from megatron.moevement.job import protection_lines
+from megatron.moevement.job.megatron_trainer import MegatronTrainer
 from megatron.moevement.job.surroundings import Surroundings
-from megatron.moevement.job.trainer import MegatronTrainer
 from megatron.moevement.seams import data_caches, upstream
 from megatron.moevement.state import parameter_groups
 from megatron.moevement.state.global_scalars import check_room
@@ -129,7 +129,7 @@ class Session:
     def report(self, iteration: int) -> None:
         """Say in the log how protection goes, if iteration `iteration` ends a log interval."""
         if self.job.protection is not None and iteration % self._facts.log_interval == 0:
-            log_line.log_interval(iteration, self.job.protection.checkpointer)
+            protection_lines.log_interval(iteration, self.job.protection.checkpointer)
 
     def finish(self) -> None:
         """The job ends on all ranks: give host memory back unless it is kept. Collective."""
@@ -150,7 +150,9 @@ class Session:
     def _say_kept(self) -> None:
         kept, is_last = self.job.kept_in, self._facts.rank == self._facts.world_size - 1
         if kept is not None and is_last:
-            print(log_line.exit_line(self._counters.iteration, False, kept.parent), flush=True)
+            print(
+                protection_lines.exit_line(self._counters.iteration, False, kept.parent), flush=True
+            )
 
     def _built(self) -> Built:
         return self._training.model, self._training.optimizer, self._training.scheduler

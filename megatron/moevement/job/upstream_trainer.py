@@ -24,11 +24,11 @@ from megatron.moevement.job.local_files import missing_data
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import dense_tier, patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
-from megatron.moevement.seams.faults import Forward, armed_forward
+from megatron.moevement.seams.forward_faults import Forward, armed_forward
 from megatron.moevement.state.dense_random import DenseRandom
 from moevement_ext import faults
 from moevement_ext.events import LossLogged
-from moevement_ext.job.localized import LOOP_ENDS
+from moevement_ext.job.localized_mode import LOOP_ENDS
 
 
 class UpstreamTrainer:

@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import global_vars
 
 from megatron.moevement.built import Chunks, DistributedDataParallel
-from megatron.moevement.state.operators import Operator
+from megatron.moevement.state.model_operators import Operator
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.batches import copy_all
 

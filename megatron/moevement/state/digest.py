@@ -12,7 +12,7 @@ import torch
 from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.counters import Counters
 from megatron.moevement.state import iteration_state, stored
-from megatron.moevement.state.operators import operator_inventory
+from megatron.moevement.state.model_operators import operator_inventory
 from megatron.moevement.state.optimizer_state import (
     chained,
     counts_steps_per_parameter,

@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.moevement.built import Chunks, MegatronOptimizer
 from megatron.moevement.seams import patches, recorded_passes
-from megatron.moevement.state.operators import Operator
+from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, chained
 
 _GATING = 'megatron.core.transformer.moe.router:router_gating_linear'

@@ -8,10 +8,10 @@ of shape [tokens, experts].
 import torch
 
 from megatron.moevement.built import Chunks
-from megatron.moevement.state.operators import num_experts, router_modules
+from megatron.moevement.state.model_operators import num_experts, router_modules
 
 
-class TokenCounter:
+class RouterTokenCounter:
     """Adds up routing maps while `counting`; the counts stay on the device until asked for.
 
     Used by the training thread. The buffer is allocated once. A router in a CUDA graph counts no

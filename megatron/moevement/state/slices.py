@@ -9,7 +9,7 @@ import torch
 
 from megatron.moevement.built import Chunks
 from megatron.moevement.state import stored
-from megatron.moevement.state.operators import Operator
+from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, complete_restore
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.memory.dtypes import dtype_name, dtype_of

@@ -11,7 +11,7 @@ from megatron.moevement.state import iteration_state, scaling
 from megatron.moevement.state.dp_copy import copy_state
 from megatron.moevement.state.frozen import FrozenOperators
 from megatron.moevement.state.iteration_state import IterationState
-from megatron.moevement.state.operators import (
+from megatron.moevement.state.model_operators import (
     check_complete,
     operator_inventory,
     router_modules,

@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts
-from megatron.moevement.job.loop import MegatronLoop
+from megatron.moevement.job.megatron_loop import MegatronLoop
 from megatron.moevement.job.small_state import MegatronSmallState
 from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.seams.p2p import StagePipeline
@@ -24,7 +24,7 @@ from megatron.moevement.state import iteration_state
 from megatron.moevement.state.broken_iteration import BrokenIteration
 from megatron.moevement.state.dp_copy import replicas
 from megatron.moevement.state.global_scalars import GlobalScalars
-from megatron.moevement.state.popularity import TokenCounter
+from megatron.moevement.state.popularity import RouterTokenCounter
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.membership.place import Place
 from moevement_ext.memory.ledger import LedgerEntry
@@ -63,7 +63,7 @@ class MegatronTrainer:
         )
         self.pipeline = StagePipeline(facts, training.model)
         self.loop = MegatronLoop(training, counters, around, self._broken)
-        self.tokens = TokenCounter(training.model, training.device)
+        self.tokens = RouterTokenCounter(training.model, training.device)
 
     @property
     def place(self) -> Place:
