@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron.moevement.built import MegatronOptimizer
 from megatron.moevement.seams import patches
 
 _DISTRIBUTED_OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer'
@@ -38,8 +39,8 @@ def mend() -> None:
 
 
 def _describe_allocated(
-    describe: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
-) -> Any:
+    describe: Callable[..., object], optimizer: MegatronOptimizer, *args: object, **kwargs: object
+) -> object:
     if isinstance(optimizer.optimizer, torch.optim.Adam):
         for group in optimizer.optimizer.param_groups:
             for parameter in group['params']:
@@ -47,7 +48,9 @@ def _describe_allocated(
     return describe(optimizer, *args, **kwargs)
 
 
-def _load_with_own_steps(load: Callable[..., Any], optimizer: Any, state_dict: Any) -> None:
+def _load_with_own_steps(
+    load: Callable[..., object], optimizer: MegatronOptimizer, state_dict: dict[str, Any]
+) -> None:
     load(optimizer, state_dict)
     if isinstance(optimizer.optimizer, torch.optim.Adam):
         step = float(state_dict['optimizer']['param_groups'][0]['step'])
@@ -62,7 +65,10 @@ def _set(
 
 
 def _set_without_step(
-    set_states: Callable[..., None], optimizer: Any, parameter: Any, tensors: dict[str, Any]
+    set_states: Callable[..., None],
+    optimizer: MegatronOptimizer,
+    parameter: torch.nn.Parameter,
+    tensors: dict[str, object],
 ) -> None:
     """A checkpoint for all layouts has no steps; what is no tensor is left alone."""
     set_states(optimizer, parameter, {'step': None, **tensors})
