@@ -23,7 +23,7 @@ class Met(NamedTuple):
     detect_s: float
     """From its end until this process heard of it."""
     before: list[Report]
-    """Of all ranks, by rank, in that one."""
+    """Reports of all ranks, by rank, in that one."""
     meeting: Meeting
     reports: list[Report]
     """In this one."""
