@@ -266,18 +266,19 @@ class Membership:
             with self._setting_up:
                 self._end_beside(beside)
 
-    def take_over(self, beside: Beside) -> list[Met]:
-        """Be in the newest epoch that was met beside; returns all since the last call.
+    def take_over(self, beside: Beside, wait: bool) -> list[Met]:
+        """Be in the newest epoch that was met beside; all since the last call.
 
-        Waits for it: to be called once the present one is over.
+        Args:
+            beside: given to `leaving_it_to`.
+            wait: until there is one: the present one is over.
 
         Raises:
             EpochBroken: the replay cannot go on.
         """
-        met = beside.take()
-        if not met:
-            raise EpochBroken(self._watch.reason or 'another stage was lost')
-        self._taken, self.reports = met[-1].meeting, met[-1].reports
+        met = beside.take(wait)
+        if met:
+            self._taken, self.reports = met[-1].meeting, met[-1].reports
         return met
 
     def leaves_nothing_to(self, beside: Beside) -> bool:
