@@ -56,7 +56,7 @@ class FrozenReport(msgspec.Struct, frozen=True):
     over_none: dict[str, Spread]
     """Seconds of an iteration over that, by what is frozen."""
     expert_share: float
-    """Of the parameters: in experts."""
+    """The part of the parameters that is in experts."""
 
 
 class Stage:
@@ -133,7 +133,7 @@ class Stage:
         return experts / sum(sizes.values())
 
     def seconds(self, names: Sequence[str]) -> float:
-        """Of an iteration with these operators frozen."""
+        """What an iteration takes with these operators frozen."""
         self.training.freeze(names)
         began = self._clock()
         self._iterate()
