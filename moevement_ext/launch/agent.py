@@ -19,13 +19,11 @@ from msgspec import structs
 from moevement_ext.devices import nvml
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
-from moevement_ext.launch.address import ADDRESS_VARIABLE, Address
 from moevement_ext.launch.devices import Devices
-from moevement_ext.launch.events import SpareReady
-from moevement_ext.launch.link import Beats, Link
+from moevement_ext.launch.events import line_of
+from moevement_ext.launch.link import ADDRESS_VARIABLE, Address, Beats, Link
 from moevement_ext.launch.loop import Loop
 from moevement_ext.launch.machine import NODE, Machine
-from moevement_ext.launch.output import say_of_launcher
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import introduce
@@ -63,7 +61,7 @@ class Agent:
         self._store = flag.address(job.flags)
         self._loop = Loop()
         own = {NODE: host, **variables_of(secret)}
-        self._machine = Machine(job, own, self._loop, self._tell, self._note_spare)
+        self._machine = Machine(job, own, self._loop, self._tell, self._report)
         self._leader: NodeLeader | None = None
 
     def run(self) -> None:
@@ -110,11 +108,8 @@ class Agent:
             self._tell_of_devices()  # not back to one that may have been the reason
         self._link.send(message)
 
-    def _note_spare(self, event: Event) -> None:
-        if isinstance(event, SpareReady):
-            self._link.send(messages.SpareIsReady(event.pid))
-        else:
-            say_of_launcher(event)
+    def _report(self, event: Event) -> None:
+        self._link.send(messages.Happened(line_of(event)))
 
     def _tell_of_devices(self) -> None:
         for message in self._devices.take():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.events import Event, EventFile
+from moevement_ext.events import Event, EventFile, encode
 
 FILE = 'launcher.jsonl'
 """In the directory of `--log-dir`; read by `moevement_ext.events.decode`."""
@@ -323,6 +323,11 @@ class MemoryKept(Event, frozen=True):
         )
 
 
+def line_of(event: Event) -> bytes:
+    """The line of an event of a launcher, about the process that it names, if any."""
+    return encode(event, event.rank, event.pid)
+
+
 class Journal:
     """Hands on what a launcher reports, and appends it to `launcher.jsonl` in its `--log-dir`.
 
@@ -349,7 +354,7 @@ class Journal:
     def __call__(self, event: Event) -> None:
         """Something happened."""
         if self._file is not None:
-            self._file.append(event, event.rank, event.pid)
+            self._file.append(line_of(event))
         self._then(event)
 
     def close(self) -> None:

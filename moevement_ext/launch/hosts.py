@@ -20,9 +20,8 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.events import Event
+from moevement_ext.events import Event, decode
 from moevement_ext.launch import messages
-from moevement_ext.launch.address import Address
 from moevement_ext.launch.config import LaunchConfig
 from moevement_ext.launch.environment import default_variables, job_variables, rank_variables
 from moevement_ext.launch.errors import LaunchError
@@ -32,9 +31,8 @@ from moevement_ext.launch.events import (
     NodeMissing,
     NodeReady,
     NodeSeated,
-    SpareReady,
 )
-from moevement_ext.launch.link import Beats, Link
+from moevement_ext.launch.link import Address, Beats, Link
 from moevement_ext.launch.listener import Listener
 from moevement_ext.launch.loop import Loop
 from moevement_ext.launch.node import Node
@@ -211,8 +209,9 @@ class SlurmStarter:
 
     def _act(self, node: Node, message: messages.FromAgent) -> None:
         match message:
-            case messages.SpareIsReady(pid):
-                self._report(SpareReady(pid))
+            case messages.Happened(line):
+                for event in decode(line):
+                    self._report(event)
             case messages.DevicesFail(trouble, usable):
                 self._note(node, trouble, usable)
             case _:

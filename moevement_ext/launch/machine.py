@@ -150,7 +150,7 @@ class Machine:
             self._loop.forget(running.relay.fd)
             running.relay.finish()
         running.child.close()
-        self._tell(messages.Ended(key, code, running.last_lines()))
+        self._tell(messages.Ended(key, code, running.last_lines() if code else []))
 
     def _vanish(self, node: str, memory: NodeStore) -> None:
         here = [running.child for running in self._running.values() if running.node == node]

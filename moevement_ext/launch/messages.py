@@ -60,10 +60,10 @@ class Logged(msgspec.Struct, frozen=True, tag=True):
     iteration: int
 
 
-class SpareIsReady(msgspec.Struct, frozen=True, tag=True):
-    """A hot spare has imported the program."""
+class Happened(msgspec.Struct, frozen=True, tag=True):
+    """Something that the launcher reports, as a line of JSON."""
 
-    pid: int
+    line: bytes
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
@@ -113,7 +113,7 @@ class Vanish(msgspec.Struct, frozen=True, tag=True):
     run_id: str
 
 
-FromAgent = Alive | Here | DevicesFail | Started | Ended | Logged | SpareIsReady
+FromAgent = Alive | Here | DevicesFail | Started | Ended | Logged | Happened
 FromSupervisor = Alive | Job | Start | Signal | KeepSpares | Vanish
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decoder(FromSupervisor)

@@ -39,7 +39,6 @@ from moevement_ext.launch.loop import Loop
 from moevement_ext.launch.newcomers import Newcomers
 from moevement_ext.launch.outcome import Outcome, print_event
 from moevement_ext.launch.output import LogTail
-from moevement_ext.launch.remote import RemoteChild
 from moevement_ext.launch.replacements import Replacements
 from moevement_ext.launch.staged_faults import StagedFaults, logged_iteration
 from moevement_ext.launch.starter import Starter
@@ -153,8 +152,9 @@ class Supervisor:
         tail = self._log_tail()
         self._starter.open(self.store.port)
         for rank in range(self.config.world_size):
-            self.workers.append(Worker(rank, self._new_child(rank, 0)))
-            self._started(self.workers[rank])
+            worker = Worker(rank)
+            self._start(worker, 0)
+            self.workers.append(worker)
         self._starter.keep_spares()
         next_poll = time.monotonic()
         while not all(worker.finished for worker in self.workers):
@@ -174,11 +174,10 @@ class Supervisor:
 
     # Lives of a worker
 
-    def _new_child(self, rank: int, restarts: int) -> RemoteChild:
-        watched = rank == self.config.world_size - 1 and self._faults.pending
-        return self._starter.start(rank, restarts, self._stage_faults if watched else None)
-
-    def _started(self, worker: Worker) -> None:
+    def _start(self, worker: Worker, restarts: int) -> None:
+        watched = worker.rank == self.config.world_size - 1 and self._faults.pending
+        heard = self._stage_faults if watched else None
+        worker.child = self._starter.start(worker.rank, restarts, heard)
         self._loop.watch(worker.child.death, partial(self._ended, worker))
 
     def _ended(self, worker: Worker) -> None:
@@ -279,7 +278,7 @@ class Supervisor:
             announce_failure(self.store, end.worker.rank, end.how)
             self._replacements.add(end, [end.worker])
             self._bad_ends.pop(0)
-            self._start_again(end.worker, end.worker.restarts + 1)
+            self._start(end.worker, end.worker.restarts + 1)
 
     def _start_all_again(self, cause: BadEnd) -> None:
         """The others wait for the dead worker, perhaps for ever, and nothing can wake them up."""
@@ -297,7 +296,7 @@ class Supervisor:
         self._outcome.all_lost(self.store, cause, restarts)
         self._starter.open(self.store.port)
         for any_worker in self.workers:
-            self._start_again(any_worker, restarts)
+            self._start(any_worker, restarts)
         self._starter.keep_spares()
 
     def _stop(self, workers: list[Worker]) -> None:
@@ -317,11 +316,6 @@ class Supervisor:
             if not worker.child.to_die_s and not worker.child.dies():
                 what = f'rank {worker.rank} (pid {worker.pid}) does not die of SIGKILL'
                 worker.child.give_up(f'{what}: it waits in the kernel, see dmesg')
-
-    def _start_again(self, worker: Worker, restarts: int) -> None:
-        worker.restarts = restarts
-        worker.child = self._new_child(worker.rank, restarts)
-        self._started(worker)
 
     def _is_done(self, worker: Worker) -> bool:
         return worker.finished or self._told(worker) is not None

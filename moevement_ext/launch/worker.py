@@ -16,8 +16,7 @@ class Worker:
     """The present process of a rank."""
 
     rank: int
-    child: RemoteChild
-    restarts: int = 0
+    child: RemoteChild = field(init=False)
     finished: bool = False
     """It ended with exit status 0, or with what it had announced."""
     errors: list[float] = field(default_factory=list)
@@ -27,6 +26,11 @@ class Worker:
     def pid(self) -> int:
         """Process id of the present life."""
         return self.child.pid
+
+    @property
+    def restarts(self) -> int:
+        """How often the rank was restarted."""
+        return self.child.restarts
 
     def last_words(self) -> str:
         """What a dead worker printed last, to be shown after the reason of a failure."""

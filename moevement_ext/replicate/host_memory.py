@@ -32,14 +32,14 @@ from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.memory.witness import Witness
-from moevement_ext.replicate.address import host_identity, local_host
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import own_domain
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.node_plan import Member, domains_of, hosted_by, log_bytes, node_plan
+from moevement_ext.replicate.own_address import host_identity, local_host
 from moevement_ext.replicate.placement import place_replicas
+from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.secret import mark, of_life
-from moevement_ext.replicate.server import ReplicaServer
 
 logger = logging.getLogger(__name__)
 

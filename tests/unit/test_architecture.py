@@ -31,7 +31,7 @@ ENGINE_FLOORS = (
 """Folders and loose modules of the engine: each imports from floors before its own."""
 
 ADAPTER_FLOORS = (
-    {'facts', 'counters', 'training_plan'},
+    {'built', 'facts', 'counters', 'training_plan'},
     {'seams'},
     {'state'},
     {'job'},

@@ -46,8 +46,6 @@ _NAME = 'probe'
 _GIB = 1 << 30
 _FULL_PARTS = ('master', 'exp_avg', 'exp_avg_sq')
 _BYTES_PER_ELEMENT = 14  # three of float32, one of bfloat16
-_BUSY_CYCLES = 10**9
-"""Keep a stream busy for about half a second."""
 
 
 class Sizes(NamedTuple):
@@ -65,7 +63,7 @@ class Sizes(NamedTuple):
     windows: int
     """With capture, and as many iterations without."""
     small_calls: int
-    """Small copies, and launches, with nothing else to do."""
+    """Small copies with nothing else to do."""
 
 
 ON_GPU = Sizes(10 * _GIB, 4096, 1536, 8192, 0.3, windows=3, small_calls=2000)
@@ -264,13 +262,12 @@ def busy(device: torch.device, stage: Stage, window: Window, windows: int) -> di
     }
 
 
-def small_work(device: torch.device) -> dict[str, Callable[[], None]]:
-    """What training asks of the device again and again, and what its host waits for."""
+def small_copy(device: torch.device) -> Callable[[], None]:
+    """Token counts to the host on a stream of their own, as a dispatcher without drops does."""
     counts = torch.ones(64, device=device)
     stream = torch.cuda.Stream(device) if device.type == 'cuda' else None
 
     def copy() -> None:
-        """Token counts to the host on a stream of their own, as a dispatcher without drops does."""
         if stream is None:
             counts.clone()
             return
@@ -280,7 +277,7 @@ def small_work(device: torch.device) -> dict[str, Callable[[], None]]:
             arrived = stream.record_event()
         arrived.synchronize()
 
-    return {'small_copy': copy, 'launch': lambda: counts.mul_(1)}  # type: ignore[dict-item]
+    return copy
 
 
 def beside(
@@ -322,34 +319,6 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {'calls': len(ordered), **figures, 'max_ms': ordered[-1]}
 
 
-def after_refusal(window: Window) -> dict[str, Any]:
-    """Whether a kernel runs after a registration that CUDA refuses: pages are pinned already."""
-    array = window.file.array
-    status = int(torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.size, 0))
-
-    def works() -> bool:
-        try:
-            torch.ones(1, device='cuda').add_(1)
-            torch.cuda.synchronize()
-        except RuntimeError:
-            return False
-        return True
-
-    first, second = works(), works()  # the first one reports what CUDA had refused
-    return {'second_registration': status, 'kernel_after': first, 'second_kernel_after_it': second}
-
-
-def blocking_wait_cpu() -> float:
-    """CPU seconds per second of waiting for an event that blocks."""
-    event = torch.cuda.Event(blocking=True)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(_BUSY_CYCLES)
-    event.record()
-    used, began = time.thread_time(), time.perf_counter()
-    event.synchronize()
-    return (time.thread_time() - used) / (time.perf_counter() - began)
-
-
 def measure(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Everything, figure by figure.
 
@@ -383,13 +352,11 @@ def measure(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[dict[s
         'window': plan.window,
         'iteration_ms': 1000 * iteration_s,
     }
-    if gpu:
-        yield {**after_refusal(window), 'blocking_wait_cpu': blocking_wait_cpu()}
     busy(device, stage, window, 1)  # to warm up
     found = busy(device, stage, window, sizes.windows)
     yield {**found, 'busy_over_limit': found['busy_gb_s'] / pinned}
-    for name, work in small_work(device).items():
-        yield {name: beside(device, window, work, sizes.small_calls)}
+    work = small_copy(device)
+    yield {'small_copy': beside(device, window, work, sizes.small_calls)}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,19 +13,18 @@ import pytest
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from moevement_ext.launch import child, messages, remote
-from moevement_ext.launch.address import Address
 from moevement_ext.launch.config import Action, StagedFault
 from moevement_ext.launch.events import (
     JobFailed,
     NodeLost,
     NodeReady,
     NodeSeated,
+    SpareEnded,
     SpareReady,
     WorkerEnded,
-    WorkerEvicted,
     WorkerLaunched,
 )
-from moevement_ext.launch.link import Link
+from moevement_ext.launch.link import Address, Link
 from moevement_ext.launch.steps import Step
 from moevement_ext.membership.eviction import evict
 from moevement_ext.store import branches
@@ -137,6 +136,18 @@ def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob) -> None:
         assert job.life(rank, 1)['env']['MOEVEMENT_NODE'] == 'c'
     assert {event.pid for event in job.spares()} == {job.started(r)[1].pid for r in (2, 3)}
     assert codes(job, 0) == codes(job, 1) == [0]
+
+
+def test_what_becomes_of_the_spares_of_a_host_is_reported(job: SlurmJob) -> None:
+    def kill_first(event: Event) -> None:
+        if isinstance(event, SpareReady) and len(job.spares()) == 1:
+            os.kill(event.pid, signal.SIGKILL)
+
+    job.on_event = kill_first
+    job.finish_when = lambda: len(job.spares()) == 2
+    assert job.on_hosts('ab', nodes=1).run() == 0
+    [ended] = [event for event in job.events if isinstance(event, SpareEnded)]
+    assert (ended.pid, ended.code, ended.was_ready) == (job.spares()[0].pid, -9, True)
 
 
 def test_no_spare_is_left(job: SlurmJob) -> None:
@@ -319,17 +330,6 @@ def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
     assert dies(job.life(1)['child'])
 
 
-def test_a_hung_worker_is_killed(job: SlurmJob) -> None:
-    def others_find_it_hung(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (0, 0):
-            evict(job.said, 0, event.pid)
-
-    job.on_event = others_find_it_hung
-    job.finish_when = lambda: len(job.started(0)) == 2
-    assert job.on_hosts('a', nodes=1).run() == 0
-    assert [e.rank for e in job.events if isinstance(e, WorkerEvicted)] == [0]
-
-
 @pytest.mark.parametrize('logged', [True, False])
 def test_staged_failures(job: SlurmJob, logged: bool, tmp_path: Path) -> None:
     """A worker is killed, then all that a node has: agent, worker, and its windows of this run."""
@@ -357,20 +357,6 @@ def test_staged_failures(job: SlurmJob, logged: bool, tmp_path: Path) -> None:
     assert kept == [['other/b', 'run/a', 'run/c']]
     assert dies(job.started(1)[1].pid)
     assert job.life(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
-
-
-def test_output_goes_to_files(job: SlurmJob, tmp_path: Path) -> None:
-    log_dir = tmp_path / 'logs'
-    assert job.on_hosts('a', '0.0=print:hello', nodes=1, log_dir=log_dir).run() == 0
-    assert (log_dir / 'rank0.log').read_text() == 'importing\nhello\n'
-
-
-def test_last_words_of_a_worker_are_in_the_reason(job: SlurmJob) -> None:
-    job.finish_when = lambda: False
-    flags = [flag for n in range(3) for flag in (f'0.{n}=print:alas {n}', f'0.{n}=exit:3')]
-    assert job.on_hosts('a', *flags, nodes=1).run() == 1
-    assert 'it failed by itself 3 times' in failure(job)
-    assert '    alas 2' in failure(job)
 
 
 def test_last_words_may_be_of_any_length(job: SlurmJob) -> None:

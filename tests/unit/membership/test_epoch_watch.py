@@ -12,11 +12,11 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import watch as detect
+from moevement_ext.membership import epoch_watch as detect
+from moevement_ext.membership.epoch_watch import EpochWatch
 from moevement_ext.membership.rendezvous import break_epoch, present_epoch, why_broken
 from moevement_ext.membership.signs import Signs, hear
-from moevement_ext.membership.watch import EpochWatch
-from moevement_ext.store.connections import Connections
+from moevement_ext.store.connection_pool import Connections
 from tests.unit.forks import Forked
 from tests.unit.membership.clock import Clock
 from tests.unit.membership.ranks import watches

@@ -6,7 +6,6 @@ Checked against megatron-core 0.19.2.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -17,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts
-from megatron.moevement.job.loop import MegatronLoop
+from megatron.moevement.job.megatron_loop import MegatronLoop
 from megatron.moevement.job.small_state import MegatronSmallState
 from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.seams.p2p import StagePipeline
@@ -25,7 +24,7 @@ from megatron.moevement.state import iteration_state
 from megatron.moevement.state.broken_iteration import BrokenIteration
 from megatron.moevement.state.dp_copy import replicas
 from megatron.moevement.state.global_scalars import GlobalScalars
-from megatron.moevement.state.popularity import TokenCounter
+from megatron.moevement.state.router_tokens import RouterTokenCounter
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.membership.place import Place
 from moevement_ext.memory.ledger import LedgerEntry
@@ -57,14 +56,14 @@ class MegatronTrainer:
         self._operations = around.operations
         self._losses = around.losses
         self._broken = BrokenIteration(training.model, training.operators) if localized else None
-        self._step: Callable[..., Any] | None = None
+        self._step: Callable[..., object] | None = None
         self.operators = training
         self.small_state = MegatronSmallState(
             training, counters, around.recorder, around.data, around.operations
         )
         self.pipeline = StagePipeline(facts, training.model)
         self.loop = MegatronLoop(training, counters, around, self._broken)
-        self.tokens = TokenCounter(training.model, training.device)
+        self.tokens = RouterTokenCounter(training.model, training.device)
 
     @property
     def place(self) -> Place:
@@ -94,7 +93,7 @@ class MegatronTrainer:
         """The newest iteration's on this rank, if it is on the last stage."""
         return self._losses.newest
 
-    def use(self, train_step: Callable[..., Any]) -> None:
+    def use(self, train_step: Callable[..., object]) -> None:
         """Have iterations run by this from now on, called as `train_step(iteration=, **schedule)`.
 
         `schedule` is what the pipeline schedule is to be given.
@@ -117,7 +116,7 @@ class MegatronTrainer:
             self._broken.put_back()
         self.small_state.move_data(state)
 
-    def iterate(self, iteration: int) -> Any:
+    def iterate(self, iteration: int) -> object:
         """Upstream's `train_step`, or what stands for it."""
         assert self._step is not None
         self._losses.begin()

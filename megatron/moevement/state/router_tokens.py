@@ -5,23 +5,22 @@ Checked against megatron-core 0.19.2: a router returns (probabilities, routing m
 [tokens, experts]; what a capacity factor drops is in neither.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from megatron.core.transformer.moe.moe_utils import get_capacity
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.moevement.state.operators import num_experts, router_modules
+from megatron.moevement.built import Chunks
+from megatron.moevement.state.model_operators import num_experts, router_modules
 
 
-class TokenCounter:
+class RouterTokenCounter:
     """Adds up routing maps while `counting`; the counts stay on the device until asked for.
 
     Used by the training thread. The buffer is allocated once. A router in a CUDA graph counts no
     more once that is recorded, so the order of its experts stays.
     """
 
-    def __init__(self, model: Sequence[Any], device: torch.device) -> None:
+    def __init__(self, model: Chunks, device: torch.device) -> None:
         routers = list(router_modules(model))
         self._layers = [layer for layer, _ in routers]
         self._counts = torch.zeros(
@@ -48,8 +47,10 @@ class TokenCounter:
         capacity, self._capacity = self._capacity, 0
         return capacity or None
 
-    def _hook(self, index: int) -> Any:
-        def count(router: Any, inputs: Any, output: Any) -> None:
+    def _hook(self, index: int) -> object:
+        def count(
+            router: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]
+        ) -> None:
             if self.counting and torch.is_grad_enabled() and not self._is_recorded():
                 counted = output[0 if self.soft else 1].detach()
                 self._counts[index] += counted.sum(dim=0, dtype=torch.float64)
@@ -62,7 +63,7 @@ class TokenCounter:
         return self._counts.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _capacity(config: Any, tokens: int, experts: int) -> int:
+def _capacity(config: TransformerConfig, tokens: int, experts: int) -> int:
     """Tokens that an expert takes of so many, by upstream's rule; 0: as many as there are."""
     factor = config.moe_expert_capacity_factor
     if factor is None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.protocol import MAX_MESSAGE_BYTES, FetchHeaders, PutSlot, Refused
-from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET, named, tmpfs_directory
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, ask, connected, serving
 

@@ -17,7 +17,7 @@ from megatron.core.rerun_state_machine import (
 )
 
 from megatron.moevement.facts import JobFacts
-from megatron.moevement.job import log_line
+from megatron.moevement.job import protection_lines
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import upstream
 from moevement_ext import faults
@@ -52,7 +52,7 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     announce(facts.rank, int(code))
     if session.job.kept_in is not None and facts.rank == facts.world_size - 1:
         directory = facts.save if remove else session.job.kept_in.parent
-        print(log_line.exit_line(session.job.committed, remove, directory), flush=True)
+        print(protection_lines.exit_line(session.job.committed, remove, directory), flush=True)
     session.job.close(remove)
     leave(int(code))
 

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a drill is passed; a function of events."""
 
+import re
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from moevement_ext.events import DeviceProblem, Event, NextTier, Recovered
 from tools.chaos import drill
 from tools.chaos.drill import main
-from tools.chaos.drill_verdict import devices, problems, recoveries
+from tools.chaos.verdict import devices, problems, recoveries, replaced, table
 
 
 def recovered(rank: int, **changes: Any) -> Recovered:
@@ -26,13 +28,12 @@ GOOD = [recovered(rank) for _ in range(2) for rank in range(2)]
 def test_a_drill_that_is_passed() -> None:
     assert problems(GOOD, 2, 2, []) == []
     first, second = recoveries(GOOD, 2)
-    assert first == second
-    assert (first.scope, first.replaced, first.seconds, first.verified) == (
-        'localized',
-        [1],
-        1.5,
-        8,
-    )
+    for one in (first, second):
+        assert (one.scope, one.stages, replaced(one)) == ('localized', [0, 1], [1])
+        assert (one.replayed, one.verified, one.differing) == (3, 8, [])
+    with (console := Console(width=120)).capture() as shown:
+        console.print(table([first]))
+    assert re.search(r'localized .* 0 1 .* 3 .* 1\.5 .* 8 ', shown.get())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 from moevement_ext.recover.trainer import Trainer
 
 
-class Unprotected:
+class UnprotectedMode:
     """Runs iterations and nothing else. Training thread only.
 
     Args:

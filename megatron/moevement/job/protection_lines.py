@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What sparse checkpointing says in the log, in TensorBoard and in Weights & Biases."""
 
-from typing import Any
+from pathlib import Path
 
 from megatron.training import print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
@@ -57,7 +57,7 @@ def _line(
     return ' sparse ckpt | ' + ' | '.join(f'{key}: {value}' for key, value in fields.items()) + ' |'
 
 
-def exit_line(iteration: int, removed: bool, directory: Any) -> str:
+def exit_line(iteration: int, removed: bool, directory: Path | str | None) -> str:
     """Says at an exit that upstream's flags planned what the job can go on from."""
     windows, hint = f'kept in {directory}', 'launch the job again, or remove the directory'
     if removed:

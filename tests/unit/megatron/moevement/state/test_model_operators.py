@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megatron.moevement.state.operators import Operator, check_complete
+from megatron.moevement.state.model_operators import Operator, check_complete
 from moevement_ext.errors import SparseCheckpointError
 
 

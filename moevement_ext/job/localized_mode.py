@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from moevement_ext.job.whole_job import Restart, WholeJob
+from moevement_ext.job.whole_job_mode import Restart, WholeJobMode
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import NOWHERE
@@ -18,7 +18,7 @@ LOOP_ENDS = object()
 """What a step returns when the loop is to end where it is."""
 
 
-class Localized(WholeJob):
+class LocalizedMode(WholeJobMode):
     """Trains with protection, through failures of other ranks. Training thread only.
 
     Args:

@@ -24,7 +24,7 @@ from moevement_ext.membership.rendezvous import (
     see_to_the_end,
 )
 from moevement_ext.membership.signs import Signs, turn_of
-from moevement_ext.store.connections import Connections
+from moevement_ext.store.connection_pool import Connections
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import socket
 import psutil
 import pytest
 
-from moevement_ext.replicate import address
-from moevement_ext.replicate.address import NoAddressError, local_host
+from moevement_ext.replicate import own_address
+from moevement_ext.replicate.own_address import NoAddressError, local_host
 
 ROUTABLE = {
     name: [
@@ -53,9 +53,9 @@ def test_loopback_is_not_announced_to_other_hosts(
 
 
 def test_where_nothing_can_be_announced_the_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address, '_facing', lambda host: None)
+    monkeypatch.setattr(own_address, '_facing', lambda host: None)
     for found in ({}, {'eth0': ['10.0.0.1'], 'docker0': ['172.17.0.1']}):
-        monkeypatch.setattr(address, '_addresses', lambda found=found: {'lo': ['::1'], **found})
+        monkeypatch.setattr(own_address, '_addresses', lambda found=found: {'lo': ['::1'], **found})
         with pytest.raises(NoAddressError, match='Name the interface by --sparse-ckpt-interface'):
             local_host(several_hosts=True)
 
@@ -63,9 +63,9 @@ def test_where_nothing_can_be_announced_the_flag_is_named(monkeypatch: pytest.Mo
 def test_the_only_interface_is_taken_where_there_is_no_route(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(address, '_facing', lambda host: None)
+    monkeypatch.setattr(own_address, '_facing', lambda host: None)
     found = {'lo': ['127.0.0.1'], 'eth0': ['10.0.0.1', '2001:db8::7']}
-    monkeypatch.setattr(address, '_addresses', lambda: found)
+    monkeypatch.setattr(own_address, '_addresses', lambda: found)
     assert local_host(several_hosts=True) == '10.0.0.1'
 
 
@@ -97,7 +97,7 @@ def test_as_gloo_and_nccl_are_told(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, expected: str | None
 ) -> None:
     found = {'lo': ['127.0.0.1'], 'eth0': ['10.0.0.1'], 'eth1': ['10.1.0.1'], 'ib0': ['10.2.0.1']}
-    monkeypatch.setattr(address, '_addresses', lambda: found)
+    monkeypatch.setattr(own_address, '_addresses', lambda: found)
     monkeypatch.setenv(variable, value)
     if expected is None:
         with pytest.raises(NoAddressError, match=re.escape(f'{variable}={value}')):
@@ -111,7 +111,7 @@ def test_no_setting_gives_other_hosts_an_address_that_only_this_one_reaches(
     monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     found = {'lo': ['127.0.0.1'], 'eth0': ['10.0.0.1'], 'lo1': ['::1']}
-    monkeypatch.setattr(address, '_addresses', lambda: found)
+    monkeypatch.setattr(own_address, '_addresses', lambda: found)
     for chosen in ('lo', 'lo1'):
         flag = chosen if setting == 'interface' else None
         if flag is None:
@@ -127,11 +127,11 @@ def test_no_setting_gives_other_hosts_an_address_that_only_this_one_reaches(
 
 
 def test_link_local_addresses_are_of_no_use_to_others() -> None:
-    found = [ip for ips in address._addresses().values() for ip in ips]
+    found = [ip for ips in own_address._addresses().values() for ip in ips]
     assert found and not any(ip.startswith('fe80') for ip in found)
 
 
 def test_loopback_in_either_family() -> None:
     for ip in ('127.0.0.1', '127.0.1.1', '::1', '::ffff:127.0.0.1'):
-        assert address._is_loopback(ip)
-    assert not address._is_loopback('10.0.0.1') and not address._is_loopback('fe80::1%eth0')
+        assert own_address._is_loopback(ip)
+    assert not own_address._is_loopback('10.0.0.1') and not own_address._is_loopback('fe80::1%eth0')

@@ -1,43 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drill shows: did the job come back from every failure, and with the same bits?"""
+"""What a drill or the demo shows: did the job come back from every failure, and how?"""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from rich.table import Table
 
 from moevement_ext.events import DeviceProblem, Event, NextTier, Recovered
 from tools.lab.evidence import kind_of
+from tools.lab.history import Episode
 
 
-class Recovery(NamedTuple):
-    """What all ranks say of one recovery."""
-
-    scope: str
-    """`localized`, or `whole job`."""
-    stages: list[int]
-    """That went back; empty: all."""
-    replaced: list[int]
-    """Ranks whose process was replaced."""
-    replayed: int
-    """Iterations computed again, on the rank that did most."""
-    seconds: float
-    """On the slowest rank."""
-    verified: int
-    """Operators compared with captures before the failure, on all ranks."""
-    differing: list[str]
-    """Those whose state was another, with the rank."""
-
-
-def recoveries(events: Sequence[Event], ranks: int) -> list[Recovery]:
+def recoveries(events: Sequence[Event], ranks: int) -> list[Episode]:
     """In the order of time; of those that not every rank has been through, what is known."""
     by_rank = [[e for e in kind_of(events, Recovered) if e.rank == rank] for rank in range(ranks)]
     most = max(map(len, by_rank), default=0)
-    return [_of([own[k] for own in by_rank if k < len(own)]) for k in range(most)]
+    rounds = [[own[k] for own in by_rank if k < len(own)] for k in range(most)]
+    return [Episode(one[0].time, one[-1].time, one) for one in rounds]
+
+
+def replaced(recovery: Episode) -> list[int]:
+    """Ranks whose process was replaced, as all ranks say."""
+    told = (one.newcomers for one in recovery.recovered if isinstance(one.newcomers, list))
+    return sorted({rank for ranks in told for rank in ranks})
 
 
 def problems(events: Sequence[Event], ranks: int, failures: int, kinds: Sequence[str]) -> list[str]:
-    """Why the drill was not passed; nothing if it was.
+    """Why it was not as it must be; nothing if it was.
 
     Args:
         events: of all ranks, in the order of time.
@@ -55,8 +43,11 @@ def problems(events: Sequence[Event], ranks: int, failures: int, kinds: Sequence
         found.append(f'{failures} failures were staged; recoveries by rank: {counts}')
     for number, recovery in enumerate(recoveries(events, ranks), 1):
         if recovery.differing:
-            found.append(f'recovery {number}: {len(recovery.differing)} operators differ, such as '
-                         f'{recovery.differing[0]}')  # fmt: skip
+            rank, name = recovery.differing[0]
+            count = len(recovery.differing)
+            found.append(
+                f'recovery {number}: {count} operators differ, such as rank {rank}: {name}'
+            )
     tiers = sorted({f'{event.tier}: {event.reason}' for event in kind_of(events, NextTier)})
     return found + [f'it went on from {tier}' for tier in tiers]
 
@@ -70,31 +61,19 @@ def devices(events: Sequence[Event]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def table(found: Sequence[Recovery]) -> Table:
+def table(found: Sequence[Episode]) -> Table:
     """For people."""
     shown = Table(title='Recoveries', title_justify='left')
     for column in ('', 'scope', 'stages', 'replaced ranks', 'replayed', 'seconds', 'verified',
                    'differing'):  # fmt: skip
         shown.add_column(column, justify='left' if column == 'scope' else 'right')
     for number, one in enumerate(found, 1):
+        seconds = max(sum(event.seconds.values()) for event in one.recovered)
         shown.add_row(
-            str(number), one.scope, _listed(one.stages), _listed(one.replaced), str(one.replayed),
-            f'{one.seconds:.1f}', str(one.verified), str(len(one.differing)),
+            str(number), one.scope, _listed(one.stages), _listed(replaced(one)), str(one.replayed),
+            f'{seconds:.1f}', str(one.verified), str(len(one.differing)),
         )  # fmt: skip
     return shown
-
-
-def _of(events: Sequence[Recovered]) -> Recovery:
-    first = events[0]
-    return Recovery(
-        scope='localized' if first.localized else 'whole job',
-        stages=first.stages if isinstance(first.stages, list) else [],
-        replaced=first.newcomers if isinstance(first.newcomers, list) else [],
-        replayed=max(event.replayed for event in events),
-        seconds=max(sum(event.seconds.values()) for event in events),
-        verified=sum(event.verified for event in events),
-        differing=[f'rank {event.rank}: {name}' for event in events for name in event.differing],
-    )
 
 
 def _listed(numbers: Sequence[int]) -> str:

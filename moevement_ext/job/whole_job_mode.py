@@ -56,7 +56,7 @@ class Restart:
         return max(self.predecessor.committed, self.conversion.last.iteration)
 
 
-class WholeJob:
+class WholeJobMode:
     """Trains with protection. Training thread only.
 
     Args:

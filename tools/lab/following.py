@@ -24,8 +24,8 @@ class Follower:
         self._read: dict[Path, int] = {}  # bytes of complete lines
         self.events: list[Event] = []
 
-    def look(self) -> bool:
-        """Read on; whether there was something new.
+    def look(self) -> list[Event]:
+        """Read on; returns what was new, in the order of time.
 
         Raises:
             LabError: the folder is not there, or holds something else.
@@ -40,8 +40,9 @@ class Follower:
                 f'{self._folder}: a file rank<N>.jsonl holds no events: {error}; give the folder '
                 'of --sparse-ckpt-events'
             ) from error
-        self.events = sorted([*self.events, *new], key=lambda event: event.time)
-        return bool(new)
+        if new:
+            self.events = sorted([*self.events, *new], key=lambda event: event.time)
+        return sorted(new, key=lambda event: event.time)
 
     def _next(self, path: Path) -> list[Event]:
         with path.open('rb') as file:
