@@ -289,11 +289,10 @@ class Job:
         Raises:
             LabError: the node has no memory.
         """
-        ranks = self.ranks_of_node(rank)
-        self.send(ranks, signal.SIGSTOP)
-        node = node_name(rank // self.workers_per_node)
+        ranks, node = self.ranks_of_node(rank), node_name(rank // self.workers_per_node)
         if self._memory is None or not (memory := self._memory / node).is_dir():
             raise LabError(f'{node} has no memory to lose in {self._memory}')
+        self.send(ranks, signal.SIGSTOP)
         nbytes = sum(path.stat().st_size for path in memory.rglob('*') if path.is_file())
         shutil.rmtree(memory)
         return LostNode(self.send(ranks, signal.SIGKILL), nbytes)

@@ -24,7 +24,7 @@ from megatron.moevement.state import iteration_state
 from megatron.moevement.state.broken_iteration import BrokenIteration
 from megatron.moevement.state.dp_copy import replicas
 from megatron.moevement.state.global_scalars import GlobalScalars
-from megatron.moevement.state.popularity import RouterTokenCounter
+from megatron.moevement.state.router_tokens import RouterTokenCounter
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.membership.place import Place
 from moevement_ext.memory.ledger import LedgerEntry

@@ -9,18 +9,9 @@ from tools.plan.model import LatentAttention, ModelShape, Weights
 from tools.plan.presets import PRESETS, PUBLISHED
 
 TINY = ModelShape(
-    'tiny',
-    layers=2,
-    hidden_size=8,
-    attention_heads=2,
-    vocab_size=100,
-    ffn_hidden_size=16,
-    experts=4,
-    top_k=2,
-    expert_hidden_size=5,
-    shared_hidden_size=3,
-    moe_layers=(0, 1),
-)
+    'tiny', layers=2, hidden_size=8, attention_heads=2, vocab_size=100, ffn_hidden_size=16,
+    experts=4, top_k=2, expert_hidden_size=5, shared_hidden_size=3, moe_layers=(0, 1),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize('name', PRESETS)

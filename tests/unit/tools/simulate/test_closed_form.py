@@ -12,24 +12,14 @@ from tools.simulate.closed_form import Dense, Sparse, attempts_s, daly_s, exact_
 
 SECONDS = st.floats(0.1, 10)
 DENSE = st.builds(
-    Dense,
-    iteration_s=SECONDS,
-    interval=st.integers(1, 50),
-    overhead_s=st.floats(0, 2),
-    stall_s=st.floats(0, 20),
-    restart_s=st.floats(0, 60),
-    mtbf_s=st.floats(50, 1e5),
-)
+    Dense, iteration_s=SECONDS, interval=st.integers(1, 50), overhead_s=st.floats(0, 2),
+    stall_s=st.floats(0, 20), restart_s=st.floats(0, 60), mtbf_s=st.floats(50, 1e5),
+)  # fmt: skip
 SPARSE = st.builds(
-    Sparse,
-    iteration_s=SECONDS,
-    window=st.integers(1, 20),
-    overhead_s=st.floats(0, 2),
-    restart_s=st.floats(0, 60),
-    mtbf_s=st.floats(50, 1e5),
-    local_saving=st.floats(0, 0.9),
+    Sparse, iteration_s=SECONDS, window=st.integers(1, 20), overhead_s=st.floats(0, 2),
+    restart_s=st.floats(0, 60), mtbf_s=st.floats(50, 1e5), local_saving=st.floats(0, 0.9),
     frozen_saving=st.floats(0, 0.9),
-)
+)  # fmt: skip
 
 
 def test_dense_by_hand() -> None:

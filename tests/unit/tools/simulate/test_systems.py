@@ -195,19 +195,9 @@ def test_selective_saves_what_an_iteration_hides() -> None:
 @pytest.mark.parametrize('name', SYSTEMS)
 def test_given_figures_count(name: str) -> None:
     options = Options(
-        10.0,
-        7,
-        3,
-        0.5,
-        0.25,
-        20.0,
-        900.0,
-        experts=8,
-        saved=8,
-        job_s=36000.0,
-        copy_s=0.0,
+        10.0, 7, 3, 0.5, 0.25, 20.0, 900.0, experts=8, saved=8, job_s=36000.0, copy_s=0.0,
         pipeline=Pipeline(2, 1, 1, 2),
-    )
+    )  # fmt: skip
     system: System = build(name, options)
     assert system.costs.restart_s == 20 and system.costs.mtbf_s == 900
     assert system.costs.overhead_s == 0.5
