@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from moevement_ext.launch.events import FILE, JobFailed, WorkerEnded, WorkerLaunched
+from moevement_ext.launch.launcher_events import FILE, JobFailed, WorkerEnded, WorkerLaunched
 from tools.lab.following import FollowedFile
 from tools.lab.launch import GRACE_S, ROOT, Death, Launch, kill_groups
 
