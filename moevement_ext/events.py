@@ -2,7 +2,7 @@
 """Events of a run as JSON lines, one file per rank: what there is, its writer and its reader.
 
 A line has the fields of `Event`, the name of the event among them, and those of its kind. Those of
-launchers, in a file of the launcher, are in `launch/events.py`.
+launchers, in a file of the launcher, are in `launch/launcher_events.py`.
 """
 
 import enum
