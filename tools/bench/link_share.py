@@ -41,8 +41,8 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader, frame_bytes_bound
 from moevement_ext.replicate.client import ReplicaClient
+from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.replicator import Replicator
-from moevement_ext.replicate.server import ReplicaServer
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.errors import LabError
