@@ -91,7 +91,7 @@ class JobDescribed(Event, frozen=True, kw_only=True):
 
 
 class LossLogged(Event, frozen=True, kw_only=True):
-    """The trainer has logged the loss; on the rank that logs."""
+    """The trainer has logged the loss, on the rank that logs; of a loop of one's own, the last."""
 
     name = EventName.LOSS_LOGGED
 

@@ -77,6 +77,7 @@ ELSEWHERE = {
     r'.*scripts/local_cluster\.py .*pretrain_gpt\.py': 'tests/distributed/test_launchers.py',
     r'torchrun \.\.\. pretrain_gpt\.py': 'no command, but a pattern of them',
     rf'{_PYTHON}tools\.bench\.overhead .*--against': 'another checkout',
+    rf'{_PYTHON}tools\.bench\.link_share ?.*': 'root; tests/unit/tools/bench/test_link_share.py',
     rf'{_PYTHON}tools\.chaos (--faults (300|1000)|--fork|--resume) ':
         'hours; tests/distributed/test_chaos.py',
     rf'{_PYTHON}tools\.compatibility --write':
