@@ -229,7 +229,8 @@ class Recovered(Event, frozen=True, kw_only=True):
     name = EventName.RECOVERED
 
     scope: str | UnsetType = UNSET
-    """`localized`; not set where the whole job was started again, as are the next four."""
+    """`localized`, or `global` where all stages went back in processes that live on; not set where
+    the whole job was started again, as are the next four."""
     target: int | UnsetType = UNSET
     """The committed iteration from which all ranks go on."""
     stages: list[int] | UnsetType = UNSET
