@@ -11,6 +11,7 @@ from moevement_ext.errors import UserError
 
 AUTO = 'auto'
 LOCALIZED = 'localized'
+GLOBAL = 'global'
 WHOLE_JOB = 'whole-job'
 ON = 'on'
 OFF = 'off'
@@ -83,7 +84,8 @@ class SparseCheckpointConfig:
     store: str | None = None
     """HOST:PORT of a store that no training node holds; None: that of the launcher."""
     recovery: str = LOCALIZED
-    """'localized': only the stages that lost a worker go back; 'whole-job': all workers restart."""
+    """'localized': only the stages that lost a worker go back; 'global': all do, in the processes
+    that live, and nothing is logged; 'whole-job': all workers restart."""
     hang_timeout: float = 60.0
     """Seconds without a sign of life after which a worker counts as hung."""
     verify: str = REPORT
@@ -125,7 +127,7 @@ class SparseCheckpointConfig:
                 f'--sparse-ckpt-stuck-timeout {self.stuck_timeout:g} must be 0 (never) or at least '
                 f'--sparse-ckpt-hang-timeout ({self.hang_timeout:g}).'
             )
-        _one_of('--sparse-ckpt-recovery', self.recovery, LOCALIZED, WHOLE_JOB)
+        _one_of('--sparse-ckpt-recovery', self.recovery, LOCALIZED, GLOBAL, WHOLE_JOB)
         _one_of('--sparse-ckpt-order', self.order, *ORDERS)
         _one_of('--sparse-ckpt-freeze', self.freeze, ON, OFF)
         _one_of('--sparse-ckpt-bind', self.bind, GPU, OFF)

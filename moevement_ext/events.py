@@ -2,7 +2,7 @@
 """Events of a run as JSON lines, one file per rank: what there is, its writer and its reader.
 
 A line has the fields of `Event`, the name of the event among them, and those of its kind. Those of
-launchers, in a file of the launcher, are in `launch/events.py`.
+launchers, in a file of the launcher, are in `launch/launcher_events.py`.
 """
 
 import enum
@@ -91,7 +91,7 @@ class JobDescribed(Event, frozen=True, kw_only=True):
 
 
 class LossLogged(Event, frozen=True, kw_only=True):
-    """The trainer has logged the loss; on the rank that logs."""
+    """The trainer has logged the loss, on the rank that logs; of a loop of one's own, the last."""
 
     name = EventName.LOSS_LOGGED
 
@@ -229,7 +229,8 @@ class Recovered(Event, frozen=True, kw_only=True):
     name = EventName.RECOVERED
 
     scope: str | UnsetType = UNSET
-    """`localized`; not set where the whole job was started again, as are the next four."""
+    """`localized`, or `global` where all stages went back in processes that live on; not set where
+    the whole job was started again, as are the next four."""
     target: int | UnsetType = UNSET
     """The committed iteration from which all ranks go on."""
     stages: list[int] | UnsetType = UNSET

@@ -10,6 +10,7 @@ from typing import NoReturn
 from megatron.moevement.facts import UpstreamArguments
 from moevement_ext.config import (
     AUTO,
+    GLOBAL,
     GPU,
     LOCALIZED,
     OFF,
@@ -176,11 +177,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         '--sparse-ckpt-recovery',
-        choices=(LOCALIZED, WHOLE_JOB),
+        choices=(LOCALIZED, GLOBAL, WHOLE_JOB),
         default=_DEFAULTS.recovery,
         help='localized: only the pipeline stages that lost a worker go back, the others keep '
         'their state (needs torchrun with static rendezvous, or scripts/local_cluster.py); '
-        'whole-job: all workers are started again.',
+        'global: all stages go back together, in the processes that live, and what stages send is '
+        'not logged (needs the same); whole-job: all workers are started again.',
     )
     group.add_argument(
         '--sparse-ckpt-hang-timeout',

@@ -20,9 +20,9 @@ from moevement_ext.devices import nvml
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
 from moevement_ext.launch.devices import Devices
-from moevement_ext.launch.events import line_of
+from moevement_ext.launch.launcher_events import line_of
 from moevement_ext.launch.link import ADDRESS_VARIABLE, Address, Beats, Link
-from moevement_ext.launch.loop import Loop
+from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.machine import NODE, Machine
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.replicate.connection import Connection
@@ -51,7 +51,7 @@ class Agent:
     def __init__(
         self,
         link: Link[messages.FromSupervisor],
-        job: messages.Job,
+        job: messages.Program,
         host: str,
         devices: Devices,
         secret: bytes,
@@ -59,7 +59,7 @@ class Agent:
         self._link = link
         self._devices = devices
         self._store = flag.address(job.flags)
-        self._loop = Loop()
+        self._loop = FdLoop()
         own = {NODE: host, **variables_of(secret)}
         self._machine = Machine(job, own, self._loop, self._tell, self._report)
         self._leader: NodeLeader | None = None
@@ -83,13 +83,13 @@ class Agent:
 
     def _obey(self) -> None:
         message = self._link.receive()
-        if isinstance(message, messages.Start):
+        if isinstance(message, messages.StartWorker):
             message = self._led(message)
         self._machine.obey(message)
         if isinstance(message, messages.Vanish):  # nobody is told
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _led(self, order: messages.Start) -> messages.Start:
+    def _led(self, order: messages.StartWorker) -> messages.StartWorker:
         """Let a worker find the leader of this node, which leads to where they meet."""
         launchers = order.variables['MASTER_ADDR'], int(order.variables['MASTER_PORT'])
         store = self._store or launchers
@@ -156,7 +156,7 @@ def main() -> None:
         job = link.receive()
     except OSError as error:
         sys.exit(f'the supervisor at {address.host}:{address.port} is not reached: {error}')
-    assert isinstance(job, messages.Job)
+    assert isinstance(job, messages.Program)
     Agent(link, job, host, devices, address.secret).run()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.launch.config import Action, LaunchConfig, StagedFault
+from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.process.exit_signal import stop_at_signals
 from moevement_ext.process.name_lookups import ask_again_soon
 
@@ -142,14 +142,14 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         'staged failures', 'Each strikes once the last rank has logged the iteration.'
     )
     for action, target, what in (
-        (Action.KILL, 'RANK', 'SIGKILL a worker.'),
+        (StagedAction.KILL, 'RANK', 'SIGKILL a worker.'),
         (
-            Action.KILL_NODE,
+            StagedAction.KILL_NODE,
             'NODE',
             'SIGKILL the workers of a node and delete its memory below --sparse-ckpt-dir, which '
             'needs --sparse-ckpt-run-id.',
         ),
-        (Action.STOP, 'RANK', 'SIGSTOP a worker: it hangs.'),
+        (StagedAction.STOP, 'RANK', 'SIGSTOP a worker: it hangs.'),
     ):
         group.add_argument(
             action.value,
@@ -162,7 +162,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _fault(action: Action, target: str, text: str) -> StagedFault:
+def _fault(action: StagedAction, target: str, text: str) -> StagedFault:
     match = re.fullmatch(r'(\d+)@(\d+)', text)
     if match is None:
         raise argparse.ArgumentTypeError(

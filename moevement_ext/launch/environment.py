@@ -5,8 +5,8 @@ import torch
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch import shared_gpu
-from moevement_ext.launch.config import LaunchConfig
 from moevement_ext.launch.connections import connections
+from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.membership import launch
 
 _DEFAULTS = {

@@ -22,10 +22,10 @@ from torch.distributed import TCPStore
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event, decode
 from moevement_ext.launch import messages
-from moevement_ext.launch.config import LaunchConfig
 from moevement_ext.launch.environment import default_variables, job_variables, rank_variables
-from moevement_ext.launch.errors import LaunchError
-from moevement_ext.launch.events import (
+from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.launch_errors import LaunchError
+from moevement_ext.launch.launcher_events import (
     DevicesFailing,
     NodeLost,
     NodeMissing,
@@ -34,7 +34,7 @@ from moevement_ext.launch.events import (
 )
 from moevement_ext.launch.link import Address, Beats, Link
 from moevement_ext.launch.listener import Listener
-from moevement_ext.launch.loop import Loop
+from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.node import Node
 from moevement_ext.launch.remote import Children, RemoteChild
 from moevement_ext.launch.steps import StartStep
@@ -72,7 +72,7 @@ class SlurmStarter:
         hosts: Sequence[str],
         start_step: StartStep,
         config: LaunchConfig,
-        loop: Loop,
+        loop: FdLoop,
         report: Callable[[Event], None],
     ) -> None:
         self._config = config
@@ -195,7 +195,7 @@ class SlurmStarter:
                 continue
             if node.link is not None:
                 node.lose('it has a new agent')
-            job = messages.job(self._config, default_variables(self._config))
+            job = messages.program(self._config, default_variables(self._config))
             try:
                 link.send(job)  # before the heartbeats know the link: it is to come first
             except OSError:

@@ -5,7 +5,7 @@ import selectors
 from collections.abc import Callable
 
 
-class Loop:
+class FdLoop:
     """File descriptors and who is called when they become readable.
 
     Attributes:

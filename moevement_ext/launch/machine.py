@@ -16,8 +16,8 @@ from typing import BinaryIO, NamedTuple
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
 from moevement_ext.launch.child import OwnChild, SpawnedChild
-from moevement_ext.launch.config import LaunchConfig
-from moevement_ext.launch.loop import Loop
+from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.output import Relay, last_lines
 from moevement_ext.launch.spare_pool import SparePool
 from moevement_ext.launch.staged_faults import logged_iteration
@@ -63,9 +63,9 @@ class Machine:
 
     def __init__(
         self,
-        job: messages.Job,
+        job: messages.Program,
         variables: Mapping[str, str],
-        loop: Loop,
+        loop: FdLoop,
         tell: Callable[[messages.FromAgent], None],
         report: Callable[[Event], None],
     ) -> None:
@@ -85,7 +85,7 @@ class Machine:
             TemplateLost: no worker can be started any more.
         """
         match message:
-            case messages.Start():
+            case messages.StartWorker():
                 self._start(message)
             case messages.Signal(key, number) if key in self._running:
                 self._running[key].child.signal(number)
@@ -105,7 +105,7 @@ class Machine:
         if self._template is not None:
             self._template.close()
 
-    def _start(self, order: messages.Start) -> None:
+    def _start(self, order: messages.StartWorker) -> None:
         """Start a worker; what stands in the way, a log or no process left, is its end."""
         node = {**self._environment, **order.variables}[NODE]
         log = self._config.log_of(order.rank)
@@ -167,7 +167,7 @@ class Machine:
     def _heard(self, key: int, line: str) -> None:
         iteration = logged_iteration(line)
         if iteration is not None:
-            self._tell(messages.Logged(key, iteration))
+            self._tell(messages.IterationLogged(key, iteration))
 
 
 def _ignore(line: str) -> None:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the supervisor, on the batch host, and the agents, one a node, say to each other.
 
-An agent says `Here`, is told the `Job`, and does then as it is told. Both send `Alive` every
+An agent says `Here`, is told the `Program`, and does then as it is told. Both send `Alive` every
 second. When the connection is lost, or nothing is heard for `SILENT_S`, the supervisor takes the
 node for lost, and the agent kills its workers and ends: so no rank runs on two nodes for long.
 """
 
 import msgspec
 
-from moevement_ext.launch.config import LaunchConfig
+from moevement_ext.launch.launch_config import LaunchConfig
 
 SILENT_S = 30.0
 
@@ -39,7 +39,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     """A worker runs."""
 
     key: int
-    """The one in its `Start`."""
+    """The one in its `StartWorker`."""
     pid: int
     was_spare: bool
 
@@ -53,7 +53,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     last_lines: list[str]
 
 
-class Logged(msgspec.Struct, frozen=True, tag=True):
+class IterationLogged(msgspec.Struct, frozen=True, tag=True):
     """A worker that is watched has printed that an iteration is over; not if it has a log."""
 
     key: int
@@ -66,7 +66,7 @@ class Happened(msgspec.Struct, frozen=True, tag=True):
     line: bytes
 
 
-class Job(msgspec.Struct, frozen=True, tag=True):
+class Program(msgspec.Struct, frozen=True, tag=True):
     """First message of the supervisor."""
 
     program: str
@@ -77,7 +77,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     fork: bool
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartWorker(msgspec.Struct, frozen=True, tag=True):
     """Start a worker, from a hot spare if one is ready."""
 
     key: int
@@ -113,13 +113,13 @@ class Vanish(msgspec.Struct, frozen=True, tag=True):
     run_id: str
 
 
-FromAgent = Alive | Here | DevicesFail | Started | Ended | Logged | Happened
-FromSupervisor = Alive | Job | Start | Signal | KeepSpares | Vanish
+FromAgent = Alive | Here | DevicesFail | Started | Ended | IterationLogged | Happened
+FromSupervisor = Alive | Program | StartWorker | Signal | KeepSpares | Vanish
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decoder(FromSupervisor)
 
 
-def job(config: LaunchConfig, defaults: dict[str, str]) -> Job:
-    """What is said of a job; `defaults` as in `Job`."""
+def program(config: LaunchConfig, defaults: dict[str, str]) -> Program:
+    """What is said of a job; `defaults` as in `Program`."""
     log_dir = None if config.log_dir is None else str(config.log_dir.absolute())
-    return Job(config.program, list(config.flags), log_dir, defaults, config.fork)
+    return Program(config.program, list(config.flags), log_dir, defaults, config.fork)

@@ -10,8 +10,15 @@ from typing import Protocol
 
 from moevement_ext.events import Event
 from moevement_ext.launch.child import Child
-from moevement_ext.launch.events import WorkerLaunched
-from moevement_ext.launch.messages import Ended, FromAgent, Logged, Signal, Start, Started
+from moevement_ext.launch.launcher_events import WorkerLaunched
+from moevement_ext.launch.messages import (
+    Ended,
+    FromAgent,
+    IterationLogged,
+    Signal,
+    Started,
+    StartWorker,
+)
 
 _TO_START_S = 300.0
 _LOST = -signal.SIGKILL
@@ -21,7 +28,7 @@ _NOT_AN_END = signal.SIGSTOP, signal.SIGCONT
 class Commands(Protocol):
     """How a worker's node is told something."""
 
-    def send(self, message: Signal | Start) -> None:
+    def send(self, message: Signal | StartWorker) -> None:
         """Tell the agent; the workers end if it is lost."""
 
     def hear(self) -> None:
@@ -51,7 +58,7 @@ class RemoteChild(Child):
     """
 
     def __init__(
-        self, order: Start, restarts: int, heard: Callable[[int], None] | None = None
+        self, order: StartWorker, restarts: int, heard: Callable[[int], None] | None = None
     ) -> None:
         super().__init__(0, os.eventfd(0))
         self.last_lines: list[str] = []
@@ -142,7 +149,7 @@ class Children:
         heard: Callable[[int], None] | None,
     ) -> RemoteChild:
         """One more, still to be started; see `Starter.start`."""
-        order = Start(next(self._keys), rank, variables, watched=heard is not None)
+        order = StartWorker(next(self._keys), rank, variables, watched=heard is not None)
         child = RemoteChild(order, restarts, heard)
         self._children[order.key] = child
         return child
@@ -154,7 +161,7 @@ class Children:
                 child = self._children[key]
                 child.pid = pid
                 self._report(WorkerLaunched(child.order.rank, pid, child.restarts, was_spare))
-            case Logged(key, iteration):
+            case IterationLogged(key, iteration):
                 heard = self._children[key].heard
                 if heard is not None:
                     heard(iteration)

@@ -16,7 +16,7 @@ from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from moevement_ext.launch.allocation import call_before_end, hostnames
 from moevement_ext.launch.command_line import add_shared, configured, parse_before_program
-from moevement_ext.launch.config import LaunchConfig
+from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.requeue import History, go_back
 from moevement_ext.launch.steps import slurm_step
 from moevement_ext.process.exit_signal import stop_at_signals

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from moevement_ext.events import Event
 from moevement_ext.launch.child import SpawnedChild
-from moevement_ext.launch.config import LaunchConfig
-from moevement_ext.launch.events import SpareEnded, SpareMissing, SpareReady
-from moevement_ext.launch.loop import Loop
+from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.launcher_events import SpareEnded, SpareMissing, SpareReady
+from moevement_ext.launch.loop import FdLoop
 
 _SPARE = Path(__file__).with_name('spare.py')
 
@@ -31,7 +31,7 @@ class SparePool:
         self,
         config: LaunchConfig,
         environment: Mapping[str, str],
-        loop: Loop,
+        loop: FdLoop,
         report: Callable[[Event], None],
     ) -> None:
         self._config = config

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
-from moevement_ext.launch.config import Action, LaunchConfig, StagedFault
+from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.memory.node_store import NodeStore
 
 _ITERATION = re.compile(r'\biteration +(\d+)/')
@@ -26,7 +26,7 @@ class StagedFaults:
         self.pending = list(config.faults)
         self._run: tuple[Path, str] | None = None
         for fault in config.faults:
-            if fault.action is Action.KILL_NODE:
+            if fault.action is StagedAction.KILL_NODE:
                 self._run = _run_in_memory(config, fault)
 
     def due(self, iteration: int) -> list[StagedFault]:

@@ -17,16 +17,16 @@ from torch.distributed import DistError, TCPStore
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.events import Event
-from moevement_ext.launch.config import Action, LaunchConfig, StagedFault
-from moevement_ext.launch.errors import LaunchError
-from moevement_ext.launch.events import (
+from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
+from moevement_ext.launch.launch_errors import LaunchError
+from moevement_ext.launch.launcher_events import (
     AllStartAgain,
     FaultStaged,
     JobFailed,
     Journal,
     MemoryKept,
     StoreFound,
-    StoreLost,
+    StoreGone,
     WorkerEnded,
     WorkerEvicted,
     WorkerLate,
@@ -34,8 +34,8 @@ from moevement_ext.launch.events import (
     WorkerStopped,
     WorkerUndead,
 )
-from moevement_ext.launch.here import Here
-from moevement_ext.launch.loop import Loop
+from moevement_ext.launch.local import LocalStarter
+from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.newcomers import Newcomers
 from moevement_ext.launch.outcome import Outcome, print_event
 from moevement_ext.launch.output import LogTail
@@ -86,11 +86,11 @@ class Supervisor:
         self,
         config: LaunchConfig,
         on_event: Callable[[Event], None] = print_event,
-        starter: Callable[[LaunchConfig, Loop, Callable[[Event], None]], Starter] = Here,
+        starter: Callable[[LaunchConfig, FdLoop, Callable[[Event], None]], Starter] = LocalStarter,
     ) -> None:
         self.config = config
         config.make_log_dir()
-        self._loop = Loop()
+        self._loop = FdLoop()
         self._report = Journal(config.log_dir, on_event)
         self._starter = starter(config, self._loop, self._report)
         self._answers: AnswerWatch | None = None
@@ -373,7 +373,7 @@ class Supervisor:
 
     def _lose_store(self) -> None:
         if self._look_for_store_at is None:
-            self._report(StoreLost(flag.given(self.config.flags)))
+            self._report(StoreGone(flag.given(self.config.flags)))
             self._look_for_store_at = time.monotonic()
 
     def _look_for_store(self) -> bool:
@@ -426,10 +426,10 @@ class Supervisor:
     def _stage_faults(self, iteration: int) -> None:
         """Stage the failures that are due once the last rank has logged this iteration."""
         for fault in self._faults.due(iteration):
-            if fault.action is Action.KILL_NODE:
+            if fault.action is StagedAction.KILL_NODE:
                 self._kill_node(fault)
             else:
-                stop = fault.action is Action.STOP
+                stop = fault.action is StagedAction.STOP
                 number = signal.SIGSTOP if stop else signal.SIGKILL
                 self.workers[fault.target].child.signal(number)
                 self._report(FaultStaged(str(fault)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moevement_ext.launch.child import OwnChild, SpawnedChild
-from moevement_ext.launch.errors import LaunchError
+from moevement_ext.launch.launch_errors import LaunchError
 
 _SPARE = Path(__file__).with_name('spare.py')
 _MAX_ANSWER_BYTES = 64

@@ -5,7 +5,7 @@ import signal
 from dataclasses import dataclass, field
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.launch.events import describe_exit
+from moevement_ext.launch.launcher_events import describe_exit
 from moevement_ext.launch.remote import RemoteChild
 
 _NOT_ITS_FAULT = (EXIT_WHOLE_JOB, -signal.SIGKILL, -signal.SIGTERM)

@@ -9,7 +9,13 @@ import psutil
 import pytest
 from megatron.core.dist_checkpointing import load_common_state_dict
 
-from moevement_ext.events import FailureDetected, Recovered, RecoveryStarted, WorkerStarted
+from moevement_ext.events import (
+    FailureDetected,
+    Protected,
+    Recovered,
+    RecoveryStarted,
+    WorkerStarted,
+)
 from tests.distributed.conftest import LINES
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster, free_port
 from tests.distributed.harness.output import scraped, upstream_lines
@@ -205,6 +211,29 @@ def test_more_failures_in_recoveries(
         (back,) = {event.pid for event in recovered}
         began = [event for event in job.events_of(RecoveryStarted, rank) if event.pid == back]
         assert len(began) == (1 if times else 2), (rank, target)
+
+
+TOGETHER = (
+    Strike('a worker', '1:8:forward'),
+    Strike('two at once', '2:14:forward,3:14:forward'),
+    Strike('another one while all convert', '2:20:forward,0:17:convert'),
+    Strike('another one while all catch up', '1:26:forward,3:24:catch-up'),
+    Strike('another one when all have caught up', '3:32:forward,2:31:replayed'),
+)
+
+
+def test_all_stages_go_back_together(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """In the processes that live; nothing is logged."""
+    flags = f'{BF16} {PP_EP} {UNTIED} --train-iters 35'.split()
+    together = ['--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', 'global']
+    job = strike_all(lambda: cluster(*flags, *together, *SETTLED), TOGETHER, reference(*flags))
+    for rank in range(job.ranks):
+        assert {event.scope for event in job.events_of(Recovered, rank)} == {'global'}
+        assert all(event.stages == [0, 1] for event in job.events_of(Recovered, rank))
+        assert all(e.host_memory['log_ring'] == 0 for e in job.events_of(Protected, rank))
+    assert len(job.events_of(Recovered, 0)) > len(TOGETHER) - deaths(TOGETHER)[0]
 
 
 PEERS = f'--bf16 --pipeline-model-parallel-size 2 {UNTIED} --train-iters 26'.split()

@@ -15,22 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ('moevement_ext', 'megatron/moevement')
 
 CLASSES_STILL_DOUBLED = {
-    'Action': 'devices, launch',
-    'Here': 'launch',
-    'Job': 'job, launch',
-    'Logged': 'launch, memory',
-    'Loop': 'launch, recover',
     'Source': 'devices, recover',
-    'Start': 'launch, recover',
-    'StoreLost': 'launch, membership',
 }
 """And the folders that have them."""
 
-FILES_STILL_DOUBLED = {
-    'config.py': 'the engine, launch',
-    'errors.py': 'the engine, launch',
-    'events.py': 'the engine, launch',
-}
+FILES_STILL_DOUBLED: dict[str, str] = {}
 """As `CLASSES_STILL_DOUBLED`."""
 
 MEANT_TO_BE_ALIKE = {'__init__.py', '__main__.py', 'slurm.py', 'torchrun.py'}

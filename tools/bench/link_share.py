@@ -41,8 +41,8 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader, frame_bytes_bound
 from moevement_ext.replicate.client import ReplicaClient
-from moevement_ext.replicate.replicator import Replicator
 from moevement_ext.replicate.replica_server import ReplicaServer
+from moevement_ext.replicate.replicator import Replicator
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.errors import LabError
@@ -71,13 +71,13 @@ class Bench(msgspec.Struct, frozen=True):
     message_mib: int = 2
     """Each way, of a micro-batch."""
     compute_s: float = 0.01
-    """In a micro-batch."""
+    """What a micro-batch takes."""
     ranks: int = 4
-    """On the node; they replicate at the same time, each over a flow of its own."""
+    """Those of the node, which replicate at the same time, each a flow of its own."""
     slot_mib: int = 6
-    """On each rank, with windows of 4; half of it, with 8, where the rate is held."""
+    """What each rank sends, with windows of 4; of twice as many slots where the rate is held."""
     held_gb_per_s: float = 0.02
-    """For each rank."""
+    """By rank."""
     link_gbit: float | None = None
     """None: as fast as this machine copies."""
 
@@ -245,7 +245,7 @@ def measure(bench: Bench) -> LinkReport:
 
 
 def _kind(times: list[list[float]], alone: list[list[float]], skipped: int) -> Kind:
-    """Figures of exchanges, by iteration."""
+    """The exchanges by iteration."""
     whole, slow = Spread.of([*map(sum, times)]), _slow(times)
     ratio = whole.median / Spread.of([*map(sum, alone)]).median
     return Kind(whole, ratio, slow, slow / _slow(alone), skipped)

@@ -64,10 +64,12 @@ class Sizes(NamedTuple):
     """With capture, and as many iterations without."""
     small_calls: int
     """Small copies with nothing else to do."""
+    window: int | None = None
+    """W; None: the shortest that hides, as `--sparse-ckpt-window auto` chooses it."""
 
 
 ON_GPU = Sizes(10 * _GIB, 4096, 1536, 8192, 0.3, windows=3, small_calls=2000)
-ON_CPU = Sizes(1 << 23, 64, 32, 64, 0.01, windows=2, small_calls=20)
+ON_CPU = Sizes(1 << 23, 64, 32, 64, 0.01, windows=2, small_calls=20, window=2)
 
 
 class Stage:
@@ -115,12 +117,12 @@ class Stage:
         for _ in range(self._products):
             torch.mm(self._factor, self._factor, out=self._product)
 
-    def plan(self, bytes_per_s: float, iteration_s: float) -> WindowPlan:
-        """The shortest window that hides, as `--sparse-ckpt-window auto` chooses it."""
+    def plan(self, bytes_per_s: float, iteration_s: float, window: int | None) -> WindowPlan:
+        """A window of so many slots; None: the shortest that hides."""
         sizes = {name: (item.full_bytes, item.light_bytes) for name, item in self.operators.items()}
         table = operator_table(list(sizes), [sizes])
         budget = hideable_budget(bytes_per_s, iteration_s)
-        return plan_stages([table], window=None, budget=budget)[0]
+        return plan_stages([table], window=window, budget=budget)[0]
 
 
 class Window:
@@ -338,7 +340,7 @@ def measure(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[dict[s
     stage = Stage(device, sizes)
     plain = [timed(device, stage.compute) for _ in range(sizes.windows + 2)][2:]
     iteration_s = statistics.median(plain)
-    plan = stage.plan(pinned * 1e9, iteration_s)
+    plan = stage.plan(pinned * 1e9, iteration_s, sizes.window)
     window = Window(folder / 'probe.window', stage.operators, plan)
     nbytes = window.file.array.size
     began = time.perf_counter()

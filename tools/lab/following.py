@@ -9,6 +9,29 @@ from moevement_ext.events import Event, decode
 from tools.lab.errors import LabError
 
 
+class FollowedFile:
+    """Reads the whole lines that were appended to a file of events since it last looked.
+
+    Args:
+        path: need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0  # bytes of complete lines
+
+    def look(self) -> list[Event]:
+        """Read on; returns what was new."""
+        if not self._path.exists():
+            return []
+        with self._path.open('rb') as file:
+            file.seek(self._read)
+            lines = file.read()
+        whole = lines[: lines.rfind(b'\n') + 1]
+        self._read += len(whole)
+        return list(decode(whole))
+
+
 class Follower:
     """Reads what was appended since it last looked.
 
@@ -21,7 +44,7 @@ class Follower:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read: dict[Path, int] = {}  # bytes of complete lines
+        self._files: dict[Path, FollowedFile] = {}
         self.events: list[Event] = []
 
     def look(self) -> list[Event]:
@@ -34,7 +57,8 @@ class Follower:
             raise LabError(f'{self._folder}: no such folder; give that of --sparse-ckpt-events')
         try:
             paths = sorted(self._folder.glob('rank*.jsonl'))
-            new = [event for path in paths for event in self._next(path)]
+            files = [self._files.setdefault(path, FollowedFile(path)) for path in paths]
+            new = [event for file in files for event in file.look()]
         except (OSError, msgspec.MsgspecError) as error:
             raise LabError(
                 f'{self._folder}: a file rank<N>.jsonl holds no events: {error}; give the folder '
@@ -43,11 +67,3 @@ class Follower:
         if new:
             self.events = sorted([*self.events, *new], key=lambda event: event.time)
         return sorted(new, key=lambda event: event.time)
-
-    def _next(self, path: Path) -> list[Event]:
-        with path.open('rb') as file:
-            file.seek(self._read.get(path, 0))
-            lines = file.read()
-        whole = lines[: lines.rfind(b'\n') + 1]
-        self._read[path] = self._read.get(path, 0) + len(whole)
-        return list(decode(whole))

@@ -25,6 +25,7 @@ from megatron.moevement.state.global_scalars import check_room
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext import faults
 from moevement_ext.config import ON
+from moevement_ext.events import LossLogged
 from moevement_ext.job.ending import announce, finish
 from moevement_ext.job.job import Job
 
@@ -132,6 +133,14 @@ class Session:
         """Say in the log how protection goes, if iteration `iteration` ends a log interval."""
         if self.job.protection is not None and iteration % self._facts.log_interval == 0:
             protection_lines.log_interval(iteration, self.job.protection.checkpointer)
+
+    def report_loss(self, iteration: int) -> None:
+        """The same of the loss, on the last rank, of its own micro-batches; not in the log."""
+        facts = self._facts
+        if facts.rank == facts.world_size - 1 and iteration % facts.log_interval == 0:
+            loss = self.around.losses.newest
+            if loss is not None:
+                self.job.rank.events.emit(LossLogged(loss=loss))
 
     def finish(self) -> None:
         """The job ends on all ranks: give host memory back unless it is kept. Collective."""

@@ -8,13 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from moevement_ext.launch import child, messages, remote
-from moevement_ext.launch.config import Action, StagedFault
-from moevement_ext.launch.events import (
+from moevement_ext.launch.launch_config import StagedAction, StagedFault
+from moevement_ext.launch.launcher_events import (
     JobFailed,
     NodeLost,
     NodeReady,
@@ -120,9 +121,13 @@ def test_a_dead_worker_is_replaced_on_its_host(job: SlurmJob) -> None:
 
 
 def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob) -> None:
+    there: list[int] = []
+
     def lose_when_ready(event: Event) -> None:
         if isinstance(event, SpareReady) and len(job.spares()) == 2:
             job.lose('b')
+        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (3, 1):
+            there.append(len(psutil.Process(job.steps['c'][0]._process.pid).children()))
 
     job.on_event = lose_when_ready
     job.finish_when = lambda: len(job.started(2)) == len(job.started(3)) == 2
@@ -136,6 +141,7 @@ def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob) -> None:
         assert job.life(rank, 1)['env']['MOEVEMENT_NODE'] == 'c'
     assert {event.pid for event in job.spares()} == {job.started(r)[1].pid for r in (2, 3)}
     assert codes(job, 0) == codes(job, 1) == [0]
+    assert there == [2]  # the workers: no other spares are started beside them
 
 
 def test_what_becomes_of_the_spares_of_a_host_is_reported(job: SlurmJob) -> None:
@@ -181,7 +187,7 @@ def test_the_first_word_to_an_agent_is_the_job(
     send = Link.send
 
     def send_late(connection: Link, message: msgspec.Struct) -> None:
-        if isinstance(message, messages.Job):
+        if isinstance(message, messages.Program):
             time.sleep(2.0)
         send(connection, message)
 
@@ -286,7 +292,7 @@ def test_stop_reaches_the_workers(job: SlurmJob) -> None:
 
 def test_stop_reaches_a_worker_that_has_no_node_yet(job: SlurmJob) -> None:
     """By whatever signal it would be asked with."""
-    child = remote.RemoteChild(messages.Start(0, 0, {}, watched=False), 0)
+    child = remote.RemoteChild(messages.StartWorker(0, 0, {}, watched=False), 0)
     child.signal(signal.SIGCONT)
     assert child.waits_for_node
     child.signal(signal.SIGUSR1)
@@ -344,7 +350,7 @@ def test_staged_failures(job: SlurmJob, logged: bool, tmp_path: Path) -> None:
 
     job.on_event = look
     job.finish_when = lambda: len(job.started(1)) == 3
-    faults = (StagedFault(Action.KILL, 1, 2), StagedFault(Action.KILL_NODE, 1, 3))
+    faults = (StagedFault(StagedAction.KILL, 1, 2), StagedFault(StagedAction.KILL_NODE, 1, 3))
     flags = (
         f'--sparse-ckpt-dir={memory}', '--sparse-ckpt-run-id', 'run',
         '1.0=print:iteration 2/', '1.1=print:iteration 3/',

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from moevement_ext.launch.config import Action, LaunchConfig, StagedFault
+from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.staged_faults import StagedFaults, logged_iteration
 
 pytestmark = pytest.mark.timed
 
-KILL, STOP = StagedFault(Action.KILL, 0, 8), StagedFault(Action.STOP, 1, 8)
+KILL, STOP = StagedFault(StagedAction.KILL, 0, 8), StagedFault(StagedAction.STOP, 1, 8)
 
 
 @pytest.mark.parametrize(

@@ -122,10 +122,10 @@ class WorkerEvicted(Event, frozen=True):
         return f'rank {self.rank} (pid {self.pid}) was found hung by the others: killed'
 
 
-class StoreLost(Event, frozen=True):
+class StoreGone(Event, frozen=True):
     """Nobody serves the store any more; who dies meanwhile waits to be replaced."""
 
-    name = 'store_lost'
+    name = 'store_gone'
     address: str | None
     """That of `--sparse-ckpt-store`."""
 

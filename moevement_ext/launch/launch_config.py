@@ -11,7 +11,7 @@ from typing import NamedTuple
 from moevement_ext.config import ConfigurationError
 
 
-class Action(enum.StrEnum):
+class StagedAction(enum.StrEnum):
     """A failure that can be staged; the values are the launcher's flags."""
 
     KILL = '--kill'
@@ -22,7 +22,7 @@ class Action(enum.StrEnum):
 class StagedFault(NamedTuple):
     """One staged failure."""
 
-    action: Action
+    action: StagedAction
     target: int
     """A rank, or a node for `KILL_NODE`."""
     iteration: int
@@ -118,7 +118,7 @@ class LaunchConfig:
 
     def _check(self, fault: StagedFault) -> None:
         what, count = 'rank', self.world_size
-        if fault.action is Action.KILL_NODE:
+        if fault.action is StagedAction.KILL_NODE:
             what, count = 'node', self.nodes
         if not 0 <= fault.target < count:
             raise ConfigurationError(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
-from moevement_ext.launch.config import LaunchConfig
 from moevement_ext.launch.environment import (
     check_devices,
     default_variables_here,
@@ -17,8 +16,9 @@ from moevement_ext.launch.environment import (
     name_here,
     variables_here,
 )
-from moevement_ext.launch.errors import LaunchError
-from moevement_ext.launch.loop import Loop
+from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.launch_errors import LaunchError
+from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.machine import Machine
 from moevement_ext.launch.remote import Children, RemoteChild
 from moevement_ext.memory.node_store import NodeStore
@@ -27,7 +27,7 @@ from moevement_ext.replicate import secret
 _TURN_S = 1.0
 
 
-class Here:
+class LocalStarter:
     """A `Starter` of workers on this machine.
 
     Args:
@@ -39,13 +39,13 @@ class Here:
         ConfigurationError: the GPUs of this machine do not fit the job.
     """
 
-    def __init__(self, config: LaunchConfig, loop: Loop, report: Callable[[Event], None]) -> None:
+    def __init__(self, config: LaunchConfig, loop: FdLoop, report: Callable[[Event], None]) -> None:
         check_devices(config)
         self._config = config
         self._report = report
         self._children = Children(report)
         self._machine: Machine | None = None
-        self._own = Loop()
+        self._own = FdLoop()
         loop.watch(self._own.fd, partial(self._own.turn, 0.0))
         self._told: deque[messages.FromAgent] = deque()
         self._is_told = os.eventfd(0)
@@ -55,7 +55,7 @@ class Here:
         """Be ready for workers that meet in the store at `port`."""
         self._variables = job_variables(self._config, '127.0.0.1', port)
         if self._machine is None:
-            job = messages.job(self._config, default_variables_here(self._config))
+            job = messages.program(self._config, default_variables_here(self._config))
             own = secret.variables()
             self._machine = Machine(job, own, self._own, self._tell, self._report)
 

@@ -7,7 +7,7 @@ import pytest
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.events import Event, decode
-from moevement_ext.launch.events import (
+from moevement_ext.launch.launcher_events import (
     FILE,
     FaultStaged,
     JobRecovered,
@@ -16,7 +16,7 @@ from moevement_ext.launch.events import (
     NodeLost,
     SpareEnded,
     StoreFound,
-    StoreLost,
+    StoreGone,
     WorkerEnded,
 )
 from tests.unit.launch.conftest import Job
@@ -26,7 +26,7 @@ EVENTS = [
     SpareEnded(5, 1, was_ready=False),
     NodeLost('b', None, 'its agent is gone'),
     FaultStaged('--kill-node 1@3', '/dev/shm/run/node1'),
-    StoreLost(None),
+    StoreGone(None),
     StoreFound(),
     MemoryKept('/dev/shm/run'),
     JobRecovered('RECOVERED', '1 hot'),
