@@ -15,12 +15,14 @@ from functools import partial
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.replicate.client import ReplicaClient
+from moevement_ext.memory.window.refused import OtherBytes
+from moevement_ext.replicate.client import BaseAwaited, ReplicaClient
 
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 30.0
+_BASE_RETRY_SECONDS = 0.02
 _WINDOWS_MEASURED = 2
 """By which the rate is known: old enough to be whole, young enough to follow a link."""
 
@@ -280,13 +282,27 @@ class Replicator:
         self._sent = dict(list(counted.items())[-_WINDOWS_MEASURED:])
 
     def _commit(self, job: _Job, peer: _Peer) -> None:
-        peer.client.commit(self.owner, job.name, job.file.capacity)
+        try:
+            peer.client.commit(self.owner, job.name, job.file.capacity)
+        except BaseAwaited:
+            self._ask_again(job, peer)
+            return
+        except OtherBytes as difference:  # they will not become the same: it is no copy
+            self._on_degraded(f'window {job.name.start} has a copy fewer: {difference}')
         with self._changed:
             peer.failures = (
                 0  # not before: a window that is refused as a whole is sent slot by slot
             )
             if job in self._jobs:
                 peer.committed.add(job.name)
+
+    def _ask_again(self, job: _Job, peer: _Peer) -> None:
+        """A twin captures the window a moment later, or never if it has joined since."""
+        with self._changed:
+            peer.retry_at = time.monotonic() + _BASE_RETRY_SECONDS
+            newer = any(other.name > job.name for other in self._jobs)
+            if newer and self._agreed.is_persisted(job.name.start):
+                self._drop(job.name)
 
     def _discard(self, start: int, peer: _Peer) -> None:
         peer.client.discard_after(self.owner, start)
