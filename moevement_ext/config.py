@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of sparse checkpointing; the command line flags of the same names fill it."""
 
+import argparse
 import math
 import os
 import socket
@@ -16,6 +17,8 @@ OFF = 'off'
 REPORT = 'report'
 STOP = 'stop'
 GPU = 'gpu'
+SLOWEST_NETWORK_GB_PER_S = 0.02
+"""Twice of what a peer waits for."""
 POPULARITY = 'popularity'
 SOFT = 'soft'
 DECAYED = 'decayed'
@@ -41,6 +44,9 @@ class SparseCheckpointConfig:
     that fits."""
     replicas: int = 2
     """Copies of each rank's windows on other failure domains."""
+    network_gb_per_s: float | str = AUTO
+    """GB (10^9 bytes) a second at which a rank sends windows to their holders, at most; 'auto':
+    slots are spread over their window, by measured times; 'off' or 0: as fast as the link goes."""
     dir: str = f'/dev/shm/moevement-{os.geteuid()}'
     """Directory in a tmpfs, of this user."""
     disk: str | None = None
@@ -144,6 +150,7 @@ class SparseCheckpointConfig:
                 f'--sparse-ckpt-dir {self.dir!r} must be an absolute path, in a tmpfs.'
             )
         self._check_disk()
+        self._check_network()
         if self.store is not None:
             _ = self.store_address
 
@@ -155,6 +162,24 @@ class SparseCheckpointConfig:
             raise ConfigurationError(
                 f'--sparse-ckpt-disk-gb-per-s {self.disk_gb_per_s:g} must be above 0.'
             )
+
+    def _check_network(self) -> None:
+        rate = self.network_gb_per_s
+        right = rate in (AUTO, OFF) if isinstance(rate, str) else rate == 0
+        if not right and not (
+            isinstance(rate, int | float) and SLOWEST_NETWORK_GB_PER_S <= rate < math.inf
+        ):
+            shown = repr(rate) if isinstance(rate, str) else f'{rate:g}'
+            raise ConfigurationError(
+                f'--sparse-ckpt-network-gb-per-s {shown} must be {AUTO}, {OFF}, or a number of at '
+                f'least {SLOWEST_NETWORK_GB_PER_S:g}.'
+            )
+
+    @property
+    def network_bytes_per_s(self) -> float | None:
+        """What replication of a rank is held to at all times; None: to no number."""
+        rate = self.network_gb_per_s
+        return None if isinstance(rate, str) or rate == 0 else 1e9 * rate
 
     @property
     def store_address(self) -> tuple[str, int]:
@@ -177,6 +202,16 @@ class SparseCheckpointConfig:
     def longest_window(self) -> int:
         """W that host memory is reserved for."""
         return self.max_window if isinstance(self.window, str) else self.window
+
+
+def network_rate(text: str) -> float | str:
+    """Value of `--sparse-ckpt-network-gb-per-s`, for `argparse`."""
+    try:
+        return text if text in (AUTO, OFF) else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f'{text!r} must be a number, "{AUTO}" or "{OFF}"'
+        ) from None
 
 
 def node_name() -> str:

@@ -2,7 +2,7 @@
 """Events of a run as JSON lines, one file per rank: what there is, its writer and its reader.
 
 A line has the fields of `Event`, the name of the event among them, and those of its kind. Those of
-launchers, in a file of the launcher, are in `launch/events.py`.
+launchers, in a file of the launcher, are in `launch/launcher_events.py`.
 """
 
 import enum
@@ -91,7 +91,7 @@ class JobDescribed(Event, frozen=True, kw_only=True):
 
 
 class LossLogged(Event, frozen=True, kw_only=True):
-    """The trainer has logged the loss; on the rank that logs."""
+    """The trainer has logged the loss, on the rank that logs; of a loop of one's own, the last."""
 
     name = EventName.LOSS_LOGGED
 
@@ -318,6 +318,19 @@ def decode(lines: bytes) -> Iterator[Event]:
                 yield msgspec.json.decode(line, type=kind)
 
 
+def encode(event: Event, rank: int, pid: int, iteration: int = 0) -> bytes:
+    """The line of an event, with the present time (seconds since the epoch)."""
+    line = {
+        'time': time.time(),
+        'event': event.name,
+        'rank': rank,
+        'pid': pid,
+        'iteration': iteration,
+        **event.own_fields(),
+    }
+    return msgspec.json.encode(line) + b'\n'
+
+
 _BEGINS = b'{"time":'
 """Every line does so."""
 _TAIL = 1 << 16
@@ -386,19 +399,11 @@ class EventFile:
         self._lock = threading.Lock()
         self._file: FileIO | None = _to_append(path)
 
-    def append(self, event: Event, rank: int, pid: int, iteration: int = 0) -> None:
-        """Write one event, with the time (seconds since the epoch) and these fields of `Event`."""
-        line = {
-            'time': time.time(),
-            'event': event.name,
-            'rank': rank,
-            'pid': pid,
-            'iteration': iteration,
-            **event.own_fields(),
-        }
+    def append(self, line: bytes) -> None:
+        """Write a line of `encode`."""
         with self._lock:
             if self._file is not None:
-                self._write(self._file, msgspec.json.encode(line) + b'\n')
+                self._write(self._file, line)
 
     def close(self) -> None:
         """Close the file; what comes later is not written."""
@@ -458,7 +463,7 @@ class EventLog:
     def emit(self, event: Event) -> None:
         """Write one event with time (seconds since the epoch), rank, pid and iteration."""
         if self._file is not None:
-            self._file.append(event, self._rank, os.getpid(), self.iteration)
+            self._file.append(encode(event, self._rank, os.getpid(), self.iteration))
         self.recoveries += isinstance(event, Recovered)
         for listener in self.listeners:
             listener(event)

@@ -17,8 +17,9 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.moevement.seams import cpu_device
+from megatron.moevement.seams import cpu_device, preflight
 from moevement_ext.errors import EXIT_USER_ERROR
+from moevement_ext.process import user_errors
 from tools.lab.arguments import Parser
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f'give {_END} and the flags of the job')
     if args.nproc is not None and args.nproc < 1:
         parser.error(f'--nproc {args.nproc} must be at least 1')
+    with user_errors.in_one_line():
+        preflight.check_installation()
     if cpu_device.needed():
         cpu_device.install()
     with warnings.catch_warnings(action='ignore'):  # of what is not installed: nothing trains
@@ -63,10 +66,10 @@ def _lines(judgement: 'Judgement') -> list[str]:
     said += [f'whole job only: {one}' for one in judgement.whole_job]
     said += [f'note: {one}' for one in judgement.notes]
     if not judgement.protected:
-        return [*said, f'protected: no, a job of {judgement.ranks} ranks would not start']
+        return [*said, f'protected: no, a job of world size {judgement.ranks} would not start']
     how = f'{_LOCALIZED}{_UNDER}' if judgement.localized else _WHOLE_JOB
     yes_or_no = 'yes' if judgement.localized else 'no'
-    return [*said, f'protected: yes; localized: {yes_or_no}: {how}; {judgement.ranks} ranks']
+    return [*said, f'protected: yes; localized: {yes_or_no}: {how}; world size {judgement.ranks}']
 
 
 if __name__ == '__main__':

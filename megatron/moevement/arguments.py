@@ -19,6 +19,7 @@ from moevement_ext.config import (
     STOP,
     WHOLE_JOB,
     SparseCheckpointConfig,
+    network_rate,
 )
 from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.process.user_errors import usage_error
@@ -63,6 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=_DEFAULTS.replicas,
         help='Copies of the windows of each rank on other failure domains (fewer where there are '
         'fewer domains).',
+    )
+    group.add_argument(
+        '--sparse-ckpt-network-gb-per-s',
+        type=network_rate,
+        default=_DEFAULTS.network_gb_per_s,
+        metavar='RATE',
+        help='GB a second at which each rank sends windows to their holders, at most. "auto": '
+        'slots are spread over their window; "off" or 0: as fast as the link goes. A recovery is '
+        'never held up.',
     )
     group.add_argument(
         '--sparse-ckpt-dir',

@@ -25,7 +25,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import num_microbatches_calculator, parallel_state
@@ -37,6 +37,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.moevement.built import Built, MegatronOptimizer
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.job.declared import (
     facts_of_loop,
@@ -91,10 +92,10 @@ class ReplayableData:
     """
 
     def __init__(self) -> None:
-        self.training: Any = None
-        self._make: Callable[[int], Any] | None = None
+        self.training: object = None
+        self._make: Callable[[int], object] | None = None
 
-    def use(self, make: Callable[[int], Any], consumed_samples: int) -> None:
+    def use(self, make: Callable[[int], object], consumed_samples: int) -> None:
         """Begin to read, after `consumed_samples`."""
         self._make = make
         self.move_training(consumed_samples)
@@ -110,7 +111,7 @@ class ReplayableData:
         """Around an iteration that reads."""
         reader = threading.get_ident()
 
-        def open_loader(original: Callable[..., Any], *args: Any) -> Any:
+        def open_loader(original: Callable[..., object], *args: object) -> object:
             # Another thread would put back what this one has drawn in the meantime.
             with rng_kept() if threading.get_ident() == reader else nullcontext():
                 return original(*args)
@@ -193,7 +194,7 @@ class Attachment:
         self._micro_batches = MicroBatches(facts)
         self._micro_batches.install()
         self._connected = False
-        self._built: tuple[list[Any], Any, Any] | None = None
+        self._built: Built | None = None
         self._may_step: bool | None = None
         self._cut_off: BaseException | None = None
 
@@ -224,10 +225,10 @@ class Attachment:
 
     def set_up(
         self,
-        build: Callable[[], tuple[list[Any], Any, Any]],
-        load_checkpoint: Callable[[list[Any], Any, Any], tuple[int, int]] | None = None,
+        build: Callable[[], Built],
+        load_checkpoint: Callable[..., tuple[int, int]] | None = None,
         checkpoint_iteration: int | None = None,
-    ) -> tuple[list[Any], Any, Any]:
+    ) -> Built:
         """Build the model, and recover from host memory if there are windows of this run.
 
         Args:
@@ -255,13 +256,13 @@ class Attachment:
                 'load_checkpoint, which is to load that checkpoint; give both.'
             )
 
-        def load(*built: Any) -> None:
+        def load(*built: object) -> None:
             if load_checkpoint is not None:
                 counters = self._counters
                 counters.iteration, counters.consumed_train_samples = load_checkpoint(*built)
                 _check_loaded(counters.iteration, checkpoint_iteration)
 
-        def build_and_load(load_dense: bool) -> tuple[list[Any], Any, Any]:
+        def build_and_load(load_dense: bool) -> Built:
             built = build()
             _check_groups(self._plan.backend)
             _check_built(built)
@@ -275,7 +276,7 @@ class Attachment:
         self._note_updates(self._built[1])
         return self._built
 
-    def train(self, loop: Callable[[], Any], data: Callable[[int], Any]) -> Any:
+    def train[Result](self, loop: Callable[[], Result], data: Callable[[int], object]) -> Result:
         """Call `loop`, and again after each failure of other ranks; returns what it returns.
 
         Args:
@@ -299,13 +300,13 @@ class Attachment:
         self._may_step = True
         self._random.begin()
         try:
-            result = self._session.train(partial(self._enter, loop))
+            result = cast(Result, self._session.train(partial(self._enter, loop)))
         finally:
             self._may_step = False
         self._random.end()
         return result
 
-    def step(self, train_step: Callable[..., Any]) -> Any:
+    def step[Result](self, train_step: Callable[..., Result]) -> Result:
         """The next iteration, which is committed when this returns. Collective.
 
         In the first step after a start or a failure, `train_step` is called for the iterations to
@@ -323,13 +324,15 @@ class Attachment:
         self._check_turn()
         try:
             with self._random.step():
-                result = self._session.step(partial(self._step, train_step), counters.iteration)
+                step = partial(self._step, train_step)
+                result = cast(Result, self._session.step(step, counters.iteration))
         except BaseException as error:
             self._cut_off = error
             raise
         counters.iteration = counters.curr_iteration = counters.iteration + 1
         counters.consumed_train_samples += self._plan.global_batch_size
         self._session.report(counters.iteration)
+        self._session.report_loss(counters.iteration)
         return result
 
     def write_digest(self, path: Path) -> None:
@@ -340,7 +343,7 @@ class Attachment:
             digest = state_digest(*self._built, self._counters)
         write_digest(str(path), self.iteration, digest)
 
-    def _enter(self, loop: Callable[[], Any]) -> Any:
+    def _enter(self, loop: Callable[[], object]) -> object:
         """Call `loop`; what cut off a step of it comes out, also if `loop` wanted to go on.
 
         It is not kept here: it holds the step that it cut off, of which nothing is to be left.
@@ -372,10 +375,10 @@ class Attachment:
                 'it is called again after a failure.'
             )
 
-    def _note_updates(self, optimizer: Any) -> None:
+    def _note_updates(self, optimizer: MegatronOptimizer) -> None:
         step = optimizer.step
 
-        def noted() -> Any:
+        def noted() -> object:
             self._micro_batches.check()
             result = step()
             self._updates.append(bool(result[0]))
@@ -383,7 +386,9 @@ class Attachment:
 
         optimizer.step = noted
 
-    def _step(self, train_step: Callable[..., Any], iteration: int, **schedule: Any) -> Any:
+    def _step(
+        self, train_step: Callable[..., object], iteration: int, **schedule: object
+    ) -> object:
         assert self._built is not None
         scheduler = self._built[2]
         before = scheduler.num_steps

@@ -23,6 +23,10 @@ from functools import partial
 from pathlib import Path
 
 from megatron.training import arguments as upstream
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 
 from megatron.moevement.arguments import add_arguments, config_from_args
 from megatron.moevement.facts import Settings, UpstreamArguments
@@ -80,8 +84,7 @@ def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
         try:
             args = _validated(flags, ranks)
         except (Exception, SystemExit) as error:
-            own = refusals(given)
-            return Judgement(ranks, [*own, f'Megatron ends with {_told(error)}'], [], [])
+            return Judgement(ranks, [*refusals(given), _told(error)], [], [])
         return _judged(args)
 
 
@@ -133,6 +136,8 @@ def _as_first_rank(flags: Sequence[str], ranks: int) -> Iterator[None]:
 def _judged(args: UpstreamArguments) -> Judgement:
     settings: Settings = vars(args)
     refused = [*_said(partial(fp8_masters.take_place, args)), *refusals(settings)]
+    if not refused:  # else upstream may say the same once more, at length
+        refused += _said_by_upstream(partial(_configure, args))
     refused += _said(patches.check)
     refused += _said(partial(refuse_missing, settings, args.rank))
     whole_job = whole_job_reasons(settings)
@@ -176,7 +181,28 @@ def _said(check: Callable[[], object]) -> list[str]:
     return []
 
 
+def _configure(args: UpstreamArguments) -> None:
+    """Make upstream's configurations, which have rules of their own; with a vocabulary of any size.
+
+    Its size comes from the tokenizer, which is not opened.
+    """
+    whole = argparse.Namespace(**vars(args))
+    smallest = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    whole.padded_vocab_size = args.padded_vocab_size or smallest
+    pretrain_cfg_container_from_args(whole, gpt_config_from_args(whole))
+
+
+def _said_by_upstream(check: Callable[[], object]) -> list[str]:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            check()
+    except Exception as error:
+        return [_told(error)]
+    return []
+
+
 def _told(error: BaseException) -> str:
-    """In one line; what says nothing is named by the line of source that it comes from."""
+    """What upstream ends with, in one line, by the line of its source if it says nothing."""
     source = traceback.extract_tb(error.__traceback__)[-1].line
-    return f'{type(error).__name__}: {" ".join(str(error).split()) or source}'
+    words = ' '.join(str(error).split()) or source
+    return f'Megatron ends with {type(error).__name__}: {words}'

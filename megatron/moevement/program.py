@@ -3,13 +3,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from megatron.moevement.arguments import config_from_args
+from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import Settings, UpstreamArguments, facts_of
-from megatron.moevement.job import ending
-from megatron.moevement.job.loop import decode_handover
+from megatron.moevement.job import planned_exits
+from megatron.moevement.job.megatron_loop import decode_handover
 from megatron.moevement.job.protected import protected_job
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.unsupported import refuse_unsupported
@@ -23,7 +23,7 @@ from moevement_ext.process.leaving import leave
 from moevement_ext.recover.handover import handovers
 
 
-def run_with_sparse_checkpointing(train: Callable[..., Any], args: UpstreamArguments) -> None:
+def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamArguments) -> None:
     """Call `train`; without `--sparse-ckpt` nothing is wrapped around it, else the process ends.
 
     Args:
@@ -54,11 +54,11 @@ def run_with_sparse_checkpointing(train: Callable[..., Any], args: UpstreamArgum
         try:
             _train(train, args, session)
         except SystemExit as planned:
-            ending.exit_as_planned(facts, session, planned)
+            planned_exits.exit_as_planned(facts, session, planned)
     leave(0)
 
 
-def _train(train: Callable[..., Any], counters: Counters, session: Session) -> None:
+def _train(train: Callable[..., object], counters: Counters, session: Session) -> None:
     membership = session.job.membership
     if membership is None or not membership.joining:
         train(store=session.store)
@@ -78,14 +78,14 @@ def _digest_at_the_end(args: UpstreamArguments) -> None:
 def _digesting(
     path: str,
     counters: Counters,
-    original: Callable[..., Any],
-    forward: Any,
-    model: Any,
-    optimizer: Any,
-    scheduler: Any,
-    *rest: Any,
-    **kwargs: Any,
-) -> Any:
+    original: Callable[..., tuple[int, float]],
+    forward: object,
+    model: Chunks,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    *rest: object,
+    **kwargs: object,
+) -> tuple[int, float]:
     result = original(forward, model, optimizer, scheduler, *rest, **kwargs)
     write_digest(path, result[0], state_digest(model, optimizer, scheduler, counters))
     return result

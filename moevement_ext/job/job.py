@@ -23,9 +23,9 @@ from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
 from moevement_ext.job import own_device
 from moevement_ext.job.exporting import is_export, reads_memory, refuse_without_window
-from moevement_ext.job.localized import Localized
-from moevement_ext.job.unprotected import Unprotected
-from moevement_ext.job.whole_job import Restart, WholeJob
+from moevement_ext.job.localized_mode import LocalizedMode
+from moevement_ext.job.unprotected_mode import UnprotectedMode
+from moevement_ext.job.whole_job_mode import Restart, WholeJobMode
 from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
@@ -77,7 +77,7 @@ class Job:
         self._disk = self._open_disk()
         self._on_disk: WindowName | None = None
         self._restart: Restart | None = None
-        self._mode: Unprotected | WholeJob | None = None
+        self._mode: UnprotectedMode | WholeJobMode | None = None
         self._guard: Guard | None = None
         self._device_watch: DeviceWatch | None = None
         self._watchdog: watchdog.Watchdog | None = None
@@ -247,7 +247,7 @@ class Job:
         self._mode = self._start()
         if self._observer is not None and self.protection is not None:
             self._observer.watch(self.protection.figures, self.trainer.last_iteration)
-        if not isinstance(self._mode, Unprotected):
+        if not isinstance(self._mode, UnprotectedMode):
             around_update(self._mode.before_update, self._mode.updating, self._mode.stepped)
         return self._mode.train(run)
 
@@ -294,10 +294,10 @@ class Job:
             self._guard.lose_device(what)
         os._exit(EXIT_STUCK)
 
-    def _start(self) -> Unprotected | WholeJob:
+    def _start(self) -> UnprotectedMode | WholeJobMode:
         """Begin to capture, with the plan of the job this process joins or with a first one."""
         if self.protection is None:
-            return Unprotected(self.trainer)
+            return UnprotectedMode(self.trainer)
         store = own_store(self.membership, self.rank)
         if self.membership is not None and self.joining:
             in_force = handovers(self.membership.reports)[0].plan
@@ -321,15 +321,15 @@ class Job:
             self.protection.forget_the_past()
         return self._protected(self.protection)
 
-    def _protected(self, protection: Protection) -> WholeJob:
+    def _protected(self, protection: Protection) -> WholeJobMode:
         if self.membership is None:
             lost = None
             if self._guard is not None and self.rank.config.store is not None:
                 lost = self._guard.store_lost
-            return WholeJob(self.rank, self.trainer, protection, self._restart, lost)
+            return WholeJobMode(self.rank, self.trainer, protection, self._restart, lost)
         membership = self.membership
         protection.windows.in_vain = lambda: membership.broken
-        return Localized(self.rank, self.trainer, protection, self._restart, membership)
+        return LocalizedMode(self.rank, self.trainer, protection, self._restart, membership)
 
     def failed(self, error: Exception) -> None:
         """The program ends with an error; if it is another rank's, all workers start again."""

@@ -7,29 +7,23 @@ It also watches the GPUs of the node, so that no rank is given to one that canno
 agent has started outlives it, and it does not outlive the connection.
 """
 
+import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import partial
-from pathlib import Path
+
+from msgspec import structs
 
 from moevement_ext.devices import nvml
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
-from moevement_ext.launch.address import ADDRESS_VARIABLE, Address
-from moevement_ext.launch.child import SpawnedChild
-from moevement_ext.launch.config import LaunchConfig
 from moevement_ext.launch.devices import Devices
-from moevement_ext.launch.events import SpareReady
-from moevement_ext.launch.link import Beats, Link
-from moevement_ext.launch.loop import Loop
-from moevement_ext.launch.output import Relay, last_lines, say_of_launcher
-from moevement_ext.launch.spare_pool import SparePool
-from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.launch.launcher_events import line_of
+from moevement_ext.launch.link import ADDRESS_VARIABLE, Address, Beats, Link
+from moevement_ext.launch.loop import FdLoop
+from moevement_ext.launch.machine import NODE, Machine
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import introduce
@@ -37,9 +31,10 @@ from moevement_ext.replicate.secret import variables_of
 from moevement_ext.store import flag
 from moevement_ext.store.node_leader import NodeLeader
 
+logger = logging.getLogger(__name__)
+
 _CONNECT_S = 30.0
 _TURN_S = 1.0
-_NOT_STARTED = 1
 
 
 class Agent:
@@ -56,24 +51,18 @@ class Agent:
     def __init__(
         self,
         link: Link[messages.FromSupervisor],
-        job: messages.Job,
+        job: messages.Program,
         host: str,
         devices: Devices,
         secret: bytes,
     ) -> None:
         self._link = link
-        self._host = host
         self._devices = devices
-        log_dir = None if job.log_dir is None else Path(job.log_dir)
-        self._config = LaunchConfig(job.program, tuple(job.flags), log_dir=log_dir)
-        own = {'MOEVEMENT_NODE': host, **variables_of(secret)}
-        self._environment = {**job.defaults, **os.environ, **own}
-        self._loop = Loop()
-        self._spares = SparePool(self._config, self._environment, self._loop, self._note_spare)
-        self._spares_kept = 0
+        self._store = flag.address(job.flags)
+        self._loop = FdLoop()
+        own = {NODE: host, **variables_of(secret)}
+        self._machine = Machine(job, own, self._loop, self._tell, self._report)
         self._leader: NodeLeader | None = None
-        self._workers: dict[int, SpawnedChild] = {}
-        self._relays: dict[int, Relay] = {}
 
     def run(self) -> None:
         """Return when the supervisor is gone; nothing runs here then."""
@@ -87,117 +76,44 @@ class Agent:
         except OSError:
             pass  # the job is over, or the supervisor lost
         finally:
-            self._spares.close()
-            for worker in self._workers.values():
-                worker.signal(signal.SIGKILL)
-            for worker in self._workers.values():
-                if worker.dies():
-                    worker.reap()
+            self._machine.close()
             if self._leader is not None:
                 self._leader.close()
             beats.close()
 
     def _obey(self) -> None:
-        match self._link.receive():
-            case messages.Start() as order:
-                self._try_to_start(order)
-            case messages.Signal(key, number) if key in self._workers:
-                self._workers[key].signal(number)
-            case messages.KeepSpares(count):
-                for _ in range(count - self._spares_kept):
-                    self._spares.start()
-                self._spares_kept = max(count, self._spares_kept)
-            case messages.Vanish(directory, run_id):
-                self._vanish(NodeStore(Path(directory), run_id, self._host))
+        message = self._link.receive()
+        if isinstance(message, messages.StartWorker):
+            message = self._led(message)
+        self._machine.obey(message)
+        if isinstance(message, messages.Vanish):  # nobody is told
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def _vanish(self, memory: NodeStore) -> None:
-        """Nobody is told; Linux kills what has been started here."""
-        for worker in self._workers.values():
-            worker.signal(signal.SIGKILL)
-        for worker in self._workers.values():
-            worker.ended_well()  # or it might write again what is deleted
-        memory.remove()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _try_to_start(self, order: messages.Start) -> None:
-        """A log that cannot be opened, or no process left, is no reason to end the others."""
-        try:
-            started = self._start(order)
-        except OSError as error:
-            why = f'cannot be started on {self._host}: {error}'
-            self._link.send(messages.Ended(order.key, _NOT_STARTED, [why]))
-            return
-        self._link.send(started)
-
-    def _start(self, order: messages.Start) -> messages.Started:
-        log = self._config.log_of(order.rank)
-        variables = {**order.variables, **self._leading(order)}
-        spare = self._spares.take(variables, log, refill=False)
-        worker = spare or self._new_process(variables, log)
-        self._workers[order.key] = worker
-        if log is None:
-            assert worker.output is not None
-            relay = Relay(worker.output, f'[rank {order.rank}] ', _ignore)
-            self._relays[order.key] = relay
-            self._loop.watch(relay.fd, partial(self._pump, relay))
-        self._loop.watch(worker.death, partial(self._ended, order.key, log))
-        return messages.Started(order.key, worker.pid, was_spare=spare is not None)
-
-    def _leading(self, order: messages.Start) -> dict[str, str]:
-        """What lets a worker find the leader of this node, which leads to where they meet."""
+    def _led(self, order: messages.StartWorker) -> messages.StartWorker:
+        """Let a worker find the leader of this node, which leads to where they meet."""
         launchers = order.variables['MASTER_ADDR'], int(order.variables['MASTER_PORT'])
-        store = flag.address(self._config.flags) or launchers
-        if self._leader is None or self._leader.store != store:  # when all start again
-            if self._leader is not None:
-                self._leader.close()
-            self._leader = NodeLeader(*store)
-        return self._leader.variables
+        store = self._store or launchers
+        try:
+            if self._leader is None or self._leader.store != store:  # when all start again
+                if self._leader is not None:
+                    self._leader.close()
+                self._leader = NodeLeader(*store)
+        except OSError as error:  # each asks the store itself
+            logger.warning('this node has no leader: %s', error)
+            return order
+        return structs.replace(order, variables={**order.variables, **self._leader.variables})
 
-    def _new_process(self, variables: dict[str, str], log: Path | None) -> SpawnedChild:
-        start = partial(
-            SpawnedChild,
-            [self._config.program, *self._config.flags],
-            {**self._environment, **variables},
-            stderr=subprocess.STDOUT,
-        )
-        if log is None:
-            return start(stdout=subprocess.PIPE)
-        with log.open('ab') as output:
-            return start(stdout=output)
+    def _tell(self, message: messages.FromAgent) -> None:
+        if isinstance(message, messages.Ended) and message.code != 0:
+            self._tell_of_devices()  # not back to one that may have been the reason
+        self._link.send(message)
 
-    def _ended(self, key: int, log: Path | None) -> None:
-        worker = self._workers.pop(key)
-        self._loop.forget(worker.death)
-        code = worker.reap()
-        relay = self._relays.pop(key, None)
-        if relay is not None:
-            self._loop.forget(relay.fd)
-            relay.finish()
-        worker.close()
-        lines: list[str] = []
-        with suppress(OSError):
-            lines = last_lines(log) if log is not None else []
-        if code != 0:  # not back to a device that may have been the reason
-            self._tell_of_devices()
-        self._link.send(messages.Ended(key, code, relay.last_lines if relay else lines))
-
-    def _pump(self, relay: Relay) -> None:
-        if not relay.pump():
-            self._loop.forget(relay.fd)
-
-    def _note_spare(self, event: Event) -> None:
-        if isinstance(event, SpareReady):
-            self._link.send(messages.SpareIsReady(event.pid))
-        else:
-            say_of_launcher(event)
+    def _report(self, event: Event) -> None:
+        self._link.send(messages.Happened(line_of(event)))
 
     def _tell_of_devices(self) -> None:
         for message in self._devices.take():
             self._link.send(message)
-
-
-def _ignore(line: str) -> None:
-    """Nobody looks for anything in what a worker prints."""
 
 
 def connect(
@@ -240,7 +156,7 @@ def main() -> None:
         job = link.receive()
     except OSError as error:
         sys.exit(f'the supervisor at {address.host}:{address.port} is not reached: {error}')
-    assert isinstance(job, messages.Job)
+    assert isinstance(job, messages.Program)
     Agent(link, job, host, devices, address.secret).run()
 
 

@@ -28,19 +28,13 @@ class Child(ABC):
     Attributes:
         pid: its process id.
         death: becomes readable when the process is dead.
-        output: read end of its stdout, if that is a pipe.
         ended: `reap` was called.
-        last_lines: what it printed last, if somebody else has read its stdout.
-        lost_with: the host that is lost, and with it this process; empty while it is not.
     """
 
-    def __init__(self, pid: int, death: int, output: int | None) -> None:
+    def __init__(self, pid: int, death: int) -> None:
         self.pid = pid
         self.death = death
-        self.output = output
         self.ended = False
-        self.last_lines: list[str] = []
-        self.lost_with = ''
         self._killed_at: float | None = None
 
     def signal(self, number: int) -> None:
@@ -83,11 +77,8 @@ class Child(ABC):
         return code
 
     @abstractmethod
-    def close(self) -> None:
-        """Close its pipes."""
-
     def _send(self, number: int) -> None:
-        os.killpg(self.pid, number)  # the number is its own until it is reaped
+        """Send a signal."""
 
     @abstractmethod
     def _how_it_ended(self) -> int:
@@ -96,6 +87,23 @@ class Child(ABC):
     @abstractmethod
     def _reap(self) -> int:
         """Give its process id back."""
+
+
+class OwnChild(Child):
+    """One that this process has started.
+
+    Attributes:
+        output: read end of its stdout, if that is a pipe.
+    """
+
+    output: int | None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close its pipes."""
+
+    def _send(self, number: int) -> None:
+        os.killpg(self.pid, number)  # the number is its own until it is reaped
 
 
 def bound(command: Sequence[str]) -> list[str]:
@@ -112,7 +120,7 @@ def how_it_ended(pid: int, options: int = 0) -> int:
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
-class SpawnedChild(Child):
+class SpawnedChild(OwnChild):
     """A process of a command.
 
     Args:
@@ -140,9 +148,9 @@ class SpawnedChild(Child):
             pass_fds=pass_fds,
             start_new_session=True,
         )
-        output = self._process.stdout
-        pid = self._process.pid
-        super().__init__(pid, os.pidfd_open(pid), None if output is None else output.fileno())
+        pid, output = self._process.pid, self._process.stdout
+        super().__init__(pid, os.pidfd_open(pid))
+        self.output = None if output is None else output.fileno()
 
     def tell(self, text: str) -> bool:
         """Write to its stdin, a pipe, and close it; False if nobody reads there any more."""

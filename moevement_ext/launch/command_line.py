@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the launcher."""
+"""Command line of the launcher on one machine, and what it has in common with that for Slurm."""
 
 import argparse
 import re
@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.launch.config import Action, LaunchConfig, StagedFault
+from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.process.exit_signal import stop_at_signals
 from moevement_ext.process.name_lookups import ask_again_soon
 
@@ -30,23 +31,10 @@ def parse(argv: Sequence[str]) -> LaunchConfig:
         argv: flags of the launcher, `--`, program, flags of the program.
     """
     parser = _parser()
-    own = list(argv[: argv.index(_END)] if _END in argv else argv)
-    args = parser.parse_args(own)
-    launched = argv[len(own) + 1 :]
-    if not launched:
-        parser.error(f'no program: put {_END}, the program and its flags after the other flags')
+    args = parse_before_program(parser, argv)
     try:
-        return LaunchConfig(
-            program=launched[0],
-            flags=tuple(launched[1:]),
-            nodes=args.nodes,
-            workers_per_node=args.workers_per_node,
-            spares=args.spares,
-            fork=args.fork,
-            max_restarts=args.max_restarts,
-            log_dir=args.log_dir,
-            faults=given_faults(args),
-            share_gpu=args.share_gpu,
+        return configured(
+            args, nodes=args.nodes, spares=args.spares, fork=args.fork, share_gpu=args.share_gpu
         )
     except ConfigurationError as error:
         parser.error(str(error))
@@ -66,6 +54,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     return supervisor.run()
 
 
+def parse_before_program(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> argparse.Namespace:
+    """The flags of a launcher; `launched` has the program and its flags, after `--`."""
+    own = list(argv[: argv.index(_END)] if _END in argv else argv)
+    args = parser.parse_args(own)
+    args.launched = argv[len(own) + 1 :]
+    if not args.launched:
+        parser.error(f'no program: put {_END}, the program and its flags after the other flags')
+    return args
+
+
+def configured(args: argparse.Namespace, **more: Any) -> LaunchConfig:
+    """The job of a command line with the flags of `add_shared`, and more of `LaunchConfig`.
+
+    Raises:
+        ConfigurationError: a value breaks a rule; names the flag.
+    """
+    return LaunchConfig(
+        program=args.launched[0],
+        flags=tuple(args.launched[1:]),
+        workers_per_node=args.workers_per_node,
+        max_restarts=args.max_restarts,
+        log_dir=args.log_dir,
+        faults=(*args.kill, *args.kill_node, *args.stop),
+        **more,
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         usage='%(prog)s --nodes N [flags] -- program [flags of the program]',
@@ -76,7 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     add: Callable[..., object] = parser.add_argument
     number = {'type': int, 'metavar': 'N'}
     add('--nodes', **number, required=True, help='Emulated nodes.')
-    add('--workers-per-node', **number, default=1, help='Ranks on each. Default: 1.')
     add(
         '--spares',
         **number,
@@ -91,44 +107,49 @@ def _parser() -> argparse.ArgumentParser:
         'a GPU.',
     )
     add(
-        '--max-restarts',
-        **number,
-        default=LaunchConfig.max_restarts,
-        help='Replacements in all, or new starts of all workers together; the next death ends the '
-        'job, as do three errors of one rank within ten minutes. Default: %(default)s.',
-    )
-    add(
-        '--log-dir',
-        type=Path,
-        metavar='DIR',
-        help='Append the output of each rank to DIR/rank<N>.log, and events of the launcher to '
-        'DIR/launcher.jsonl. Default: all on stdout, with the rank before each line.',
-    )
-    add(
         '--share-gpu',
         action='store_true',
         help='All workers on the first GPU, each a host of its own to NCCL, so that they talk '
         'through sockets: slow, for trying failures. Give the program --distributed-backend nccl '
         '--disable-gloo-process-groups. Default: a GPU for each worker.',
     )
-    add_faults(parser)
+    add_shared(parser)
     return parser
 
 
-def add_faults(parser: argparse.ArgumentParser) -> None:
-    """The flags of failures that a launcher stages."""
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    """The flags that launchers have in common."""
+    add: Callable[..., object] = parser.add_argument
+    number = {'type': int, 'metavar': 'N'}
+    add('--workers-per-node', **number, default=1, help='Ranks on each node. Default: 1.')
+    add(
+        '--max-restarts',
+        **number,
+        default=LaunchConfig.max_restarts,
+        help='Replacements of workers in all, or new starts of all workers together; the next '
+        'death ends the job, as do three errors of one rank within ten minutes. '
+        'Default: %(default)s.',
+    )
+    add(
+        '--log-dir',
+        type=Path,
+        metavar='DIR',
+        help='Append the output of each rank to DIR/rank<N>.log, and events of the launcher to '
+        'DIR/launcher.jsonl, on a file system that all nodes see. Default: all on stdout, with '
+        'the rank before each line.',
+    )
     group = parser.add_argument_group(
         'staged failures', 'Each strikes once the last rank has logged the iteration.'
     )
     for action, target, what in (
-        (Action.KILL, 'RANK', 'SIGKILL a worker.'),
+        (StagedAction.KILL, 'RANK', 'SIGKILL a worker.'),
         (
-            Action.KILL_NODE,
+            StagedAction.KILL_NODE,
             'NODE',
             'SIGKILL the workers of a node and delete its memory below --sparse-ckpt-dir, which '
             'needs --sparse-ckpt-run-id.',
         ),
-        (Action.STOP, 'RANK', 'SIGSTOP a worker: it hangs.'),
+        (StagedAction.STOP, 'RANK', 'SIGSTOP a worker: it hangs.'),
     ):
         group.add_argument(
             action.value,
@@ -141,12 +162,7 @@ def add_faults(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def given_faults(args: argparse.Namespace) -> tuple[StagedFault, ...]:
-    """Those of a command line with the flags of `add_faults`."""
-    return (*args.kill, *args.kill_node, *args.stop)
-
-
-def _fault(action: Action, target: str, text: str) -> StagedFault:
+def _fault(action: StagedAction, target: str, text: str) -> StagedFault:
     match = re.fullmatch(r'(\d+)@(\d+)', text)
     if match is None:
         raise argparse.ArgumentTypeError(

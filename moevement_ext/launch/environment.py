@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment that torchrun gives to its workers, for workers on emulated nodes."""
 
-import os
-
 import torch
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch import shared_gpu
-from moevement_ext.launch.config import LaunchConfig
 from moevement_ext.launch.connections import connections
+from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.membership import launch
-from moevement_ext.replicate import secret
 
 _DEFAULTS = {
     'OMP_NUM_THREADS': '1',
@@ -18,20 +15,12 @@ _DEFAULTS = {
 }
 
 
-def job_environment(config: LaunchConfig, port: int) -> dict[str, str]:
-    """What all processes of the job are started with: the launcher's own environment and more.
-
-    Args:
-        config: of the job.
-        port: where the store of the launcher listens.
-    """
+def default_variables_here(config: LaunchConfig) -> dict[str, str]:
+    """The same as `default_variables`, for workers on this machine."""
     defaults = default_variables(config)
     if not torch.cuda.is_available():
         defaults['TORCHDYNAMO_DISABLE'] = '1'
-    if config.share_gpu:
-        defaults |= shared_gpu.DEFAULTS
-    job = {**job_variables(config, '127.0.0.1', port), **secret.variables()}
-    return {**defaults, **os.environ, **job}
+    return defaults | (shared_gpu.DEFAULTS if config.share_gpu else {})
 
 
 def default_variables(config: LaunchConfig) -> dict[str, str]:
@@ -61,11 +50,8 @@ def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
     }
 
 
-def rank_environment(config: LaunchConfig, rank: int, restarts: int) -> dict[str, str]:
+def rank_variables(config: LaunchConfig, rank: int, restarts: int) -> dict[str, str]:
     """What differs between workers, and between the lives of a worker.
-
-    `LOCAL_RANK` chooses the GPU. The emulated nodes share those of this machine, so where there are
-    GPUs it is the rank itself, not the place in the node; or 0, where all share the first.
 
     Args:
         config: of the job.
@@ -73,15 +59,31 @@ def rank_environment(config: LaunchConfig, rank: int, restarts: int) -> dict[str
         restarts: how often this rank was restarted.
     """
     node = config.node_of(rank)
-    place = rank if torch.cuda.is_available() else rank - config.ranks_of(node).start
-    placed = shared_gpu.of_rank(rank) if config.share_gpu else {'LOCAL_RANK': str(place)}
     return {
         'RANK': str(rank),
-        **placed,
+        'LOCAL_RANK': str(rank - config.ranks_of(node).start),
         'GROUP_RANK': str(node),
-        'MOEVEMENT_NODE': f'node{node}',
         'TORCHELASTIC_RESTART_COUNT': str(restarts),
     }
+
+
+def name_here(node: int) -> str:
+    """Name of an emulated node."""
+    return f'node{node}'
+
+
+def variables_here(config: LaunchConfig, rank: int, restarts: int) -> dict[str, str]:
+    """The same as `rank_variables`, for a worker on an emulated node.
+
+    `LOCAL_RANK` chooses the GPU. The emulated nodes share those of this machine, so where there are
+    GPUs it is the rank itself, not the place in the node; or 0, where all share the first.
+    """
+    found = rank_variables(config, rank, restarts)
+    if config.share_gpu:
+        found |= shared_gpu.of_rank(rank)
+    elif torch.cuda.is_available():
+        found['LOCAL_RANK'] = str(rank)
+    return found | {'MOEVEMENT_NODE': name_here(config.node_of(rank))}
 
 
 def check_devices(config: LaunchConfig) -> None:

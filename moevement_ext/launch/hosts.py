@@ -11,7 +11,6 @@ and after `SILENT_S` if it falls silent. Slurm itself knows later: `SlurmdTimeou
 minutes; and the step on a lost host comes back then with status 0.
 """
 
-import itertools
 import logging
 import socket
 import time
@@ -21,27 +20,23 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.events import Event
+from moevement_ext.events import Event, decode
 from moevement_ext.launch import messages
-from moevement_ext.launch.address import Address
-from moevement_ext.launch.child import Child
-from moevement_ext.launch.config import LaunchConfig
-from moevement_ext.launch.environment import default_variables, job_variables
-from moevement_ext.launch.errors import LaunchError
-from moevement_ext.launch.events import (
+from moevement_ext.launch.environment import default_variables, job_variables, rank_variables
+from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.launch_errors import LaunchError
+from moevement_ext.launch.launcher_events import (
     DevicesFailing,
     NodeLost,
     NodeMissing,
     NodeReady,
     NodeSeated,
-    SpareReady,
-    WorkerLaunched,
 )
-from moevement_ext.launch.link import Beats, Link
+from moevement_ext.launch.link import Address, Beats, Link
 from moevement_ext.launch.listener import Listener
-from moevement_ext.launch.loop import Loop
+from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.node import Node
-from moevement_ext.launch.remote import RemoteChild
+from moevement_ext.launch.remote import Children, RemoteChild
 from moevement_ext.launch.steps import StartStep
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.greeting import new_secret
@@ -52,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 _GATHER_S = 60.0
 _CLOSING_S = 10.0
-_LOST = -9
 _HERE = '127.0.0.1'
 
 
@@ -78,7 +72,7 @@ class SlurmStarter:
         hosts: Sequence[str],
         start_step: StartStep,
         config: LaunchConfig,
-        loop: Loop,
+        loop: FdLoop,
         report: Callable[[Event], None],
     ) -> None:
         self._config = config
@@ -88,8 +82,7 @@ class SlurmStarter:
         self._nodes = {
             host: Node(host, loop, self._act, self._lost, self._missed) for host in hosts
         }
-        self._children: dict[int, RemoteChild] = {}
-        self._keys = itertools.count()
+        self._children = Children(report)
         self._secret = new_secret()
         self._listener: Listener | None = None
         self._branches: Branches | None = None
@@ -112,20 +105,14 @@ class SlurmStarter:
             for node in self._nodes.values():
                 self._ask_for_agent(node)
 
-    def start(self, rank: int, restarts: int) -> tuple[Child, bool]:
+    def start(
+        self, rank: int, restarts: int, heard: Callable[[int], None] | None = None
+    ) -> RemoteChild:
         """A new life of a rank, which starts once its seat is taken."""
-        seat = self._config.node_of(rank)
-        own = {
-            'RANK': str(rank),
-            'LOCAL_RANK': str(rank - self._config.ranks_of(seat).start),
-            'GROUP_RANK': str(seat),
-            'TORCHELASTIC_RESTART_COUNT': str(restarts),
-        }
-        order = messages.Start(next(self._keys), rank, {**self._variables, **own})
-        child = RemoteChild(order, restarts)
-        self._children[order.key] = child
+        own = rank_variables(self._config, rank, restarts)
+        child = self._children.add(rank, restarts, {**self._variables, **own}, heard)
         self._start_waiting()
-        return child, False
+        return child
 
     def keep_spares(self) -> None:
         """Spare nodes have nothing else to do: they had them from the start."""
@@ -144,8 +131,8 @@ class SlurmStarter:
         """
         for node in self._nodes.values():
             node.look()
-        for child in [child for child in self._children.values() if child.is_overdue]:
-            self.give_up(child, f'its agent does not start rank {child.order.rank}')
+        for child in [child for child in self._children if child.is_overdue]:
+            child.give_up(f'its agent does not start rank {child.order.rank}')
         self._gathered = self._gathered or self._are_enough()
         if self._gathered:
             self._take_seats()
@@ -153,21 +140,14 @@ class SlurmStarter:
             if node.is_due:
                 self._ask_for_agent(node)
 
-    def lose_node(
-        self, node: int, workers: Sequence[Child], memory: Callable[[str], NodeStore]
-    ) -> Path | None:
+    def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path | None:
         """Have all that runs on the host in a seat killed, and its memory deleted."""
         host = next((one for one in self._nodes.values() if one.seat == node), None)
         if host is None:
             return None  # it was lost without that
         store = memory(host.host)
-        host.send(messages.Vanish(str(store.root), store.run_id))
+        host.send(messages.Vanish(host.host, str(store.root), store.run_id))
         return store.path
-
-    def give_up(self, worker: Child, why: str) -> None:
-        """Lose the host of a worker that does not die; a spare one takes its seat."""
-        if isinstance(worker, RemoteChild) and worker.node is not None and not worker.is_over:
-            worker.node.give_up(why)
 
     def close(self) -> None:
         """End all agents."""
@@ -215,8 +195,9 @@ class SlurmStarter:
                 continue
             if node.link is not None:
                 node.lose('it has a new agent')
+            job = messages.program(self._config, default_variables(self._config))
             try:
-                link.send(self._job())  # before the heartbeats know the link: it is to come first
+                link.send(job)  # before the heartbeats know the link: it is to come first
             except OSError:
                 link.close()  # its step ends, too
                 continue
@@ -226,31 +207,15 @@ class SlurmStarter:
             if here.trouble:
                 self._note(node, here.trouble, here.usable)
 
-    def _job(self) -> messages.Job:
-        """What an agent is told of it at first."""
-        log_dir = self._config.log_dir
-        return messages.Job(
-            self._config.program,
-            list(self._config.flags),
-            None if log_dir is None else str(log_dir.absolute()),
-            default_variables(self._config),
-        )
-
     def _act(self, node: Node, message: messages.FromAgent) -> None:
         match message:
-            case messages.Started(key, pid, was_spare):
-                child = self._children[key]
-                child.pid = pid
-                rank = child.order.rank
-                self._report(WorkerLaunched(rank, pid, child.restarts, was_spare))
-            case messages.Ended(key, code, last_lines):
-                child = self._children.pop(key)
-                child.last_lines = last_lines
-                child.end(code)
-            case messages.SpareIsReady(pid):
-                self._report(SpareReady(pid))
+            case messages.Happened(line):
+                for event in decode(line):
+                    self._report(event)
             case messages.DevicesFail(trouble, usable):
                 self._note(node, trouble, usable)
+            case _:
+                self._children.act(message)
 
     def _note(self, node: Node, trouble: str, usable: bool) -> None:
         """Something is wrong with a device of a node; its ranks go elsewhere if that is lost."""
@@ -264,11 +229,7 @@ class SlurmStarter:
         self._report(NodeLost(node.host, node.seat, why))
         if node.seat is not None:
             self._vacated = time.monotonic()
-        for key, child in list(self._children.items()):
-            if child.node is node:
-                del self._children[key]
-                child.lost_with = node.host
-                child.end(_LOST)
+        self._children.lose(node, node.host)
 
     def _missed(self, node: Node, why: str) -> None:
         self._report(NodeMissing(node.host, why))
@@ -299,6 +260,8 @@ class SlurmStarter:
         for node in sorted(spares, key=lambda spare: spare.worn):  # the sound ones first
             node.seat = seat
             self._report(NodeSeated(node.host, seat))
+            if node.is_hot:
+                node.send(messages.KeepSpares(0))
             return True
         return False
 
@@ -316,7 +279,7 @@ class SlurmStarter:
 
     def _start_waiting(self) -> None:
         seated = {node.seat: node for node in self._nodes.values()}
-        for child in list(self._children.values()):
+        for child in self._children:
             node = seated.get(self._config.node_of(child.order.rank))
             # Its agent may be found lost by what another child was to be told.
             if node is not None and node.link is not None and child.waits_for_node:

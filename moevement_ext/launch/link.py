@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection between the supervisor and an agent."""
+"""The connection between the supervisor and an agent, and how the agent finds it."""
 
 import select
 import socket
@@ -7,17 +7,36 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from moevement_ext.launch.messages import Alive
 from moevement_ext.replicate.connection import Connection
 
+ADDRESS_VARIABLE = 'MOEVEMENT_SUPERVISOR'
+"""In the environment of an agent, which does not hand it on."""
 _HEARTBEAT_S = 1.0
 _MESSAGE_S = 10.0
 _MOST_BETWEEN_LOOKS_S = 2.0
 """That count as silence: who looks, or all of the allocation, may have stood still (suspended)."""
+
+
+class Address(NamedTuple):
+    """Where the supervisor listens, with the secret of the job: what it hands to its agents."""
+
+    host: str
+    port: int
+    secret: bytes
+
+    @classmethod
+    def parse(cls, text: str) -> 'Address':
+        """The address of a string that `str` made."""
+        host, port, secret = text.rsplit(' ', 2)
+        return cls(host, int(port), bytes.fromhex(secret))
+
+    def __str__(self) -> str:
+        return f'{self.host} {self.port} {self.secret.hex()}'
 
 
 class Link[Received]:

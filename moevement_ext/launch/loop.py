@@ -5,11 +5,16 @@ import selectors
 from collections.abc import Callable
 
 
-class Loop:
-    """File descriptors and who is called when they become readable."""
+class FdLoop:
+    """File descriptors and who is called when they become readable.
+
+    Attributes:
+        fd: readable when a turn would make a call.
+    """
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.EpollSelector()
+        self.fd = self._selector.fileno()
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
         """Call `call` whenever `fd` is readable, instead of what was called before."""

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the supervisor, on the batch host, and the agents, one a node, say to each other.
 
-An agent says `Here`, is told the `Job`, and does then as it is told. Both send `Alive` every
+An agent says `Here`, is told the `Program`, and does then as it is told. Both send `Alive` every
 second. When the connection is lost, or nothing is heard for `SILENT_S`, the supervisor takes the
 node for lost, and the agent kills its workers and ends: so no rank runs on two nodes for long.
 """
 
 import msgspec
+
+from moevement_ext.launch.launch_config import LaunchConfig
 
 SILENT_S = 30.0
 
@@ -37,7 +39,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     """A worker runs."""
 
     key: int
-    """The one in its `Start`."""
+    """The one in its `StartWorker`."""
     pid: int
     was_spare: bool
 
@@ -51,13 +53,20 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     last_lines: list[str]
 
 
-class SpareIsReady(msgspec.Struct, frozen=True, tag=True):
-    """A hot spare has imported the program."""
+class IterationLogged(msgspec.Struct, frozen=True, tag=True):
+    """A worker that is watched has printed that an iteration is over; not if it has a log."""
 
-    pid: int
+    key: int
+    iteration: int
 
 
-class Job(msgspec.Struct, frozen=True, tag=True):
+class Happened(msgspec.Struct, frozen=True, tag=True):
+    """Something that the launcher reports, as a line of JSON."""
+
+    line: bytes
+
+
+class Program(msgspec.Struct, frozen=True, tag=True):
     """First message of the supervisor."""
 
     program: str
@@ -65,15 +74,18 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     log_dir: str | None
     defaults: dict[str, str]
     """Environment of the workers, where the user has not set it."""
+    fork: bool
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartWorker(msgspec.Struct, frozen=True, tag=True):
     """Start a worker, from a hot spare if one is ready."""
 
     key: int
     rank: int
     variables: dict[str, str]
     """Environment of the worker, whatever the user has set."""
+    watched: bool
+    """The supervisor has to know how far it is."""
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
@@ -84,20 +96,30 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
 
 
 class KeepSpares(msgspec.Struct, frozen=True, tag=True):
-    """Have so many hot spares."""
+    """Have so many hot spares from now on; those that there are stay until they are needed."""
 
     count: int
 
 
 class Vanish(msgspec.Struct, frozen=True, tag=True):
-    """End as a node does that loses its power, with what it keeps of the run in memory."""
+    """End as a node does that loses its power, with what it keeps of the run in memory.
 
+    An agent that has no other node is lost, too.
+    """
+
+    node: str
     directory: str
     """`--sparse-ckpt-dir`."""
     run_id: str
 
 
-FromAgent = Alive | Here | DevicesFail | Started | Ended | SpareIsReady
-FromSupervisor = Alive | Job | Start | Signal | KeepSpares | Vanish
+FromAgent = Alive | Here | DevicesFail | Started | Ended | IterationLogged | Happened
+FromSupervisor = Alive | Program | StartWorker | Signal | KeepSpares | Vanish
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decoder(FromSupervisor)
+
+
+def program(config: LaunchConfig, defaults: dict[str, str]) -> Program:
+    """What is said of a job; `defaults` as in `Program`."""
+    log_dir = None if config.log_dir is None else str(config.log_dir.absolute())
+    return Program(config.program, list(config.flags), log_dir, defaults, config.fork)

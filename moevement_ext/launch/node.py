@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from moevement_ext.launch.link import Link
-from moevement_ext.launch.loop import Loop
+from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.messages import SILENT_S, FromAgent
 from moevement_ext.launch.steps import Step
 
@@ -40,7 +40,7 @@ class Node:
     def __init__(
         self,
         host: str,
-        loop: Loop,
+        loop: FdLoop,
         on_message: Callable[['Node', FromAgent], None],
         on_lost: Callable[['Node', str], None],
         on_missed: Callable[['Node', str], None],

@@ -11,7 +11,13 @@ from collections.abc import Callable
 from torch.distributed import Store
 
 from moevement_ext.events import Event
-from moevement_ext.launch.events import JobEnded, JobFailed, JobRecovered, NodeLost, StoreLost
+from moevement_ext.launch.launcher_events import (
+    JobEnded,
+    JobFailed,
+    JobRecovered,
+    NodeLost,
+    StoreGone,
+)
 from moevement_ext.launch.output import say_of_launcher
 from moevement_ext.launch.worker import BadEnd
 from moevement_ext.membership.failures import (
@@ -24,7 +30,7 @@ from moevement_ext.membership.failures import (
 
 def print_event(event: Event) -> None:
     """Tell the person who waits."""
-    bad = isinstance(event, JobFailed | StoreLost | NodeLost)
+    bad = isinstance(event, JobFailed | StoreGone | NodeLost)
     good = False if bad else None
     match event:
         case JobRecovered():

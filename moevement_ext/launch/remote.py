@@ -1,47 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker on another node, as the supervisor sees it."""
+"""Workers as the supervisor sees them, wherever they run."""
 
+import itertools
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from moevement_ext.events import Event
 from moevement_ext.launch.child import Child
-from moevement_ext.launch.messages import Signal, Start
+from moevement_ext.launch.launcher_events import WorkerLaunched
+from moevement_ext.launch.messages import (
+    Ended,
+    FromAgent,
+    IterationLogged,
+    Signal,
+    Started,
+    StartWorker,
+)
 
 _TO_START_S = 300.0
+_LOST = -signal.SIGKILL
 _NOT_AN_END = signal.SIGSTOP, signal.SIGCONT
 
 
 class Commands(Protocol):
     """How a worker's node is told something."""
 
-    def send(self, message: Signal | Start) -> None:
+    def send(self, message: Signal | StartWorker) -> None:
         """Tell the agent; the workers end if it is lost."""
 
     def hear(self) -> None:
         """Wait for a message of the agent and act on it; the workers end if it is lost."""
 
     def give_up(self, why: str) -> None:
-        """Nothing is to run there any more; the workers end."""
+        """Nothing is to run there any more; the workers end.
+
+        Raises:
+            LaunchError: there is no other node.
+        """
 
 
 class RemoteChild(Child):
-    """A worker that is, or will be, started by an agent.
+    """A worker that is, or will be, started by a machine.
 
     Args:
         order: that starts it.
         restarts: how often its rank was restarted.
+        heard: called with the iterations that it logs.
 
     Attributes:
-        pid: 0 until its agent has started it.
+        pid: 0 until it is started.
+        last_lines: what it printed last.
+        lost_with: the host that is lost, and with it this process; empty while it is not.
         node: that it runs on; None while there is none for it.
     """
 
-    def __init__(self, order: Start, restarts: int) -> None:
-        super().__init__(0, os.eventfd(0), None)
+    def __init__(
+        self, order: StartWorker, restarts: int, heard: Callable[[int], None] | None = None
+    ) -> None:
+        super().__init__(0, os.eventfd(0))
+        self.last_lines: list[str] = []
+        self.lost_with = ''
         self.order = order
         self.restarts = restarts
+        self.heard = heard
         self.node: Commands | None = None
         self._code: int | None = None
 
@@ -50,16 +74,20 @@ class RemoteChild(Child):
         """There is no node for it yet."""
         return self.node is None and self._code is None
 
-    @property
-    def is_over(self) -> bool:
-        """It has ended, or its node was lost."""
-        return self._code is not None
-
     def start_on(self, node: Commands) -> None:
         """Let it be started there."""
         self.node = node
         self._asked_for_at = time.monotonic()
         node.send(self.order)
+
+    def give_up(self, why: str) -> None:
+        """It was killed and does not die, or does not start: nothing is to run where it is.
+
+        Raises:
+            LaunchError: there is no other place.
+        """
+        if self.node is not None and self._code is None:
+            self.node.give_up(why)
 
     @property
     def is_overdue(self) -> bool:
@@ -88,9 +116,6 @@ class RemoteChild(Child):
         elif number not in _NOT_AN_END:
             self.end(-number)
 
-    def close(self) -> None:
-        """It has no pipes."""
-
     def _how_it_ended(self) -> int:
         while self._code is None:
             assert self.node is not None
@@ -99,3 +124,56 @@ class RemoteChild(Child):
 
     def _reap(self) -> int:
         return self._how_it_ended()
+
+
+class Children:
+    """All workers that have not ended. The supervisor's thread uses it.
+
+    Args:
+        report: called with what happened.
+    """
+
+    def __init__(self, report: Callable[[Event], None]) -> None:
+        self._report = report
+        self._keys = itertools.count()
+        self._children: dict[int, RemoteChild] = {}
+
+    def __iter__(self) -> Iterator[RemoteChild]:
+        return iter(list(self._children.values()))
+
+    def add(
+        self,
+        rank: int,
+        restarts: int,
+        variables: dict[str, str],
+        heard: Callable[[int], None] | None,
+    ) -> RemoteChild:
+        """One more, still to be started; see `Starter.start`."""
+        order = StartWorker(next(self._keys), rank, variables, watched=heard is not None)
+        child = RemoteChild(order, restarts, heard)
+        self._children[order.key] = child
+        return child
+
+    def act(self, message: FromAgent) -> None:
+        """Take in what was told of one."""
+        match message:
+            case Started(key, pid, was_spare):
+                child = self._children[key]
+                child.pid = pid
+                self._report(WorkerLaunched(child.order.rank, pid, child.restarts, was_spare))
+            case IterationLogged(key, iteration):
+                heard = self._children[key].heard
+                if heard is not None:
+                    heard(iteration)
+            case Ended(key, code, last_lines):
+                child = self._children.pop(key)
+                child.last_lines = last_lines
+                child.end(code)
+
+    def lose(self, node: Commands, host: str) -> None:
+        """A node is lost, with those that ran there."""
+        for key, child in list(self._children.items()):
+            if child.node is node:
+                del self._children[key]
+                child.lost_with = host
+                child.end(_LOST)

@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 
 from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.launch.config import LaunchConfig
-from moevement_ext.launch.errors import LaunchError, UserMistake
+from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.launch_errors import LaunchError, UserMistake
 from moevement_ext.launch.worker import BadEnd, Worker
 
 _MAX_ERRORS = 3
@@ -36,7 +36,7 @@ class Replacements:
         for end in ends:
             if end.code == EXIT_USER_ERROR and self._count == 0:
                 raise UserMistake(
-                    f'{end.how}: it refuses what it was started with{self._words(end)}'
+                    f'{end.how}: it refuses what it was started with{end.worker.last_words()}'
                 )
 
     def add(self, end: BadEnd, blamed: Sequence[Worker]) -> None:
@@ -56,13 +56,10 @@ class Replacements:
         if end.is_error and len(recent) >= _MAX_ERRORS:
             raise LaunchError(
                 f'{end.how}; it failed by itself {len(recent)} times within '
-                f'{_ERRORS_WITHIN_S / 60:.0f} minutes{self._words(end)}'
+                f'{_ERRORS_WITHIN_S / 60:.0f} minutes{end.worker.last_words()}'
             )
         if self._count >= self._config.max_restarts:
             raise LaunchError(
                 f'{end.how} and --max-restarts {self._config.max_restarts} is used up.'
             )
         self._count += 1
-
-    def _words(self, end: BadEnd) -> str:
-        return end.worker.last_words(self._config.log_of(end.worker.rank))

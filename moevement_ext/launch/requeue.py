@@ -5,7 +5,7 @@ import os
 
 from moevement_ext.events import Event
 from moevement_ext.launch.allocation import requeue, wait_until_noticed
-from moevement_ext.launch.events import NodeLost, NodeMissing, NodeReady, WorkerLaunched
+from moevement_ext.launch.launcher_events import NodeLost, NodeMissing, NodeReady, WorkerLaunched
 from moevement_ext.launch.output import say_of_launcher
 
 _MOST_RESTARTS = 10

@@ -10,14 +10,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from moevement_ext.launch.allocation import call_before_end, hostnames
-from moevement_ext.launch.command_line import add_faults, given_faults
-from moevement_ext.launch.config import LaunchConfig
+from moevement_ext.launch.command_line import add_shared, configured, parse_before_program
+from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.requeue import History, go_back
 from moevement_ext.launch.steps import slurm_step
 from moevement_ext.process.exit_signal import stop_at_signals
@@ -30,7 +29,6 @@ scripts/slurm_pretrain.sbatch.
 
   exec python -m moevement_ext.slurm --spare-nodes 1 --workers-per-node 8 -- pretrain_gpt.py ...
 """
-_END = '--'
 _ENDED = 128 + signal.SIGTERM
 
 
@@ -55,11 +53,7 @@ def parse(argv: Sequence[str]) -> SlurmJob:
         argv: flags of the launcher, `--`, program, flags of the program.
     """
     parser = _parser()
-    own = list(argv[: argv.index(_END)] if _END in argv else argv)
-    args = parser.parse_args(own)
-    launched = argv[len(own) + 1 :]
-    if not launched:
-        parser.error(f'no program: put {_END}, the program and its flags after the other flags')
+    args = parse_before_program(parser, argv)
     try:
         hosts = _hosts()
         if not 0 <= args.spare_nodes < len(hosts):
@@ -67,22 +61,9 @@ def parse(argv: Sequence[str]) -> SlurmJob:
                 f'--spare-nodes {args.spare_nodes} must be at least 0 and leave a node to train '
                 f'on; the allocation has {len(hosts)}: ask for more with sbatch --nodes.'
             )
-        launch = LaunchConfig(
-            program=launched[0],
-            flags=tuple(launched[1:]),
-            nodes=len(hosts) - args.spare_nodes,
-            workers_per_node=args.workers_per_node,
-            max_restarts=args.max_restarts,
-            log_dir=args.log_dir,
-            faults=given_faults(args),
-            grace_s=args.grace,
-        )
+        launch = configured(args, nodes=len(hosts) - args.spare_nodes, grace_s=args.grace)
         if args.before_end is not None and not args.before_end >= 0:
             raise ConfigurationError(f'--before-end {args.before_end} must be at least 0.')
-        if launch.faults and launch.log_dir is None:
-            raise ConfigurationError(
-                f'{launch.faults[0]} is staged by what the last rank logs: give a --log-dir.'
-            )
     except ConfigurationError as error:
         parser.error(str(error))
     step_flags = tuple(shlex.split(args.step_flags))
@@ -153,15 +134,6 @@ def _parser() -> argparse.ArgumentParser:
         help='Nodes of the allocation that wait, the program imported, to take the place of one '
         'that is lost. Default: 0.',
     )
-    add('--workers-per-node', **number, default=1, help='Ranks on each node. Default: 1.')
-    add(
-        '--max-restarts',
-        **number,
-        default=LaunchConfig.max_restarts,
-        help='Replacements of workers in all, or new starts of all workers together; the next '
-        'death ends the job, as do three errors of one rank within ten minutes. '
-        'Default: %(default)s.',
-    )
     add(
         '--requeue',
         action='store_true',
@@ -196,13 +168,5 @@ def _parser() -> argparse.ArgumentParser:
         help='Runs agents and workers on the nodes, such as "apptainer exec --nv IMAGE.sif python"'
         '. Default: the Python of this launcher.',
     )
-    add(
-        '--log-dir',
-        type=Path,
-        metavar='DIR',
-        help='Append the output of each rank to DIR/rank<N>.log, and events of the launcher to '
-        'DIR/launcher.jsonl, on a file system that all nodes see. Default: all in the log of the '
-        'job, with the rank before each line.',
-    )
-    add_faults(parser)
+    add_shared(parser)
     return parser

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from moevement_ext.events import Event
 from moevement_ext.launch.child import SpawnedChild
-from moevement_ext.launch.config import LaunchConfig
-from moevement_ext.launch.events import SpareEnded, SpareMissing, SpareReady
-from moevement_ext.launch.loop import Loop
+from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.launcher_events import SpareEnded, SpareMissing, SpareReady
+from moevement_ext.launch.loop import FdLoop
 
 _SPARE = Path(__file__).with_name('spare.py')
 
@@ -31,37 +31,28 @@ class SparePool:
         self,
         config: LaunchConfig,
         environment: Mapping[str, str],
-        loop: Loop,
+        loop: FdLoop,
         report: Callable[[Event], None],
     ) -> None:
         self._config = config
         self._environment = environment
         self._loop = loop
         self._report = report
+        self._wanted = 0
         self._importing: list[SpawnedChild] = []
         self._ready: list[SpawnedChild] = []
 
-    def start(self) -> None:
-        """Start one more, in the background; that this fails is no reason to end workers."""
-        try:
-            spare = self._new_spare()
-        except OSError as error:  # no process, file or log is to be had
-            self._report(SpareMissing(str(error)))
-            return
-        self._importing.append(spare)
-        assert spare.output is not None
-        self._loop.watch(spare.output, partial(self._heard_from, spare))
-        self._loop.watch(spare.death, partial(self._died, spare))
+    def keep(self, count: int) -> None:
+        """Have so many from now on, started in the background; more that there are stay."""
+        self._wanted = count
+        self._fill()
 
-    def take(
-        self, environment: Mapping[str, str], log: Path | None, *, refill: bool = True
-    ) -> SpawnedChild | None:
-        """Make a ready spare a worker; None if there is no ready one.
+    def take(self, environment: Mapping[str, str], log: Path | None) -> SpawnedChild | None:
+        """Make a ready spare a worker, and start another one; None if there is no ready one.
 
         Args:
             environment: what is the rank's own.
             log: file that it appends to; None: it prints on its stdout, a pipe.
-            refill: start another one.
         """
         order = {
             'argv': [self._config.program, *self._config.flags],
@@ -72,8 +63,7 @@ class SparePool:
             if spare.tell(json.dumps(order) + '\n'):
                 self._ready.remove(spare)
                 self._loop.forget(spare.death)
-                if refill:
-                    self.start()
+                self._fill()
                 return spare
         return None
 
@@ -89,6 +79,20 @@ class SparePool:
             self._drop(spare)
         self._importing.clear()
         self._ready.clear()
+
+    def _fill(self) -> None:
+        """Start those that are missing; that this fails is no reason to end workers."""
+        while len(self._ready) + len(self._importing) < self._wanted:
+            try:
+                spare = self._new_spare()
+            except OSError as error:  # no process, file or log is to be had
+                self._wanted -= 1
+                self._report(SpareMissing(str(error)))
+                continue
+            self._importing.append(spare)
+            assert spare.output is not None
+            self._loop.watch(spare.output, partial(self._heard_from, spare))
+            self._loop.watch(spare.death, partial(self._died, spare))
 
     def _new_spare(self) -> SpawnedChild:
         command = [str(_SPARE), self._config.program]
@@ -114,8 +118,9 @@ class SparePool:
         (self._ready if was_ready else self._importing).remove(spare)
         code = self._drop(spare)
         self._report(SpareEnded(spare.pid, code, was_ready))
-        if was_ready:
-            self.start()
+        if not was_ready:
+            self._wanted -= 1  # the next would end in the same way
+        self._fill()
 
     def _drop(self, spare: SpawnedChild) -> int:
         assert spare.output is not None

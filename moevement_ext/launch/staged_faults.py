@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
-from moevement_ext.launch.config import Action, LaunchConfig, StagedFault
+from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.memory.node_store import NodeStore
 
 _ITERATION = re.compile(r'\biteration +(\d+)/')
@@ -26,15 +26,12 @@ class StagedFaults:
         self.pending = list(config.faults)
         self._run: tuple[Path, str] | None = None
         for fault in config.faults:
-            if fault.action is Action.KILL_NODE:
+            if fault.action is StagedAction.KILL_NODE:
                 self._run = _run_in_memory(config, fault)
 
-    def due(self, line: str) -> list[StagedFault]:
-        """Those to stage now that the last rank has logged `line`; each is returned once."""
-        logged = _ITERATION.search(line)
-        if logged is None:
-            return []
-        found = [fault for fault in self.pending if fault.iteration <= int(logged[1])]
+    def due(self, iteration: int) -> list[StagedFault]:
+        """Those to stage now that the last rank has logged this one; each is returned once."""
+        found = [fault for fault in self.pending if fault.iteration <= iteration]
         self.pending = [fault for fault in self.pending if fault not in found]
         return found
 
@@ -42,6 +39,12 @@ class StagedFaults:
         """What the node of this name keeps of the run, to be deleted with it."""
         assert self._run is not None  # a node is to be killed
         return NodeStore(*self._run, name)
+
+
+def logged_iteration(line: str) -> int | None:
+    """The iteration that a line of a trainer's log is about."""
+    logged = _ITERATION.search(line)
+    return None if logged is None else int(logged[1])
 
 
 def _run_in_memory(config: LaunchConfig, fault: StagedFault) -> tuple[Path, str]:

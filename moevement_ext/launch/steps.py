@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from moevement_ext.launch.address import ADDRESS_VARIABLE, Address
 from moevement_ext.launch.child import bound
+from moevement_ext.launch.link import ADDRESS_VARIABLE, Address
 
 AGENT = ('-m', 'moevement_ext.launch.agent')
 _SHARES = (

@@ -17,32 +17,31 @@ from torch.distributed import DistError, TCPStore
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.events import Event
-from moevement_ext.launch.child import Child
-from moevement_ext.launch.config import Action, LaunchConfig, StagedFault
-from moevement_ext.launch.errors import LaunchError
-from moevement_ext.launch.events import (
+from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
+from moevement_ext.launch.launch_errors import LaunchError
+from moevement_ext.launch.launcher_events import (
     AllStartAgain,
     FaultStaged,
     JobFailed,
     Journal,
     MemoryKept,
     StoreFound,
-    StoreLost,
+    StoreGone,
     WorkerEnded,
     WorkerEvicted,
     WorkerLate,
-    WorkerLaunched,
     WorkerLostAtExit,
     WorkerStopped,
     WorkerUndead,
 )
-from moevement_ext.launch.loop import Loop
+from moevement_ext.launch.local import LocalStarter
+from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.newcomers import Newcomers
 from moevement_ext.launch.outcome import Outcome, print_event
-from moevement_ext.launch.output import LogTail, Relay
+from moevement_ext.launch.output import LogTail
 from moevement_ext.launch.replacements import Replacements
-from moevement_ext.launch.staged_faults import StagedFaults
-from moevement_ext.launch.starter import LocalStarter, Starter
+from moevement_ext.launch.staged_faults import StagedFaults, logged_iteration
+from moevement_ext.launch.starter import Starter
 from moevement_ext.launch.statements import told_finished, told_memory, told_survivors
 from moevement_ext.launch.worker import BadEnd, Worker
 from moevement_ext.membership.eviction import evictions, take_eviction
@@ -87,11 +86,11 @@ class Supervisor:
         self,
         config: LaunchConfig,
         on_event: Callable[[Event], None] = print_event,
-        starter: Callable[[LaunchConfig, Loop, Callable[[Event], None]], Starter] = LocalStarter,
+        starter: Callable[[LaunchConfig, FdLoop, Callable[[Event], None]], Starter] = LocalStarter,
     ) -> None:
         self.config = config
         config.make_log_dir()
-        self._loop = Loop()
+        self._loop = FdLoop()
         self._report = Journal(config.log_dir, on_event)
         self._starter = starter(config, self._loop, self._report)
         self._answers: AnswerWatch | None = None
@@ -153,9 +152,9 @@ class Supervisor:
         tail = self._log_tail()
         self._starter.open(self.store.port)
         for rank in range(self.config.world_size):
-            child, was_spare = self._new_child(rank, 0)
-            self.workers.append(Worker(rank, child, self._relay(rank, child)))
-            self._started(self.workers[rank], was_spare)
+            worker = Worker(rank)
+            self._start(worker, 0)
+            self.workers.append(worker)
         self._starter.keep_spares()
         next_poll = time.monotonic()
         while not all(worker.finished for worker in self.workers):
@@ -175,24 +174,11 @@ class Supervisor:
 
     # Lives of a worker
 
-    def _new_child(self, rank: int, restarts: int) -> tuple[Child, bool]:
-        try:
-            return self._starter.start(rank, restarts)
-        except OSError as error:
-            raise LaunchError(f'rank {rank} cannot be started: {error}') from error
-
-    def _relay(self, rank: int, child: Child) -> Relay | None:
-        if child.output is None:
-            return None
-        is_last = rank == self.config.world_size - 1
-        return Relay(child.output, f'[rank {rank}] ', self._stage_faults if is_last else _ignore)
-
-    def _started(self, worker: Worker, was_spare: bool) -> None:
-        if worker.relay is not None:
-            self._loop.watch(worker.relay.fd, partial(self._pump, worker.relay))
+    def _start(self, worker: Worker, restarts: int) -> None:
+        watched = worker.rank == self.config.world_size - 1 and self._faults.pending
+        heard = self._stage_faults if watched else None
+        worker.child = self._starter.start(worker.rank, restarts, heard)
         self._loop.watch(worker.child.death, partial(self._ended, worker))
-        if worker.pid:  # else it is reported once it is known
-            self._report(WorkerLaunched(worker.rank, worker.pid, worker.restarts, was_spare))
 
     def _ended(self, worker: Worker) -> None:
         code = self._reap(worker)
@@ -242,8 +228,7 @@ class Supervisor:
         if end.code < 0:
             self._report(WorkerLostAtExit(worker.rank, worker.pid, end.code))
         elif end.code != announced:  # said when the others, who are ending too, have ended
-            words = worker.last_words(self.config.log_of(worker.rank))
-            self._failed_at_exit.append(f'{end.how} when it had finished{words}')
+            self._failed_at_exit.append(f'{end.how} when it had finished{worker.last_words()}')
         worker.finished = True
         self._announced_code = max(self._announced_code, announced)
         return True
@@ -282,10 +267,6 @@ class Supervisor:
         """Wait for its end; returns how it ended."""
         self._loop.forget(worker.child.death)
         code = worker.child.reap()
-        if worker.relay is not None:
-            self._loop.forget(worker.relay.fd)
-            worker.relay.finish()
-        worker.child.close()
         worker.finished = code == 0
         return code
 
@@ -297,7 +278,7 @@ class Supervisor:
             announce_failure(self.store, end.worker.rank, end.how)
             self._replacements.add(end, [end.worker])
             self._bad_ends.pop(0)
-            self._start_again(end.worker, end.worker.restarts + 1)
+            self._start(end.worker, end.worker.restarts + 1)
 
     def _start_all_again(self, cause: BadEnd) -> None:
         """The others wait for the dead worker, perhaps for ever, and nothing can wake them up."""
@@ -315,7 +296,7 @@ class Supervisor:
         self._outcome.all_lost(self.store, cause, restarts)
         self._starter.open(self.store.port)
         for any_worker in self.workers:
-            self._start_again(any_worker, restarts)
+            self._start(any_worker, restarts)
         self._starter.keep_spares()
 
     def _stop(self, workers: list[Worker]) -> None:
@@ -334,23 +315,13 @@ class Supervisor:
         for worker in workers:
             if not worker.child.to_die_s and not worker.child.dies():
                 what = f'rank {worker.rank} (pid {worker.pid}) does not die of SIGKILL'
-                self._starter.give_up(worker.child, f'{what}: it waits in the kernel, see dmesg')
-
-    def _start_again(self, worker: Worker, restarts: int) -> None:
-        worker.restarts = restarts
-        worker.child, was_spare = self._new_child(worker.rank, restarts)
-        worker.relay = self._relay(worker.rank, worker.child)
-        self._started(worker, was_spare)
+                worker.child.give_up(f'{what}: it waits in the kernel, see dmesg')
 
     def _is_done(self, worker: Worker) -> bool:
         return worker.finished or self._told(worker) is not None
 
     def _told(self, worker: Worker) -> int | None:
         return told_finished(self._said, worker.rank, worker.pid)
-
-    def _pump(self, relay: Relay) -> None:
-        if not relay.pump():
-            self._loop.forget(relay.fd)
 
     # The end
 
@@ -402,7 +373,7 @@ class Supervisor:
 
     def _lose_store(self) -> None:
         if self._look_for_store_at is None:
-            self._report(StoreLost(flag.given(self.config.flags)))
+            self._report(StoreGone(flag.given(self.config.flags)))
             self._look_for_store_at = time.monotonic()
 
     def _look_for_store(self) -> bool:
@@ -445,27 +416,24 @@ class Supervisor:
 
     def _log_tail(self) -> LogTail | None:
         log = self.config.log_of(self.config.world_size - 1)
-        return (
-            LogTail(log, self._stage_faults) if log is not None and self._faults.pending else None
-        )
+        return LogTail(log, self._read) if log is not None and self._faults.pending else None
 
-    def _stage_faults(self, line: str) -> None:
-        """Stage the failures that are due once the last rank has logged this line."""
-        for fault in self._faults.due(line):
-            if fault.action is Action.KILL_NODE:
+    def _read(self, line: str) -> None:
+        iteration = logged_iteration(line)
+        if iteration is not None:
+            self._stage_faults(iteration)
+
+    def _stage_faults(self, iteration: int) -> None:
+        """Stage the failures that are due once the last rank has logged this iteration."""
+        for fault in self._faults.due(iteration):
+            if fault.action is StagedAction.KILL_NODE:
                 self._kill_node(fault)
             else:
-                stop = fault.action is Action.STOP
+                stop = fault.action is StagedAction.STOP
                 number = signal.SIGSTOP if stop else signal.SIGKILL
                 self.workers[fault.target].child.signal(number)
                 self._report(FaultStaged(str(fault)))
 
     def _kill_node(self, fault: StagedFault) -> None:
-        ranks = self.config.ranks_of(fault.target)
-        living = [self.workers[rank].child for rank in ranks if not self.workers[rank].child.ended]
-        deleted = self._starter.lose_node(fault.target, living, self._faults.memory_of)
+        deleted = self._starter.lose_node(fault.target, self._faults.memory_of)
         self._report(FaultStaged(str(fault), None if deleted is None else str(deleted)))
-
-
-def _ignore(line: str) -> None:
-    """Only the log of the last rank tells how far the job is."""

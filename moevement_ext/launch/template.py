@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from moevement_ext.launch.child import Child, SpawnedChild
-from moevement_ext.launch.errors import LaunchError
+from moevement_ext.launch.child import OwnChild, SpawnedChild
+from moevement_ext.launch.launch_errors import LaunchError
 
 _SPARE = Path(__file__).with_name('spare.py')
 _MAX_ANSWER_BYTES = 64
@@ -82,11 +82,12 @@ class Template:
         self._socket.close()
 
 
-class ForkedChild(Child):
+class ForkedChild(OwnChild):
     """A worker that was forked; the template is its parent, and is asked how it ended."""
 
     def __init__(self, template: Template, pid: int, output: int | None) -> None:
-        super().__init__(pid, os.pidfd_open(pid), output)
+        super().__init__(pid, os.pidfd_open(pid))
+        self.output = output
         self._template = template
 
     def close(self) -> None:

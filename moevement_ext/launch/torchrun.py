@@ -115,7 +115,7 @@ class OutsideStore(RendezvousHandler):
         return True
 
 
-class Agent(LocalElasticAgent):
+class RestartingAgent(LocalElasticAgent):
     """Torch's agent, which starts nobody again with a mistake of the user.
 
     Whatever signal has asked it to end, it hands on the one that the workers listen for.
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rendezvous_handler_registry.register(_BACKEND, OutsideStore.create)
         with closing(NodeLeader(*flag.split(args.rdzv_endpoint))) as leader:
             os.environ |= leader.variables
-            api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
+            api.LocalElasticAgent = RestartingAgent  # type: ignore[attr-defined]
             run(args)
 
 

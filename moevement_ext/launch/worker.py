@@ -2,14 +2,11 @@
 """The present process of a rank, and an end of it that is still to be judged."""
 
 import signal
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.launch.child import Child
-from moevement_ext.launch.events import describe_exit
-from moevement_ext.launch.output import Relay, last_lines
+from moevement_ext.launch.launcher_events import describe_exit
+from moevement_ext.launch.remote import RemoteChild
 
 _NOT_ITS_FAULT = (EXIT_WHOLE_JOB, -signal.SIGKILL, -signal.SIGTERM)
 
@@ -19,9 +16,7 @@ class Worker:
     """The present process of a rank."""
 
     rank: int
-    child: Child
-    relay: Relay | None
-    restarts: int = 0
+    child: RemoteChild = field(init=False)
     finished: bool = False
     """It ended with exit status 0, or with what it had announced."""
     errors: list[float] = field(default_factory=list)
@@ -32,19 +27,16 @@ class Worker:
         """Process id of the present life."""
         return self.child.pid
 
-    def last_words(self, log: Path | None) -> str:
-        """What a dead worker printed last, to be shown after the reason of a failure.
+    @property
+    def restarts(self) -> int:
+        """How often the rank was restarted."""
+        return self.child.restarts
 
-        Args:
-            log: its file, if it has one.
-        """
-        lines = self.child.last_lines if self.relay is None else self.relay.last_lines
-        if not lines and log is not None:
-            with suppress(OSError):
-                lines = last_lines(log)
-        if not lines:
+    def last_words(self) -> str:
+        """What a dead worker printed last, to be shown after the reason of a failure."""
+        if not self.child.last_lines:
             return '; it printed nothing.'
-        return '; its last lines:\n' + '\n'.join(f'    {line}' for line in lines)
+        return '; its last lines:\n' + '\n'.join(f'    {line}' for line in self.child.last_lines)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,11 @@ from collections.abc import Callable
 import msgspec
 from torch.distributed import DistError, Store
 
+from moevement_ext.membership.epoch_watch import (
+    HEARTBEAT_SECONDS,
+    MOST_BETWEEN_LOOKS_S,
+    heartbeat_period_s,
+)
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import (
     Absent,
@@ -24,11 +29,6 @@ from moevement_ext.membership.rendezvous import (
 )
 from moevement_ext.membership.report import Report
 from moevement_ext.membership.signs import hear
-from moevement_ext.membership.watch import (
-    HEARTBEAT_SECONDS,
-    MOST_BETWEEN_LOOKS_S,
-    heartbeat_period_s,
-)
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ _MOST = (1 << _BITS) - 1
 _SPREAD = 8
 
 
-class Arrival(NamedTuple):
+class RankArrival(NamedTuple):
     """What a process finds that says that its rank has come."""
 
     is_first: bool
@@ -32,7 +32,7 @@ class Arrival(NamedTuple):
     """It signs one of at most fifteen counters, which are spread over all."""
 
 
-def sign(store: Store, name: str, rank: int, world_size: int) -> Arrival:
+def sign(store: Store, name: str, rank: int, world_size: int) -> RankArrival:
     """Say that a rank has come; once only in a process.
 
     Args:
@@ -50,7 +50,7 @@ def sign(store: Store, name: str, rank: int, world_size: int) -> Arrival:
     is_full = is_first and order == len(ranks)
     is_last = is_full and store.add(f'{name}/full', 1) == counters
     is_spread = place % max(counters // _SPREAD, 1) == 0
-    return Arrival(is_first, order, is_last, is_spread)
+    return RankArrival(is_first, order, is_last, is_spread)
 
 
 def has_signed(store: Store, name: str, rank: int) -> bool:

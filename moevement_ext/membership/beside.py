@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from moevement_ext.membership.rendezvous import Meeting
+from moevement_ext.membership.rendezvous import EpochBroken, Meeting
 from moevement_ext.membership.report import Report
 
 
@@ -23,7 +23,7 @@ class Met(NamedTuple):
     detect_s: float
     """From its end until this process heard of it."""
     before: list[Report]
-    """Of all ranks, by rank, in that one."""
+    """Reports of all ranks, by rank, in that one."""
     meeting: Meeting
     reports: list[Report]
     """In this one."""
@@ -58,17 +58,22 @@ class Beside:
             self._ended = True
             self._changed.notify_all()
 
-    def take(self, wait: bool = True) -> list[Met]:
-        """What was met since the last call, oldest first; none if nothing will be, or need be.
+    def take(self, wait: bool) -> list[Met]:
+        """What was met since the last call, oldest first.
 
         Args:
             wait: until there is something.
+
+        Raises:
+            EpochBroken: nobody is met beside any more.
         """
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._met or self._ended)
+            if self._ended:
+                raise EpochBroken('the replay of this stage cannot go on')
             met, self._met = self._met, []
-            return [] if self._ended else met
+            return met
 
     @property
     def has_met(self) -> bool:

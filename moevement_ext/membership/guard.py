@@ -12,12 +12,12 @@ from typing import NoReturn
 
 from torch.distributed import Store
 
+from moevement_ext.membership.epoch_watch import EpochWatch
 from moevement_ext.membership.rendezvous import present_epoch
 from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.store_loss import StoreLoss
 from moevement_ext.membership.training_thread import TrainingThread
-from moevement_ext.membership.watch import EpochWatch
-from moevement_ext.store.connections import Connections
+from moevement_ext.store.connection_pool import Connections
 
 
 class Guard:

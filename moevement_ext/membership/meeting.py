@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Meetings:
-    """Of one process; used by one thread at a time.
+    """The meetings of one process; used by one thread at a time.
 
     Args:
         rendezvous: where it meets the others.

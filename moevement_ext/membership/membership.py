@@ -33,6 +33,7 @@ from torch.distributed import DistError, PrefixStore, Store
 
 from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.membership.beside import Beside, Met
+from moevement_ext.membership.epoch_watch import HEARTBEAT_SECONDS, EpochWatch
 from moevement_ext.membership.meeting import Meetings
 from moevement_ext.membership.rendezvous import (
     Ending,
@@ -49,11 +50,10 @@ from moevement_ext.membership.report import NOWHERE, Report, decode_all
 from moevement_ext.membership.standstill import Present, Standstill
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import TrainingThread
-from moevement_ext.membership.watch import HEARTBEAT_SECONDS, EpochWatch
 from moevement_ext.process.leaving import end_at_once
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups, connect_timeout
-from moevement_ext.store.connections import Connections
+from moevement_ext.store.connection_pool import Connections
 
 logger = logging.getLogger(__name__)
 
@@ -266,18 +266,19 @@ class Membership:
             with self._setting_up:
                 self._end_beside(beside)
 
-    def take_over(self, beside: Beside) -> list[Met]:
-        """Be in the newest epoch that was met beside; returns all since the last call.
+    def take_over(self, beside: Beside, wait: bool) -> list[Met]:
+        """Be in the newest epoch that was met beside; all since the last call.
 
-        Waits for it: to be called once the present one is over.
+        Args:
+            beside: given to `leaving_it_to`.
+            wait: until there is one: the present one is over.
 
         Raises:
             EpochBroken: the replay cannot go on.
         """
-        met = beside.take()
-        if not met:
-            raise EpochBroken(self._watch.reason or 'another stage was lost')
-        self._taken, self.reports = met[-1].meeting, met[-1].reports
+        met = beside.take(wait)
+        if met:
+            self._taken, self.reports = met[-1].meeting, met[-1].reports
         return met
 
     def leaves_nothing_to(self, beside: Beside) -> bool:

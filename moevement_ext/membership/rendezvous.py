@@ -38,7 +38,7 @@ from torch.distributed import DistError, PrefixStore, Store
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership import attendance, brought
-from moevement_ext.membership.attendance import Arrival
+from moevement_ext.membership.attendance import RankArrival
 from moevement_ext.membership.gates import behind, has_moved, is_open, open_gate, shut_gate
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.patience import Patience
@@ -344,7 +344,7 @@ class Rendezvous:
             open_gate(self.store, _full(epoch))
         return True
 
-    def _is_to_look(self, epoch: int, arrival: Arrival) -> bool:
+    def _is_to_look(self, epoch: int, arrival: RankArrival) -> bool:
         """Those that came first are, and some that are spread over the others.
 
         Ranks of a node come, and are lost, together.

@@ -25,6 +25,8 @@ from moevement_ext.plan.byte_planner import (
 
 DEFAULT_NETWORK_SHARE = 0.5
 """What replication takes, on average, of the rate at which a rank can send."""
+SPREAD_MARGIN = 1.25
+"""By which slots go faster than they must, as iterations are not all of one length."""
 
 
 class Need(NamedTuple):
@@ -69,6 +71,7 @@ def budgets(
     copies: int,
     hidden_fraction: float = DEFAULT_HIDDEN_FRACTION,
     network_share: float = DEFAULT_NETWORK_SHARE,
+    network_bytes_per_s: float | None = None,
 ) -> Budgets:
     """What the links of a rank carry in an iteration.
 
@@ -80,12 +83,48 @@ def budgets(
         copies: holders of replicas.
         hidden_fraction: part of an iteration, in (0, 1], that hides a copy.
         network_share: part of the send rate, in (0, 1], that replication takes on average.
+        network_bytes_per_s: what replication is held to at all times, in place of a share; None: to
+            nothing.
     """
     copy = hideable_budget(copy_bytes_per_s, iteration_s, hidden_fraction)
-    if send_bytes_per_s is None or not copies:
+    whole = held_to(send_bytes_per_s, 1.0, network_bytes_per_s)
+    if whole is None or not copies:
         return Budgets(copy, None, None)
-    link = hideable_budget(send_bytes_per_s / copies, iteration_s, 1.0)
-    return Budgets(copy, max(1, int(link * network_share)), link)
+    link = hideable_budget(whole / copies, iteration_s, 1.0)
+    share = network_share if network_bytes_per_s is None else 1.0
+    return Budgets(copy, max(1, int(link * share)), link)
+
+
+def held_to(link: float | None, share: float, limit: float | None) -> float | None:
+    """Bytes/s that replication may take of a link; None: as many as it likes.
+
+    Args:
+        link: bytes/s that it carries; None: it is no limit, or not known.
+        share: part of it, in (0, 1], where there is no limit.
+        limit: `--sparse-ckpt-network-gb-per-s`, in bytes/s; None: none is given.
+    """
+    if limit is None:
+        return None if link is None else link * share
+    return limit if link is None else min(link, limit)
+
+
+def spread(slot_bytes: Sequence[int], iteration_s: float, copies: int) -> float | None:
+    """Bytes/s at which the slots of a window are sent by the time its last one comes.
+
+    The end of a window goes over the whole link: when it is sent, the next one may begin.
+
+    Args:
+        slot_bytes: of all slots of a window of this rank.
+        iteration_s: seconds of an iteration.
+        copies: holders of replicas.
+
+    Returns:
+        None: there is nothing to be spread.
+    """
+    if len(slot_bytes) < 2 or iteration_s <= 0 or not copies:
+        return None
+    before_last = _need(np.array(slot_bytes[:-1], dtype=np.int64)[:, None])
+    return SPREAD_MARGIN * copies * before_last.burst / iteration_s
 
 
 def needs(operators: Operators, always: int = 0) -> Iterator[Need]:

@@ -10,7 +10,6 @@ Training never waits for any of it: a file in memory that is held has a substitu
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.statistics import CaptureStatistics
+from moevement_ext.token_bucket import TokenBucket
 
 GIGA = 1e9
 _ROLL_BACK_SECONDS = 10.0
@@ -260,7 +260,6 @@ class DiskTier:
 
     def _pace(self, window: WindowName, file: WindowFile) -> Callable[[int], None]:
         """Waits as long as the rate demands, and ends a copy that is of no use."""
-        began, done = time.monotonic(), 0
 
         def useless() -> bool:
             return (
@@ -270,12 +269,14 @@ class DiskTier:
                 or not self._windows.is_held(file)
             )
 
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            ahead = began + done / self._settings.bytes_per_s - time.monotonic()
+        def wait(seconds: float) -> bool:
             with self._changed:
-                if self._changed.wait_for(useless, max(ahead, 0.0)):
-                    raise _CopyEnds
+                return self._changed.wait_for(useless, seconds)
+
+        bucket = TokenBucket(wait)
+
+        def advance(nbytes: int) -> None:
+            if bucket.take(nbytes, self._settings.bytes_per_s):
+                raise _CopyEnds
 
         return advance

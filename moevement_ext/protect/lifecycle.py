@@ -91,7 +91,12 @@ class WindowLife:
         self._replicator = Replicator(
             owner, peers, self.replicated, statistics.degraded, max_windows=GENERATIONS
         )
+        self._replicator.hurries = lambda: self.in_vain()
         self._board = board(self.agreed)
+
+    def share_links(self, limit: float | None, spreads: bool) -> None:
+        """Keep to a rate from now on, as attributes of the `Replicator` say."""
+        self._replicator.limit, self._replicator.spreads = limit, spreads
 
     def stop(self) -> None:
         """End all threads; files stay."""
@@ -294,4 +299,4 @@ class WindowLife:
 
     def _submit(self, file: WindowFile) -> None:
         for slot in file.slots():
-            self._replicator.submit(file, slot)
+            self._replicator.submit(file, slot, urgent=True)

@@ -157,6 +157,8 @@ class Protection:
             self._statistics,
             rank.config.max_wait,
         )
+        config = rank.config
+        self.windows.share_links(config.network_bytes_per_s, config.network_gb_per_s == AUTO)
         self.checkpointer = SparseCheckpointer(
             rank.identity,
             self._operators.slices,
@@ -463,7 +465,13 @@ class Protection:
     def _shortest_window(self, seen: Measured) -> int | None:
         """The fewest slots that the links of all ranks carry, at these rates."""
         copies = max(map(len, self.memory.copies.holders))
-        carried = budgets(seen.iteration_s, seen.copy_bytes_per_s, seen.send_bytes_per_s, copies)
+        carried = budgets(
+            seen.iteration_s,
+            seen.copy_bytes_per_s,
+            seen.send_bytes_per_s,
+            copies,
+            network_bytes_per_s=self._rank.config.network_bytes_per_s,
+        )
         return self.planner.shortest_window(carried, self._longest)
 
     def _make_room_in_log(self, window: int) -> None:

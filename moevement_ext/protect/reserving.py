@@ -36,7 +36,7 @@ class Room(msgspec.Struct, frozen=True):
 
 
 class Sizes(NamedTuple):
-    """Of files of a rank, by W."""
+    """How large files of a rank are, by W."""
 
     capacity: Callable[[int], int]
     """Size of a window file."""

@@ -378,7 +378,7 @@ class LocalizedRecovery:
         return isinstance(verdict, Localized) and self._rank.number in verdict.going_on
 
     def _wait_for_others(self, verdict: Localized, beside: Beside) -> Localized:
-        met: list[Met] = []
+        met = self._membership.take_over(beside, wait=False)  # keys of the present one may be gone
         while True:
             try:
                 if met:
@@ -390,8 +390,8 @@ class LocalizedRecovery:
                 if self._membership.leaves_nothing_to(beside):
                     return verdict
             except EpochBroken:
-                pass  # unless this is the end of it:
-            met = self._membership.take_over(beside)
+                pass
+            met = self._membership.take_over(beside, wait=True)
 
     def _take_over(self, met: Sequence[Met]) -> Localized:
         """Be where all others have come to meanwhile."""

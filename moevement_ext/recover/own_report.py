@@ -51,7 +51,7 @@ class OwnReport:
         self._fruitless = fruitless
 
     def now(self, refused: Sequence[Window]) -> Report:
-        """Of a training thread that has left its epoch.
+        """The report of a training thread that has left its epoch.
 
         Args:
             refused: windows that are damaged beyond repair.
@@ -86,7 +86,7 @@ class OwnReport:
     def of_replay(
         self, window: Window, target: int, refused: Sequence[Window]
     ) -> Callable[[], Report]:
-        """Of a training thread that is about to replay its stage; to be called on any other.
+        """The report of one that is about to replay its stage; to be called on any other thread.
 
         Args:
             window: from which.

@@ -209,28 +209,24 @@ def _undisturbed(
     under_way: Mapping[int, UnderWay],
     layout: _Layout,
 ) -> frozenset[int]:
-    """Those stages that read no log which begins anew, or lacks what they need."""
+    """Those stages that read no log which begins anew, or is gone.
+
+    What a log has dropped since they began is of iterations that they have replayed: a newer window
+    is persisted on all ranks then, theirs among them.
+    """
 
     def is_disturbed(stage: int) -> bool:
         begin = stages - going_on
         neighbours = layout.neighbours([stage])
         if neighbours & begin or (stage in layout.tied and layout.tied & begin):
             return True
-        return not _logs_reach(
-            under_way[stage].window, under_way[stage].target, neighbours - stages, reports, layout
-        )
+        reads = under_way[stage].window.start < under_way[stage].target
+        around = layout.ranks_of(neighbours - stages)
+        return reads and any(reports[rank].first_logged == NOWHERE for rank in around)
 
     while disturbed := frozenset(filter(is_disturbed, going_on)):
         going_on -= disturbed
     return going_on
-
-
-def _logs_reach(
-    window: Window, target: int, stages: Collection[int], reports: Sequence[Report], layout: _Layout
-) -> bool:
-    """True if all that these stages sent since a window is in their logs."""
-    logs = (reports[rank].first_logged for rank in layout.ranks_of(stages))
-    return window.start == target or all(NOWHERE < first <= window.start + 1 for first in logs)
 
 
 def _window(
@@ -248,8 +244,10 @@ def _window(
     reachable = [c for c in complete if c.dense_at <= target]
     if not reachable:
         return 'no window is complete on all ranks'
-    neighbours = layout.neighbours(stages)
+    logs = [reports[rank].first_logged for rank in layout.ranks_of(layout.neighbours(stages))]
     for candidate in reachable:
-        if _logs_reach(candidate, target, neighbours, reports, layout):
+        if candidate.start == target or all(
+            NOWHERE < first <= candidate.start + 1 for first in logs
+        ):
             return candidate
     return 'the logs of the neighbouring stages do not reach back to any window'

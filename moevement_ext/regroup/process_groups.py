@@ -39,7 +39,7 @@ class RegroupError(SparseCheckpointError):
     """Groups could not be connected anew; what had a real backend raises until they are."""
 
 
-class Kind(Protocol):
+class BackendKind(Protocol):
     """Knows one kind of real backend: `Gloo` or `Nccl`."""
 
     waits_return: bool
@@ -141,7 +141,7 @@ class ProcessGroups:
         # part that is not.
         self._tried: Store | None = None
         self._used: Store | None = None
-        self._addresses: list[tuple[Kind, Store, int]] = []
+        self._addresses: list[tuple[BackendKind, Store, int]] = []
         with self._lock:
             self._take_up()
         if self._kinds.keys() == {gloo.NAME}:
@@ -422,7 +422,7 @@ def stand_in_for(backend: str) -> None:
     capability[FAKE] = list(capability[backend])
 
 
-def _kind(name: str) -> Kind:
+def _kind(name: str) -> BackendKind:
     if name == gloo.NAME:
         internals.check(gloo.PARTS)
         return gloo.Gloo()

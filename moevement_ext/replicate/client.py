@@ -36,6 +36,8 @@ from moevement_ext.replicate.protocol import (
     WindowHead,
 )
 
+CHUNK_BYTES = 2**20
+"""Sent at a time where a rate is kept."""
 _MAX_HEADERS = 4096
 _MAX_HEADERS_BYTES = 256 * 2**20
 
@@ -66,7 +68,12 @@ class ReplicaClient:
         secret: secret of this life of the job.
         timeout_s: time for one exchange, besides time to move its bytes.
         max_record_bytes: the largest record of its log, which cannot be larger than the log.
+
+    Attributes:
+        takes_all: it is sent whole windows.
     """
+
+    takes_all = True
 
     def __init__(
         self,
@@ -88,7 +95,12 @@ class ReplicaClient:
             pass
 
     def put_slot(
-        self, owner: int, file: WindowFile, slot: int, agreed: Agreed = NOTHING_AGREED
+        self,
+        owner: int,
+        file: WindowFile,
+        slot: int,
+        agreed: Agreed = NOTHING_AGREED,
+        before: Callable[[int], object] = lambda nbytes: None,
     ) -> int:
         """Send a sealed slot of the window in `file`; nothing is sent that is there already.
 
@@ -97,6 +109,8 @@ class ReplicaClient:
             file: the window, perhaps not yet complete.
             slot: index of the slot.
             agreed: what is known of all ranks' windows; lets the peer recycle.
+            before: called with the size of each chunk before that is sent; may wait as long as
+                that takes at `MIN_BYTES_PER_SECOND`.
 
         Returns:
             Bytes that were sent.
@@ -119,8 +133,11 @@ class ReplicaClient:
             if isinstance(reply, Ack):
                 return 0
             _require(reply, Proceed)
-            connection.send_bytes(blob.payload)
-            connection.send_bytes(blob.frame)
+            for part in (memoryview(blob.payload), memoryview(blob.frame)):
+                for at in range(0, len(part), CHUNK_BYTES):
+                    chunk = part[at : at + CHUNK_BYTES]
+                    before(len(chunk))
+                    connection.send_bytes(chunk)
             _expect(connection, Ack)
             return nbytes
 

@@ -33,7 +33,6 @@ from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.memory.window.twin import OwnParts
 from moevement_ext.memory.witness import Witness
-from moevement_ext.replicate.address import host_identity, local_host
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import own_domain
 from moevement_ext.replicate.greeting import new_secret
@@ -46,8 +45,9 @@ from moevement_ext.replicate.node_plan import (
     node_plan,
     stubs_at,
 )
+from moevement_ext.replicate.own_address import host_identity, local_host
+from moevement_ext.replicate.replica_server import ReplicaServer, Stubs
 from moevement_ext.replicate.secret import mark, of_life
-from moevement_ext.replicate.server import ReplicaServer, Stubs
 from moevement_ext.replicate.twin_client import TwinClient
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ It never holds up or fails training.
 
 import itertools
 import logging
+import statistics
 import threading
 import time
 from collections import deque
@@ -16,7 +17,10 @@ from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import OtherBytes
-from moevement_ext.replicate.client import BaseAwaited, ReplicaClient
+from moevement_ext.plan.windows import spread
+from moevement_ext.replicate.client import CHUNK_BYTES, BaseAwaited, ReplicaClient
+from moevement_ext.replicate.protocol import MIN_BYTES_PER_SECOND
+from moevement_ext.token_bucket import TokenBucket
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +57,10 @@ class _Job:
         self.file = file
         self.name = name
         self.length = length
+        self.urgent = False
         self.slots: list[int] = []
+        self.came: list[float] = []
+        """When each of them did."""
 
     @property
     def complete(self) -> bool:
@@ -80,6 +87,12 @@ class Replicator:
             is reduced until `on_window_replicated` is called again. Both callbacks run on the
             replicator's thread.
         max_windows: windows waiting at most; beyond it the oldest is given up.
+
+    Attributes:
+        limit: bytes/s at which slots are sent at most; None: there is no such rate.
+        spreads: without a limit, slots of a window under way are sent so that none waits when its
+            last one comes, and no faster, by the sizes and times of the window before.
+        hurries: true while nothing is to be held up, as in a recovery.
     """
 
     def __init__(
@@ -101,16 +114,27 @@ class Replicator:
         self._agreed = Agreed()
         self._sent: dict[WindowName, tuple[int, float]] = {}
         """Bytes and seconds of the newest windows, the oldest first; replaced, never changed."""
+        self.limit: float | None = None
+        self.spreads = False
+        self.hurries: Callable[[], bool] = lambda: False
+        self._spread: tuple[int, float | None] = (0, None)
+        """Slots of the window before, and bytes/s that would have spread them."""
         self._stopping = threading.Event()
+        self._bucket = TokenBucket(self._stopping.wait, CHUNK_BYTES)
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f'replicator-{owner}', daemon=True)
         self._thread.start()
 
-    def submit(self, file: WindowFile, slot: int) -> None:
+    def submit(self, file: WindowFile, slot: int, urgent: bool = False) -> None:
         """Queue a sealed slot; never blocks. When the last slot was sent the peers commit.
 
         Called by the sealing thread, or, for a window that is to be sent again (new peers), by
         whoever finds it committed.
+
+        Args:
+            file: the window.
+            slot: index of the slot.
+            urgent: the window is protected by too little until it is sent: no rate is kept.
         """
         name = file.required_name()
         with self._changed:
@@ -122,8 +146,12 @@ class Replicator:
                 # A peer takes in one window at a time, so older ones do not come in between.
                 self._jobs = deque(sorted([*self._jobs, job], key=lambda other: other.name))
                 self._give_up_oldest()
+            job.urgent |= urgent
             if slot not in job.slots:
                 job.slots.append(slot)
+                job.came.append(time.monotonic())
+                if self.spreads and job.complete and not job.urgent:
+                    self._spread = job.length, self._spread_rate(job)
             self._changed.notify()
 
     def abandon(self, window: WindowName) -> None:
@@ -169,13 +197,14 @@ class Replicator:
             self._peers = {rank: _Peer(client) for rank, client in peers.items()}
             for file in windows:
                 for slot in file.slots():
-                    self.submit(file, slot)
+                    self.submit(file, slot, urgent=True)
             self._changed.notify()
 
     def bytes_per_s(self) -> float | None:
         """Rate at which peers took slots of the newest windows, bytes/s; None before the first.
 
-        Whole windows, as the slots of one may be of any size. Called by any thread.
+        Whole windows, as the slots of one may be of any size, but for slots that had to wait for
+        their turn. Called by any thread.
         """
         of_windows = self._sent.values()
         seconds = sum(taken for _, taken in of_windows)
@@ -268,13 +297,34 @@ class Replicator:
         return None
 
     def _send(self, job: _Job, slot: int, peer: _Peer) -> None:
-        began = time.perf_counter()
-        nbytes = peer.client.put_slot(self.owner, job.file, slot, self._agreed)
-        if nbytes:
+        began, held_up = time.perf_counter(), self._bucket.held_up
+        nbytes = peer.client.put_slot(
+            self.owner,
+            job.file,
+            slot,
+            self._agreed,
+            lambda chunk: self._bucket.take(chunk, self._rate(job)),
+        )
+        if nbytes and held_up == self._bucket.held_up:
             self._count(job.name, nbytes, time.perf_counter() - began)
         with self._changed:
             if job in self._jobs:  # not dropped meanwhile
                 peer.sent.add((job.name, slot))
+
+    def _rate(self, job: _Job) -> float | None:
+        """For the next bytes of a window, bytes/s; None: whatever the link carries."""
+        if self._stopping.is_set() or job.urgent or job not in self._jobs or self.hurries():
+            return None
+        length, rate = self._spread
+        if self.limit is not None or rate is None or job.complete or job.length != length:
+            return self.limit
+        return max(rate, 2.0 * MIN_BYTES_PER_SECOND)
+
+    def _spread_rate(self, job: _Job) -> float | None:
+        sizes = [job.file.header(slot).payload_bytes for slot in range(job.length)]
+        gaps = [after - before for before, after in itertools.pairwise(job.came)]
+        holders = sum(peer.client.takes_all for peer in self._peers.values())
+        return spread(sizes, statistics.median(gaps), holders) if gaps and holders else None
 
     def _count(self, name: WindowName, nbytes: int, seconds: float) -> None:
         before = self._sent.get(name, (0, 0.0))

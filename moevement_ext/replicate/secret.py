@@ -49,7 +49,7 @@ class _Marks(msgspec.Struct, frozen=True):
     """That of one that it has drawn; the one of rank 0 counts, if none is given."""
 
 
-class Exchange(Protocol):
+class SecretExchange(Protocol):
     """That of `membership.exchange`."""
 
     joining: bool
@@ -72,7 +72,7 @@ def variables_of(secret: bytes) -> dict[str, str]:
     return {VARIABLE: hmac.digest(secret, b'workers', 'sha256').hex()}
 
 
-def agree(exchange: Exchange, node: NodeStore) -> bytes:
+def agree(exchange: SecretExchange, node: NodeStore) -> bytes:
     """The secret of the job. Collective; by a process that joins alone.
 
     Args:

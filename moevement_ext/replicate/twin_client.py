@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connection to a twin: a peer that captures the same bytes, so that it is sent stubs alone."""
 
+from collections.abc import Callable
+
 from moevement_ext.memory.window.agreed import NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.file import SlotBlob, WindowFile
 from moevement_ext.memory.window.slot import SlotHeader
@@ -17,15 +19,22 @@ class TwinClient(ReplicaClient):
         own_parts: what the twin need not have alike.
     """
 
+    takes_all = False
+
     def __init__(self, address: tuple[str, int], secret: bytes, own_parts: OwnParts) -> None:
         super().__init__(address, secret)
         self._own_parts = own_parts
 
     def put_slot(
-        self, owner: int, file: WindowFile, slot: int, agreed: Agreed = NOTHING_AGREED
+        self,
+        owner: int,
+        file: WindowFile,
+        slot: int,
+        agreed: Agreed = NOTHING_AGREED,
+        before: Callable[[int], object] = lambda nbytes: None,
     ) -> int:
         """Send the stub of a sealed slot; what few bytes take says nothing of the link: 0."""
-        super().put_slot(owner, file, slot, agreed)
+        super().put_slot(owner, file, slot, agreed, before)
         return 0
 
     def fetch_headers(self, owner: int, start: int) -> list[SlotHeader]:

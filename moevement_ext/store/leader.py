@@ -23,7 +23,7 @@ from moevement_ext.store import branches, wire
 from moevement_ext.store.clients import MOST_BYTES_OWED, MOST_QUESTIONS, Clients
 from moevement_ext.store.combining import Questions, Waits
 from moevement_ext.store.line import Line
-from moevement_ext.store.wire import Kind, Received, Request
+from moevement_ext.store.wire import Incoming, Kind, Request
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class _Client(asyncio.Protocol):
     ) -> None:
         self._reach_store = reach_store
         self._clients = clients
-        self._received = Received()
+        self._received = Incoming()
         self._store: _Store | None = None
         self._owed: deque[Future[bytes]] = deque()
         """Answers to come, in their order."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from moevement_ext.store import wire
-from moevement_ext.store.wire import Kind, Received, Request
+from moevement_ext.store.wire import Incoming, Kind, Request
 
 
 class Line(asyncio.Protocol):
@@ -23,7 +23,7 @@ class Line(asyncio.Protocol):
 
     def __init__(self, on_lost: Callable[[], None]) -> None:
         self._on_lost = on_lost
-        self._received = Received()
+        self._received = Incoming()
         self._asked: deque[tuple[Request, Future[bytes]]] = deque()
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0

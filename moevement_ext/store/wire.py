@@ -68,7 +68,7 @@ type Reading[T] = Generator[int, bytes, T]
 """Asks for so many bytes, is sent them, and returns what they say."""
 
 
-class Received:
+class Incoming:
     """What has come on a connection and is not read yet.
 
     What has been read of a thing that is not whole yet is not read again when more has come.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from moevement_ext.events import NextTier, Recovered
+from moevement_ext.events import LossLogged, NextTier, Recovered
 from tests.distributed.conftest import (
     differences,
     digest_of_undisturbed,
@@ -48,6 +48,8 @@ def test_own_loop_goes_on_with_the_bits_of_an_undisturbed_run(
     for rank in range(3):
         recovered = [event.replayed for event in job.events_of(Recovered, rank)]
         assert any(recovered) == (str(rank) in replayed)
+    assert [event.iteration for event in job.events_of(LossLogged, 2)] == [10]
+    assert not job.events_of(LossLogged, 1)
 
 
 @pytest.mark.thorough

@@ -17,6 +17,7 @@ SETUPS = {
     'bf16-distributed': f'--bf16 --use-distributed-optimizer {PP2}',
     'bf16-plain': f'--bf16 {PP2}',
     'fp32': PP2,
+    'fp32-distributed': f'--use-distributed-optimizer {PP2}',
     # Experts of two ranks, whose generators upstream does not keep apart in a checkpoint.
     'experts': f'--bf16 --use-distributed-optimizer --expert-model-parallel-size 2 {PP2}',
 }
@@ -44,6 +45,7 @@ def _flip_byte_of_every_window(job: Cluster, owner: int) -> None:
         pytest.param('damaged', 'bf16-distributed', marks=pytest.mark.thorough),
         pytest.param('damaged', 'bf16-plain', marks=pytest.mark.thorough),
         pytest.param('damaged', 'fp32', marks=pytest.mark.thorough),
+        ('damaged', 'fp32-distributed'),
     ],
 )
 def test_windows_captured_after_a_dense_restart_give_the_same_bits(

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from megatron.core.dist_checkpointing import load_common_state_dict
 
-from moevement_ext.events import FailureDetected, Recovered, WorkerStarted
+from moevement_ext.events import FailureDetected, Recovered, RecoveryStarted, WorkerStarted
 from tests.distributed.conftest import LINES
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster, free_port
 from tests.distributed.harness.output import scraped, upstream_lines
@@ -125,6 +125,7 @@ def everything_on(cluster: Callable[..., Cluster]) -> Cluster:
     job.flags += ['--num-workers', str(LOADERS), '--sparse-ckpt-disk', str(disk)]
     job.flags += ['--save', str(job.directory / 'dense'), '--save-interval', str(SAVES)]
     job.flags += ['--sparse-ckpt-metrics', str(free_port())]
+    job.flags += ['--sparse-ckpt-network-gb-per-s', '0.1']
     profile = '--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 10'
     job.flags += [*profile.split(), '--tensorboard-dir', str(job.directory / 'board')]
     return job
@@ -164,7 +165,7 @@ def check_saves(dense: Path) -> None:
 
 
 FOUR_STAGES = (
-    f'{FP32} --pipeline-model-parallel-size 4 {UNTIED} --train-iters 70 --global-batch-size 2'
+    f'{FP32} --pipeline-model-parallel-size 4 {UNTIED} --train-iters 96 --global-batch-size 2'
 ).split()
 IN_RECOVERIES = (
     Strike('during detection', '1:8:forward,3:8:detect'),
@@ -180,17 +181,30 @@ IN_RECOVERIES = (
     Strike('neighbour right after recovery', '1:59:forward,2:59:backward'),
     Strike('two adjacent stages at once', '1:64:forward,2:64:forward'),
     Strike('two separate stages at once', '0:68:forward,2:68:forward'),
+    Strike('a far stage while it fetches', '0:74:forward', also=(3,)),
+    Strike('far stages while it converts and catches up', '0:80:forward', also=(2, 3)),
+    Strike('a far stage when it has caught up', '3:86:forward', also=(1,)),
+    Strike('a neighbour while it catches up', '0:92:forward', also=(1,)),
 )
+WENT_ON = {(0, 73): 1, (0, 79): 2, (3, 85): 1, (0, 91): 0}
+"""Through how many failures, by rank and iteration to which it replayed; see `probes.cascading`."""
 
 
 def test_more_failures_in_recoveries(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    strike_all(
+    job = strike_all(
         lambda: cluster(*FOUR_STAGES, '--sparse-ckpt-window', '3', *SETTLED, nodes=4),
         IN_RECOVERIES,
         reference(*FOUR_STAGES),
+        mutation='probes.cascading:far_and_near_ones_die',
     )
+    for (rank, target), times in WENT_ON.items():
+        recovered = [e for e in job.events_of(Recovered, rank) if e.target == target]
+        assert [event.went_on for event in recovered] == [times], (rank, target)
+        (back,) = {event.pid for event in recovered}
+        began = [event for event in job.events_of(RecoveryStarted, rank) if event.pid == back]
+        assert len(began) == (1 if times else 2), (rank, target)
 
 
 PEERS = f'--bf16 --pipeline-model-parallel-size 2 {UNTIED} --train-iters 26'.split()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of all nodes, by real processes over gloo, each on an emulated node of its own."""
 
-import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,38 +41,26 @@ def check(*flags: str, come: int = 2, **env: str) -> tuple[list[int], list[str]]
 
 
 @pytest.mark.thorough
-def test_two_sound_nodes(tmp_path: Path) -> None:
-    """Two processes of one machine differ by nothing but their share of it."""
-    file = tmp_path / 'check.json'
-    codes, printed = check('--json', str(file), '--', *PLAN)
+def test_two_sound_nodes() -> None:
+    codes, printed = check('--', *PLAN)
     assert codes == [0, 0], printed
     assert '2 nodes, 2 ranks: 0 problems' in printed[0]
-    found = json.loads(file.read_text())
-    assert [report['node'] for report in found] == ['node0', 'node1']
-    for report in found:
-        assert report['versions']['torch'] == found[0]['versions']['torch']
-        for rate in ('copy_gb_s', 'neighbour_gb_s'):
-            assert 0 < report[rate] < 1000
+    assert re.search(
+        r'tools\.plan: --copy-bandwidth [\d.]+ --network-bandwidth [\d.]+\n', printed[0]
+    )
 
 
 @pytest.mark.thorough
 def test_what_was_measured_is_shown_where_the_flags_cannot_be_planned(tmp_path: Path) -> None:
     """The check of memory is left out and says so; the directory is that of the flags."""
-    file = tmp_path / 'check.json'
     flags = ['--num-layers', '4', '--hidden-size', '64', '--sparse-ckpt-dir', str(tmp_path / 'w')]
-    codes, printed = check('--json', str(file), '--', *flags)
+    codes, printed = check('--', *flags)
     on_disk = not is_in_memory(tmp_path)
     assert codes == [int(on_disk)] * 2, printed
     assert 'not checked: the memory that the flags need' in printed[0]
     assert '--num-attention-heads is missing' in printed[0]
     assert printed[0].count('--sparse-ckpt-dir is not in a tmpfs') == 2 * on_disk
-    assert len(json.loads(file.read_text())) == 2
-
-
-def test_an_output_that_cannot_be_written_is_named_before_anything_is_measured() -> None:
-    codes, [said] = check('--json', '/proc/none/check.json', come=1)
-    assert codes == [2]
-    assert said.startswith('node_check: --json /proc/none/check.json: ') and '\n' not in said[:-1]
+    assert '--copy-bandwidth' in printed[0]
 
 
 @pytest.mark.thorough

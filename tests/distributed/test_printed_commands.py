@@ -48,7 +48,7 @@ RUNS = {
     rf'{_PYTHON}tools\.status ': r'.* localized .*',
     rf'{_PYTHON}tools\.windows (list|verify|prune) DIR': r'no windows in DIR|.* 0 files, .*',
     rf'{_PYTHON}tools\.bench\.(?!precision)\w+': r'.*',
-    rf'{_PYTHON}tools\.bench\.precision\w* --stand-ins': r'.*',
+    rf'{_PYTHON}tools\.bench\.precision --stand-ins': r'.*',
 }  # fmt: skip
 """Commands, and what their last line is."""
 
@@ -69,7 +69,7 @@ ELSEWHERE = {
     rf'{_PYTHON}tests\.fuzz': 'a package for fuzzing; tests/fuzz/test_fuzz.py',
     r'scripts/gpu_check\.sh': 'a GPU; tests/distributed/test_gpu_check.py',
     rf'{_PYTHON}tools\.gpu_check\.': 'started by scripts/gpu_check.sh with what that has made',
-    rf'{_PYTHON}tools\.bench\.precision\w* --json': 'a GPU',
+    rf'{_PYTHON}tools\.bench\.precision --json': 'a GPU',
     rf'{_PYTHON}moevement_ext\.launch\.shared_gpu': 'a GPU, and the launcher',
     r'(\.venv/bin/)?torchrun .*tools\.node_check':
         'nodes with memory for such jobs; tests/distributed/test_node_check.py',
@@ -77,6 +77,7 @@ ELSEWHERE = {
     r'.*scripts/local_cluster\.py .*pretrain_gpt\.py': 'tests/distributed/test_launchers.py',
     r'torchrun \.\.\. pretrain_gpt\.py': 'no command, but a pattern of them',
     rf'{_PYTHON}tools\.bench\.overhead .*--against': 'another checkout',
+    rf'{_PYTHON}tools\.bench\.link_share ?.*': 'root; tests/unit/tools/bench/test_link_share.py',
     rf'{_PYTHON}tools\.chaos (--faults (300|1000)|--fork|--resume) ':
         'hours; tests/distributed/test_chaos.py',
     rf'{_PYTHON}tools\.compatibility --write':
@@ -91,9 +92,7 @@ _SHORTER = {
     'tools.bench.regroup': '--cycles 20 --warm-up 5',
     'tools.bench.overhead': '--rounds 1 --iterations 8 --warm-up 2',
     'tools.bench.recovery': '--rounds 1',
-    'tools.bench.localized': '--rounds 1',
     'tools.bench.precision': '--iterations 20',
-    'tools.bench.precision_overhead': '--rounds 1 --iterations 8 --warm-up 2',
     'tools.drill': '--first 6 --second 12 --iterations 16',
 }
 """Flags that a long one gets besides."""
@@ -149,6 +148,10 @@ def _write_inputs(folder: Path) -> None:
     for name in ('A', 'B', 'a.json', 'b.json'):
         digest = {'digest': 'x', 'iteration': 4, 'ranks': {'0': {'parameter/a': 'y'}}}
         (folder / name).write_bytes(msgspec.json.encode(digest))
+    stages = {'format': 'moevement-stages/1', 'micro_batch_s': [[0.1, 0.12]] * 4,
+              'micro_batches': 8, 'layers': [7, 7, 7, 7]}  # fmt: skip
+    for name in ('train.log', 'stages.json'):
+        (folder / name).write_bytes(msgspec.json.encode(stages))
     listed = [{'name': f'e{n}', 'full_bytes': 12, 'light_bytes': 2} for n in range(3)]
     (folder / 'operators.json').write_bytes(msgspec.json.encode(listed))
     (folder / 'job.json').write_text(_DESCRIPTION)

@@ -26,7 +26,7 @@ from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.log_reader import _as_tensor
-from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.store import wire
 from tests.unit.memory.samples import (
     SECRET,
@@ -164,7 +164,7 @@ class Targets:
 
     def question(self, data: bytes) -> None:
         """What a client of a leader asks, in two pieces; the first byte says where it is cut."""
-        received = wire.Received()
+        received = wire.Incoming()
         cut = data[0] if data else 0
         with contextlib.suppress(ValueError):
             for piece in (data[1 : 1 + cut], data[1 + cut :]):

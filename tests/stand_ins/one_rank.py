@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.moevement.state import optimizer_state, slices
-from megatron.moevement.state.operators import Operator
+from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState
 from moevement_ext.capture.layout import SlotLayout
 from moevement_ext.plan.byte_planner import WindowPlan

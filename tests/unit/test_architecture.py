@@ -19,7 +19,7 @@ MAX_CONSTRUCTOR_ARGUMENTS = 7
 ENGINE_FLOORS = (
     {'errors'},
     {'config', 'events'},
-    {'faults'},
+    {'faults', 'token_bucket'},
     {'devices', 'process', 'plan', 'memory', 'regroup'},
     {'replicate', 'store'},
     {'capture', 'membership'},
@@ -31,7 +31,7 @@ ENGINE_FLOORS = (
 """Folders and loose modules of the engine: each imports from floors before its own."""
 
 ADAPTER_FLOORS = (
-    {'facts', 'counters', 'training_plan'},
+    {'built', 'facts', 'counters', 'training_plan'},
     {'seams'},
     {'state'},
     {'job'},

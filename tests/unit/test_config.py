@@ -50,6 +50,10 @@ NAN = float('nan')
         ('disk_every', 0, 'at least 1'),
         ('disk_gb_per_s', 0, 'above 0'),
         ('disk_gb_per_s', NAN, 'above 0'),
+        ('network_gb_per_s', 0.019, 'auto, off, or a number of at least 0.02'),
+        ('network_gb_per_s', -1, 'auto, off, or a number of at least 0.02'),
+        ('network_gb_per_s', NAN, 'auto, off, or a number of at least 0.02'),
+        ('network_gb_per_s', 'half', 'auto, off, or a number of at least 0.02'),
     ],
 )
 def test_a_broken_rule_names_flag_value_and_rule(field: str, value: Any, rule: str) -> None:
@@ -71,6 +75,13 @@ def test_limits_themselves_are_allowed() -> None:
         hang_timeout=2,
         stuck_timeout=2,
     )
+
+
+def test_what_replication_is_held_to() -> None:
+    rates = {'auto': None, 'off': None, 0: None, 0.02: 2e7, 10: 1e10}
+    for given, bytes_per_s in rates.items():
+        config = SparseCheckpointConfig(network_gb_per_s=given)
+        assert config.network_bytes_per_s == bytes_per_s
 
 
 def test_a_stuck_training_thread_may_be_waited_for_for_ever() -> None:

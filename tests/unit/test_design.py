@@ -23,6 +23,7 @@ COLLECTIVES = {
     'dp_copy.py': 'in a recovery',
     'optimizer_state.py': 'in a recovery',
     'ending.py': 'at the end',
+    'planned_exits.py': 'at the end',
     'digest.py': 'at the end',
 }
 

@@ -23,16 +23,13 @@ _TRAINING = (
 ).split()
 
 
-def training_flags(
-    data: Path, ranks: int, iterations: int, digest: Path, precision: str = 'bf16'
-) -> list[str]:
+def training_flags(data: Path, ranks: int, iterations: int, precision: str = 'bf16') -> list[str]:
     """Flags of plain Megatron.
 
     Args:
         data: prefix of the text.
         ranks: one of `RANKS`.
         iterations: to train.
-        digest: file for the digest of the final state.
         precision: one of `precisions.FLAGS`.
     """
     return [
@@ -45,19 +42,10 @@ def training_flags(
         *('--pipeline-model-parallel-size', str(ranks // NODES)),
         *('--expert-model-parallel-size', '2'),
         *models.data_flags(data),
-        *('--train-iters', str(iterations), '--sparse-ckpt-digest', str(digest)),
+        *('--train-iters', str(iterations)),
     ]
 
 
-def sparse_flags(memory: Path, window: str, events: Path) -> list[str]:
+def sparse_flags(memory: Path, window: str) -> list[str]:
     """Sparse checkpointing with windows of `window` iterations, which may be `auto`."""
-    return models.sparse_flags(memory, RUN_ID, window, events)
-
-
-def disk_flags(directory: Path) -> list[str]:
-    """Windows go to disk as well, the next one as soon as all ranks have the one before there.
-
-    Args:
-        directory: that exists.
-    """
-    return ['--sparse-ckpt-disk', str(directory), '--sparse-ckpt-disk-every', '1']
+    return models.sparse_flags(memory, RUN_ID, window)

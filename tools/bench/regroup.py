@@ -35,26 +35,18 @@ from tools.lab.errors import LabError
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 
-_SAMPLES = 10
-"""How many times resources are looked at over all cycles."""
 _COUNTED = ('file_descriptors', 'threads', 'shm_files', 'store_keys')
 _TIMEOUT = timedelta(seconds=60)
 _SHM = '/dev/shm/'
 _MIB = 1 << 20
 
 
-class Resources(msgspec.Struct, frozen=True):
-    """What is in use at one moment."""
+class Bench(msgspec.Struct, frozen=True):
+    """What is to be run."""
 
-    cycle: int
-    file_descriptors: int
-    """Open files of the process; threads and memory are the process's, too."""
-    threads: int
-    memory_mib: float
-    """Resident."""
-    shm_files: int
-    """In /dev/shm, mapped."""
-    store_keys: int
+    processes: int
+    cycles: int
+    warm_up: int
 
 
 class RankReport(msgspec.Struct, frozen=True):
@@ -63,7 +55,7 @@ class RankReport(msgspec.Struct, frozen=True):
     groups: int
     unblock_s: list[float]
     renew_s: list[float]
-    resources: list[Resources]
+    growth: dict[str, float]
 
 
 class RegroupReport(msgspec.Struct, frozen=True):
@@ -79,16 +71,6 @@ class RegroupReport(msgspec.Struct, frozen=True):
     renew_s: Spread
     growth: dict[str, float]
     """From the end of the warm-up to the last cycle, of the process where it is largest."""
-    resources: list[Resources]
-    """Samples of the process whose memory grew most."""
-
-
-class Bench(msgspec.Struct, frozen=True):
-    """What is to be run."""
-
-    processes: int
-    cycles: int
-    warm_up: int
 
 
 def _group_ranks(processes: int) -> list[list[int]]:
@@ -119,17 +101,14 @@ class _Rank:
 
     def run(self) -> RankReport:
         """All cycles."""
-        unblock, renew, resources = [], [], []
-        every = max(1, self._bench.cycles // _SAMPLES)
-        for cycle in range(-self._bench.warm_up, self._bench.cycles):
-            if cycle >= 0 and cycle % every == 0:
-                resources.append(self._resources(cycle))
-            times = self._cycle(cycle)
-            if cycle >= 0:
-                unblock.append(times[0])
-                renew.append(times[1])
-        resources.append(self._resources(self._bench.cycles))
-        return RankReport(len(self._groups), unblock, renew, resources)
+        for cycle in range(self._bench.warm_up):
+            self._cycle(cycle)
+        before = self._resources()
+        times = [self._cycle(self._bench.warm_up + cycle) for cycle in range(self._bench.cycles)]
+        after = self._resources()
+        unblock, renew = map(list, zip(*times, strict=True))
+        growth = {name: after[name] - value for name, value in before.items()}
+        return RankReport(len(self._groups), unblock, renew, growth)
 
     def _cycle(self, cycle: int) -> tuple[float, float]:
         """Seconds to get out of the all-reduce, and to connect all groups."""
@@ -148,18 +127,18 @@ class _Rank:
         self._process_groups.renew(PrefixStore(f'cycle{cycle}', self._store), None, _TIMEOUT)
         return unblocked - start, time.monotonic() - renewing
 
-    def _resources(self, cycle: int) -> Resources:
+    def _resources(self) -> dict[str, float]:
+        """What is in use by the process; memory is resident, files of /dev/shm are mapped."""
         process = psutil.Process()
         # Nobody is connecting: the counts of all ranks are of the same state.
         self._together.wait(_TIMEOUT.total_seconds())
-        taken = Resources(
-            cycle=cycle,
-            file_descriptors=process.num_fds(),
-            threads=process.num_threads(),
-            memory_mib=process.memory_info().rss / _MIB,
-            shm_files=sum(map.path.startswith(_SHM) for map in process.memory_maps()),
-            store_keys=self._store.num_keys(),
-        )
+        taken = {
+            'file_descriptors': process.num_fds(),
+            'threads': process.num_threads(),
+            'memory_mib': process.memory_info().rss / _MIB,
+            'shm_files': sum(map.path.startswith(_SHM) for map in process.memory_maps()),
+            'store_keys': self._store.num_keys(),
+        }
         self._together.wait(_TIMEOUT.total_seconds())
         return taken
 
@@ -213,29 +192,20 @@ def _received(rank: int, pipe: Connection) -> RankReport:
 
 def summarize(bench: Bench, hardware: Hardware, ranks: Sequence[RankReport]) -> RegroupReport:
     """Over all ranks."""
-    growths = [_growth(rank.resources) for rank in ranks]
-    most = max(range(len(ranks)), key=lambda rank: growths[rank]['memory_mib'])
-    return RegroupReport(
-        hardware=hardware,
-        processes=bench.processes,
-        groups_per_process=ranks[0].groups,
-        cycles=bench.cycles,
-        warm_up=bench.warm_up,
-        unblock_s=Spread.of(
-            [max(times) for times in zip(*(rank.unblock_s for rank in ranks), strict=True)]
-        ),
-        renew_s=Spread.of(
-            [max(times) for times in zip(*(rank.renew_s for rank in ranks), strict=True)]
-        ),
-        growth={name: max(growth[name] for growth in growths) for name in growths[0]},
-        resources=ranks[most].resources,
+    unblock, renew = (
+        [max(times) for times in zip(*(getattr(rank, name) for rank in ranks), strict=True)]
+        for name in ('unblock_s', 'renew_s')
     )
-
-
-def _growth(resources: Sequence[Resources]) -> dict[str, float]:
-    first, last = resources[0], resources[-1]
-    names = [name for name in Resources.__struct_fields__ if name != 'cycle']
-    return {name: getattr(last, name) - getattr(first, name) for name in names}
+    return RegroupReport(
+        hardware,
+        bench.processes,
+        ranks[0].groups,
+        bench.cycles,
+        bench.warm_up,
+        Spread.of(unblock),
+        Spread.of(renew),
+        {name: max(rank.growth[name] for rank in ranks) for name in ranks[0].growth},
+    )
 
 
 def print_report(report: RegroupReport, console: Console) -> None:

@@ -137,14 +137,11 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f'--{name.replace("_", "-")} must be at least 1')
     if not 0 <= args.aimed <= 1:
         raise ValueError(f'--aimed {args.aimed} must be from 0 to 1')
-    try:
-        args.layout = parse_layout(args.layout)
-    except ValueError as error:
-        raise ValueError(f'--layout {error}') from error
-    try:
-        args.cover = parse_cells(args.cover) if args.cover else []
-    except ValueError as error:
-        raise ValueError(f'--cover {error}') from error
+    for name, meaning in (('layout', parse_layout), ('cover', parse_cells)):
+        try:
+            setattr(args, name, meaning(getattr(args, name)))
+        except ValueError as error:
+            raise ValueError(f'--{name} {error}') from error
     _check_nodes(args)
     if args.window != RANDOM and not (args.window.isdecimal() and int(args.window) > 0):
         raise ValueError(f'--window {args.window} must be a whole number above 0, or {RANDOM}')
@@ -156,17 +153,15 @@ def check(args: argparse.Namespace) -> None:
     names = [name for name in (args.kinds or default).split(',') if name]
     if not names or not set(names) <= set(Kind):
         raise ValueError(f'--kinds {args.kinds} must be some of {",".join(Kind)}')
-    kinds = [Kind(name) for name in names]
-    if not args.configurations:
-        possible = given(args, 1).kinds()
-        refused = {*kinds, *(cell.kind for cell in args.cover)} - set(possible)
-        if refused:
-            raise ValueError(
-                f'--kinds {",".join(sorted(refused))}: not possible here; a lost node needs '
-                '--nodes 2 or more (no replica survives the only one), a double strike two ranks, '
-                'an agent torchrun'
-            )
-    args.kinds = kinds
+    args.kinds = [Kind(name) for name in names]
+    possible = list(Kind) if args.configurations else given(args, 1).kinds()
+    refused = {*args.kinds, *(cell.kind for cell in args.cover)} - set(possible)
+    if refused:
+        raise ValueError(
+            f'--kinds {",".join(sorted(refused))}: not possible here; a lost node needs --nodes 2 '
+            'or more (no replica survives the only one), a double strike two ranks, an agent '
+            'torchrun'
+        )
 
 
 def _check_nodes(args: argparse.Namespace) -> None:
@@ -308,12 +303,6 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     for job in results.failed:
         console.print(f'chaos: job {job.number} failed: {job.failed}', style='bold red')
     console.print(f'chaos: longest stall {results.longest_stall_s:.1f} s', highlight=False)
-    console.print(
-        'chaos: from the first notice of a failure until the last survivor stood at the meeting: '
-        f'at most {results.longest_to_meeting_s:.1f} s',
-        highlight=False,
-        soft_wrap=True,
-    )
     print(results.summary(coverage), flush=True)
     return verdict(args, results, coverage)
 

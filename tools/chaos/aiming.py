@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
-from moevement_ext.events import Event, NextTier, Recovered, RecoveryPhase, decode
+from moevement_ext.events import Event, NextTier, Recovered, RecoveryPhase
 from tools.chaos.landing import Phase
+from tools.lab.following import Follower
 
 _POLL_S = 0.002
 _STEP_S = 0.0003
@@ -24,37 +24,6 @@ _PATIENCE_S = 150.0
 _HURRY = -10
 _SHORT = {Phase.POST_STEP: Phase.REGROUP, Phase.FETCH: Phase.REGROUP}
 """The phase before each that is too short to be seen in time."""
-
-
-class EventTail:
-    """What is added to the event files from now on.
-
-    Args:
-        folder: of the events.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._files: list[BinaryIO] = []
-        for path in sorted(folder.glob('rank*.jsonl')):
-            file = path.open('rb', buffering=0)
-            file.seek(0, os.SEEK_END)
-            self._files.append(file)
-        self._rests = [b''] * len(self._files)
-
-    def close(self) -> None:
-        """Look no more."""
-        for file in self._files:
-            file.close()
-
-    def poll(self) -> list[Event]:
-        """Complete events since the last call, in the order of time."""
-        found: list[Event] = []
-        for number, file in enumerate(self._files):
-            lines = self._rests[number] + (file.read() or b'')
-            end = lines.rfind(b'\n') + 1
-            self._rests[number] = lines[end:]
-            found += decode(lines[:end])
-        return sorted(found, key=lambda event: event.time)
 
 
 class Aim:
@@ -67,7 +36,8 @@ class Aim:
     """
 
     def __init__(self, folder: Path, phase: Phase, suitable: Callable[[int], bool]) -> None:
-        self._tail = EventTail(folder)
+        self._tail = Follower(folder)
+        self._tail.look()
         self._phase = phase
         self._suitable = suitable
         self._noticed = False
@@ -80,23 +50,20 @@ class Aim:
         None if the recovery is over before, or is not one that has phases.
         """
         deadline = time.monotonic() + _PATIENCE_S
-        try:
-            with _in_a_hurry():
-                while time.monotonic() < deadline and running():
-                    self._look()
-                    while self._pending:
-                        event = self._pending.pop(0)
-                        if self._hopeless(event):
-                            return None
-                        if isinstance(event, RecoveryPhase) and self._caught(event):
-                            return event
-                    time.sleep(_POLL_S)
-        finally:
-            self._tail.close()
+        with _in_a_hurry():
+            while time.monotonic() < deadline and running():
+                self._look()
+                while self._pending:
+                    event = self._pending.pop(0)
+                    if self._hopeless(event):
+                        return None
+                    if isinstance(event, RecoveryPhase) and self._caught(event):
+                        return event
+                time.sleep(_POLL_S)
         return None
 
     def _look(self) -> None:
-        for event in self._tail.poll():
+        for event in self._tail.look():
             self._pending.append(event)
             if isinstance(event, RecoveryPhase):
                 self._newest[event.pid] = event.phase

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from tools.chaos.configuration import Configuration
 from tools.chaos.drawing import Fault, draw_faults
-from tools.chaos.injecting import FEWEST_ITERATIONS, LAST_ITERATIONS, FaultInjector, Outcome
+from tools.chaos.injecting import FEWEST_ITERATIONS, LAST_ITERATIONS, FaultInjector
 from tools.chaos.landing import Coverage
 from tools.chaos.model import RUN_ID
-from tools.chaos.results import JobDone, Refused, Results, of_outcomes
+from tools.chaos.results import FaultRecord, JobDone, Refused, Results
 from tools.lab.digests import StateDigest, difference_table, differences, read_digest
 from tools.lab.errors import LabError
 from tools.lab.job import Job, Kind, memory_directory
@@ -126,12 +126,12 @@ class Campaign:
         plain: _Plain,
     ) -> JobDone:
         folder = self._anew(f'job{number}')
-        outcomes: list[Outcome] = []
+        faults_done: list[FaultRecord] = []
         began = time.time()
 
-        def report(outcome: Outcome) -> None:
-            outcomes.append(outcome)
-            self._print(f'{time.time() - began:6.1f} s  {outcome.line()}')
+        def report(record: FaultRecord, line: str) -> None:
+            faults_done.append(record)
+            self._print(f'{time.time() - began:6.1f} s  {line}')
 
         failed, identical, lost = '', False, list[str]()
 
@@ -157,7 +157,7 @@ class Campaign:
             number=number,
             configuration=configuration_number,
             what=str(configuration),
-            faults=of_outcomes(outcomes),
+            faults=faults_done,
             identical=identical,
             survivors_lost=lost,
             failed=failed,

@@ -16,9 +16,10 @@ from moevement_ext.events import Event, FailureDetected, Recovered, RecoveryStar
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.slot import SlotHeader, decode_context
+from tools.chaos.verdict import problems, recoveries, replaced
 from tools.lab.errors import LabError
-from tools.lab.evidence import Tier, kind_of, ranks_with
-from tools.lab.four_ranks import STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE
+from tools.lab.evidence import kind_of, ranks_with
+from tools.lab.four_ranks import STAGE_RANKS, WORLD_SIZE
 from tools.lab.plots import Doing, Failure, Lane, LocalizedFailure, Span
 from tools.lab.run_log import Iteration
 from tools.lab.trained import Trained
@@ -91,25 +92,21 @@ def localized_recovery(disturbed: Trained, lost: int) -> LocalizedRecovery:
     Raises:
         LabError: another stage lost its state as well, or the job never went on.
     """
-    found, killed_at = disturbed.recovery, disturbed.hurt_at
-    reports = {event.rank: event for event in kind_of(disturbed.events, Recovered)}
-    stages = {event.rank: event.stages for event in reports.values()}
-    if (
-        found is None
-        or killed_at is None
-        or found.tier is not Tier.LOCALIZED
-        or found.died != WORKERS_PER_NODE
-        or len(disturbed.log.lives) != 1
-        or any(gone != [lost] for gone in stages.values())
-    ):
-        how = 'no rank did' if found is None else f'tier {found.tier}, {found.died} new processes'
-        raise LabError(
-            f'the recovery was not localized: {how}, stages that went back, by rank: {stages}; '
-            'see the logs and events of the run'
-        )
-    new = disturbed.log.first_after(found.target)
+    events, killed_at = disturbed.events, disturbed.hurt_at
+    assert killed_at is not None
+    wrong = problems(events, WORLD_SIZE, 1, [])
+    for one in recoveries(events, WORLD_SIZE):
+        new_ranks = replaced(one)
+        if (one.scope, one.stages, new_ranks) != ('localized', [lost], list(STAGE_RANKS[lost])):
+            wrong.append(f'{one.scope}, stages {one.stages}, new processes of ranks {new_ranks}')
+    if wrong or len(disturbed.log.lives) != 1:
+        why = '; '.join(wrong) or f'the last rank has had {len(disturbed.log.lives)} lives'
+        raise LabError(f'the recovery was not localized: {why}; see the logs and events of the run')
+    reports = {event.rank: event for event in kind_of(events, Recovered)}
+    target = max(event.target for event in reports.values() if isinstance(event.target, int))
+    new = disturbed.log.first_after(target)
     if new is None:
-        raise LabError(f'no iteration was logged after the recovery to iteration {found.target}')
+        raise LabError(f'no iteration was logged after the recovery to iteration {target}')
     return LocalizedRecovery(
         lost,
         [_stage_recovery([reports[rank] for rank in ranks]) for ranks in STAGE_RANKS],

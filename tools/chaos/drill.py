@@ -27,7 +27,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from tools.chaos.drill_flags import DIGEST, EVENTS, drill_flags
-from tools.chaos.drill_verdict import devices, problems, recoveries, table
+from tools.chaos.verdict import devices, problems, recoveries, table
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.digests import kinds_of_difference, read_digest

@@ -4,13 +4,13 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from moevement_ext.events import RecoveryPhase
 from tools.chaos.aiming import Aim
 from tools.chaos.configuration import Configuration
 from tools.chaos.drawing import Fault
 from tools.chaos.landing import Cell, Coverage, landed
+from tools.chaos.results import FaultRecord
 from tools.lab.errors import LabError
 from tools.lab.evidence import (
     Recovery,
@@ -21,7 +21,6 @@ from tools.lab.evidence import (
     persisted,
     recovery,
     start_up_s,
-    to_meeting_s,
 )
 from tools.lab.job import Injection, Job, Kind
 from tools.lab.run_log import Iteration
@@ -34,43 +33,6 @@ _ELSEWHERE = 1.4
 """Above this drawn number, which is up to 2, an aimed fault hits the first victim again."""
 
 
-class Outcome(NamedTuple):
-    """What became of a fault."""
-
-    fault: Fault
-    iteration: int
-    """The last one logged before the fault."""
-    recovery: Recovery
-    seconds: float
-    """From the last injection until all ranks were back."""
-    lost: int
-    unexpected: list[str]
-    """Workers that died without a fault."""
-    cells: list[Cell]
-    """Where the injections landed."""
-    stall_s: float
-    """`seconds` without the time after which a worker is declared hung, and without starting: of
-    the processes that had to be created, or of all, as long as the first start of the job took.
-    Evaluations and dense saves that are done again do not count as far as they always take."""
-    to_meeting_s: float
-    """From the first notice of the failure until the last survivor stood at the meeting. Who is in
-    a dense save leaves when that goes on; as in `stall_s`, that does not count."""
-    aimed: Cell | None = None
-    """What the second injection was aimed at."""
-
-    def line(self) -> str:
-        """For people."""
-        back = self.recovery
-        second = f', then {self.cells[-1]}' if len(self.cells) > 1 else ''
-        missed = f' (aimed: {self.aimed})' if self.aimed not in (None, self.cells[-1]) else ''
-        also = ''.join(f'; {death}' for death in self.unexpected)
-        return (
-            f'{self.fault}{second}{missed} after iteration {self.iteration}: {back.tier} in '
-            f'{self.seconds:.1f} s, at {back.target} again, {back.replayed} replayed, '
-            f'{self.lost} lost{also}'
-        )
-
-
 class FaultInjector:
     """Puts faults on a job. One thread uses it.
 
@@ -79,7 +41,7 @@ class FaultInjector:
         last: number of its last iteration.
         configuration: of the job.
         coverage: says what to aim at, and learns what was hit.
-        report: called with each outcome.
+        report: called with what became of each fault, and a line for people.
         pause_s: the longest from one iteration to the next if nothing happens: an evaluation and a
             dense save may be between them.
     """
@@ -90,7 +52,7 @@ class FaultInjector:
         last: int,
         configuration: Configuration,
         coverage: Coverage,
-        report: Callable[[Outcome], None],
+        report: Callable[[FaultRecord, str], None],
         pause_s: float,
     ) -> None:
         self._pause_s = pause_s
@@ -116,7 +78,7 @@ class FaultInjector:
             cell = self._coverage.aim(self._configuration.kinds()) if fault.aimed else None
             if not self._is_time(fault, cell, faults_left=len(faults) - number):
                 break
-            self._report(self._outcome(fault, cell))
+            self._one(fault, cell)
             count += 1
         self._wait_for('the end', lambda: False)
         if count < len(faults) and faults[count].kind is Kind.NODE and not self._protected():
@@ -140,9 +102,9 @@ class FaultInjector:
         time.sleep(fault.phase * self._iteration_s())
         return self._job.running() and self._at() <= self._last - LAST_ITERATIONS // 2
 
-    def _outcome(self, fault: Fault, cell: Cell | None) -> Outcome:
+    def _one(self, fault: Fault, aimed: Cell | None) -> None:
         iteration = self._at()
-        injections = self._inject(fault, cell)
+        injections = self._inject(fault, aimed)
         last = injections[-1]
         found = self._recovery(last.time, str(fault))
         self._back_at, self._from = found.at, found.target
@@ -154,17 +116,24 @@ class FaultInjector:
         ]
         self._coverage.add(cells)
         seconds = found.at - last.time
-        return Outcome(
-            fault=fault,
-            iteration=iteration,
-            recovery=found,
-            seconds=seconds,
-            lost=lost_iterations(found, self._iterations(), events),
-            unexpected=self._new_deaths(),
+        record = FaultRecord(
+            fault=str(fault),
             cells=cells,
-            stall_s=max(0.0, seconds - self._expected_s(last, found.tier)),
-            to_meeting_s=max(0.0, to_meeting_s(events, injections[0].time) - self._again_s(last)),
-            aimed=cell,
+            iteration=iteration,
+            tier=found.tier,
+            replayed=found.replayed,
+            lost=lost_iterations(found, self._iterations(), events),
+            seconds=round(seconds, 3),
+            stall_s=round(max(0.0, seconds - self._expected_s(last, found.tier)), 3),
+        )
+        second = f', then {cells[-1]}' if len(cells) > 1 else ''
+        missed = f' (aimed: {aimed})' if aimed not in (None, cells[-1]) else ''
+        also = ''.join(f'; {death}' for death in self._new_deaths())
+        self._report(
+            record,
+            f'{fault}{second}{missed} after iteration {iteration}: {found.tier} in '
+            f'{seconds:.1f} s, at {found.target} again, {found.replayed} replayed, '
+            f'{record.lost} lost{also}',
         )
 
     def _expected_s(self, last: Injection, tier: Tier) -> float:

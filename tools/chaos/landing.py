@@ -76,11 +76,13 @@ def landed(events: Sequence[Event], first: float | None, at: float, pid: int) ->
 
 
 def parse_cells(text: str) -> list[Cell]:
-    """Cells of `phases:kinds`, each a list with commas, or `all`.
+    """Cells of `phases:kinds`, each a list with commas, or `all`; none of an empty text.
 
     Raises:
         ValueError: what is wrong with it.
     """
+    if not text:
+        return []
     phases, colon, kinds = text.partition(':')
     if not colon:
         raise ValueError(f'{text!r}: must be phases:kinds, such as {ALL}:kill,node')

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a campaign has found so far: one line of JSON for each job, written when the job is over."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from tools.chaos.injecting import Outcome
 from tools.chaos.landing import Cell, Coverage
 from tools.lab.evidence import Tier
 
@@ -33,13 +31,18 @@ class FaultRecord(msgspec.Struct, frozen=True):
 
     fault: str
     cells: list[Cell]
+    """Where the injections landed."""
     iteration: int
+    """The last one logged before the fault."""
     tier: Tier
     replayed: int
     lost: int
     seconds: float
+    """From the last injection until all ranks were back."""
     stall_s: float
-    to_meeting_s: float = 0.0  # of older results, which lack it
+    """`seconds` without the time after which a worker is declared hung, and without starting: of
+    the processes that had to be created, or of all, as long as the first start of the job took.
+    Evaluations and dense saves that are done again do not count as far as they always take."""
 
 
 class JobDone(msgspec.Struct, frozen=True, tag='job'):
@@ -146,11 +149,6 @@ class Results:
         """From a fault until all were back, without detecting hangs and starting processes."""
         return max((fault.stall_s for fault in self.faults), default=0.0)
 
-    @property
-    def longest_to_meeting_s(self) -> float:
-        """From the first notice of a failure until the last survivor stood at the meeting."""
-        return max((fault.to_meeting_s for fault in self.faults), default=0.0)
-
     def count(self, coverage: Coverage) -> None:
         """Tell a new table of all that has landed."""
         for fault in self.faults:
@@ -166,21 +164,3 @@ class Results:
             f'bit_identical={str(self.identical).lower()} '
             f'phases_covered={covered}/{len(coverage.asked)} survivors_lost={self.survivors_lost}'
         )
-
-
-def of_outcomes(outcomes: Sequence[Outcome]) -> list[FaultRecord]:
-    """What is kept of the faults of a job."""
-    return [
-        FaultRecord(
-            fault=str(outcome.fault),
-            cells=outcome.cells,
-            iteration=outcome.iteration,
-            tier=outcome.recovery.tier,
-            replayed=outcome.recovery.replayed,
-            lost=outcome.lost,
-            seconds=round(outcome.seconds, 3),
-            stall_s=round(outcome.stall_s, 3),
-            to_meeting_s=round(outcome.to_meeting_s, 3),
-        )
-        for outcome in outcomes
-    ]

@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from tools.gpu_check.answers import answers
-from tools.gpu_check.report import NOTHING, Notes, Report, StageResult, load, save
+from tools.gpu_check.report import NOTHING, Findings, Report, StageResult, load, save
 from tools.gpu_check.settings import Settings
 from tools.gpu_check.stages import STAGES, possible
 from tools.lab.arguments import Parser
@@ -83,12 +83,12 @@ def run_apart(name: str, settings: Settings) -> StageResult:
         ended = _ended(process)
     finally:
         _end(process)
-    notes = Notes.of(NOTHING, done=False)
+    found = NOTHING
     if target.exists():
-        notes = msgspec.json.decode(target.read_bytes(), type=Notes)
+        found = msgspec.json.decode(target.read_bytes(), type=Findings)
         target.unlink()
-    problems = notes.problems if notes.done else [*notes.problems, ended]
-    return StageResult(not problems, time.monotonic() - began, notes.figures, problems)
+    problems = found.problems if found.done else [*found.problems, ended]
+    return StageResult(not problems, time.monotonic() - began, found.figures, problems)
 
 
 def _ended(process: subprocess.Popen[bytes]) -> str:

@@ -46,8 +46,6 @@ _NAME = 'probe'
 _GIB = 1 << 30
 _FULL_PARTS = ('master', 'exp_avg', 'exp_avg_sq')
 _BYTES_PER_ELEMENT = 14  # three of float32, one of bfloat16
-_BUSY_CYCLES = 10**9
-"""Keep a stream busy for about half a second."""
 
 
 class Sizes(NamedTuple):
@@ -65,11 +63,13 @@ class Sizes(NamedTuple):
     windows: int
     """With capture, and as many iterations without."""
     small_calls: int
-    """Small copies, and launches, with nothing else to do."""
+    """Small copies with nothing else to do."""
+    window: int | None = None
+    """W; None: the shortest that hides, as `--sparse-ckpt-window auto` chooses it."""
 
 
 ON_GPU = Sizes(10 * _GIB, 4096, 1536, 8192, 0.3, windows=3, small_calls=2000)
-ON_CPU = Sizes(1 << 23, 64, 32, 64, 0.01, windows=2, small_calls=20)
+ON_CPU = Sizes(1 << 23, 64, 32, 64, 0.01, windows=2, small_calls=20, window=2)
 
 
 class Stage:
@@ -117,12 +117,12 @@ class Stage:
         for _ in range(self._products):
             torch.mm(self._factor, self._factor, out=self._product)
 
-    def plan(self, bytes_per_s: float, iteration_s: float) -> WindowPlan:
-        """The shortest window that hides, as `--sparse-ckpt-window auto` chooses it."""
+    def plan(self, bytes_per_s: float, iteration_s: float, window: int | None) -> WindowPlan:
+        """A window of so many slots; None: the shortest that hides."""
         sizes = {name: (item.full_bytes, item.light_bytes) for name, item in self.operators.items()}
         table = operator_table(list(sizes), [sizes])
         budget = hideable_budget(bytes_per_s, iteration_s)
-        return plan_stages([table], window=None, budget=budget)[0]
+        return plan_stages([table], window=window, budget=budget)[0]
 
 
 class Window:
@@ -264,13 +264,12 @@ def busy(device: torch.device, stage: Stage, window: Window, windows: int) -> di
     }
 
 
-def small_work(device: torch.device) -> dict[str, Callable[[], None]]:
-    """What training asks of the device again and again, and what its host waits for."""
+def small_copy(device: torch.device) -> Callable[[], None]:
+    """Token counts to the host on a stream of their own, as a dispatcher without drops does."""
     counts = torch.ones(64, device=device)
     stream = torch.cuda.Stream(device) if device.type == 'cuda' else None
 
     def copy() -> None:
-        """Token counts to the host on a stream of their own, as a dispatcher without drops does."""
         if stream is None:
             counts.clone()
             return
@@ -280,7 +279,7 @@ def small_work(device: torch.device) -> dict[str, Callable[[], None]]:
             arrived = stream.record_event()
         arrived.synchronize()
 
-    return {'small_copy': copy, 'launch': lambda: counts.mul_(1)}  # type: ignore[dict-item]
+    return copy
 
 
 def beside(
@@ -322,34 +321,6 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {'calls': len(ordered), **figures, 'max_ms': ordered[-1]}
 
 
-def after_refusal(window: Window) -> dict[str, Any]:
-    """Whether a kernel runs after a registration that CUDA refuses: pages are pinned already."""
-    array = window.file.array
-    status = int(torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.size, 0))
-
-    def works() -> bool:
-        try:
-            torch.ones(1, device='cuda').add_(1)
-            torch.cuda.synchronize()
-        except RuntimeError:
-            return False
-        return True
-
-    first, second = works(), works()  # the first one reports what CUDA had refused
-    return {'second_registration': status, 'kernel_after': first, 'second_kernel_after_it': second}
-
-
-def blocking_wait_cpu() -> float:
-    """CPU seconds per second of waiting for an event that blocks."""
-    event = torch.cuda.Event(blocking=True)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(_BUSY_CYCLES)
-    event.record()
-    used, began = time.thread_time(), time.perf_counter()
-    event.synchronize()
-    return (time.thread_time() - used) / (time.perf_counter() - began)
-
-
 def measure(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Everything, figure by figure.
 
@@ -369,7 +340,7 @@ def measure(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[dict[s
     stage = Stage(device, sizes)
     plain = [timed(device, stage.compute) for _ in range(sizes.windows + 2)][2:]
     iteration_s = statistics.median(plain)
-    plan = stage.plan(pinned * 1e9, iteration_s)
+    plan = stage.plan(pinned * 1e9, iteration_s, sizes.window)
     window = Window(folder / 'probe.window', stage.operators, plan)
     nbytes = window.file.array.size
     began = time.perf_counter()
@@ -383,13 +354,11 @@ def measure(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[dict[s
         'window': plan.window,
         'iteration_ms': 1000 * iteration_s,
     }
-    if gpu:
-        yield {**after_refusal(window), 'blocking_wait_cpu': blocking_wait_cpu()}
     busy(device, stage, window, 1)  # to warm up
     found = busy(device, stage, window, sizes.windows)
     yield {**found, 'busy_over_limit': found['busy_gb_s'] / pinned}
-    for name, work in small_work(device).items():
-        yield {name: beside(device, window, work, sizes.small_calls)}
+    work = small_copy(device)
+    yield {'small_copy': beside(device, window, work, sizes.small_calls)}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -14,13 +14,15 @@ from tools.lab.hardware import Hardware
 NAME = 'gpu-check.json'
 
 
-class Findings(NamedTuple):
+class Findings(msgspec.Struct, frozen=True):
     """What one stage, or a part of it, measured, and what is wrong."""
 
     figures: dict[str, Any]
     """Numbers, texts and tables of them; the summary shows those that are no tables."""
     problems: list[str]
     """One line each; none: the stage has passed."""
+    done: bool = False
+    """The stage, whose process may not live to finish, has nothing to add."""
 
     def and_then(self, more: 'Findings') -> 'Findings':
         """These, and what was found after them."""
@@ -36,20 +38,6 @@ def together(parts: Iterable[Findings]) -> Findings:
     for part in parts:
         found = found.and_then(part)
     return found
-
-
-class Notes(msgspec.Struct, frozen=True):
-    """The file of a stage under way, which its process may not live to finish."""
-
-    figures: dict[str, Any]
-    problems: list[str]
-    done: bool
-    """False: there would be more."""
-
-    @classmethod
-    def of(cls, found: Findings, done: bool) -> 'Notes':
-        """What was found so far."""
-        return cls(found.figures, found.problems, done)
 
 
 class StageResult(msgspec.Struct, frozen=True):

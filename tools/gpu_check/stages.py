@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from rich.console import Console
 
 from tools.gpu_check import copies, environment, four_rank, nccl, one_rank, own_tests
-from tools.gpu_check.report import NOTHING, Findings, Notes
+from tools.gpu_check.report import NOTHING, Findings
 from tools.gpu_check.settings import Settings
 from tools.lab import precisions
 from tools.lab.benchmark import exit_on_sigterm, print_failure
@@ -99,8 +100,8 @@ def main(argv: Sequence[str]) -> None:
     found = NOTHING
     for part in run_stage(name, Settings(Path(output), Path(memory), device == 'gpu')):
         found = found.and_then(part)
-        write_json(Path(target), Notes.of(found, done=False))
-    write_json(Path(target), Notes.of(found, done=True))
+        write_json(Path(target), found)
+    write_json(Path(target), msgspec.structs.replace(found, done=True))
 
 
 if __name__ == '__main__':

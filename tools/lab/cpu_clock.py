@@ -35,15 +35,6 @@ class CpuClock:
         return float(used[1] - used[0])
 
 
-def cpu_seconds(pid: int) -> float | None:
-    """CPU seconds that a process has used so far; None if it is gone."""
-    try:
-        spent = psutil.Process(pid).cpu_times()
-    except psutil.NoSuchProcess:
-        return None
-    return float(spent.user + spent.system)
-
-
 def _with_children(process: psutil.Process) -> float:
     """CPU seconds of a process, its living children and those it has waited for."""
     try:

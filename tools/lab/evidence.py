@@ -2,7 +2,6 @@
 """What a job left behind after a fault, from its events and its log: is it back, how, and where?"""
 
 import enum
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from tools.lab.run_log import Iteration
 
 _LIFE = (WorkerStarted, FailureDetected, RecoveryStarted, NextTier, Recovered)
 _WHOLE_JOB = 'the whole job'
-_DETECT, _MEET, _POST_STEP = 'detect', 'meet', 'post-step'
+_POST_STEP = 'post-step'
 
 
 def read_events(folder: Path) -> list[Event]:
@@ -139,24 +138,6 @@ def done_again_s(events: Iterable[Event], since: float) -> float:
             began[event.pid] = event.time
         elif isinstance(event, Recovered) and event.pid in began:
             longest = max(longest, event.time - began.pop(event.pid))
-    return longest
-
-
-def to_meeting_s(events: Iterable[Event], since: float) -> float:
-    """Seconds from the first notice of a failure until the last survivor stood at the meeting.
-
-    The longest of all failures since a time; 0 if no survivor went to a meeting.
-    """
-    noticed, longest = math.inf, 0.0
-    arrived: set[int] = set()
-    for event in (event for event in kind_of(events, RecoveryPhase) if event.time > since):
-        if event.phase == _DETECT:
-            noticed = min(noticed, event.time)
-        elif event.phase == _MEET:
-            longest = max(longest, event.time - noticed)
-            arrived.add(event.pid)
-        elif event.pid in arrived:  # the meeting is over
-            noticed, arrived = math.inf, set()
     return longest
 
 

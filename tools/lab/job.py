@@ -16,7 +16,8 @@ from typing import NamedTuple, Self
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from tools.lab.errors import LabError
-from tools.lab.evidence import read_events, recovers_locally
+from tools.lab.evidence import recovers_locally
+from tools.lab.following import Follower
 from tools.lab.launch import Death, Launch, Launcher, node_name
 from tools.lab.local_cluster import LocalCluster
 from tools.lab.run_log import RunLog, parse_log
@@ -92,6 +93,7 @@ class Job:
         self._launcher: LocalCluster | Agents
         self._launcher = Agents(launch) if launcher is Launcher.TORCHRUN else LocalCluster(launch)
         self._faulted: set[int] = set()
+        self._events = Follower(self.events_folder)
 
     def __enter__(self) -> Self:
         self._launcher.start()
@@ -182,7 +184,9 @@ class Job:
 
     def events(self) -> list[Event]:
         """Events of all ranks so far, in the order of time."""
-        return read_events(self.events_folder)
+        if self.events_folder.is_dir():
+            self._events.look()
+        return self._events.events
 
     def tail(self) -> str:
         """The end of the log that tells most of what went wrong."""
@@ -285,11 +289,10 @@ class Job:
         Raises:
             LabError: the node has no memory.
         """
-        ranks = self.ranks_of_node(rank)
-        self.send(ranks, signal.SIGSTOP)
-        node = node_name(rank // self.workers_per_node)
+        ranks, node = self.ranks_of_node(rank), node_name(rank // self.workers_per_node)
         if self._memory is None or not (memory := self._memory / node).is_dir():
             raise LabError(f'{node} has no memory to lose in {self._memory}')
+        self.send(ranks, signal.SIGSTOP)
         nbytes = sum(path.stat().st_size for path in memory.rglob('*') if path.is_file())
         shutil.rmtree(memory)
         return LostNode(self.send(ranks, signal.SIGKILL), nbytes)

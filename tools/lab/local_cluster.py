@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from moevement_ext.events import Event, decode
-from moevement_ext.launch.events import FILE, JobFailed, WorkerEnded, WorkerLaunched
+from moevement_ext.launch.launcher_events import FILE, JobFailed, WorkerEnded, WorkerLaunched
+from tools.lab.following import FollowedFile
 from tools.lab.launch import GRACE_S, ROOT, Death, Launch, kill_groups
 
 _TAIL_LINES = 12
@@ -34,8 +34,7 @@ class LocalCluster:
         self._command += ['--max-restarts', str(launch.max_restarts)]
         self._command += ['--share-gpu'] if launch.share_gpu else []
         self._command += ['--log-dir', str(launch.folder / 'logs'), '--', *launch.program()]
-        self._events = launch.folder / 'logs' / FILE
-        self._read = 0  # bytes
+        self._events = FollowedFile(launch.folder / 'logs' / FILE)
         self._pids: dict[int, int] = {}
         self._deaths: list[Death] = []
         self._given_up = ''
@@ -108,22 +107,13 @@ class LocalCluster:
         kill_groups([pid for pid in self._pids.values() if pid not in ended])
 
     def _note_events(self) -> None:
-        """Take in whole lines that the launcher has written since the last call."""
-        if not self._events.exists():
-            return
-        with self._events.open('rb') as file:
-            file.seek(self._read)
-            lines = file.read()
-        lines = lines[: lines.rfind(b'\n') + 1]
-        self._read += len(lines)
-        for event in decode(lines):
-            self._note(event)
-
-    def _note(self, event: Event) -> None:
-        match event:
-            case WorkerLaunched(rank, pid):
-                self._pids[rank] = pid
-            case WorkerEnded(rank, pid, code):
-                self._deaths.append(Death(rank, pid, None if code < 0 else code, event.time))
-            case JobFailed(reason):
-                self._given_up = reason.partition('\n')[0]
+        """Take in what the launcher has written since the last call."""
+        for event in self._events.look():
+            match event:
+                case WorkerLaunched(rank, pid):
+                    self._pids[rank] = pid
+                case WorkerEnded(rank, pid, code):
+                    status = None if code < 0 else code
+                    self._deaths.append(Death(rank, pid, status, event.time))
+                case JobFailed(reason):
+                    self._given_up = reason.partition('\n')[0]

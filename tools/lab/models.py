@@ -54,19 +54,21 @@ def data_flags(data: Path) -> list[str]:
     return ['--data-path', str(data), '--data-cache-path', str(data.parent / 'cache')]
 
 
-def sparse_flags(memory: Path, run_id: str, window: int | str, events: Path) -> list[str]:
+def sparse_flags(
+    memory: Path, run_id: str, window: int | str, events: Path | None = None
+) -> list[str]:
     """Sparse checkpointing.
 
     Args:
         memory: directory in a tmpfs.
         run_id: name of the run within it.
         window: W, or `auto`.
-        events: folder for the events.
+        events: folder for the events, if there are to be any.
     """
     return [
         *('--sparse-ckpt', '--sparse-ckpt-strict', '--sparse-ckpt-window', str(window)),
         *('--sparse-ckpt-dir', str(memory), '--sparse-ckpt-run-id', run_id),
-        *('--sparse-ckpt-events', str(events)),
+        *(() if events is None else ('--sparse-ckpt-events', str(events))),
     ]
 
 

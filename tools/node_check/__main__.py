@@ -20,10 +20,8 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from errno import EISDIR
-from os import environ, strerror
+from os import environ
 from pathlib import Path
-from tempfile import TemporaryFile
 
 import msgspec
 import torch
@@ -35,7 +33,6 @@ from moevement_ext.config import SparseCheckpointConfig
 from tools.chaos.drill_flags import value_of
 from tools.lab.arguments import Parser
 from tools.lab.errors import LabError
-from tools.lab.figures import replacing
 from tools.node_check import node
 from tools.node_check.place import Place, meet
 from tools.node_check.report import GIB, RankReport, problems, rates, table
@@ -57,20 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parse_megatron_flags(flags)  # exits where a value is wrong
     try:
         place = Place.of(environ)
-        if place.rank == 0 and args.json is not None:
-            _check_writable(args.json)
         directory = args.dir or value_of(flags, _DIRECTORY) or SparseCheckpointConfig.dir
         reports = _check(place, args, Path(directory))
     except (LabError, ValueError) as error:
-        return _could_not(error)
+        print(f'node_check: {error}', file=sys.stderr)
+        return 2
     needed, unknown = _needed_bytes(args, flags, reports)
     found = problems(reports, needed)
     if place.rank == 0:
         _print(reports, found, unknown)
-        try:
-            _write(reports, args.json)
-        except OSError as error:
-            return _could_not(f'--json {args.json}: {error.strerror}')
     return 1 if found else 0
 
 
@@ -81,11 +73,6 @@ def _split(given: list[str]) -> tuple[list[str], list[str]]:
         return [], given
     own = given[: given.index(_END)] if _END in given else given
     return own, given[len(own) + 1 :]
-
-
-def _could_not(why: object) -> int:
-    print(f'node_check: {why}', file=sys.stderr)
-    return 2
 
 
 def _check(place: Place, args: argparse.Namespace, directory: Path) -> list[RankReport]:
@@ -168,30 +155,6 @@ def _print(reports: Sequence[RankReport], found: Sequence[str], unknown: str | N
     console.print(f'{nodes} nodes, {len(reports)} ranks: {len(found)} problems')
 
 
-def _check_writable(path: Path) -> None:
-    """Known before anything is measured.
-
-    Raises:
-        LabError: a file cannot be written there.
-    """
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(EISDIR, strerror(EISDIR))
-        if path.is_file() or not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise LabError(
-            f'--json {path}: {error.strerror}; give a file that can be written'
-        ) from error
-
-
-def _write(reports: Sequence[RankReport], path: Path | None) -> None:
-    if path is not None:
-        with replacing(path) as partial:
-            partial.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog='python -m tools.node_check',
@@ -210,7 +173,6 @@ def _parser() -> argparse.ArgumentParser:
         '--timeout', type=float, default=300.0, metavar='S',
         help='seconds for all to come, and for each transfer (default: 300)',
     )  # fmt: skip
-    add('--json', type=Path, metavar='FILE', help='write what each rank found, on rank 0')
     return parser
 
 

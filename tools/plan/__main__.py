@@ -43,14 +43,7 @@ from tools.plan.description import (
 from tools.plan.flags import RECOVERIES, MegatronFlags, parse_megatron_flags
 from tools.plan.layout import PRECISIONS
 from tools.plan.planning import FailureRate, Job, ProtectionSettings, iteration_seconds, plan_job
-from tools.plan.presets import (
-    CLUSTERS,
-    GIGA,
-    GPU_HOURS_PER_FAILURE,
-    PRESETS,
-    Cluster,
-    mtbf_s,
-)
+from tools.plan.presets import CLUSTERS, GIGA, GPU_HOURS_PER_FAILURE, PRESETS, Cluster, mtbf_s
 from tools.plan.report import as_json, infeasible, print_plan
 from tools.simulate.fields import FieldError
 from tools.simulate.terminal import Flag, add_flags, table

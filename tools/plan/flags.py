@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from moevement_ext.config import network_rate
 from tools.lab.arguments import Parser
 from tools.plan.description import DescriptionError, Training
 from tools.plan.layout import Batch, Layout, Precision, spread
@@ -45,6 +46,7 @@ _PROTECTION = {
     'sparse_ckpt_max_window': 'max_window',
     'sparse_ckpt_replicas': 'replicas',
     'sparse_ckpt_recovery': 'recovery',
+    'sparse_ckpt_network_gb_per_s': 'network_gb_per_s',
     'sparse_ckpt_log_lag': 'log_lag',
     'sparse_ckpt_disk': 'disk',
 }
@@ -184,6 +186,7 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
     texts = 'fp8_format', 'fp8_recipe', 'sparse_ckpt_window', 'sparse_ckpt_disk'
     for name in (*_MODEL_TEXTS, *_PRECISION, *texts):
         parser.add_argument(_flag(name))
+    parser.add_argument('--sparse-ckpt-network-gb-per-s', type=network_rate)
     parser.add_argument('--sparse-ckpt-log-lag', type=float)
     parser.add_argument('--sparse-ckpt-recovery', choices=RECOVERIES)
     given, unused = parser.parse_known_args(list(argv))

@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moevement_ext.config import LONGEST_WINDOW, SparseCheckpointConfig
+from moevement_ext.config import (
+    AUTO,
+    LONGEST_WINDOW,
+    ConfigurationError,
+    SparseCheckpointConfig,
+)
 from moevement_ext.memory.budget import HostMemoryPlan
 from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged, window_lengths
 from moevement_ext.plan.algorithm1 import plan_as_printed
@@ -26,7 +31,14 @@ from moevement_ext.plan.byte_planner import (
     fewest_slots,
     plan_stages,
 )
-from moevement_ext.plan.windows import DEFAULT_NETWORK_SHARE, Budgets, budgets, needs, shortest
+from moevement_ext.plan.windows import (
+    DEFAULT_NETWORK_SHARE,
+    Budgets,
+    budgets,
+    held_to,
+    needs,
+    shortest,
+)
 from moevement_ext.replicate.copies import Copies
 from tools.plan import memory
 from tools.plan.layout import Batch, Layout, Precision
@@ -55,6 +67,8 @@ class ProtectionSettings:
     """Share of an iteration that can hide a copy."""
     network_share: float = DEFAULT_NETWORK_SHARE
     """Share of a node's network that replication may take; the rest is training's."""
+    network_gb_per_s: float | str = AUTO
+    """The flag of that name: a number, for a rank, takes the place of the share."""
     log_lag: float | None = None
     """Iterations that persisting a window takes, which the log has room for; None: from the rates
     of the cluster."""
@@ -67,6 +81,17 @@ class ProtectionSettings:
         fields.whole('max_window', self.max_window, most=LONGEST_WINDOW)
         fields.check(self, count='replicas', part='hidden_fraction network_share',
                      not_negative='log_lag')  # fmt: skip
+        try:
+            _ = self.network_bytes_per_s
+        except ConfigurationError as error:
+            rule = str(error).partition(' must be ')[2]
+            problem = f'is {self.network_gb_per_s!r}; give {rule}'
+            raise fields.FieldError('network_gb_per_s', problem) from error
+
+    @property
+    def network_bytes_per_s(self) -> float | None:
+        """What replication of a rank is held to; None: to a share of the link."""
+        return SparseCheckpointConfig(network_gb_per_s=self.network_gb_per_s).network_bytes_per_s
 
     @property
     def longest_window(self) -> int:
@@ -120,6 +145,12 @@ class Job:
     def ranks_per_node(self) -> int:
         """Ranks on a full node."""
         return min(self.cluster.gpus_per_node, self.layout.ranks)
+
+    @property
+    def send_bytes_per_s(self) -> float:
+        """What replication of a rank takes of the network, on average at most."""
+        link, settings = self.cluster.network_bytes_per_s / self.ranks_per_node, self.protection
+        return held_to(link, settings.network_share, settings.network_bytes_per_s) or link
 
     @property
     def nodes(self) -> int:
@@ -233,8 +264,7 @@ class JobPlan:
 
     def network_bytes(self) -> float:
         """Bytes per iteration that a node's network has for replication."""
-        rate = self.job.cluster.network_bytes_per_s * self.job.protection.network_share
-        return rate * self.job.iteration_s
+        return self.job.send_bytes_per_s * self.job.ranks_per_node * self.job.iteration_s
 
     def log_bytes_of_node(self) -> int:
         """Bytes per iteration that the busiest node logs."""
@@ -265,11 +295,11 @@ class JobPlan:
         The slot is copied, summed and sent to the holders after what waits before it; they sum the
         whole window; then that is announced.
         """
-        cluster, settings = self.job.cluster, self.job.protection
+        cluster = self.job.cluster
         last = max(int(kind.slot_bytes()[-1].max()) for kind in self.kinds)
         seconds = last / cluster.copy_bytes_per_s + last / memory.CHECKSUM_BYTES_PER_S
         if self.job.sent:
-            share = cluster.network_bytes_per_s * settings.network_share / self.job.ranks_per_node
+            share = self.job.send_bytes_per_s
             whole = max(int(kind.slot_bytes().sum(axis=0).max()) for kind in self.kinds)
             queued = max(int(self.queued(kind)[-1].max()) for kind in self.kinds)
             seconds += self.job.sent * queued / share + whole / memory.CHECKSUM_BYTES_PER_S
@@ -318,6 +348,7 @@ def hidden_budgets(job: Job) -> Budgets:
         job.sent,
         settings.hidden_fraction,
         settings.network_share,
+        settings.network_bytes_per_s,
     )
 
 

@@ -10,10 +10,12 @@ r"""What a fault-tolerance system costs and saves: in closed form, and simulated
         --plot goodput.png ...
     python -m tools.simulate profile runs/events -o run.json
     python -m tools.simulate --system ours --profile runs/events --mtbf 0.5x
+    python -m tools.simulate iteration --profile train.log
     python -m tools.simulate paper
 
 ETTR is the share of wall-clock time that goes into iterations which are kept. Semantics, formulas
-and systems: docs/simulator.md. `sweep`, `timeline`, `profile` and `paper` have their own --help.
+and systems: docs/simulator.md. `sweep`, `timeline`, `profile`, `iteration` and `paper` have their
+own --help.
 
 Exit status: 0 done, 2 a flag or file that breaks a rule, or a plan that is not feasible.
 """
@@ -36,7 +38,8 @@ from tools.simulate.runs import Run
 from tools.simulate.systems import SYSTEMS, System
 
 SUBCOMMANDS = {
-    'sweep': 'sweep', 'timeline': 'timeline', 'profile': 'run_profile', 'paper': 'paper.__main__',
+    'sweep': 'sweep', 'timeline': 'timeline', 'profile': 'run_profile', 'iteration': 'iteration',
+    'paper': 'paper.__main__',
 }  # fmt: skip
 
 

@@ -154,12 +154,7 @@ class PartialRun(DenseRun):
     stationary = False
 
     def __init__(
-        self,
-        full: Dense,
-        partial: PartialExperts,
-        shares: np.ndarray,
-        histories: int,
-        job_s: float,
+        self, full: Dense, partial: PartialExperts, shares: np.ndarray, histories: int, job_s: float
     ) -> None:
         super().__init__(full, histories)
         self.partial = partial

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
+from tools.plan import presets
 from tools.simulate import fields, run_profile, terminal
 from tools.simulate.experts import SELECTIONS, draw_shares
 from tools.simulate.failures import Correlated, Process, Renewal, Trace, TraceError, read_trace
@@ -254,7 +255,7 @@ def _process(args: argparse.Namespace, profile: Profile | None) -> Process:
         for name in ('gpus', 'gpu_hours_per_failure'):
             if not getattr(args, name) > 0:
                 raise FieldError(name, f'is {getattr(args, name)!r}; give a number above 0')
-        mtbf_s = args.gpu_hours_per_failure * 3600 / args.gpus
+        mtbf_s = presets.mtbf_s(args.gpu_hours_per_failure, args.gpus)
     if args.neighbours or args.repeat:
         if args.weibull_shape != 1:
             raise FieldError('shape', 'cannot be combined with --neighbours or --repeat')

@@ -45,8 +45,7 @@ class Spares:
     """Seconds until a failed node is a spare, unless the failures say themselves."""
 
     def __post_init__(self) -> None:
-        fields.whole('count', self.count, least=0)
-        fields.not_negative('repair_s', self.repair_s)
+        fields.check(self, count='count', not_negative='repair_s')
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,7 @@ def simulate(
         FieldError: an argument breaks its rule.
     """
     for name, value in (('hours', hours), ('job_hours', job_hours)):
-        if value is not None:
-            fields.positive(name, value)
+        fields.positive(name, 1.0 if value is None else value)
     if job_hours is None and isinstance(process, Trace):
         job_hours = process.length_s / 3600
     if histories is None:

@@ -78,39 +78,29 @@ def survival_report(
         ValueError: more domains are to fail than there are, or replicas are negative.
     """
     failed = list(failed)
-    return [_placed(domains, count, failed, groups, distance, samples, seed) for count in replicas]
-
-
-def _placed(
-    domains: Sequence[str],
-    replicas: int,
-    failed: Iterable[int],
-    groups: Sequence[Sequence[int]] | None,
-    distance: LinkCost | None,
-    samples: int,
-    seed: int,
-) -> Placed:
-    holders = place_replicas(domains, replicas, groups=groups, distance=distance)
-    held = Counter(rank for held_by in holders for rank in held_by)
-    loads = [held[rank] for rank in range(len(domains))]
-    links = [(owner, rank) for owner, held_by in enumerate(holders) for rank in held_by]
-    survival = []
-    for lost in failed:
-        probability = survival_probability(
-            domains, holders, lost, groups=groups, samples=samples, seed=seed
+    found = []
+    for count in replicas:
+        holders = place_replicas(domains, count, groups=groups, distance=distance)
+        held = Counter(rank for held_by in holders for rank in held_by)
+        loads = [held[rank] for rank in range(len(domains))]
+        links = [(owner, rank) for owner, held_by in enumerate(holders) for rank in held_by]
+        survival = []
+        for lost in failed:
+            probability = survival_probability(
+                domains, holders, lost, groups=groups, samples=samples, seed=seed
+            )
+            # Two more of each kind: samples that all survived prove nothing (Agresti and Coull).
+            share = (probability * samples + 2) / (samples + 4)
+            error = math.sqrt(share * (1 - share) / (samples + 4))
+            exact = is_exact(len(set(domains)), lost)
+            survival.append(Survival(lost, probability, 0.0 if exact else error))
+        least, load = (
+            min(map(len, holders), default=0),
+            (min(loads, default=0), max(loads, default=0)),
         )
-        exact = is_exact(len(set(domains)), lost)
-        # Two more of each kind: samples that all survived prove nothing (Agresti and Coull).
-        share = (probability * samples + 2) / (samples + 4)
-        error = 0.0 if exact else math.sqrt(share * (1 - share) / (samples + 4))
-        survival.append(Survival(lost, probability, error))
-    return Placed(
-        replicas,
-        min(map(len, holders), default=0),
-        (min(loads, default=0), max(loads, default=0)),
-        sum(distance(*link) for link in links) / len(links) if distance and links else None,
-        survival,
-    )
+        mean = sum(distance(*link) for link in links) / len(links) if distance and links else None
+        found.append(Placed(count, least, load, mean, survival))
+    return found
 
 
 def allocate_replicas(tokens: Sequence[float], nodes: int, slots: int, least: int = 1) -> list[int]:

@@ -35,12 +35,9 @@ class OperatorProfile:
     """Tokens that an expert saw, in any unit; None for what every token passes."""
 
     def __post_init__(self) -> None:
-        fields.whole('full_bytes', self.full_bytes, least=0)
-        fields.whole('light_bytes', self.light_bytes, least=0)
+        fields.check(self, count='full_bytes light_bytes', not_negative='tokens')
         rule = f'give no more than full_bytes, {self.full_bytes}'
         fields.require(self.light_bytes <= self.full_bytes, 'light_bytes', self.light_bytes, rule)
-        if self.tokens is not None:
-            fields.not_negative('tokens', self.tokens)
 
 
 @dataclass(frozen=True)
@@ -78,19 +75,13 @@ class Profile:
 
     def __post_init__(self) -> None:
         fields.require(self.format == FORMAT, 'format', self.format, f'must be {FORMAT!r}')
-        for name in ('iteration_s', 'copy_bytes_per_s', 'network_bytes_per_s'):
-            fields.positive(name, getattr(self, name))
-        for name in ('disk_bytes_per_s', 'mtbf_s'):
-            if getattr(self, name) is not None:
-                fields.positive(name, getattr(self, name))
+        rates = 'copy_bytes_per_s network_bytes_per_s disk_bytes_per_s'
+        fields.check(self, positive=f'iteration_s mtbf_s {rates}', not_negative='restart_s',
+                     count='replicas', part='hidden_fraction')  # fmt: skip
         fields.require(self.state_bytes > 0, 'operators', self.operators, 'list one with bytes')
         names = [operator.name for operator in self.operators]
         twice = sorted({name for name in names if names.count(name) > 1})
         fields.require(not twice, 'operators', twice, 'list each of them once')
-        fields.whole('replicas', self.replicas, least=0)
-        inside = 0 < self.hidden_fraction <= 1
-        fields.require(inside, 'hidden_fraction', self.hidden_fraction, 'must be in (0, 1]')
-        fields.not_negative('restart_s', self.restart_s)
 
     @property
     def state_bytes(self) -> int:

@@ -22,13 +22,13 @@ so a failure loses, on average, also as many iterations as a copy takes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from moevement_ext.plan.algorithm1 import plan_as_printed
-from moevement_ext.plan.byte_planner import OperatorBytes, WindowPlan, balanced, fewest_slots
+from moevement_ext.plan.byte_planner import OperatorBytes, balanced, fewest_slots
 from tools.simulate import closed_form as intervals
 from tools.simulate import fields
 from tools.simulate.closed_form import LONGEST_WINDOW, Dense, Sparse
@@ -115,12 +115,7 @@ def build(name: str, options: Options, profile: Profile | None = None) -> System
 
 def _check(options: Options) -> None:
     """What a price is computed from, before it is. Raises FieldError."""
-    for name in ('iteration_s', 'job_s'):
-        if getattr(options, name) is not None:
-            fields.positive(name, getattr(options, name))
-    for name in ('interval', 'experts'):
-        if getattr(options, name) is not None:
-            fields.whole(name, getattr(options, name))
+    fields.check(options, positive='iteration_s job_s', whole='interval experts')
     if options.window is not None:
         fields.whole('window', options.window, most=LONGEST_WINDOW)
 
@@ -136,14 +131,9 @@ def _dense(options: Options, **priced: float | None) -> Dense:
         given = getattr(options, name)
         return float(given if given is not None else priced.get(name) or 0.0)
 
-    return Dense(
-        iteration_s=options.iteration_s,
-        interval=int(interval),
-        overhead_s=term('overhead_s'),
-        stall_s=term('stall_s'),
-        restart_s=term('restart_s'),
-        mtbf_s=options.mtbf_s,
-    )
+    overhead_s, stall_s, restart_s = map(term, ('overhead_s', 'stall_s', 'restart_s'))
+    costs = options.iteration_s, int(interval), overhead_s, stall_s, restart_s, options.mtbf_s
+    return Dense(*costs)
 
 
 def _lag_s(iterations: float, profile: Profile) -> float:
@@ -151,16 +141,16 @@ def _lag_s(iterations: float, profile: Profile) -> float:
     return math.ceil(iterations) * profile.iteration_s
 
 
+def _given_dense(name: str, options: Options, profile: Profile | None) -> System:
+    return System(name, _dense(options, restart_s=profile.restart_s if profile else 0.0))
+
+
 def _none(name: str, options: Options, profile: Profile | None) -> System:
     if options.job_s is None:
         raise fields.FieldError('job_s', 'is missing; without checkpoints its length matters')
     assert options.iteration_s is not None
-    job = replace(options, interval=max(1, round(options.job_s / options.iteration_s)))
-    return System(name, _dense(job, restart_s=profile.restart_s if profile else 0.0))
-
-
-def _given_dense(name: str, options: Options, profile: Profile | None) -> System:
-    return System(name, _dense(options, restart_s=profile.restart_s if profile else 0.0))
+    interval = max(1, round(options.job_s / options.iteration_s))
+    return _given_dense(name, replace(options, interval=interval), profile)
 
 
 def _checkfreq(name: str, options: Options, profile: Profile | None) -> System:
@@ -206,13 +196,18 @@ def _gemini(name: str, options: Options, profile: Profile | None) -> System:
     return System(name, costs(interval), found={'checkpoint_bytes': profile.state_bytes})
 
 
-def _shares(options: Options, profile: Profile | None) -> np.ndarray:
-    """Token shares of the experts."""
-    if options.shares is not None:
+def _known_shares(options: Options, profile: Profile | None) -> np.ndarray | None:
+    """Token shares of the experts, as far as they are given or measured."""
+    if options.shares is not None or profile is None:
         return options.shares
-    measured = profile.token_shares() if profile else None
-    if measured is not None:
-        return measured
+    return profile.token_shares()
+
+
+def _shares(options: Options, profile: Profile | None) -> np.ndarray:
+    """Token shares of the experts, all alike where they are not known."""
+    known = _known_shares(options, profile)
+    if known is not None:
+        return known
     if options.experts is None:
         raise fields.FieldError('experts', 'is missing; give their number, or a profile with some')
     return np.full(options.experts, 1 / options.experts)
@@ -276,17 +271,12 @@ def _slot_bytes(name: str, options: Options, profile: Profile) -> np.ndarray:
     sizes = [
         OperatorBytes(op.name, (op.full_bytes,), (op.light_bytes,)) for op in profile.operators
     ]
-    plan = _plan(name, sizes, options, profile)
-    return np.array(plan.slot_bytes(sizes))[:, 0]
-
-
-def _plan(
-    name: str, sizes: Sequence[OperatorBytes], options: Options, profile: Profile
-) -> WindowPlan:
-    budget = max(1, int(profile.hidden_s * profile.memory_bytes_per_s))
+    planner = plan_as_printed if name == 'moevement' else fewest_slots
     if options.window is not None:
-        return balanced(sizes, options.window)
-    return plan_as_printed(sizes, budget) if name == 'moevement' else fewest_slots(sizes, budget)
+        plan = balanced(sizes, options.window)
+    else:
+        plan = planner(sizes, max(1, int(profile.hidden_s * profile.memory_bytes_per_s)))
+    return np.array(plan.slot_bytes(sizes))[:, 0]
 
 
 def _sparse(name: str, options: Options, profile: Profile | None) -> System:
@@ -301,10 +291,8 @@ def _sparse(name: str, options: Options, profile: Profile | None) -> System:
         found = {'window_bytes': float(slots.sum()), 'largest_slot_bytes': float(slots.max())}
     if window is None:
         raise fields.FieldError('window', 'is missing; give it, or a profile to plan it from')
-    shares = options.shares
-    if shares is None and profile is not None:
-        shares = profile.token_shares()
-    elif shares is not None and not options.frozen_saving:
+    shares = _known_shares(options, profile)
+    if options.shares is not None and not options.frozen_saving:
         problem = (
             f'is missing; popularity matters to {name} where work on frozen operators is saved'
         )
@@ -357,21 +345,15 @@ def _copy(name: str, options: Options, profile: Profile | None) -> System:
     if copy_s is None:
         copy_s = profile.state_bytes / profile.network_bytes_per_s if profile else 0.0
     fields.not_negative('copy_s', copy_s)
-    sparse, seconds, localized = ours.costs, copy_s, options.localized
+    sparse, restart_s = ours.costs, options.restart_s
     assert isinstance(sparse, Sparse)
-    restart_s = profile.restart_s if profile else 0.0
-    if options.restart_s is not None:
-        restart_s = options.restart_s
-    costs = Dense(
-        iteration_s=sparse.iteration_s,
-        interval=1,
-        overhead_s=sparse.overhead_s,
-        restart_s=restart_s + copy_s,
-        mtbf_s=sparse.mtbf_s,
-    )
+    if restart_s is None:
+        restart_s = profile.restart_s if profile else 0.0
+    copied_s, localized = restart_s + copy_s, options.localized
+    costs = Dense(sparse.iteration_s, 1, sparse.overhead_s, 0.0, copied_s, sparse.mtbf_s)
 
     def run(histories: int, rng: np.random.Generator) -> CopyRun:
-        return CopyRun(sparse, restart_s + seconds, histories, rng, pipeline, localized)
+        return CopyRun(sparse, copied_s, histories, rng, pipeline, localized)
 
     return System(name, costs, run, ours.found)
 

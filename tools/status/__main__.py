@@ -23,8 +23,8 @@ from rich.live import Live
 
 from tools.lab.arguments import Parser
 from tools.lab.errors import LabError
+from tools.lab.following import Follower
 from tools.lab.history import History, read_history
-from tools.status.following import Follower
 from tools.status.screen import show
 
 

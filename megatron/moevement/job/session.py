@@ -8,27 +8,26 @@ of `upstream_trainer` and `attachment`.
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron.core.utils import get_model_config
 from torch.distributed import Store
 
+from megatron.moevement.built import Built
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts
-from megatron.moevement.job import log_line
+from megatron.moevement.job import protection_lines
+from megatron.moevement.job.megatron_trainer import MegatronTrainer
 from megatron.moevement.job.surroundings import Surroundings
-from megatron.moevement.job.trainer import MegatronTrainer
 from megatron.moevement.seams import data_caches, upstream
 from megatron.moevement.state import parameter_groups
 from megatron.moevement.state.global_scalars import check_room
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext import faults
 from moevement_ext.config import ON
+from moevement_ext.events import LossLogged
 from moevement_ext.job.ending import announce, finish
 from moevement_ext.job.job import Job
-
-Built = tuple[Any, Any, Any]
-"""Model chunks, optimizer and scheduler."""
 
 
 class Session:
@@ -74,7 +73,7 @@ class Session:
     def set_up(
         self,
         build: Callable[[bool], Built],
-        load_dense: Callable[[Any, Any, Any], None],
+        load_dense: Callable[..., None],
         dense_iteration: int,
     ) -> Built:
         """Build model chunks, optimizer and scheduler; recover from host memory where that is best.
@@ -111,12 +110,12 @@ class Session:
         self.around.post_step.pass_exits(self.job.committed_before)
         return self._built()
 
-    def train(self, run: Callable[[], Any]) -> Any:
+    def train(self, run: Callable[[], object]) -> object:
         """The training loop, started where the window becomes dense; again after failures."""
         self.alone.close()
         return self.job.train(run, around_update=self._training.around_update)
 
-    def step(self, train_step: Callable[..., Any], iteration: int) -> Any:
+    def step(self, train_step: Callable[..., object], iteration: int) -> object:
         """The iteration after `iteration`, after what a failure has left to do.
 
         Args:
@@ -133,7 +132,15 @@ class Session:
     def report(self, iteration: int) -> None:
         """Say in the log how protection goes, if iteration `iteration` ends a log interval."""
         if self.job.protection is not None and iteration % self._facts.log_interval == 0:
-            log_line.log_interval(iteration, self.job.protection.checkpointer)
+            protection_lines.log_interval(iteration, self.job.protection.checkpointer)
+
+    def report_loss(self, iteration: int) -> None:
+        """The same of the loss, on the last rank, of its own micro-batches; not in the log."""
+        facts = self._facts
+        if facts.rank == facts.world_size - 1 and iteration % facts.log_interval == 0:
+            loss = self.around.losses.newest
+            if loss is not None:
+                self.job.rank.events.emit(LossLogged(loss=loss))
 
     def finish(self) -> None:
         """The job ends on all ranks: give host memory back unless it is kept. Collective."""
@@ -154,7 +161,9 @@ class Session:
     def _say_kept(self) -> None:
         kept, is_last = self.job.kept_in, self._facts.rank == self._facts.world_size - 1
         if kept is not None and is_last:
-            print(log_line.exit_line(self._counters.iteration, False, kept.parent), flush=True)
+            print(
+                protection_lines.exit_line(self._counters.iteration, False, kept.parent), flush=True
+            )
 
     def _built(self) -> Built:
         return self._training.model, self._training.optimizer, self._training.scheduler

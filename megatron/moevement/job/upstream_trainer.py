@@ -6,11 +6,17 @@ Checked against megatron-core 0.19.2.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import megatron.training.training as training
 import torch
 
+from megatron.moevement.built import (
+    Built,
+    Chunks,
+    MegatronOptimizer,
+    OptimizerParamScheduler,
+    TransformerConfig,
+)
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts, Settings
 from megatron.moevement.job.description import logged_loss
@@ -18,11 +24,11 @@ from megatron.moevement.job.local_files import missing_data
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import dense_tier, patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
-from megatron.moevement.seams.faults import armed_forward
+from megatron.moevement.seams.forward_faults import Forward, armed_forward
 from megatron.moevement.state.dense_random import DenseRandom
 from moevement_ext import faults
 from moevement_ext.events import LossLogged
-from moevement_ext.job.localized import LOOP_ENDS
+from moevement_ext.job.localized_mode import LOOP_ENDS
 
 
 class UpstreamTrainer:
@@ -50,8 +56,8 @@ class UpstreamTrainer:
         self._session = session
         self._data = data
         self._post_step = session.around.post_step
-        self._logged_losses: dict[str, Any] = {}
-        self._before_log: dict[str, Any] = {}
+        self._logged_losses: dict[str, object] = {}
+        self._before_log: dict[str, object] = {}
         self._job_has_logged = False
         self._entered = False
 
@@ -76,16 +82,18 @@ class UpstreamTrainer:
             patches.wrap(f'{trainer}:print_rank_last', self._note_loss)
         patches.wrap(f'{trainer}:checkpoint_and_decide_exit', self._decide_exit)
 
-    def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _set_up(self, original: Callable[..., Built], *args: object, **kwargs: object) -> Built:
         """Build model and optimizer, and load the dense checkpoint where that is the best tier."""
         load = self._facts.load
         self._job_has_logged = self._session.job.joining
 
-        def build(load_dense: bool) -> Any:
+        def build(load_dense: bool) -> Built:
             with upstream.setting('load', load if load_dense else None):
                 return original(*args, **kwargs)
 
-        def load_dense(model: Any, optimizer: Any, scheduler: Any) -> None:
+        def load_dense(
+            model: Chunks, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+        ) -> None:
             if load is not None:
                 context = kwargs.get('checkpointing_context')
                 upstream.load_dense_checkpoint(self._counters, model, optimizer, scheduler, context)
@@ -97,7 +105,7 @@ class UpstreamTrainer:
             return -1
         return dense_tier.dense_iteration(self._facts, self._session.job.rank.exchange)
 
-    def _open_data(self, original: Callable[..., Any], provider: Any) -> Any:
+    def _open_data(self, original: Callable[..., object], provider: object) -> object:
         try:
             return original(provider)
         except Exception as error:
@@ -108,20 +116,20 @@ class UpstreamTrainer:
 
     def _train(
         self,
-        original: Callable[..., Any],
-        forward_step: Any,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
-        train_iterator: Any,
-        valid_iterator: Any,
-        process: Any,
-        config: Any,
-        context: Any,
-        non_loss_data: Any,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Any:
+        original: Callable[..., object],
+        forward_step: Forward,
+        model: Chunks,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        train_iterator: object,
+        valid_iterator: object,
+        process: object,
+        config: TransformerConfig,
+        context: dict[str, object] | None,
+        non_loss_data: object,
+        *rest: object,
+        **kwargs: object,
+    ) -> object:
         """Upstream's loop, entered again after failures of other ranks."""
         if faults.armed():
             forward_step = armed_forward(forward_step)
@@ -155,7 +163,7 @@ class UpstreamTrainer:
         )
         return self._session.train(partial(self._enter, loop))
 
-    def _enter(self, loop: Callable[[], Any]) -> Any:
+    def _enter(self, loop: Callable[[], object]) -> object:
         """Upstream's loop, once more. What it logs first, ranks log together or not at all.
 
         A failure may have struck while only some had logged, and new ones have not.
@@ -165,9 +173,9 @@ class UpstreamTrainer:
         return loop()
 
     def _train_step(
-        self, original: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any
-    ) -> Any:
-        def train_step(iteration: int, **schedule: Any) -> Any:
+        self, original: Callable[..., object], *args: object, iteration: int, **kwargs: object
+    ) -> object:
+        def train_step(iteration: int, **schedule: object) -> object:
             return original(*args, iteration=iteration, **(kwargs | schedule))
 
         result = self._session.step(train_step, iteration)
@@ -179,12 +187,12 @@ class UpstreamTrainer:
     def _decide_exit(
         self,
         original: Callable[..., bool],
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
+        model: Chunks,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
         iteration: int,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> bool:
         """Upstream's saves and exits, but for the exits that an earlier launch has made."""
         made = self._post_step.exit_was_made(iteration)
@@ -194,14 +202,14 @@ class UpstreamTrainer:
 
     def _training_log(
         self,
-        original: Callable[..., Any],
-        loss_dict: Any,
-        total_loss_dict: Any,
-        learning_rate: Any,
+        original: Callable[..., object],
+        loss_dict: object,
+        total_loss_dict: dict[str, object],
+        learning_rate: object,
         iteration: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         if total_loss_dict is not self._logged_losses:
             # Upstream's loop was entered again within a log interval: go on with its sums.
             total_loss_dict.update(self._logged_losses)
@@ -220,14 +228,14 @@ class UpstreamTrainer:
         self._session.report(iteration)
         return result
 
-    def _note_loss(self, original: Callable[..., Any], message: str) -> None:
+    def _note_loss(self, original: Callable[..., object], message: str) -> None:
         """Reads it where upstream has it as a number already: nothing more waits for a GPU."""
         original(message)
         loss = logged_loss(message)
         if loss is not None:
             self._session.job.rank.events.emit(LossLogged(loss=loss))
 
-    def _keep(self, totals: dict[str, Any]) -> None:
+    def _keep(self, totals: dict[str, object]) -> None:
         """Some of them upstream adds up in place; copies are allocated once."""
         for name, value in totals.items():
             if not torch.is_tensor(value):

@@ -15,7 +15,8 @@ Read in torch 2.11 and 2.14.
 
 import logging
 import os
-from typing import Any
+from collections.abc import Mapping
+from types import ModuleType
 
 import torch
 from torch.torch_version import TorchVersion
@@ -66,7 +67,7 @@ def make_repeatable(deterministic: bool, warns: bool) -> None:
         _set(inductor, _INDUCTOR if alike else _INDUCTOR | _WITHOUT_INVARIANCE)
 
 
-def _set(config: Any, settings: dict[str, Any]) -> None:
+def _set(config: ModuleType, settings: Mapping[str, object]) -> None:
     """What this torch has of `settings`."""
     known = config.get_config_copy()
     for name, value in settings.items():

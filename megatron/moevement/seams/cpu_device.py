@@ -60,14 +60,15 @@ def hide_transformer_engine() -> None:
 @functools.cache
 def patch_upstream() -> None:
     """Mend upstream's GPU-only assumptions. To be called after megatron imports."""
-    for part, wrapper in {
+    wrappers: dict[str, patches.Wrapper] = {
         'megatron.training.training:initialize_megatron': _allowing_no_cuda,
         'megatron.training.training:build_train_valid_test_data_iterators': _keeping_rng,
         'megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu': _keep_on_cpu,
         'megatron.core.tensor_parallel.random:_get_cuda_rng_state': _instead(_get_rng_state),
         'megatron.core.tensor_parallel.random:_set_cuda_rng_state': _instead(_set_rng_state),
         'megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__': _marked_norm,
-    }.items():
+    }
+    for part, wrapper in wrappers.items():
         patches.wrap(part, wrapper)
 
 
@@ -76,23 +77,25 @@ def _nothing() -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
-def _returns(value: Any) -> Callable[..., Any]:
+def _returns(value: object) -> Callable[..., object]:
     return lambda *args, **kwargs: value
 
 
-def _instead(function: Callable[..., Any]) -> patches.Wrapper:
+def _instead(function: Callable[..., object]) -> patches.Wrapper:
     return lambda original, *args, **kwargs: function(*args, **kwargs)
 
 
-def _allowing_no_cuda(initialize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _allowing_no_cuda(initialize: Callable[..., object], *args: object, **kwargs: object) -> object:
     return initialize(*args, **{'allow_no_cuda': True} | kwargs)
 
 
-def _keep_on_cpu(_: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _keep_on_cpu(
+    _: object, tensor: object, as_numpy: bool = False, record_stream: bool = False
+) -> object:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _is_cuda(device: Any) -> bool:
+def _is_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == 'cuda'
     if isinstance(device, str):
@@ -100,9 +103,9 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, int)
 
 
-def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
+def _redirected(function: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(function)
-    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+    def on_cpu(*args: object, **kwargs: object) -> object:
         if _is_cuda(kwargs.get('device')):
             kwargs['device'] = CPU
         if kwargs.get('pin_memory'):
@@ -128,7 +131,7 @@ def _redirect_devices() -> None:
             kwargs['device'] = CPU
         return plain_to(self, *args, **kwargs)
 
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> object:
         if args or kwargs:
             return plain_type(self, *args, **kwargs)
         # The optimizers sort parameters by names such as 'torch.cuda.BFloat16Tensor'.
@@ -141,7 +144,7 @@ def _redirect_devices() -> None:
             kwargs['device'] = CPU
         return module_to(self, *args, **kwargs)
 
-    def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def stay(self: Any, *args: object, **kwargs: object) -> Any:
         return self
 
     torch.Tensor.to = to  # type: ignore[method-assign, assignment]
@@ -151,11 +154,11 @@ def _redirect_devices() -> None:
     torch.nn.Module.cuda = stay  # type: ignore[method-assign]
 
 
-def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+def _get_rng_state(*args: object, **kwargs: object) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+def _set_rng_state(new_state: torch.Tensor, *args: object, **kwargs: object) -> None:
     torch.set_rng_state(new_state)
 
 
@@ -194,12 +197,12 @@ class _InOrder:
 
     cuda_stream = 0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
     wait_stream = wait_event = record = wait = synchronize = _nothing()
 
-    def record_event(self, event: Any = None) -> '_InOrder':
+    def record_event(self, event: '_InOrder | None' = None) -> '_InOrder':
         return event or _InOrder()
 
     def query(self) -> bool:
@@ -221,7 +224,7 @@ def _redirect_streams() -> None:
     torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign]
 
 
-def _keeping_rng(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _keeping_rng(build: Callable[..., object], *args: object, **kwargs: object) -> object:
     """A data loader draws its seed from the CPU's generator, which here is the model's as well."""
     state = torch.get_rng_state()
     try:
@@ -231,8 +234,12 @@ def _keeping_rng(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _marked_norm(
-    build: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any
-) -> Any:
+    build: Callable[..., Any],
+    cls: type,
+    config: Any,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Upstream's torch norm refuses sequence parallelism; mark its weights instead."""
     parallel, config.sequence_parallel = config.sequence_parallel, False
     try:

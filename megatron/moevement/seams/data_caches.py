@@ -10,7 +10,8 @@ Checked against megatron-core 0.19.2.
 
 import logging
 from collections.abc import Callable
-from typing import Any
+
+from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from megatron.moevement.seams import patches
 from moevement_ext.config import node_name
@@ -31,7 +32,7 @@ def install() -> None:
         patches.wrap(part, indices)
 
 
-def indices(build: Callable[[Any], Any], dataset: Any) -> Any:
+def indices(build: Callable[..., object], dataset: GPTDataset) -> object:
     """Those of a dataset, from the cache if that is of use; on the thread that makes the dataset.
 
     Raises:

@@ -37,6 +37,9 @@ class DataPosition(Protocol):
         """Have the validation iterators go on after `consumed_samples` of all ranks."""
 
 
+_OpenAt = Callable[[int], DataLoader[object]]
+
+
 class UpstreamData:
     """Knows the datasets behind the iterators of upstream's trainer.
 
@@ -48,8 +51,8 @@ class UpstreamData:
     def __init__(self, cyclic: bool, full_validation: bool) -> None:
         self._cyclic = cyclic
         self._full_validation = full_validation
-        self._iterators: dict[str, Any] = {}
-        self._loaders: dict[str, list[Callable[[int], Any]]] = {kind: [] for kind in _KINDS}
+        self._iterators: dict[str, object] = {}
+        self._loaders: dict[str, list[_OpenAt]] = {kind: [] for kind in _KINDS}
         self._calls = 0
 
     def install(self) -> None:
@@ -58,7 +61,7 @@ class UpstreamData:
         patches.wrap(f'{trainer}:build_train_valid_test_data_iterators', self._building)
         patches.wrap(f'{trainer}:build_pretraining_data_loader', self._noting)
 
-    def use(self, training_iterators: Any, validation_iterators: Any) -> None:
+    def use(self, training_iterators: object, validation_iterators: object) -> None:
         """These are what upstream's loop reads from; one each, or one per model chunk."""
         self._iterators = {'training': training_iterators, 'validation': validation_iterators}
 
@@ -74,11 +77,13 @@ class UpstreamData:
         if not self._full_validation:
             self._move('validation', consumed_samples)
 
-    def _building(self, build: Callable[..., Any], provider: Any) -> Any:
+    def _building(self, build: Callable[..., object], provider: object) -> object:
         self._calls = 0
         return build(provider)
 
-    def _noting(self, build: Callable[..., Any], dataset: Any, consumed_samples: int) -> Any:
+    def _noting(
+        self, build: Callable[..., DataLoader[object]], dataset: object, consumed_samples: int
+    ) -> DataLoader[object]:
         # Of several validation sets only the first is noted as one: nobody moves them.
         kind = _KINDS[min(self._calls, len(_KINDS) - 1)]
         self._calls += 1
@@ -95,7 +100,7 @@ class UpstreamData:
                     iterator.advance()  # forget the micro-batches of the iteration that was cut off
                     iterator.iterable = self._opened(loader(consumed_samples), consumed_samples)
 
-    def _opened(self, loader: DataLoader[Any], consumed_samples: int) -> Iterator[Any]:
+    def _opened(self, loader: DataLoader[object], consumed_samples: int) -> Iterator[object]:
         """What reads on after `consumed_samples`, and draws random numbers where upstream does.
 
         A loader draws a seed when it is opened, which is when the first sample of an epoch is read

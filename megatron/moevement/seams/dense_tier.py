@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from megatron.training import checkpointing
@@ -93,8 +93,8 @@ def take_flags_of_checkpoint(args: UpstreamArguments) -> None:
 
 
 def _or_as_given(
-    original: Callable[..., Any], args: UpstreamArguments, *more: Any, **named: Any
-) -> Any:
+    original: Callable[..., object], args: UpstreamArguments, *more: object, **named: object
+) -> object:
     try:
         return original(args, *more, **named)
     except (Exception, SystemExit) as error:

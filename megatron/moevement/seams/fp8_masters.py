@@ -9,7 +9,6 @@ Checked against megatron-core 0.19.2 and, by reading, Transformer Engine 2.1 to 
 """
 
 import functools
-from typing import Any
 
 import torch
 
@@ -56,7 +55,7 @@ def _install() -> None:
     patches.wrap('megatron.core.optimizer:Adam', _build)
 
 
-def _build(adam: type, *args: Any, **settings: Any) -> Any:
+def _build(adam: type, *args: object, **settings: object) -> object:
     kind = keeping(adam) if settings.get('master_weight_dtype') == FP8 else adam
     return kind(*args, **settings)
 
@@ -66,7 +65,9 @@ def keeping(adam: type) -> type:
     """A subclass of Transformer Engine's FusedAdam that keeps its masters in fp8."""
 
     class FusedAdamWithFp8Masters(adam):  # type: ignore[misc]
-        def __init__(self, *args: Any, master_weight_dtype: torch.dtype, **settings: Any) -> None:
+        def __init__(
+            self, *args: object, master_weight_dtype: torch.dtype, **settings: object
+        ) -> None:
             # State is made later, in the form that is noted here.
             super().__init__(*args, master_weight_dtype=torch.float16, **settings)
             self.master_weight_dtype = master_weight_dtype

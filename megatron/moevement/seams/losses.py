@@ -7,9 +7,8 @@ pass, and is there long before the update has waited for the gradient norm.
 Checked against megatron-core 0.19.2.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import fsum
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ class Losses:
         over = fsum(value[1] for value in values) if len(values[0]) == 2 else len(values)
         return fsum(value[0] for value in values) / over if over else None
 
-    def _run(self, original: Callable[..., Any], **kwargs: Any) -> Any:
+    def _run(self, original: Callable[..., Sequence[object]], **kwargs: object) -> Sequence[object]:
         reduced = original(**kwargs)
         if not kwargs.get('forward_only'):
             self._keep(_first_kind(reduced))
@@ -69,9 +68,10 @@ class Losses:
             self._arrived.record()
 
 
-def _first_kind(reduced: Any) -> list[torch.Tensor]:
+def _first_kind(reduced: Sequence[object]) -> list[torch.Tensor]:
     """Loss, or sum of losses and number of tokens, of each micro-batch; upstream averages so."""
-    if not reduced or not all(isinstance(one, Mapping) and one for one in reduced):
+    known = [one for one in reduced or () if isinstance(one, Mapping) and one]
+    if not known or len(known) < len(reduced):
         return []
-    values = [next(iter(one.values())) for one in reduced]
+    values = [next(iter(one.values())) for one in known]
     return [value.detach().reshape(-1) for value in values if torch.is_tensor(value)]

@@ -38,7 +38,7 @@ class MicroBatches:
         self._tokens = facts.seq_length
         self._number = facts.global_batch_size // (self._size * facts.data_parallel_size)
         self._pipelined = facts.pipeline_model_parallel_size > 1
-        self._given: Mapping[str, Any] | None = None
+        self._given: Mapping[str, object] | None = None
         self._runs = 0
 
     def install(self) -> None:
@@ -47,7 +47,7 @@ class MicroBatches:
             patches.wrap(f'megatron.core.pipeline_parallel.schedules:{name}', self._run)
 
     @contextmanager
-    def iteration(self, given: Mapping[str, Any]) -> Iterator[None]:
+    def iteration(self, given: Mapping[str, object]) -> Iterator[None]:
         """Within it one schedule is run, with the keywords `given`."""
         self._given, self._runs = given, 0
         try:
@@ -67,7 +67,7 @@ class MicroBatches:
                 'get_forward_backward_func(); with sparse checkpointing it must run one first.'
             )
 
-    def _run(self, original: Callable[..., Any], **kwargs: Any) -> Any:
+    def _run(self, original: Callable[..., object], **kwargs: object) -> object:
         if self._given is not None:
             if not kwargs.get('forward_only'):
                 self._runs += 1

@@ -10,7 +10,7 @@ always the same micro-batch and model chunk (paper section 3.4, upstream logging
 Checked against megatron-core 0.19.2.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
+from torch.distributed import ProcessGroup
 
+from megatron.moevement.built import Chunks, TransformerConfig
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import upstream
 from moevement_ext import faults
@@ -61,7 +63,9 @@ class BoundaryCommunicator(P2PCommunicator):
         log: keeps what is sent; None where there is nothing to log to.
     """
 
-    def __init__(self, pp_group: Any, config: Any, log: UpstreamLog | None) -> None:
+    def __init__(
+        self, pp_group: ProcessGroup, config: TransformerConfig, log: UpstreamLog | None
+    ) -> None:
         super().__init__(pp_group, config)
         self._log = log
         self._iteration = 0
@@ -89,9 +93,9 @@ class BoundaryCommunicator(P2PCommunicator):
         tensor_send_prev: torch.Tensor | None,
         recv_prev: bool,
         recv_next: bool,
-        tensor_shape: Any,
+        tensor_shape: object,
         wait_on_reqs: bool = True,
-    ) -> Any:
+    ) -> object:
         faults.point(Phase.P2P)
         self._note(Direction.DOWN, tensor_send_next)
         self._note(Direction.UP, tensor_send_prev)
@@ -116,7 +120,7 @@ class BoundaryCommunicator(P2PCommunicator):
         }
         return from_previous, from_next, requests | arriving
 
-    def _exchange(self, **what: Any) -> Any:
+    def _exchange(self, **what: object) -> object:
         """Upstream's exchange, after which it waits for the current stream alone.
 
         Upstream's own wait is for all streams of the device, hence also for the capture and the log
@@ -153,7 +157,7 @@ class StagePipeline:
         model: model chunks of this rank.
     """
 
-    def __init__(self, facts: JobFacts, model: Sequence[Any]) -> None:
+    def __init__(self, facts: JobFacts, model: Chunks) -> None:
         self._model = model
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -186,7 +190,7 @@ class StagePipeline:
         """Within the context, receive from logs and send nothing but into the own log."""
         return self._logging().replaying(received)
 
-    def schedule(self, iteration: int) -> dict[str, Any]:
+    def schedule(self, iteration: int) -> dict[str, object]:
         """What upstream's pipeline schedule is to be given in the iteration after `iteration`."""
         if self._communicator is None:
             return {}

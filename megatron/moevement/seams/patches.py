@@ -165,7 +165,7 @@ TAKING = {
 }  # fmt: skip
 """Parts that not every installation has, with some of what they take: compared when wrapped."""
 
-Wrapper = Callable[..., Any]
+Wrapper = Callable[..., object]
 """Called as `wrapper(original, ...)` with what the original was called with."""
 
 
@@ -204,15 +204,15 @@ def wrapped(part: str, wrapper: Wrapper) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _wrapping(original: Callable[..., Any], wrapper: Wrapper) -> Callable[..., Any]:
+def _wrapping(original: Callable[..., object], wrapper: Wrapper) -> Callable[..., object]:
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         return wrapper(original, *args, **kwargs)
 
     return call
 
 
-def _find(part: str) -> tuple[Any, str, Callable[..., Any]]:
+def _find(part: str) -> tuple[Any, str, Callable[..., object]]:
     """The module or class that a part is looked up in, its name there, and what it is now."""
     module, _, path = part.partition(':')
     *outer, name = path.split('.')

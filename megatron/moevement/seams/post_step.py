@@ -9,12 +9,17 @@ Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import megatron.training.training as training
 import msgspec
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
+from megatron.moevement.built import (
+    Chunks,
+    MegatronOptimizer,
+    OptimizerParamScheduler,
+    TransformerConfig,
+)
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import patches
@@ -168,14 +173,16 @@ class PostStep:
             self._exits_made,
         )
 
-    def _evaluating(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _evaluating(
+        self, original: Callable[..., object], *args: object, **kwargs: object
+    ) -> object:
         faults.point(Phase.EVALUATE)
         result = original(*args, **kwargs)
         faults.point(Phase.EVALUATED)
         self._evaluated = True
         return result
 
-    def _saving(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _saving(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
         faults.point(Phase.SAVE)
         result = original(*args, **kwargs)
         faults.point(Phase.SAVED)
@@ -188,13 +195,13 @@ def _due(interval: int | None, iteration: int) -> bool:
 
 
 def evaluation(
-    forward_step: Any,
-    model: Any,
-    valid_iterator: Any,
-    process: Any,
-    config: Any,
-    non_loss_data: Any,
-    optimizer: Any,
+    forward_step: object,
+    model: Chunks,
+    valid_iterator: object,
+    process: object,
+    config: TransformerConfig,
+    non_loss_data: object,
+    optimizer: MegatronOptimizer,
 ) -> Callable[[int], None]:
     """Upstream's evaluation after an iteration, as its loop calls it."""
 
@@ -226,11 +233,11 @@ def evaluation(
 
 def dense_checkpoint(
     counters: Counters,
-    model: Any,
-    optimizer: Any,
-    scheduler: Any,
-    context: Any,
-    train_iterator: Any,
+    model: Chunks,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    context: dict[str, object] | None,
+    train_iterator: object,
 ) -> Callable[[int, bool], None]:
     """Upstream's dense checkpoint after an iteration, as its loop calls it."""
 
@@ -249,7 +256,7 @@ def dense_checkpoint(
     return save
 
 
-def forget_what_was_cut_off(checkpointing_context: dict[str, Any] | None) -> None:
+def forget_what_was_cut_off(checkpointing_context: dict[str, object] | None) -> None:
     """Drop what a report or a save that was cut off has left, and what a new process cannot know.
 
     Strategies of dense checkpoints remember the structure from one save to the next

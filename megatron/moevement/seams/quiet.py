@@ -13,12 +13,12 @@ Nothing else is changed; with `MOEVEMENT_UPSTREAM_LOG=all` in the environment no
 Checked against megatron-core 0.19.2.
 """
 
+import argparse
 import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 from megatron.moevement.seams import patches
 from moevement_ext.errors import UserError
@@ -93,7 +93,7 @@ def _no_search_for_cuda(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith('No CUDA runtime is found')
 
 
-def _not_again(original: Callable[..., Any], title: str, args: Any) -> None:
+def _not_again(original: Callable[..., object], title: str, args: argparse.Namespace) -> None:
     if not args.sparse_ckpt:
         original(title, args)
     elif args.rank == 0:

@@ -11,7 +11,6 @@ Checked against megatron-core 0.19.2.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
@@ -25,5 +24,7 @@ def computed() -> AbstractContextManager[None]:
     return patches.wrapped(_WHOLE_ITERATION, _compute)
 
 
-def _compute(_: Callable[..., Any], recorder: FullCudaGraphWrapper, **schedule: Any) -> Any:
+def _compute(
+    _: Callable[..., object], recorder: FullCudaGraphWrapper, **schedule: object
+) -> object:
     return recorder.forward_backward_func(**schedule)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense checkpoints of torch's own Adam, which upstream uses without Transformer Engine and Apex.
+"""What upstream's distributed optimizer does not get right when it loads dense checkpoints.
 
-It keeps a step for each parameter. Upstream's distributed optimizer does not describe those of
-parameters without gradients so far, and loads one tensor for all: each parameter's update would
-then count it up for all others.
+In fp32 it copies into views of the weights themselves, which torch refuses outside of `no_grad`.
+
+Torch's own Adam, which upstream uses without Transformer Engine and Apex, keeps a step for each
+parameter. Upstream does not describe those of parameters without gradients so far, and loads one
+tensor for all: each parameter's update would then count it up for all others.
 
 Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
 """
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron.moevement.built import MegatronOptimizer
 from megatron.moevement.seams import patches
 
 _DISTRIBUTED_OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer'
@@ -21,23 +24,23 @@ _DISTRIBUTED_OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedO
 
 @functools.cache
 def mend() -> None:
-    """Have dense checkpoints keep steps apart, on any device. To be called after megatron imports.
+    """Have dense checkpoints load, on any device. To be called after megatron imports.
 
-    With Transformer Engine or Apex nothing happens: their Adam keeps a step for a group.
+    With Transformer Engine or Apex steps are left alone: their Adam keeps one for a group.
     """
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
+    set_states = f'{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states'
+    patches.wrap(set_states, torch.no_grad()(_set))
     if not HAVE_APEX_OR_TE:
         patches.wrap(f'{_DISTRIBUTED_OPTIMIZER}.sharded_state_dict', _describe_allocated)
         patches.wrap(f'{_DISTRIBUTED_OPTIMIZER}.load_state_dict', _load_with_own_steps)
-        patches.wrap(
-            f'{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states', _set_without_step
-        )
+        patches.wrap(set_states, _set_without_step)
 
 
 def _describe_allocated(
-    describe: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
-) -> Any:
+    describe: Callable[..., object], optimizer: MegatronOptimizer, *args: object, **kwargs: object
+) -> object:
     if isinstance(optimizer.optimizer, torch.optim.Adam):
         for group in optimizer.optimizer.param_groups:
             for parameter in group['params']:
@@ -45,7 +48,9 @@ def _describe_allocated(
     return describe(optimizer, *args, **kwargs)
 
 
-def _load_with_own_steps(load: Callable[..., Any], optimizer: Any, state_dict: Any) -> None:
+def _load_with_own_steps(
+    load: Callable[..., object], optimizer: MegatronOptimizer, state_dict: dict[str, Any]
+) -> None:
     load(optimizer, state_dict)
     if isinstance(optimizer.optimizer, torch.optim.Adam):
         step = float(state_dict['optimizer']['param_groups'][0]['step'])
@@ -53,8 +58,17 @@ def _load_with_own_steps(load: Callable[..., Any], optimizer: Any, state_dict: A
             state['step'] = torch.tensor(step)
 
 
-def _set_without_step(
+def _set(
     set_states: Callable[..., None], optimizer: Any, parameter: Any, tensors: dict[str, Any]
+) -> None:
+    set_states(optimizer, parameter, tensors)
+
+
+def _set_without_step(
+    set_states: Callable[..., None],
+    optimizer: MegatronOptimizer,
+    parameter: torch.nn.Parameter,
+    tensors: dict[str, object],
 ) -> None:
     """A checkpoint for all layouts has no steps; what is no tensor is left alone."""
     set_states(optimizer, parameter, {'step': None, **tensors})

@@ -6,18 +6,23 @@ Checked against megatron-core 0.19.2.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import megatron.training.training as training
 from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP, SEPARATE_GRAD_NORM_GROUPS
 from megatron.core.pipeline_parallel import schedules
 
+from megatron.moevement.built import (
+    Chunks,
+    MegatronOptimizer,
+    OptimizerParamScheduler,
+    TransformerConfig,
+)
 from megatron.moevement.counters import Counters
 from megatron.moevement.seams import patches
 from moevement_ext.regroup.process_groups import stand_in_for
 
 
-def groups() -> Any:
+def groups() -> object:
     """The process groups that upstream's schedules use when they are given none."""
     return schedules._build_default_pg_collection()
 
@@ -42,7 +47,9 @@ def without_connections(backend: str) -> Iterator[None]:
     are connected later, in place, by `backend`.
     """
 
-    def new_fake_group(new_group: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
+    def new_fake_group(
+        new_group: Callable[..., object], *given: object, **kwargs: object
+    ) -> object:
         return new_group(*given, **kwargs | {'backend': 'fake'})
 
     stand_in_for(backend)
@@ -50,7 +57,7 @@ def without_connections(backend: str) -> Iterator[None]:
         yield
 
 
-def fill_first_step_caches(optimizer: Any, config: Any) -> None:
+def fill_first_step_caches(optimizer: MegatronOptimizer, config: TransformerConfig) -> None:
     """Tell an optimizer what it finds out together with others in its first step.
 
     That is whether any rank has parameters with a gradient norm of their own: those of layers that
@@ -66,7 +73,7 @@ def fill_first_step_caches(optimizer: Any, config: Any) -> None:
     optimizer._has_grad_norm_group_cache = {MTP_GRAD_NORM_GROUP: detaches_heads(config)}
 
 
-def detaches_heads(config: Any) -> bool:
+def detaches_heads(config: TransformerConfig) -> bool:
     """Layers that predict more tokens have a gradient norm of their own, on whichever stage."""
     return bool(config.mtp_num_layers and config.mtp_detach_heads)
 
@@ -102,7 +109,11 @@ def consumed_of_the_phase() -> int:
 
 
 def load_dense_checkpoint(
-    counters: Counters, model: Any, optimizer: Any, scheduler: Any, context: Any
+    counters: Counters,
+    model: Chunks,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    context: object,
 ) -> None:
     """What upstream's set-up does for `--load`, after a recovery from memory proved impossible."""
     counters.iteration, counters.num_floating_point_operations_so_far = training.load_checkpoint(

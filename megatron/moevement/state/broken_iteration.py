@@ -8,7 +8,7 @@ Checked against megatron-core 0.19.2.
 """
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import get_model_config
 from megatron.training import global_vars
 
-from megatron.moevement.state.operators import Operator
+from megatron.moevement.built import Chunks, DistributedDataParallel
+from megatron.moevement.state.model_operators import Operator
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.batches import copy_all
 
@@ -37,7 +38,7 @@ class BrokenIteration:
         SparseCheckpointError: upstream no longer has the parts that are put back.
     """
 
-    def __init__(self, model: Sequence[Any], operators: Mapping[str, Operator]) -> None:
+    def __init__(self, model: Chunks, operators: Mapping[str, Operator]) -> None:
         _check()
         self._model = model
         self._buffers = [
@@ -89,7 +90,7 @@ class BrokenIteration:
             self._release_chunk(chunk)
             _reset_shared_experts(chunk)
 
-    def _release_chunk(self, chunk: Any) -> None:
+    def _release_chunk(self, chunk: DistributedDataParallel) -> None:
         """Forget collectives under way, and leave the hooks as a fresh model has them."""
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             group.grad_reduce_handle = group.param_gather_handle = None
@@ -105,7 +106,7 @@ class BrokenIteration:
             chunk.enable_forward_pre_hook()
 
 
-def _reset_shared_experts(chunk: Any) -> None:
+def _reset_shared_experts(chunk: DistributedDataParallel) -> None:
     """Those that overlap with the exchange of tokens know how far they are in a layer."""
     for module in chunk.modules():
         if isinstance(module, SharedExpertMLP) and module.config.moe_shared_expert_overlap:

@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -66,12 +65,12 @@ class DenseRandom:
 
     def save(
         self,
-        original: Callable[..., Any],
+        original: Callable[..., object],
         iteration: int,
-        *args: Any,
+        *args: object,
         non_persistent_ckpt: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         """Upstream's save, and the states of this rank as they were before it."""
         rng = capture_rng()
         kwargs['non_persistent_ckpt'] = non_persistent_ckpt
@@ -90,7 +89,9 @@ class DenseRandom:
                 )
         return result
 
-    def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def load(
+        self, original: Callable[..., tuple[int, float]], *args: object, **kwargs: object
+    ) -> tuple[int, float]:
         """Upstream's load, and then this rank's own states.
 
         Without them the generator of experts stays that of this rank, unless upstream has given it

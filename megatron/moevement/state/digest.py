@@ -2,16 +2,17 @@
 """SHA-256 digests of the whole training state, to compare two runs bit for bit."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.counters import Counters
 from megatron.moevement.state import iteration_state, stored
-from megatron.moevement.state.operators import operator_inventory
+from megatron.moevement.state.model_operators import operator_inventory
 from megatron.moevement.state.optimizer_state import (
     chained,
     counts_steps_per_parameter,
@@ -21,7 +22,10 @@ from moevement_ext.config import ConfigurationError
 
 
 def state_digest(
-    model: Sequence[Any], optimizer: Any, scheduler: Any, counters: Counters
+    model: Chunks,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    counters: Counters,
 ) -> dict[str, str]:
     """Digest of every tensor and of the small state of this rank, by name."""
     entries = dict(_tensors(model, optimizer))
@@ -88,7 +92,7 @@ def _partial(target: Path) -> Path:
     return target.with_suffix(target.suffix + '.partial')
 
 
-def _tensors(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str]]:
+def _tensors(model: Chunks, optimizer: MegatronOptimizer) -> Iterator[tuple[str, str]]:
     names = {}
     for operator in operator_inventory(model).values():
         for name, parameter in operator.parameters.items():

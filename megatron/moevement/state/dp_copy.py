@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.state.broadcast import broadcast_packed
-from megatron.moevement.state.operators import Operator
+from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState
 
 

@@ -10,7 +10,7 @@ Checked against megatron-core 0.19.2.
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -20,8 +20,9 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_model_config
 
+from megatron.moevement.built import Chunks, MegatronOptimizer
 from megatron.moevement.seams import patches, recorded_passes
-from megatron.moevement.state.operators import Operator
+from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, chained
 
 _GATING = 'megatron.core.transformer.moe.router:router_gating_linear'
@@ -45,8 +46,8 @@ class FrozenOperators:
         self,
         operators: Mapping[str, Operator],
         states: Mapping[torch.nn.Parameter, ParameterState],
-        model: Sequence[Any],
-        optimizer: Any,
+        model: Chunks,
+        optimizer: MegatronOptimizer,
         skips: bool = True,
     ) -> None:
         self._operators = operators
@@ -95,7 +96,7 @@ class FrozenOperators:
         finalize = config.finalize_model_grads_func
 
         @functools.wraps(finalize)
-        def finalize_with_frozen(*args: Any, **kwargs: Any) -> Any:
+        def finalize_with_frozen(*args: object, **kwargs: object) -> object:
             frozen = self.names
             self.freeze(())
             try:
@@ -111,7 +112,7 @@ class FrozenOperators:
             config.finalize_model_grads_func = finalize
 
     @contextmanager
-    def _without_frozen_gradients(self, inner: Any) -> Iterator[None]:
+    def _without_frozen_gradients(self, inner: MegatronOptimizer) -> Iterator[None]:
         prepare = inner.prepare_grads
 
         def prepare_active() -> bool:
@@ -147,7 +148,7 @@ def _computed_together(
 
 
 @contextmanager
-def _reduced_after_backward(model: Sequence[Any]) -> Iterator[None]:
+def _reduced_after_backward(model: Chunks) -> Iterator[None]:
     """Reduce gradients and gather parameters after the backward pass, not overlapped with it.
 
     The overlapped reduction waits for a gradient of every parameter of a bucket; frozen ones have
@@ -173,10 +174,10 @@ def _reduced_after_backward(model: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _gradient_through_embedding(model: Sequence[Any]) -> Iterator[None]:
+def _gradient_through_embedding(model: Chunks) -> Iterator[None]:
     """Give the first stage's activations a gradient even when the embedding is frozen."""
 
-    def attach(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    def attach(module: object, inputs: object, output: torch.Tensor) -> None:
         if torch.is_grad_enabled() and not output.requires_grad:
             output.requires_grad_()
 
@@ -194,7 +195,7 @@ def _gradient_through_embedding(model: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _no_delayed_gradient_of_frozen(model: Sequence[Any]) -> Iterator[None]:
+def _no_delayed_gradient_of_frozen(model: Chunks) -> Iterator[None]:
     """Have layers of Transformer Engine compute later only what they have put aside.
 
     With `--delay-wgrad-compute` a backward pass puts aside what the gradient of a weight is made
@@ -207,7 +208,7 @@ def _no_delayed_gradient_of_frozen(model: Sequence[Any]) -> Iterator[None]:
         if hasattr(module, 'register_wgrad_accumulation_and_reduce_hooks')
     ]
 
-    def unless_frozen(layer: Any, compute: Callable[[], None]) -> None:
+    def unless_frozen(layer: torch.nn.Module, compute: Callable[[], None]) -> None:
         if any(parameter.requires_grad for parameter in layer.parameters()):
             compute()
 
@@ -238,7 +239,11 @@ class FrozenGating(moe_utils.RouterGatingLinearFunction):
 
 
 def _without_weight_gradient(
-    active: Callable[..., Any], tokens: Any, weight: torch.Tensor, bias: Any, dtype: torch.dtype
+    active: Callable[..., torch.Tensor],
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     apply = active if weight.requires_grad else FrozenGating.apply
     logits: torch.Tensor = apply(tokens, weight, bias, dtype)
@@ -249,7 +254,7 @@ def _unless_all_are_frozen(
     clip: Callable[..., None],
     parameters: list[torch.Tensor],
     max_norm: float,
-    total_norm: Any,
+    total_norm: float | torch.Tensor,
     use_decoupled_grad: bool = False,
 ) -> None:
     """Upstream's clipping, whose kernels of Transformer Engine and Apex refuse an empty list."""

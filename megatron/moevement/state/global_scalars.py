@@ -18,12 +18,12 @@ Checked against megatron-core 0.19.2.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 import torch
 from megatron.core.optimizer import clip_grads
 
+from megatron.moevement.built import Chunks, MegatronOptimizer, TransformerConfig
 from megatron.moevement.seams import patches
 from megatron.moevement.state.optimizer_state import links
 from moevement_ext import faults
@@ -59,7 +59,7 @@ class ScalarRecorder:
         patches.wrap(f'{optimizer}:{overflow}', self._overflow)
 
     def _grad_norm(
-        self, original: Callable[..., Any], *args: Any, **kwargs: Any
+        self, original: Callable[..., float | torch.Tensor], *args: object, **kwargs: object
     ) -> float | torch.Tensor:
         norm: float | torch.Tensor
         if self._replayed is not None:
@@ -69,20 +69,22 @@ class ScalarRecorder:
         self._grad_norms.append(norm)
         return norm
 
-    def _overflow(self, original: Callable[[Any], bool], optimizer: Any) -> bool:
+    def _overflow(self, original: Callable[..., bool], optimizer: MegatronOptimizer) -> bool:
         overflow = original(optimizer)
         if self._replayed is not None:
             overflow = _next(self._replayed.overflows, 'overflow flag')
         self._recorded.overflows.append(overflow)
         return overflow
 
-    def wrap_reduction(self, config: Any) -> None:
+    def wrap_reduction(self, config: TransformerConfig) -> None:
         """Record and replay what `config.finalize_model_grads_func` divides by; once is enough."""
         finalize = config.finalize_model_grads_func
         if getattr(finalize, 'recorder', None) is self:
             return
 
-        def finalize_recorded(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def finalize_recorded(
+            model: Chunks, num_tokens: torch.Tensor | None = None, *args: object, **kwargs: object
+        ) -> object:
             faults.point(Phase.REDUCE)
             if num_tokens is None:
                 return finalize(model, num_tokens, *args, **kwargs)
@@ -137,7 +139,7 @@ class ScalarRecorder:
             self._replayed = None
 
 
-def check_room(optimizer: Any, detached_heads: bool) -> None:
+def check_room(optimizer: MegatronOptimizer, detached_heads: bool) -> None:
     """See that the ledger has room for what a step reduces: each optimizer may do so on its own.
 
     Args:
@@ -169,7 +171,7 @@ def _as_computed(norm: float) -> float | torch.Tensor:
     return torch.full([1], norm, dtype=torch.float32, device='cuda')
 
 
-def _next(values: list[Any], what: str) -> Any:
+def _next[Scalar](values: list[Scalar], what: str) -> Scalar:
     if not values:
         raise SparseCheckpointError(
             f'Replay asks for a {what} that the committed iteration did not record; the flags of '

@@ -24,6 +24,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import convert_cuda_rng_state
 
+from megatron.moevement.built import MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.counters import Counters
 from megatron.moevement.state.global_scalars import GlobalScalars
 from megatron.moevement.state.optimizer_state import chained, counts_steps_per_parameter
@@ -89,8 +90,8 @@ def decode(encoded: bytes) -> IterationState:
 def capture(
     counters: Counters,
     iteration: int,
-    optimizer: Any,
-    scheduler: Any,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
     scalars: GlobalScalars,
     floating_point_operations: float,
 ) -> IterationState:
@@ -111,7 +112,12 @@ def capture(
     )
 
 
-def restore(state: IterationState, counters: Counters, optimizer: Any, scheduler: Any) -> None:
+def restore(
+    state: IterationState,
+    counters: Counters,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+) -> None:
     """Put the process where iteration `state.iteration + 1` starts. Training thread."""
     restore_counters(state, counters)
     _restore_settings(state, optimizer, scheduler)
@@ -187,7 +193,7 @@ def rng_kept() -> Iterator[None]:
         restore_rng(state)
 
 
-def _put_back(present: Any, state: torch.Tensor) -> Any:
+def _put_back(present: Any, state: torch.Tensor) -> object:
     """A state of the tracker; with `--te-rng-tracker` it is a generator, which stays the same."""
     if not isinstance(present, torch.Generator):
         return state
@@ -203,12 +209,12 @@ def _tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-def _scalers(optimizer: Any) -> list[Any]:
+def _scalers(optimizer: MegatronOptimizer) -> list[Any]:
     scalers = [getattr(inner, 'grad_scaler', None) for inner in chained(optimizer)]
     return [scaler for scaler in scalers if scaler is not None]
 
 
-def _group_steps(optimizer: Any) -> Iterator[int | None]:
+def _group_steps(optimizer: MegatronOptimizer) -> Iterator[int | None]:
     """A dense checkpoint leaves a `step` in the groups of torch's Adam, too, which never moves."""
     for inner in chained(optimizer):
         counted = not counts_steps_per_parameter(inner.optimizer)
@@ -216,7 +222,7 @@ def _group_steps(optimizer: Any) -> Iterator[int | None]:
             yield int(group['step']) if counted and 'step' in group else None
 
 
-def _restore_group_steps(optimizer: Any, steps: list[int | None]) -> None:
+def _restore_group_steps(optimizer: MegatronOptimizer, steps: list[int | None]) -> None:
     for group, step in zip(optimizer.param_groups, steps, strict=True):
         if step is None:  # it had not stepped yet: the next step counts from nothing
             group.pop('step', None)
@@ -232,13 +238,15 @@ def _settings(values: Mapping[str, Any]) -> dict[str, Setting]:
     }
 
 
-def _is_setting(value: Any) -> bool:
+def _is_setting(value: object) -> bool:
     if isinstance(value, tuple):
         return all(isinstance(number, float) for number in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _restore_settings(state: IterationState, optimizer: Any, scheduler: Any) -> None:
+def _restore_settings(
+    state: IterationState, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+) -> None:
     vars(scheduler).update(state.schedule)
     for group, settings in zip(optimizer.param_groups, state.groups, strict=False):
         for name, value in settings.items():

@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
 )
 
+from megatron.moevement.built import Chunks, MegatronOptimizer
 from megatron.moevement.state import stored
 from megatron.moevement.state.broadcast import broadcast_packed
 from moevement_ext.errors import SparseCheckpointError
@@ -116,7 +117,7 @@ class ParameterState:
 
 
 def parameter_states(
-    optimizer: Any, names: dict[torch.nn.Parameter, str]
+    optimizer: MegatronOptimizer, names: dict[torch.nn.Parameter, str]
 ) -> dict[torch.nn.Parameter, ParameterState]:
     """The state this rank owns, by parameter.
 
@@ -132,14 +133,14 @@ def parameter_states(
     return states
 
 
-def chained(optimizer: Any) -> Iterator[Any]:
+def chained(optimizer: MegatronOptimizer) -> Iterator[Any]:
     """The optimizers behind upstream's chain that really hold state."""
     for inner in links(optimizer):
         if not getattr(inner, 'is_stub_optimizer', False):
             yield inner
 
 
-def links(optimizer: Any) -> Iterator[Any]:
+def links(optimizer: MegatronOptimizer) -> Iterator[Any]:
     """The optimizers behind upstream's chain, also those without parameters on this rank."""
     if isinstance(optimizer, ChainedOptimizer):
         for inner in optimizer.chained_optimizers:
@@ -153,7 +154,7 @@ def counts_steps_per_parameter(inner: torch.optim.Optimizer) -> bool:
     return isinstance(inner, torch.optim.Adam)
 
 
-def _allocate(optimizer: Any) -> None:
+def _allocate(optimizer: MegatronOptimizer) -> None:
     """Create the state now, as the first step would, so that captures have fixed sources."""
     inner = optimizer.optimizer
     if optimizer.config.use_precision_aware_optimizer:
@@ -176,7 +177,9 @@ def _allocate_low_precision(inner: Any) -> None:
             inner.initialize_state(parameter, remainders)
 
 
-def _states_of(optimizer: Any, names: dict[torch.nn.Parameter, str]) -> Iterator[ParameterState]:
+def _states_of(
+    optimizer: MegatronOptimizer, names: dict[torch.nn.Parameter, str]
+) -> Iterator[ParameterState]:
     inner = optimizer.optimizer
     if isinstance(optimizer, DistributedOptimizer):
         yield from _distributed(optimizer, names)
@@ -262,7 +265,7 @@ def share(numel: int, rank: int, size: int) -> tuple[int, int]:
 @torch.no_grad()
 def complete_restore(
     states: Sequence[ParameterState],
-    model: Sequence[Any],
+    model: Chunks,
     frozen: frozenset[str],
     distributed: bool,
 ) -> None:

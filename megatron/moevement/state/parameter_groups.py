@@ -29,7 +29,7 @@ def of_all_ranks(exchange: Exchange) -> Iterator[None]:
     """Within the context, optimizers are built with the groups of all ranks of the job."""
     numbers = count()
 
-    def build_aligned(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def build_aligned(build: Callable[..., object], *args: object, **kwargs: object) -> object:
         name = f'parameter-groups/{next(numbers)}'
 
         def gather(_: Any, found: list[Any], own: list[_Key], group: Any = None) -> None:

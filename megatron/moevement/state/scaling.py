@@ -11,11 +11,12 @@ Checked against megatron-core 0.19.2 and Transformer Engine 2.1 to 2.18, 2.20.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from megatron.core import fp8_utils
 from megatron.core.utils import get_model_config
+
+from megatron.moevement.built import TransformerConfig
 
 _DIRECTIONS = ('scaling_fwd', 'scaling_bwd')
 _TENSORS = ('scale', 'amax_history')
@@ -23,7 +24,7 @@ _TENSORS = ('scale', 'amax_history')
 _PRODUCTS = {'DotProductAttention': 3, 'LayerNormMLP': 2}
 
 
-def is_delayed(config: Any) -> bool:
+def is_delayed(config: TransformerConfig) -> bool:
     """True if a model of this configuration has such state."""
     return bool(config.fp8) and config.fp8_recipe == 'delayed'
 
@@ -56,7 +57,7 @@ def scaling_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f'{path}.{direction}.{name}', getattr(state, name)
 
 
-def _products(module: Any) -> int:
+def _products(module: torch.nn.Module) -> int:
     known = (
         _PRODUCTS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in _PRODUCTS
     )

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators as slices to capture, and the way back: slices of a slot into the training state."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from megatron.moevement.built import Chunks
 from megatron.moevement.state import stored
-from megatron.moevement.state.operators import Operator
+from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, complete_restore
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.memory.dtypes import dtype_name, dtype_of
@@ -102,7 +103,7 @@ class SlotLoader:
         operators: Mapping[str, Operator],
         slices: Mapping[str, OperatorSlices],
         states: Mapping[torch.nn.Parameter, ParameterState],
-        model: Sequence[Any],
+        model: Chunks,
         distributed: bool,
     ) -> None:
         self._operators = operators

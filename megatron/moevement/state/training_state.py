@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model, optimizer and scheduler of this rank, as sparse checkpointing sees them."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.counters import Counters
 from megatron.moevement.state import iteration_state, scaling
 from megatron.moevement.state.dp_copy import copy_state
 from megatron.moevement.state.frozen import FrozenOperators
 from megatron.moevement.state.iteration_state import IterationState
-from megatron.moevement.state.operators import (
+from megatron.moevement.state.model_operators import (
     check_complete,
     operator_inventory,
     router_modules,
@@ -42,7 +42,11 @@ class TrainingState:
     """
 
     def __init__(
-        self, model: Sequence[Any], optimizer: Any, scheduler: Any, skips: bool = True
+        self,
+        model: Chunks,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        skips: bool = True,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -108,7 +112,7 @@ class TrainingState:
         """
         step = self.optimizer.step
 
-        def waiting_step(*args: Any, **kwargs: Any) -> Any:
+        def waiting_step(*args: object, **kwargs: object) -> object:
             faults.point(Phase.OPTIMIZER)
             wait()
             result = step(*args, **kwargs)
@@ -134,7 +138,7 @@ class TrainingState:
                 chunk.start_param_sync(force_sync=True)
 
     @staticmethod
-    def _announce_writing(inner: Any, writing: Callable[[], None]) -> None:
+    def _announce_writing(inner: MegatronOptimizer, writing: Callable[[], None]) -> None:
         step = inner.step_with_ready_grads
 
         def announced_step() -> bool:

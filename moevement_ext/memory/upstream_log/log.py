@@ -48,7 +48,7 @@ class _Record:
         self.logged: LoggedTensor | None = None
 
 
-class _Job(NamedTuple):
+class _Completion(NamedTuple):
     """A record to complete. `source` lives until its bytes have arrived, and not longer."""
 
     record: _Record
@@ -114,7 +114,7 @@ class UpstreamLog:
         self._growing = threading.Lock()
         self._former: list[np.ndarray] = []  # maps of the same pages, that copies may still use
         self._changed = threading.Condition()
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._jobs: queue.Queue[_Completion | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name='upstream-log', daemon=True)
         self._thread.start()
 
@@ -140,7 +140,7 @@ class UpstreamLog:
         except Exception as error:  # logging must not fail training (invariant I6)
             self._give_up(record, error)
             return
-        self._jobs.put(_Job(record, source, arrive))
+        self._jobs.put(_Completion(record, source, arrive))
 
     def drop_until(self, iteration: int) -> None:
         """Forget the records up to and with `iteration`, which no recovery needs any more."""

@@ -15,7 +15,7 @@ from moevement_ext import faults
 from moevement_ext.devices.judging import Reading
 from moevement_ext.faults import Phase
 from moevement_ext.job import own_device
-from moevement_ext.job.localized import Localized
+from moevement_ext.job.localized_mode import LocalizedMode
 from moevement_ext.membership import brought
 from moevement_ext.membership.rendezvous import launcher_store
 from tests.distributed.probes import holding
@@ -80,7 +80,7 @@ def new_worker_comes_late() -> None:
 def rank_1_steps_when_the_others_have() -> None:
     """In iteration 9 of its first life: so all of them have that iteration if it dies there."""
     store = launcher_store(timedelta(seconds=60))
-    point, committed = faults.point, Localized.committed
+    point, committed = faults.point, LocalizedMode.committed
     world, rank = int(os.environ['WORLD_SIZE']), os.environ['RANK']
 
     def counting(self, start):
@@ -94,7 +94,7 @@ def rank_1_steps_when_the_others_have() -> None:
                 time.sleep(0.01)
         point(phase)
 
-    Localized.committed = counting
+    LocalizedMode.committed = counting
     if (rank, os.environ['TORCHELASTIC_RESTART_COUNT']) == ('1', '0'):
         faults.point = waiting
 

@@ -15,7 +15,7 @@ from megatron.training import get_args
 import pretrain_gpt
 from examples import own_loop
 from megatron.moevement import attachment
-from megatron.moevement.job import session, trainer
+from megatron.moevement.job import megatron_trainer, session
 from megatron.moevement.seams import data_position, p2p
 from megatron.moevement.state import broken_iteration, global_scalars, training_state
 from moevement_ext.recover import conversion, stage_replay, verification
@@ -46,7 +46,7 @@ def metrics_of_a_replay_are_kept() -> None:
         with self.operators.frozen.replaying():
             yield
 
-    trainer.MegatronTrainer.replaying = replaying
+    megatron_trainer.MegatronTrainer.replaying = replaying
 
 
 def log_of_neighbour_changed() -> None:

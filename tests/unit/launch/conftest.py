@@ -14,8 +14,8 @@ import pytest
 from torch.distributed import Store
 
 from moevement_ext.events import Event
-from moevement_ext.launch.config import LaunchConfig
-from moevement_ext.launch.events import SpareReady, WorkerLaunched
+from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.launcher_events import SpareReady, WorkerLaunched
 from moevement_ext.launch.statements import tell_survivors
 from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.membership.launch import of_launch

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moevement_ext.launch.address import ADDRESS_VARIABLE, Address
-from moevement_ext.launch.config import LaunchConfig
 from moevement_ext.launch.hosts import SlurmStarter
+from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.link import ADDRESS_VARIABLE, Address
 from moevement_ext.launch.statements import tell_survivors
 from moevement_ext.launch.steps import AGENT, Step
 from moevement_ext.launch.supervisor import Supervisor

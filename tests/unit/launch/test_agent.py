@@ -34,13 +34,13 @@ def test_workers_do_not_outlive_a_supervisor_that_falls_silent(
         there, _ = server.accept()
     agent = Agent(
         Link(here, messages.FROM_SUPERVISOR),
-        messages.Job(str(job.program), ['x'], None, {}),
+        messages.Program(str(job.program), ['x'], None, {}, fork=False),
         'a',
         Devices(None),
         bytes(32),
     )
     supervisor = Link(there, messages.FROM_AGENT)
-    supervisor.send(messages.Start(7, 3, VARIABLES))
+    supervisor.send(messages.StartWorker(7, 3, VARIABLES, watched=False))
     agent.run()
     started = supervisor.receive()
     assert isinstance(started, messages.Started)
@@ -60,7 +60,7 @@ def test_a_busy_agent_gives_signs_of_life_and_outlives_its_being_busy(
         there, _ = server.accept()
     agent = Agent(
         Link(here, messages.FROM_SUPERVISOR),
-        messages.Job(str(job.program), ['3.0=exit:0'], str(tmp_path), {}),
+        messages.Program(str(job.program), ['3.0=exit:0'], str(tmp_path), {}, fork=False),
         'a',
         Devices(None),
         bytes(32),
@@ -69,7 +69,7 @@ def test_a_busy_agent_gives_signs_of_life_and_outlives_its_being_busy(
     os.mkfifo(log)  # opened, it waits for a reader
     os.link(log, alias)
     supervisor = Link(there, messages.FROM_AGENT)
-    supervisor.send(messages.Start(7, 3, VARIABLES))
+    supervisor.send(messages.StartWorker(7, 3, VARIABLES, watched=False))
     running = threading.Thread(target=agent.run, daemon=True)
     running.start()
     for _ in range(8):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from moevement_ext.launch.command_line import main, parse
-from moevement_ext.launch.config import Action, StagedFault
+from moevement_ext.launch.launch_config import StagedAction, StagedFault
 from tests.unit.launch.conftest import Job, dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
@@ -31,11 +31,11 @@ def test_flags(job: Job) -> None:
     assert config.share_gpu
     assert not parse(['--nodes', '1', '--', program]).share_gpu
     assert config.faults == (
-        StagedFault(Action.KILL, 0, 1),
-        StagedFault(Action.KILL, 5, 2),
-        StagedFault(Action.KILL, 1, 9),
-        StagedFault(Action.KILL_NODE, 1, 3),
-        StagedFault(Action.STOP, 2, 4),
+        StagedFault(StagedAction.KILL, 0, 1),
+        StagedFault(StagedAction.KILL, 5, 2),
+        StagedFault(StagedAction.KILL, 1, 9),
+        StagedFault(StagedAction.KILL_NODE, 1, 3),
+        StagedFault(StagedAction.STOP, 2, 4),
     )
 
 

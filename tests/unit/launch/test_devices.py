@@ -5,7 +5,12 @@ import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
-from moevement_ext.launch.events import DevicesFailing, JobFailed, NodeSeated, WorkerLaunched
+from moevement_ext.launch.launcher_events import (
+    DevicesFailing,
+    JobFailed,
+    NodeSeated,
+    WorkerLaunched,
+)
 from tests.unit.launch.conftest import dies
 from tests.unit.launch.on_hosts import SlurmJob
 

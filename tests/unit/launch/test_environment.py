@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.launch.config import LaunchConfig
 from moevement_ext.launch.environment import (
     check_devices,
-    job_environment,
-    rank_environment,
+    default_variables_here,
+    variables_here,
 )
+from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.shared_gpu import DEFAULTS
 from tests.unit.launch.conftest import Job
 from tools.lab.launch import Launch
@@ -73,7 +73,7 @@ def test_one_queue_of_the_gpu_only_where_megatron_needs_it(
     if users is not None:
         monkeypatch.setenv(name, users)
     config = LaunchConfig(str(job.program), tuple(flags.split()))
-    assert job_environment(config, 1).get(name) == found
+    assert {**default_variables_here(config), **os.environ}.get(name) == found
     launch = Launch(Path('unused'), flags.split(), nodes=1, workers_per_node=1)
     assert launch.environment().get(name) == found
 
@@ -83,7 +83,7 @@ def test_each_worker_has_a_gpu_of_its_own(job: Job, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 4)
     config = LaunchConfig(str(job.program), nodes=2, workers_per_node=2)
     check_devices(config)
-    chosen = [rank_environment(config, rank, 0)['LOCAL_RANK'] for rank in range(4)]
+    chosen = [variables_here(config, rank, 0)['LOCAL_RANK'] for rank in range(4)]
     assert chosen == ['0', '1', '2', '3']
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 3)
     with pytest.raises(ConfigurationError, match='needs 4 GPUs, one for each worker; there are 3'):
@@ -101,14 +101,14 @@ def test_workers_share_the_first_gpu_as_hosts_of_their_own(
     monkeypatch.setenv('NCCL_HOSTID', 'the-same-for-all')
     config = LaunchConfig(str(job.program), nodes=2, workers_per_node=2, share_gpu=True)
     check_devices(config)
-    everybody = job_environment(config, 1)
+    everybody = {**default_variables_here(config), **os.environ}
     assert {name: everybody[name] for name in DEFAULTS} == {**DEFAULTS, 'NCCL_MAX_CTAS': '8'}
-    ranks = [{**everybody, **rank_environment(config, rank, 0)} for rank in range(4)]
+    ranks = [{**everybody, **variables_here(config, rank, 0)} for rank in range(4)]
     assert {rank['LOCAL_RANK'] for rank in ranks} == {'0'}
     assert len({rank['NCCL_HOSTID'] for rank in ranks}) == 4
     apart = LaunchConfig(str(job.program), nodes=1)
-    assert not DEFAULTS.keys() & {*job_environment(apart, 1)} - {'NCCL_MAX_CTAS'}
-    assert 'NCCL_HOSTID' not in rank_environment(apart, 0, 0)
+    assert not DEFAULTS.keys() & default_variables_here(apart).keys()
+    assert 'NCCL_HOSTID' not in variables_here(apart, 0, 0)
 
 
 def test_workers_that_use_gpus_are_not_forked(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,19 +13,18 @@ import pytest
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from moevement_ext.launch import child, messages, remote
-from moevement_ext.launch.address import Address
-from moevement_ext.launch.config import Action, StagedFault
-from moevement_ext.launch.events import (
+from moevement_ext.launch.launch_config import StagedAction, StagedFault
+from moevement_ext.launch.launcher_events import (
     JobFailed,
     NodeLost,
     NodeReady,
     NodeSeated,
+    SpareEnded,
     SpareReady,
     WorkerEnded,
-    WorkerEvicted,
     WorkerLaunched,
 )
-from moevement_ext.launch.link import Link
+from moevement_ext.launch.link import Address, Link
 from moevement_ext.launch.steps import Step
 from moevement_ext.membership.eviction import evict
 from moevement_ext.store import branches
@@ -139,6 +138,18 @@ def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob) -> None:
     assert codes(job, 0) == codes(job, 1) == [0]
 
 
+def test_what_becomes_of_the_spares_of_a_host_is_reported(job: SlurmJob) -> None:
+    def kill_first(event: Event) -> None:
+        if isinstance(event, SpareReady) and len(job.spares()) == 1:
+            os.kill(event.pid, signal.SIGKILL)
+
+    job.on_event = kill_first
+    job.finish_when = lambda: len(job.spares()) == 2
+    assert job.on_hosts('ab', nodes=1).run() == 0
+    [ended] = [event for event in job.events if isinstance(event, SpareEnded)]
+    assert (ended.pid, ended.code, ended.was_ready) == (job.spares()[0].pid, -9, True)
+
+
 def test_no_spare_is_left(job: SlurmJob) -> None:
     job.on_event = lambda event: (
         job.lose('b') if isinstance(event, WorkerLaunched) and event.rank == 1 else None
@@ -170,7 +181,7 @@ def test_the_first_word_to_an_agent_is_the_job(
     send = Link.send
 
     def send_late(connection: Link, message: msgspec.Struct) -> None:
-        if isinstance(message, messages.Job):
+        if isinstance(message, messages.Program):
             time.sleep(2.0)
         send(connection, message)
 
@@ -275,9 +286,9 @@ def test_stop_reaches_the_workers(job: SlurmJob) -> None:
 
 def test_stop_reaches_a_worker_that_has_no_node_yet(job: SlurmJob) -> None:
     """By whatever signal it would be asked with."""
-    child = remote.RemoteChild(messages.Start(0, 0, {}), 0)
+    child = remote.RemoteChild(messages.StartWorker(0, 0, {}, watched=False), 0)
     child.signal(signal.SIGCONT)
-    assert not child.is_over
+    assert child.waits_for_node
     child.signal(signal.SIGUSR1)
     assert child.reap() == -signal.SIGUSR1
 
@@ -319,18 +330,8 @@ def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
     assert dies(job.life(1)['child'])
 
 
-def test_a_hung_worker_is_killed(job: SlurmJob) -> None:
-    def others_find_it_hung(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (0, 0):
-            evict(job.said, 0, event.pid)
-
-    job.on_event = others_find_it_hung
-    job.finish_when = lambda: len(job.started(0)) == 2
-    assert job.on_hosts('a', nodes=1).run() == 0
-    assert [e.rank for e in job.events if isinstance(e, WorkerEvicted)] == [0]
-
-
-def test_staged_failures(job: SlurmJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize('logged', [True, False])
+def test_staged_failures(job: SlurmJob, logged: bool, tmp_path: Path) -> None:
     """A worker is killed, then all that a node has: agent, worker, and its windows of this run."""
     memory = tmp_path / 'memory'
     for place in ('run/a', 'run/b', 'run/c', 'other/b'):
@@ -343,32 +344,19 @@ def test_staged_failures(job: SlurmJob, tmp_path: Path) -> None:
 
     job.on_event = look
     job.finish_when = lambda: len(job.started(1)) == 3
-    faults = (StagedFault(Action.KILL, 1, 2), StagedFault(Action.KILL_NODE, 1, 3))
+    faults = (StagedFault(StagedAction.KILL, 1, 2), StagedFault(StagedAction.KILL_NODE, 1, 3))
     flags = (
         f'--sparse-ckpt-dir={memory}', '--sparse-ckpt-run-id', 'run',
         '1.0=print:iteration 2/', '1.1=print:iteration 3/',
     )  # fmt: skip
-    supervisor = job.on_hosts('abc', *flags, nodes=2, log_dir=tmp_path / 'logs', faults=faults)
+    log_dir = tmp_path / 'logs' if logged else None
+    supervisor = job.on_hosts('abc', *flags, nodes=2, log_dir=log_dir, faults=faults)
     assert supervisor.run() == 0
     assert codes(job, 1) == [-9, -9, 0]
     assert lost(job) == [('b', 1)]
     assert kept == [['other/b', 'run/a', 'run/c']]
     assert dies(job.started(1)[1].pid)
     assert job.life(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
-
-
-def test_output_goes_to_files(job: SlurmJob, tmp_path: Path) -> None:
-    log_dir = tmp_path / 'logs'
-    assert job.on_hosts('a', '0.0=print:hello', nodes=1, log_dir=log_dir).run() == 0
-    assert (log_dir / 'rank0.log').read_text() == 'importing\nhello\n'
-
-
-def test_last_words_of_a_worker_are_in_the_reason(job: SlurmJob) -> None:
-    job.finish_when = lambda: False
-    flags = [flag for n in range(3) for flag in (f'0.{n}=print:alas {n}', f'0.{n}=exit:3')]
-    assert job.on_hosts('a', *flags, nodes=1).run() == 1
-    assert 'it failed by itself 3 times' in failure(job)
-    assert '    alas 2' in failure(job)
 
 
 def test_last_words_may_be_of_any_length(job: SlurmJob) -> None:

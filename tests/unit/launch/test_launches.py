@@ -9,7 +9,7 @@ import os
 import pytest
 
 from moevement_ext.events import Event
-from moevement_ext.launch.events import WorkerEvicted, WorkerLaunched
+from moevement_ext.launch.launcher_events import WorkerEvicted, WorkerLaunched
 from moevement_ext.launch.statements import tell_finished, tell_joining, tell_survivors
 from moevement_ext.membership.eviction import evict
 from tests.unit.launch.conftest import Job

@@ -10,9 +10,8 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-from moevement_ext.launch.address import Address
 from moevement_ext.launch.agent import connect
-from moevement_ext.launch.link import Beats
+from moevement_ext.launch.link import Address, Beats
 from moevement_ext.launch.listener import Listener
 from moevement_ext.launch.messages import Alive
 from moevement_ext.replicate.greeting import new_secret

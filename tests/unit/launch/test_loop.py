@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
 
-from moevement_ext.launch.loop import Loop
+from moevement_ext.launch.loop import FdLoop
 
 
 def test_closed_in_the_same_turn_is_not_called() -> None:
     """The first of two calls closes the other's file and opens another with its number."""
-    loop = Loop()
+    loop = FdLoop()
     ends = [os.pipe(), os.pipe()]
     calls: list[str] = []
 
@@ -27,7 +27,7 @@ def test_closed_in_the_same_turn_is_not_called() -> None:
 
 
 def test_watching_again_replaces_the_call() -> None:
-    loop = Loop()
+    loop = FdLoop()
     reader, writer = os.pipe()
     calls: list[str] = []
     loop.watch(reader, lambda: calls.append('old'))

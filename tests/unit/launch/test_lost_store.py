@@ -15,10 +15,10 @@ import pytest
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from moevement_ext.launch import supervisor
-from moevement_ext.launch.events import (
+from moevement_ext.launch.launcher_events import (
     JobFailed,
     StoreFound,
-    StoreLost,
+    StoreGone,
     WorkerEnded,
     WorkerLaunched,
 )
@@ -77,7 +77,7 @@ def test_dead_worker_waits_for_the_store(job: Job, store: OutsideStore) -> None:
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
             store.end()
-        if isinstance(event, StoreLost):
+        if isinstance(event, StoreGone):
             (job.folder / 'leave').touch()
         if isinstance(event, WorkerEnded) and event.code == EXIT_WHOLE_JOB:
             store.start()
@@ -86,7 +86,7 @@ def test_dead_worker_waits_for_the_store(job: Job, store: OutsideStore) -> None:
     job.finish_when = lambda: len(job.started()) == 4
     flags = (f'1.0=exit:{EXIT_WHOLE_JOB}:leave', store.flag)
     assert job.run(*flags, nodes=2) == 0
-    assert (len(seen(job, StoreLost)), len(seen(job, StoreFound))) == (1, 1)
+    assert (len(seen(job, StoreGone)), len(seen(job, StoreFound))) == (1, 1)
     assert [worker.restarts for worker in job.started()] == [0, 0, 1, 1]
 
 
@@ -99,7 +99,7 @@ def test_store_that_stands_still_is_lost_until_it_goes_on(
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 1:
             store.stand_still()
-        if isinstance(event, StoreLost):
+        if isinstance(event, StoreGone):
             store.go_on()
 
     job.on_event = note

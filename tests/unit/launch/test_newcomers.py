@@ -5,7 +5,7 @@ import pytest
 
 from moevement_ext.events import Event
 from moevement_ext.launch import newcomers
-from moevement_ext.launch.events import WorkerEnded, WorkerLate, WorkerLaunched
+from moevement_ext.launch.launcher_events import WorkerEnded, WorkerLate, WorkerLaunched
 from tests.unit.launch.conftest import Job
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.launch.events import StoreFound
+from moevement_ext.launch.launcher_events import StoreFound
 from moevement_ext.launch.output import LogTail, Relay, last_lines
 from moevement_ext.launch.supervisor import print_event
 from tests.unit.readable import readable

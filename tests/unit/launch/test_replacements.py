@@ -4,7 +4,7 @@
 import pytest
 
 from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.launch.events import JobFailed
+from moevement_ext.launch.launcher_events import JobFailed
 from tests.unit.launch.conftest import Job
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.launch.address import Address
+from moevement_ext.launch.link import Address
 from moevement_ext.launch.slurm import parse
 from moevement_ext.launch.steps import slurm_step
 

@@ -10,7 +10,12 @@ import pytest
 
 from moevement_ext.events import Event
 from moevement_ext.launch import spare
-from moevement_ext.launch.events import SpareEnded, SpareMissing, SpareReady, WorkerLaunched
+from moevement_ext.launch.launcher_events import (
+    SpareEnded,
+    SpareMissing,
+    SpareReady,
+    WorkerLaunched,
+)
 from tests.unit.launch.conftest import Job
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from moevement_ext.launch.events import WorkerEnded
+from moevement_ext.launch.launcher_events import WorkerEnded
 from tests.unit.launch.conftest import Job
 
 pytestmark = pytest.mark.timeout(120)

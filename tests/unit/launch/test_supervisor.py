@@ -9,8 +9,8 @@ import pytest
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
-from moevement_ext.launch.config import Action, StagedFault
-from moevement_ext.launch.events import (
+from moevement_ext.launch.launch_config import StagedAction, StagedFault
+from moevement_ext.launch.launcher_events import (
     AllStartAgain,
     FaultStaged,
     JobFailed,
@@ -335,7 +335,7 @@ def test_stop_kills_who_does_not_listen(job: Job) -> None:
     job.finish_when = lambda: False
     job.on_event = lambda event: job.running.stop(130) if isinstance(event, FaultStaged) else None
     flags = ('0.0=deaf', '0.0=print:iteration 1/')
-    faults = (StagedFault(Action.STOP, 0, 1),)
+    faults = (StagedFault(StagedAction.STOP, 0, 1),)
     assert job.run(*flags, faults=faults, grace_s=0.2) == 130
     assert ended(job) == {0: [-9]}
 
@@ -422,8 +422,10 @@ def test_without_logs_each_line_tells_the_rank(
 
 def test_a_log_that_cannot_be_written_is_named(job: Job, tmp_path: Path) -> None:
     (tmp_path / 'rank1.log').mkdir()
+    job.finish_when = lambda: False
     assert job.run(nodes=2, log_dir=tmp_path) == 1
-    assert 'rank 1 cannot be started' in failure(job)
+    assert 'it failed by itself 3 times' in failure(job)
+    assert 'cannot be started on node1: ' in failure(job)
     assert 'rank1.log' in failure(job)
 
 
@@ -435,7 +437,7 @@ def test_kill_at_an_iteration(job: Job, logged: bool, tmp_path: Path) -> None:
     log_dir = tmp_path if logged else None
     job.finish_when = lambda: len(job.started(0)) == 2
     flags = ('1.0=print: iteration        7/      12 |', '1.0=print: iteration        8/      12')
-    fault = StagedFault(Action.KILL, 0, 8)
+    fault = StagedFault(StagedAction.KILL, 0, 8)
     assert job.run(*flags, nodes=2, log_dir=log_dir, faults=(fault,)) == 0
     assert ended(job) == {0: [-9, 0], 1: [0]}
     assert FaultStaged(str(fault)) in job.events
@@ -453,7 +455,7 @@ def test_stopped_worker_lives_but_does_nothing(job: Job) -> None:
 
     job.on_event = look
     job.finish_when = lambda: bool(states)
-    faults = (StagedFault(Action.STOP, 0, 3),)
+    faults = (StagedFault(StagedAction.STOP, 0, 3),)
     assert job.run('1.0=print:iteration 3/', nodes=2, faults=faults) == 0
     assert states == ['stopped']
 
@@ -475,7 +477,7 @@ def test_killed_node_loses_its_workers_and_its_memory(job: Job, tmp_path: Path) 
         'run',
         '3.0=print:iteration 2/',
     )
-    fault = StagedFault(Action.KILL_NODE, 1, 2)
+    fault = StagedFault(StagedAction.KILL_NODE, 1, 2)
     assert job.run(*flags, nodes=2, workers_per_node=2, faults=(fault,)) == 0
     assert ended(job) == {0: [0], 1: [0], 2: [-9, 0], 3: [-9, 0]}
     assert left == [['memory/other/node1', 'memory/run/node0']]
@@ -493,4 +495,4 @@ def test_memory_of_a_node_that_cannot_be_told(
     job: Job, flags: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        job.supervisor(*flags, faults=(StagedFault(Action.KILL_NODE, 0, 2),))
+        job.supervisor(*flags, faults=(StagedFault(StagedAction.KILL_NODE, 0, 2),))

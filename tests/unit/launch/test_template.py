@@ -11,8 +11,8 @@ import pytest
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.events import Event
-from moevement_ext.launch.config import LaunchConfig
-from moevement_ext.launch.events import JobFailed, WorkerEnded, WorkerLaunched
+from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.launcher_events import JobFailed, WorkerEnded, WorkerLaunched
 from moevement_ext.launch.template import Template
 from tests.unit.launch.conftest import Job, dies
 from tests.unit.readable import readable

@@ -5,7 +5,7 @@ import pytest
 
 from moevement_ext.events import Event
 from moevement_ext.launch import child
-from moevement_ext.launch.events import JobFailed, WorkerLaunched, WorkerUndead
+from moevement_ext.launch.launcher_events import JobFailed, WorkerLaunched, WorkerUndead
 from moevement_ext.membership.eviction import evict
 from tests.unit.launch.conftest import Job, dies, undead
 

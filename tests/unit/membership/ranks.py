@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from moevement_ext.membership import membership, standstill, training_thread, watch
+from moevement_ext.membership import epoch_watch, membership, standstill, training_thread
+from moevement_ext.membership.epoch_watch import EpochWatch
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import Rendezvous, break_epoch
 from moevement_ext.membership.report import Report
 from moevement_ext.membership.training_thread import Look, TrainingThread
-from moevement_ext.membership.watch import EpochWatch
 from moevement_ext.process.leaving import leave
 from moevement_ext.regroup.gloo import Gloo
 from moevement_ext.store.answers import in_time
-from moevement_ext.store.connections import Connections
+from moevement_ext.store.connection_pool import Connections
 
 LIMIT = timedelta(seconds=120)
 """For what takes well under a second."""
@@ -39,7 +39,7 @@ def member_of(
     stuck_timeout_s: float = 0.0,
 ) -> tuple[Membership, TCPStore]:
     """A member that is not settled yet, and often looks at its training thread."""
-    watch.HEARTBEAT_SECONDS = membership.HEARTBEAT_SECONDS = 0.05
+    epoch_watch.HEARTBEAT_SECONDS = membership.HEARTBEAT_SECONDS = 0.05
     store = connect(port)
     place = Rendezvous(store, rank, world_size)
     report = Report(survivor=False, node='a', pid=100 + rank, windows=[])

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import rendezvous, watch
+from moevement_ext.membership import epoch_watch, rendezvous
 from moevement_ext.membership.absentees import Absentees
 from moevement_ext.membership.brought import hand_out, handed_out
+from moevement_ext.membership.epoch_watch import EpochWatch
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rendezvous import Rendezvous, break_epoch, present_epoch
 from moevement_ext.membership.signs import hear
-from moevement_ext.membership.watch import EpochWatch
-from moevement_ext.store.connections import Connections
+from moevement_ext.store.connection_pool import Connections
 from tests.unit.membership.counted_store import CountedStore, Tally
 from tests.unit.membership.large_job import RANKS_PER_NODE, LargeJob
 
@@ -111,8 +111,8 @@ def test_signs_of_life_become_rarer_the_longer_a_rank_may_be_silent(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn_s = 0.4
-    monkeypatch.setattr(watch, 'HEARTBEAT_SECONDS', 0.02)
-    monkeypatch.setattr(watch, 'SLOWEST_HEARTBEAT_SECONDS', turn_s)
+    monkeypatch.setattr(epoch_watch, 'HEARTBEAT_SECONDS', 0.02)
+    monkeypatch.setattr(epoch_watch, 'SLOWEST_HEARTBEAT_SECONDS', turn_s)
     assert present_epoch(job.store) == 0
     woken = threading.Event()
     began = time.monotonic()

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of events, without a program that shows it."""
 
+import threading
+
 import pytest
 
 from moevement_ext.events import FailureDetected, Finished, LossLogged, Recovered
+from moevement_ext.metrics import observer as metrics
 from moevement_ext.metrics.instruments import INSTRUMENTS, Instrument
 from moevement_ext.metrics.observer import Observer
 from moevement_ext.protect.statistics import Figures
@@ -54,9 +57,22 @@ def test_what_is_not_known_has_no_value() -> None:
         assert values.get('moevement_disk_bytes') == disk_bytes
 
 
-def test_what_grows_is_counted_once() -> None:
+def test_what_grows_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it is looked at, and at the end once more."""
-    added = seen(Figures(iterations=7, training_s=1.5)).added
+    monkeypatch.setattr(metrics, '_PERIOD_S', 0.001)
+    meter, looks, enough = Noted(), [0], threading.Event()
+
+    def figures() -> Figures:
+        looks[0] += 1
+        if looks[0] == 3:
+            enough.set()
+        return Figures(iterations=7, training_s=1.5)
+
+    observer = Observer(meter)
+    observer.watch(figures, 500)
+    assert enough.wait(60.0)
+    observer.close()
+    added = meter.added
     assert sum(amount for name, amount in added if name == 'moevement_iterations') == 7
     assert sum(amount for name, amount in added if name == 'moevement_training_seconds') == 1.5
 

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan, OperatorBytes, balanced, fewest_slots
-from moevement_ext.plan.windows import Budgets, Need, budgets, needs, shortest
+from moevement_ext.plan.windows import (
+    SPREAD_MARGIN,
+    Budgets,
+    Need,
+    budgets,
+    needs,
+    shortest,
+    spread,
+)
 from tests.unit.plan.test_byte_planner import operators_lists
 
 LARGE_LAST = [OperatorBytes(f'expert{i}', (1,), (0,)) for i in range(4)] + [
@@ -77,6 +85,34 @@ def test_each_budget_is_of_its_link() -> None:
     found = budgets(2.0, 25e9, 10e9, 2, hidden_fraction=0.5, network_share=0.25)
     assert found == Budgets(25_000_000_000, 2_500_000_000, 10_000_000_000)
     assert found.bytes == 2_500_000_000
+
+
+def test_a_limit_takes_the_place_of_the_share() -> None:
+    """At the end of a window as well; the link may be slower, or not known."""
+    copy = 25_000_000_000
+    for link, held in ((10e9, 4e9), (None, 4e9), (1e9, 1e9)):
+        found = budgets(2.0, 25e9, link, 2, 0.5, network_bytes_per_s=4e9)
+        assert found == Budgets(copy, int(held), int(held))
+    assert budgets(2.0, 25e9, 10e9, 0, 0.5, network_bytes_per_s=4e9).network_bytes is None
+
+
+@pytest.mark.parametrize(
+    ('slots', 'bytes_an_iteration'),
+    [([8, 8, 8, 8], 8), ([20, 4, 6, 100], 10), ([4, 4, 16, 1], 16), ([6, 50], 6)],
+)
+def test_all_but_the_end_of_a_window_is_spread_over_it(
+    slots: list[int], bytes_an_iteration: float
+) -> None:
+    rate = spread(slots, 2.0, 3)
+    assert rate == SPREAD_MARGIN * 3 * bytes_an_iteration / 2.0
+    waiting = 0.0
+    for size in slots[:-1]:
+        waiting = max(waiting + 3 * size - 2.0 * rate, 0.0)
+    assert waiting == 0.0, 'when the last slot comes'
+
+
+def test_what_cannot_be_spread() -> None:
+    assert spread([8], 2.0, 3) is spread([8, 8], 0.0, 3) is spread([8, 8], 2.0, 0) is None
 
 
 @pytest.mark.parametrize('rate', [0.0, -1.0])

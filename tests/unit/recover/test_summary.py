@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from moevement_ext.launch.events import JobEnded, JobRecovered
+from moevement_ext.launch.launcher_events import JobEnded, JobRecovered
 from moevement_ext.recover.lost_peer import in_words
 from moevement_ext.recover.summary import Gone, Summary, deaths, together
 from moevement_ext.recover.verification import Verified

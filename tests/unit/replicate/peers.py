@@ -19,7 +19,7 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.connection import Connection
-from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET, capacity, named
 
 OWNER, HOLDER = 0, 1

@@ -8,7 +8,7 @@ from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
-from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import capacity, commit, digest, make_file, named, write_window
 from tests.unit.replicate.peers import (
     OWNER,

@@ -24,7 +24,7 @@ from moevement_ext.replicate.protocol import (
     SlotHead,
     WindowHead,
 )
-from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import (
     RUN,
     SECRET,

@@ -14,7 +14,7 @@ from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import FetchLog, LogHead
-from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET
 from tests.unit.replicate.peers import DEADLINE_S, connected, logging, silent_peer
 

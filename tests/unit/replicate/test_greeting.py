@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from moevement_ext.replicate import greeting
-from moevement_ext.replicate import server as server_module
+from moevement_ext.replicate import replica_server as server_module
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.connection import Connection, ProtocolError
 from moevement_ext.replicate.greeting import Challenge, Hello, Response
 from moevement_ext.replicate.protocol import PROTOCOL_VERSION, FetchHeaders, Refused
-from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, ask, connected, serving, wait_for
 

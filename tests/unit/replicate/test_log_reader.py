@@ -11,7 +11,7 @@ from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LoggedTensor, LogKey
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.log_reader import LogReader, ReaderClosed
-from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET
 from tests.unit.replicate.peers import (
     DEADLINE_S,

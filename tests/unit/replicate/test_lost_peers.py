@@ -13,7 +13,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.protocol import Proceed, PutSlot
-from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET, capacity, commit, digest, make_file, named
 from tests.unit.replicate.peers import (
     DEADLINE_S,
@@ -35,7 +35,7 @@ REPOSITORY = Path(__file__).parents[3]
 _HOLDER_PROGRAM = """
 import pathlib, sys
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.replicate.server import ReplicaServer
+from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET, capacity
 store = NodeStore(pathlib.Path(sys.argv[1]), 'run1', 'node1')
 server = ReplicaServer(store, 1, {0: capacity()}, SECRET, ('127.0.0.1', int(sys.argv[2])))

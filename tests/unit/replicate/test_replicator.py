@@ -13,8 +13,8 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.replicate.client import ReplicaClient
+from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.replicator import Replicator
-from moevement_ext.replicate.server import ReplicaServer
 from tests.unit.memory.samples import (
     SECRET,
     WINDOW,

@@ -33,7 +33,7 @@ def requests(draw: st.DrawFn) -> Request:
 def read(sent: bytes) -> list[Request]:
     """All requests that are in some bytes."""
 
-    received = wire.Received()
+    received = wire.Incoming()
     received.add(sent)
     found = []
     while received:
@@ -54,7 +54,7 @@ def test_requests_that_come_in_pieces_are_read_when_they_are_whole(
     asked: list[Request], cuts: list[int]
 ) -> None:
     sent = b''.join(map(wire.encoded, asked))
-    received, found = wire.Received(), []
+    received, found = wire.Incoming(), []
     ends = sorted(cut for cut in cuts if cut < len(sent))
     for begin, end in zip([0, *ends], [*ends, len(sent)], strict=True):
         received.add(sent[begin:end])

@@ -28,8 +28,11 @@ WHOLE_JOB = 'protected: yes; localized: no: a failure restarts all workers'
         ('', []),
         ('--sparse-ckpt-recovery whole-job', ['whole job only: --sparse-ckpt-recovery whole-job']),
         (
-            '--symmetric-ar-type two_shot --log-straggler',
-            ['whole job only: --symmetric-ar-type two_shot: ', 'whole job only: --log-straggler: '],
+            '--high-priority-stream-groups dp_cp --log-straggler',
+            [
+                'whole job only: --high-priority-stream-groups: ',
+                'whole job only: --log-straggler: ',
+            ],
         ),
     ],
 )
@@ -57,7 +60,7 @@ def test_a_refusal_has_status_2(flags: str, said: str, capsys: pytest.CaptureFix
     assert main(['--', *JOB, *flags.split()]) == 2
     refusal, last = capsys.readouterr().out.splitlines()
     assert refusal.startswith(f'refused: {said}')
-    assert last == 'protected: no, a job of 1 ranks would not start'
+    assert last == 'protected: no, a job of world size 1 would not start'
 
 
 def test_all_refusals_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,10 +77,10 @@ LAYOUT = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-
 @pytest.mark.parametrize(
     ('own', 'world_size', 'status', 'said'),
     [
-        ([], None, 0, '; 4 ranks'),
-        ([], '8', 0, '; 8 ranks'),
-        (['--nproc', '16'], '8', 0, '; 16 ranks'),
-        (['--nproc', '3'], None, 2, 'a job of 3 ranks would not start'),
+        ([], None, 0, '; world size 4'),
+        ([], '8', 0, '; world size 8'),
+        (['--nproc', '16'], '8', 0, '; world size 16'),
+        (['--nproc', '3'], None, 2, 'a job of world size 3 would not start'),
     ],
 )
 def test_ranks_are_as_given_or_the_fewest(

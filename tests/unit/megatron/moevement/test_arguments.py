@@ -29,3 +29,19 @@ def test_any_other_window_is_refused_with_the_rule(
         f'train: error: argument --sparse-ckpt-window: {text!r} must be a whole number or "auto" '
         '(train --help: all flags)'
     )
+
+
+@pytest.mark.parametrize(
+    ('text', 'rate'), [('auto', 'auto'), ('off', 'off'), ('0', 0), ('2.5', 2.5)]
+)
+def test_a_rate_is_a_number_or_a_word(text: str, rate: float | str) -> None:
+    flag = '--sparse-ckpt-network-gb-per-s'
+    assert parse(flag, text).sparse_ckpt_network_gb_per_s == rate
+
+
+def test_any_other_rate_is_refused_with_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse('--sparse-ckpt-network-gb-per-s', 'half')
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "gb-per-s: 'half' must be a number, \"auto\" or \"off\" (train --help" in line

@@ -4,71 +4,87 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console
 
-from tests.unit.tools.samples import HARDWARE
-from tools.bench import model, overhead
+from tests.unit.megatron.moevement.job.test_identity import parsed
+from tests.unit.tools.samples import HARDWARE, iteration_line
+from tools.bench import model, overhead, overhead_report, precision
+from tools.bench.overhead import AGAIN, FORMATS, Bench
+from tools.bench.overhead_report import (
+    AGAINST,
+    DENSE_IN_MEMORY,
+    DISK,
+    PLAIN,
+    SPARSE,
+    TITLES,
+    OverheadReport,
+    Run,
+)
+from tools.lab import precisions
 from tools.lab.figures import Spread
-from tools.lab.launch import Launch
+from tools.lab.launch import PROGRAM, ROOT, Launch
+from tools.lab.run_log import RunLog, parse_log
+from tools.plan.layout import PRECISIONS
+
+BENCH = Bench(Path('data'), Path('out'), 2, 14, 4, 'auto')
 
 
-def run_of(variant: str, iteration_s: float, digest: str = 'same') -> overhead.Run:
-    dense = variant == overhead.DENSE_IN_MEMORY
-    return overhead.Run(
+def run_of(variant: str, iteration_s: float, digest: str = 'same') -> Run:
+    dense = variant == DENSE_IN_MEMORY
+    return Run(
         variant=variant,
         iteration_s=iteration_s,
         all_iterations_s=[iteration_s],
         cpu_s=2 * iteration_s,
-        exposed_ms=1.0 if dense or variant == overhead.SPARSE else None,
+        exposed_ms=1.0 if dense or variant == SPARSE else None,
         windows=[1] if dense else [2],
         slot_bytes=[100] if dense else [70, 50],
         digest=digest,
     )
 
 
-def overhead_report(*sparse_s: float, digest: str = 'same') -> overhead.OverheadReport:
+def report_of(*sparse_s: float, digest: str = 'same') -> OverheadReport:
     """One round for each time of the sparse variant; round n of the others takes n seconds."""
-    bench = overhead.Bench(Path(), Path(), 2, 14, 4, 'auto')
     rounds = [
         [
-            run_of(name, seconds if name == overhead.SPARSE else number, digest='same')
-            for name in bench.variants
+            run_of(name, seconds if name == SPARSE else number, digest='same')
+            for name in BENCH.variants
         ]
         for number, seconds in enumerate(sparse_s, 1)
     ]
-    rounds[0][0] = run_of(overhead.PLAIN, 1.0, digest)
-    return overhead.summarize(bench, HARDWARE, rounds)
+    rounds[0][0] = run_of(PLAIN, 1.0, digest)
+    return overhead.summarize(BENCH, HARDWARE, {'bf16': rounds})
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    report = overhead_report(1.5, 2.2, 6.0)
-    ratio = report.variants[overhead.SPARSE].ratio
+    report = report_of(1.5, 2.2, 6.0)
+    ratio = report.variants['bf16'][SPARSE].ratio
     assert ratio.min == pytest.approx(1.1)
     assert ratio.median == pytest.approx(1.5)
     assert ratio.max == pytest.approx(2.0)
-    assert report.variants[overhead.PLAIN].ratio == Spread(1, 1, 1)
+    assert report.variants['bf16'][PLAIN].ratio == Spread(1, 1, 1)
 
 
-def test_slots_are_compared_with_a_window_of_one_slot() -> None:
-    slots = overhead_report(1.0).slot_bytes
-    assert (slots.dense, slots.mean, slots.max) == (100, 60, 70)
-    assert slots.mean_over_dense == pytest.approx(0.6)
-    assert slots.max_over_dense == pytest.approx(0.7)
+def test_slots_stand_beside_a_window_of_one_slot() -> None:
+    variants = report_of(1.0).variants['bf16']
+    assert (variants[DENSE_IN_MEMORY].slot_bytes, variants[SPARSE].slot_bytes) == ([100], [70, 50])
 
 
 @pytest.mark.parametrize(('digest', 'identical'), [('same', True), ('other', False)])
 def test_runs_that_end_differently_are_noticed(digest: str, identical: bool) -> None:
-    assert overhead_report(1.0, digest=digest).identical is identical
+    assert report_of(1.0, digest=digest).identical == {'bf16': identical}
 
 
 def test_exit_status_says_whether_the_runs_are_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for digest, status in (('same', 0), ('other', 1)):
-        report = overhead_report(1.0, digest=digest)
+        report = report_of(1.0, digest=digest)
         monkeypatch.setattr(overhead, 'measure', lambda *_, found=report: found)
         assert overhead.main(['--json', str(tmp_path / 'o.json')]) == status
-        assert json.loads((tmp_path / 'o.json').read_text())['identical'] is (status == 0)
+        assert json.loads((tmp_path / 'o.json').read_text())['identical'] == {'bf16': status == 0}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +95,10 @@ def test_exit_status_says_whether_the_runs_are_identical(
         ['--iterations', '5'],
         ['--window', 'some'],
         ['--against', '/nowhere'],
+        ['--stand-ins'],
+        ['--stand-ins', '--precision', 'c9'],
+        ['--stand-ins', '--precision', 'c1', '--iterations', '10', '--window', '8'],
+        ['--stand-ins', '--precision', 'c1', '--against', str(ROOT)],
     ],
 )
 def test_wrong_flags_of_overhead_are_refused(flags: list[str]) -> None:
@@ -88,34 +108,92 @@ def test_wrong_flags_of_overhead_are_refused(flags: list[str]) -> None:
 
 
 def test_every_variant_but_plain_adds_flags() -> None:
-    bench = overhead.Bench(Path('data'), Path('out'), 2, 14, 4, 'auto')
-    added = {
-        name: bench._protection(name, Path('/m'), Path('/c'), Path('/e'))
-        for name in overhead.TITLES
-    }
-    assert added.pop(overhead.PLAIN) == []
-    assert added.pop(overhead.AGAINST) == added[overhead.SPARSE]
+    added = {name: BENCH.protection(name, Path('/m'), Path('/c')) for name in TITLES}
+    assert added.pop(PLAIN) == []
+    assert added.pop(AGAINST) == added[SPARSE]
     assert len({tuple(flags) for flags in added.values()}) == 5
     assert all(flags for flags in added.values())
-    assert added[overhead.DISK][: len(added[overhead.SPARSE])] == added[overhead.SPARSE]
+    assert added[DISK][: len(added[SPARSE])] == added[SPARSE]
 
 
 @pytest.mark.parametrize(('ranks', 'stages'), [(2, '1'), (4, '2')])
 def test_ranks_are_two_per_stage(ranks: int, stages: str) -> None:
-    flags = model.training_flags(Path('data'), ranks, 10, Path('digest.json'))
+    flags = model.training_flags(Path('data'), ranks, 10)
     assert flags[flags.index('--pipeline-model-parallel-size') + 1] == stages
     assert flags[flags.index('--expert-model-parallel-size') + 1] == '2'
 
 
 def test_another_checkout_takes_its_turn_after_ours(tmp_path: Path) -> None:
-    bench = overhead.Bench(Path(), Path(), 2, 14, 4, 'auto')
-    assert overhead.AGAINST not in bench.variants
-    both = bench._replace(against=tmp_path).variants
-    assert both[both.index(overhead.SPARSE) + 1] == overhead.AGAINST
-    assert [name for name in both if name != overhead.AGAINST] == bench.variants
+    assert AGAINST not in BENCH.variants
+    both = BENCH._replace(against=tmp_path).variants
+    assert both[both.index(SPARSE) + 1] == AGAINST
+    assert [name for name in both if name != AGAINST] == BENCH.variants
 
 
 def test_a_launch_of_another_checkout_finds_only_its_modules(tmp_path: Path) -> None:
     launch = Launch(tmp_path, ['--flag'], 1, 1, checkout=tmp_path / 'before')
     assert launch.program() == [str(tmp_path / 'before' / 'pretrain_gpt.py'), '--flag']
     assert launch.environment()['PYTHONPATH'].split(':')[0] == str(tmp_path / 'before')
+
+
+# Formats
+
+
+def test_each_precision_is_compared_with_itself() -> None:
+    rounds = report_of(1.5).rounds['bf16']
+    other = [[msgspec.structs.replace(run, digest='another', loss=2.5) for run in rounds[0]]]
+    bench = BENCH._replace(stand_ins=True)
+    report = overhead.summarize(bench, HARDWARE, {'bf16': rounds, 'c4': other})
+    assert report.exact and report.variants['c4'][SPARSE].ratio == Spread(1.5, 1.5, 1.5)
+    other[0][1] = msgspec.structs.replace(other[0][1], digest='a third')
+    report = overhead.summarize(bench, HARDWARE, {'bf16': rounds, 'c4': other})
+    assert not report.exact
+    with (console := Console(width=200)).capture() as shown:
+        overhead_report.print_report(report, console)
+    text = shown.get()
+    assert 'DIFFERENT in c4' in text and 'stand-ins for Transformer Engine' in text
+    assert 'NaN' in text and '2.500' in text
+
+
+def log_of(*losses: float) -> RunLog:
+    lines = (iteration_line(number, number, loss) for number, loss in enumerate(losses, 1))
+    return parse_log(''.join(lines))
+
+
+def test_the_losses_of_the_last_tenth_are_averaged() -> None:
+    falling = [float(20 - number) for number in range(20)]
+    assert overhead_report.final_loss(log_of(*falling), 20) == 1.5
+    assert overhead_report.final_loss(log_of(*falling[:5]), 5) == 16
+    assert overhead_report.final_loss(log_of(*falling[:19], float('nan')), 20) is None
+
+
+def test_all_configurations_of_the_paper_are_trained() -> None:
+    assert set(FORMATS) - {AGAIN} == set(precisions.FLAGS) == set(PRECISIONS)
+    args = overhead.parse_arguments(['--precision', 'all', '--stand-ins'])
+    assert (args.precision, args.window) == (list(FORMATS), '4')
+    assert overhead.parse_arguments(['--precision', 'c5', '--stand-ins']).precision == [
+        'bf16',
+        'c5',
+    ]
+
+
+@pytest.mark.parametrize('name', FORMATS)
+def test_flags_are_those_of_upstream_and_of_the_formats(name: str) -> None:
+    args = parsed(*BENCH._replace(precision=name, stand_ins=True).training_flags())
+    kept = PRECISIONS['bf16' if name == AGAIN else name]
+    assert ('fp8' if args.fp8_param_gather else 'fp16' if args.fp16 else 'bf16') == kept.compute
+    master = 'fp8' if args.sparse_ckpt_fp8_masters else args.main_params_dtype
+    moments = (kept.master, kept.first_moment, kept.second_moment)
+    assert (master, args.exp_avg_dtype, args.exp_avg_sq_dtype) == moments
+    assert args.seed == (4321 if name == AGAIN else 1234)
+
+
+def test_stand_ins_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+    with pytest.raises(SystemExit):
+        precision.main([])
+    assert 'install it, or give --stand-ins' in capsys.readouterr().err
+    assert precisions.program(stand_ins=True) == precisions.STAND_INS != PROGRAM
+    assert (ROOT / precisions.STAND_INS).is_file()

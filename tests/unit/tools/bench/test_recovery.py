@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of recovery: phases out of logs and events."""
+"""The benchmark of recovery: phases out of logs and events, and ratios over the rounds."""
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
+from rich.console import Console
 
-from moevement_ext.events import Event, NextTier, Recovered, WorkerStarted
+from moevement_ext.events import (
+    Event,
+    NextTier,
+    Recovered,
+    WorkerStarted,
+)
 from tests.unit.tools.samples import CONVERTED, HARDWARE, START, event, iteration_line
-from tools.bench import recovery, restarts
+from tools.bench import recovery
+from tools.bench import recovery_report as reports
+from tools.bench.recovery_report import VICTIM, Comeback, RecoveryReport
 from tools.lab.errors import LabError
-from tools.lab.run_log import RunLog, parse_log
+from tools.lab.run_log import Iteration, RunLog, parse_log
+
+KILLED_AT = (START + timedelta(seconds=5)).timestamp()
 
 
 def log_of(*iterations: tuple[int, float] | str) -> RunLog:
@@ -20,77 +30,150 @@ def log_of(*iterations: tuple[int, float] | str) -> RunLog:
     return parse_log(''.join(lines))
 
 
+# A whole job
+
+
 def test_phases_of_a_dense_recovery_add_up() -> None:
-    killed_at = (START + timedelta(seconds=5)).timestamp()
     log = log_of((4, 4.0), (5, 5.0), (3, 15.5), (4, 16.5), (5, 17.5), (6, 18.5))
-    found = restarts.dense_restart(log, killed_at, [])
-    assert found.died_after == 5
-    assert found.recomputed == 3
+    found = reports.dense_restart(log, KILLED_AT, [])
+    assert found.stage_iterations == 3 * reports.STAGES
     assert found.seconds == pytest.approx(13.5)
     assert found.phases == pytest.approx(
         {'process start, load': 10.0, 'recompute': 2.5, 'new iteration': 1.0}
     )
 
 
-def sparse_events(killed_at: float) -> list[Event]:
-    """Two ranks; rank 1 is slower."""
+def sparse_events() -> list[Event]:
+    """The last rank is slower."""
     seconds = {'find': 0.5, 'obtain': 0.5, 'load': 1.0, 'convert': 2.0, 'catch_up': 1.0}
+    last = reports.STAGES - 1
     return [
-        event(WorkerStarted, 0, killed_at - 9),
-        event(WorkerStarted, 0, killed_at + 4),
-        event(WorkerStarted, 1, killed_at + 5),
-        event(Recovered, 0, killed_at + 11.5, replayed=3, seconds=seconds),
-        event(Recovered, 1, killed_at + 12.0, replayed=3, seconds=seconds),
+        event(WorkerStarted, 0, KILLED_AT - 9),
+        *(event(WorkerStarted, rank, KILLED_AT + 4) for rank in range(last)),
+        event(WorkerStarted, last, KILLED_AT + 5),
+        *(
+            event(Recovered, rank, KILLED_AT + 11.5, replayed=3, seconds=seconds)
+            for rank in range(last)
+        ),
+        event(Recovered, last, KILLED_AT + 12.0, replayed=3, seconds=seconds),
     ]
 
 
+BACK = log_of((4, 4.0), (5, 5.0), CONVERTED, (5, 16.8), (6, 18.0))
+
+
 def test_phases_of_a_sparse_recovery_add_up() -> None:
-    killed_at = (START + timedelta(seconds=5)).timestamp()
-    log = log_of((4, 4.0), (5, 5.0), CONVERTED, (5, 16.8), (6, 18.0))
-    events = sparse_events(killed_at)
-    found = restarts.sparse_restart(log, killed_at, events, 2, ['rng'])
-    assert found.recomputed == 3
+    found = reports.sparse_recovery(BACK, KILLED_AT, sparse_events(), ['rng'])
+    assert (found.stage_iterations, found.different) == (3 * reports.STAGES, ['rng'])
     assert found.seconds == pytest.approx(13.0)
     assert sum(found.phases.values()) == pytest.approx(found.seconds)
     assert found.phases['process start'] == pytest.approx(5.0)
-    assert found.phases['set-up'] == pytest.approx(2.0)
+    assert found.phases['all else'] == pytest.approx(2.0)
     assert found.phases['catch up'] == pytest.approx(1.0)
     assert found.phases['new iteration'] == pytest.approx(1.0)
 
 
-def test_exit_status_is_that_of_sparse_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = restarts.Restart(1.0, {'process start': 1.0}, 1, 25, [])
-    inexact = msgspec.structs.replace(exact, seconds=3.0, different=['rng'])
-    bench = recovery.Bench(Path(), Path(), 2, 25, 10, 'auto')
-    for sparse, dense, status in ((exact, inexact, 0), (inexact, exact, 1)):
-        runs = {recovery.SPARSE: sparse, recovery.DENSE: dense}
-        report = recovery.summarize(bench, HARDWARE, [runs])
-        assert report.ratio.median == dense.seconds / sparse.seconds
-        monkeypatch.setattr(recovery, 'measure', lambda *_, found=report: found)
-        assert recovery.main([]) == status
-
-
 def test_a_rank_that_did_not_recover_from_memory_is_no_result() -> None:
-    killed_at = START.timestamp()
-    log = log_of((4, 4.0), CONVERTED, (5, 16.8))
     with pytest.raises(LabError, match='did not report'):
-        restarts.sparse_restart(log, killed_at, sparse_events(killed_at)[:4], 2, [])
+        reports.sparse_recovery(BACK, KILLED_AT, sparse_events()[:-1], [])
 
 
 def test_a_job_that_gave_up_host_memory_is_no_result() -> None:
-    killed_at = START.timestamp()
-    fallen_back = event(NextTier, 0, killed_at + 1, reason='too small', tier='the start')
-    events = [*sparse_events(killed_at), fallen_back]
+    fallen_back = event(NextTier, 0, KILLED_AT + 1, reason='too small', tier='the start')
     with pytest.raises(LabError, match='not used: too small'):
-        restarts.sparse_restart(log_of((4, 4.0), CONVERTED, (5, 16.8)), killed_at, events, 2, [])
+        reports.sparse_recovery(BACK, KILLED_AT, [*sparse_events(), fallen_back], [])
 
 
 def test_a_job_that_stays_behind_is_no_result() -> None:
     with pytest.raises(LabError, match='never got beyond iteration 5'):
-        restarts.first_new_iteration(log_of((5, 5.0), (4, 8.0), (5, 9.0)))
+        reports.dense_restart(log_of((5, 5.0), (4, 8.0), (5, 9.0)), KILLED_AT, [])
 
 
-def test_kill_comes_half_way_between_two_checkpoints() -> None:
-    assert recovery.parse_arguments(['--dense-interval', '8']).kill_after == 20
+# One worker
+
+
+def localized() -> list[Event]:
+    """A worker is killed at 100 s and started again at 101 s; all are back at 104 s."""
+    nothing = dict.fromkeys(('unblock', 'respawn', 'regroup', 'fetch', 'convert', 'catch_up'), 0.0)
+    events = [event(WorkerStarted, VICTIM, 101.0)]
+    for rank in range(reports.STAGES):
+        seconds, replayed = nothing | {'unblock': 0.1}, 0
+        if rank == VICTIM:
+            seconds, replayed = nothing | {'regroup': 0.5, 'convert': 1.0, 'catch_up': 0.5}, 6
+        fields: Any = {'scope': 'localized', 'target': 40, 'replayed': replayed}
+        events.append(event(Recovered, rank, 104.0, seconds=seconds, **fields))
+    return events
+
+
+def run_log(*numbers: int) -> RunLog:
+    return RunLog([[Iteration(64.5 + n, n, 500.0, 5.0) for n in numbers]], [])
+
+
+def test_phases_of_a_localized_recovery_are_those_of_the_stage_that_went_back() -> None:
+    found = reports.sparse_recovery(run_log(35, 39, 40, 41), 100.0, localized(), [])
+    assert found.seconds == pytest.approx(5.5)
+    assert found.phases == pytest.approx(
+        {
+            'process start': 1.0,
+            'regroup': 0.5,
+            'convert': 1.0,
+            'catch up': 0.5,
+            'all else': 1.0,
+            'new iteration': 1.5,
+        }
+    )
+    assert found.stage_iterations == 6
+
+
+def test_an_iteration_committed_before_is_not_new() -> None:
+    with pytest.raises(LabError, match='never got beyond iteration 40'):
+        reports.sparse_recovery(run_log(35, 39, 40), 100.0, localized(), [])
+
+
+# Over the rounds
+
+
+def report(*different: str, lose: str = recovery.WORKER) -> RecoveryReport:
+    def back(seconds: float, stage_iterations: int, *kinds: str) -> Comeback:
+        return Comeback(seconds, {'all': seconds}, stage_iterations, list(kinds))
+
+    runs = {
+        reports.SPARE: back(3.0, 6, *different),
+        reports.COLD: back(9.0, 6),
+        reports.WHOLE: back(18.0, 24),
+        reports.DISK: back(30.0, 40, 'rng'),
+    }
+    bench = recovery.Bench(Path(), Path(), 4, lose)
+    rounds = [{name: runs[name] for name in bench.methods}]
+    return reports.summarize(HARDWARE, 4, (lose, 30, 20), rounds)
+
+
+def test_summary() -> None:
+    found = report()
+    assert found.methods[reports.DISK].ratio.median == pytest.approx(10.0)
+    assert found.exact, 'plain checkpoints need not lead to the same bits'
+    assert not report('exp_avg').exact
+    reports.print_report(found, Console(quiet=True))
+
+
+def test_where_all_are_killed_a_job_comes_back_as_a_whole() -> None:
+    found = report(lose=recovery.ALL)
+    assert list(found.methods) == [reports.WHOLE, reports.DISK]
+    assert found.methods[reports.DISK].ratio.median == pytest.approx(30 / 18)
+    assert found.exact
+    with (console := Console(width=200)).capture() as shown:
+        reports.print_report(found, console)
+    assert 'all killed after iteration 30' in shown.get()
+
+
+def test_exit_status_is_that_of_sparse_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, status in ((report(), 0), (report('rng'), 1)):
+        monkeypatch.setattr(recovery, 'measure', lambda *_, found=found: found)
+        assert recovery.main([]) == status
+
+
+@pytest.mark.parametrize('flags', ['--rounds 0', '--window 0', '--dense-interval 0'])
+def test_wrong_flags_are_named(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        recovery.parse_arguments(['--kill-after', '10'])
+        recovery.parse_arguments(flags.split())
+    assert flags in capsys.readouterr().err

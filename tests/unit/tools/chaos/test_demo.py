@@ -21,7 +21,6 @@ from tests.unit.tools.samples import event
 from tools.chaos import demo_summary
 from tools.chaos.demo import parse_arguments
 from tools.chaos.demo_summary import PHASES, CapturedBytes, LocalizedRecovery, Result
-from tools.lab import evidence
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.four_ranks import STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
@@ -38,7 +37,8 @@ def recovered(rank: int, time: float) -> Event:
     replays = rank in STAGE_RANKS[LOST]
     seconds = dict.fromkeys(PHASES, 0.0)
     seconds |= {'convert': 2.0 + rank, 'catch_up': 1.0} if replays else {'unblock': 0.1 + rank}
-    fields: Any = {'scope': 'localized', 'stages': [LOST], 'target': 28, 'seconds': seconds}
+    fields: Any = {'scope': 'localized', 'stages': [LOST], 'newcomers': list(STAGE_RANKS[LOST])}
+    fields |= {'target': 28, 'seconds': seconds}
     pid = 100 * replays + rank
     return event(Recovered, rank, time, pid=pid, replayed=10 if replays else 0, **fields)
 
@@ -69,10 +69,7 @@ def good_log() -> RunLog:
 
 
 def disturbed(events: Events, log: RunLog | None = None, digest: str = 'a' * 64) -> Trained:
-    log = log or good_log()
-    pids = [100 + rank if rank in STAGE_RANKS[LOST] else rank for rank in range(WORLD_SIZE)]
-    found = evidence.recovery(events, pids, KILLED_AT, log.iterations)
-    return Trained(log, StateDigest(digest, 30, {}), events, KILLED_AT, found)
+    return Trained(log or good_log(), StateDigest(digest, 30, {}), events, KILLED_AT)
 
 
 def check(events: Events, log: RunLog | None = None) -> LocalizedRecovery:
@@ -129,14 +126,14 @@ def with_field(rank: int, **fields: Any) -> Events:
 @pytest.mark.parametrize(
     ('events', 'complaint'),
     [
-        (with_event(WorkerStarted, 2, 107.0, pid=9), '3 new processes'),
-        (without(WorkerStarted, 0), '1 new processes'),
-        (without(Recovered, 3), 'no rank did'),
-        (with_field(1, stages=[0, 1]), r'1: \[0, 1\]'),
-        (with_event(NextTier, 2, 103.0, pid=2, reason='no log', tier='the start'), 'tier disk'),
+        (with_field(0, newcomers=[0, 1, 2]), r'new processes of ranks \[0, 1, 2\]'),
+        (without(Recovered, 3), 'recoveries by rank'),
+        (with_field(0, stages=[0, 1]), r'stages \[0, 1\]'),
+        (with_field(0, scope='whole job'), 'whole job, stages'),
+        (with_field(1, differing=['layers.1']), 'operators differ, such as rank 1: layers.1'),
         (
             with_event(NextTier, 2, 103.0, pid=2, reason='no log', tier='the whole job'),
-            'tier whole_job',
+            'from the whole job: no log',
         ),
     ],
 )

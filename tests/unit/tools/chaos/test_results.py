@@ -15,7 +15,7 @@ from tools.lab.job import Kind
 
 
 def fault(tier: Tier, lost: int = 0, stall_s: float = 3.0, *cells: Cell) -> FaultRecord:
-    return FaultRecord('kill rank 1', list(cells), 40, tier, 4, lost, 3.0, stall_s, 0.5)
+    return FaultRecord('kill rank 1', list(cells), 40, tier, 4, lost, 3.0, stall_s)
 
 
 def done(number: int, *faults: FaultRecord, identical: bool = True, **fields: Any) -> JobDone:
@@ -49,7 +49,7 @@ class TestResults:
         assert path.read_text() == (
             '{"type":"job","number":1,"configuration":0,"what":"pp2-ep2","struck":[{"fault":'
             '"kill rank 1","cells":[],"iteration":40,"tier":"disk","replayed":4,"lost":0,'
-            '"seconds":3.0,"stall_s":3.0,"to_meeting_s":0.5}],"identical":true,"survivors_lost":[],"failed":""}\n'
+            '"seconds":3.0,"stall_s":3.0}],"identical":true,"survivors_lost":[],"failed":""}\n'
         )
 
     def test_resumed_with_the_same_arguments_and_seed(self, tmp_path: Path) -> None:

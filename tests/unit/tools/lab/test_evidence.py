@@ -4,8 +4,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from moevement_ext.events import (
     Event,
     FailureDetected,
@@ -28,7 +26,6 @@ from tools.lab.evidence import (
     recovers_locally,
     recovery,
     start_up_s,
-    to_meeting_s,
 )
 from tools.lab.run_log import Iteration
 
@@ -166,29 +163,6 @@ def test_what_a_failure_cut_off_is_done_again_until_a_rank_is_back() -> None:
     assert done_again_s([*before, *again(0, 101.0, 104.0)], FAULT_AT) == 3.0
     assert done_again_s([*again(0, 101.0, 104.0), *again(1, 101.5, 108.0)], FAULT_AT) == 6.5
     assert done_again_s([*before, *again(0, 101.0, 104.0)[:1]], FAULT_AT) == 0.0
-
-
-def entered(*phases: tuple[int, float, str]) -> list[Event]:
-    return [happened(RecoveryPhase, rank, at, phase=phase) for rank, at, phase in phases]
-
-
-class TestToTheMeeting:
-    def test_the_slowest_survivor_counts_from_when_the_first_noticed(self) -> None:
-        late = entered((0, 101.0, 'detect'), (0, 101.1, 'meet'), (2, 102.4, 'detect'))
-        events = [*late, *entered((2, 102.5, 'meet'), (0, 102.6, 'respawn'))]
-        assert to_meeting_s(events, FAULT_AT) == pytest.approx(1.5)
-
-    def test_failures_one_after_the_other_count_each_for_itself(self) -> None:
-        first = entered((0, 101.0, 'detect'), (0, 101.1, 'meet'), (0, 105.0, 'respawn'))
-        second = entered((0, 109.0, 'detect'), (0, 109.3, 'meet'), (1, 119.0, 'respawn'))
-        assert to_meeting_s([*first, *second], FAULT_AT) == pytest.approx(0.3)
-
-    def test_a_new_worker_does_not_end_the_meeting_of_others(self) -> None:
-        events = entered((0, 101.0, 'detect'), (3, 101.5, 'respawn'), (0, 101.8, 'meet'))
-        assert to_meeting_s(events, FAULT_AT) == pytest.approx(0.8)
-
-    def test_nobody_met(self) -> None:
-        assert to_meeting_s(entered((0, 99.0, 'detect'), (0, 99.5, 'meet')), FAULT_AT) == 0.0
 
 
 def test_a_launch_lasts_from_the_first_process_to_the_first_iteration() -> None:

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.launch.events import FILE, JobFailed, Journal, WorkerEnded, WorkerLaunched
+from moevement_ext.launch.launcher_events import (
+    FILE,
+    JobFailed,
+    Journal,
+    WorkerEnded,
+    WorkerLaunched,
+)
 from tools.lab.launch import Death, Launch
 from tools.lab.local_cluster import LocalCluster
 from tools.lab.models import ToyModel

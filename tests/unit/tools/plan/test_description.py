@@ -8,12 +8,7 @@ import json
 import pytest
 
 from moevement_ext.plan.byte_planner import OperatorBytes
-from tools.plan.description import (
-    DescriptionError,
-    read_as,
-    read_operators,
-    read_training,
-)
+from tools.plan.description import DescriptionError, read_as, read_operators, read_training
 from tools.plan.presets import CLUSTERS, PRESETS, Cluster
 
 

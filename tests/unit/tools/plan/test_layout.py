@@ -41,22 +41,6 @@ def test_layers_of_stages_cover_the_model():
     assert Layout(2, pipeline=2, chunks=2).layers_of(1, 8) == [[3, 4], [7, 8]]
 
 
-@pytest.mark.parametrize(
-    ('fields', 'field'),
-    [
-        ({'ranks': 0}, 'ranks'),
-        ({'ranks': 10, 'pipeline': 4}, 'ranks'),
-        ({'ranks': 8, 'expert': 3}, 'expert'),
-        ({'ranks': 8, 'expert': 4, 'tensor': 4}, 'expert'),
-        ({'ranks': 8, 'pipeline': 2, 'layers_per_stage': (1,)}, 'layers_per_stage'),
-        ({'ranks': 8, 'pipeline': 2, 'layers_per_stage': (1, 1), 'chunks': 2}, 'chunks'),
-    ],
-)
-def test_wrong_layout_is_named(fields, field):
-    with pytest.raises(FieldError, match=f'^{field}: '):
-        Layout(**fields)
-
-
 def test_layers_that_do_not_fit_are_refused():
     with pytest.raises(FieldError, match='^chunks: .* 6 layers'):
         Layout(2, pipeline=2, chunks=2).layers_of(0, 6)

@@ -47,24 +47,12 @@ def test_log_is_that_of_the_training(monkeypatch, stage, chunks, sequence_parall
     layout = Layout(32, pipeline=4, tensor=2, chunks=chunks, sequence_parallel=sequence_parallel)
     batch = Batch(sequence_length=48, micro_batch_size=3, global_batch_size=24)
     facts = JobFacts(
-        rank=0,
-        world_size=32,
-        data_parallel_size=layout.data,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=4,
-        context_parallel_size=1,
-        sequence_parallel=sequence_parallel,
-        distributed_backend='gloo',
-        timeout=timedelta(),
-        use_distributed_optimizer=True,
-        micro_batch_size=3,
-        global_batch_size=24,
-        seq_length=48,
-        hidden_size=64,
-        params_dtype=torch.bfloat16,
-        fp32_residual_connection=False,
-        log_interval=1,
-    )
+        rank=0, world_size=32, data_parallel_size=layout.data, tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4, context_parallel_size=1,
+        sequence_parallel=sequence_parallel, distributed_backend='gloo', timeout=timedelta(),
+        use_distributed_optimizer=True, micro_batch_size=3, global_batch_size=24, seq_length=48,
+        hidden_size=64, params_dtype=torch.bfloat16, fp32_residual_connection=False, log_interval=1,
+    )  # fmt: skip
     monkeypatch.setattr(
         p2p.parallel_state, 'get_pipeline_model_parallel_rank', lambda: stage, raising=True
     )

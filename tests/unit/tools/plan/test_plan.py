@@ -310,6 +310,17 @@ def test_log_has_room_for_as_long_as_persisting_takes(capsys, cluster):
     assert fast['persist_s'] == pytest.approx(0.1 + last / 1e9 + last / 0.25e9, rel=0.05)
 
 
+def test_the_trainings_limit_of_the_network_is_planned_with(capsys, cluster):
+    argv = ['--cluster', cluster, '--gpus', 4, '--iteration-time', 10, '--', *MEGATRON]
+    flag = '--sparse-ckpt-network-gb-per-s'
+    free, held, off = (as_json(capsys, *argv, *more) for more in ([], [flag, 0.1], [flag, 'off']))
+    assert off == free
+    assert held['network_budget_bytes'] == 1e9 and free['network_budget_bytes'] == 2.5e9
+    status, out, err = run(capsys, *argv, flag, '0.001')
+    assert (status, out, err.count('\n')) == (2, '', 1)
+    assert f'{flag} is 0.001; give auto, off, or a number of at least 0.02' in err
+
+
 def test_own_flags_come_before_those_of_the_training(capsys):
     argv = ['--model', 'gpt-moe', '--mfu', '0.3', '--window', '2', '--replicas', '0']
     found = as_json(capsys, *argv, '--', '--sparse-ckpt-window', '5')
@@ -430,7 +441,7 @@ def test_runs_as_module(operators):
 
 def test_planning_needs_neither_torch_nor_megatron():
     code = (
-        'import sys, tools.plan; '
+        'import sys, tools.plan.__main__, tools.simulate.__main__, tools.simulate.iteration; '
         'assert not {"torch", "megatron"} & {name.split(".")[0] for name in sys.modules}'
     )
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)

@@ -3,12 +3,17 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.byte_planner import InfeasiblePlan
+from moevement_ext.protect.protection import Protection
+from tests.unit.each import each
 from tools.plan import report
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
@@ -23,25 +28,10 @@ from tools.plan.planning import (
 from tools.plan.presets import CLUSTERS, GPU_HOURS_PER_FAILURE, PRESETS, Cluster, mtbf_s
 from tools.simulate.fields import FieldError
 
-MODEL = ModelShape(
-    'tiny',
-    layers=4,
-    hidden_size=64,
-    attention_heads=4,
-    vocab_size=256,
-    experts=8,
-    top_k=2,
-    expert_hidden_size=128,
-)
-CLUSTER = Cluster(
-    'small',
-    gpus_per_node=2,
-    gpu_memory_bytes=1e9,
-    copy_bytes_per_s=2.5e6,
-    network_bytes_per_s=40e6,
-    host_memory_bytes=1e9,
-    peak_flops=1e12,
-)
+MODEL = ModelShape('tiny', layers=4, hidden_size=64, attention_heads=4, vocab_size=256,
+                   experts=8, top_k=2, expert_hidden_size=128)  # fmt: skip
+CLUSTER = Cluster('small', gpus_per_node=2, gpu_memory_bytes=1e9, copy_bytes_per_s=2.5e6,
+                  network_bytes_per_s=40e6, host_memory_bytes=1e9, peak_flops=1e12)  # fmt: skip
 JOB = Job(
     MODEL,
     Layout(8, pipeline=2, expert=2),
@@ -121,6 +111,30 @@ def test_each_link_has_its_budget():
     assert hidden_budgets(protected(replicas=0)).network_bytes is None
 
 
+def test_a_limit_of_the_network_is_that_of_the_training():
+    """What training asks for its window, at rates that it has measured."""
+    rate = 0.02e9
+    link = 8 * rate
+    job = protected(on(network_bytes_per_s=link * JOB.ranks_per_node), network_gb_per_s=rate / 1e9)
+    config = SparseCheckpointConfig(network_gb_per_s=rate / 1e9)
+    asked = []
+    training = SimpleNamespace(
+        memory=SimpleNamespace(holders=[[1] * job.copies]),
+        planner=SimpleNamespace(shortest_window=lambda carried, longest: asked.append(carried)),
+        _rank=SimpleNamespace(config=config),
+        _longest=8,
+    )
+    seen = Measured(job.iteration_s, job.cluster.copy_bytes_per_s, link)
+    Protection._shortest_window(training, seen)
+    assert asked == [hidden_budgets(job)]
+    assert hidden_budgets(job).network_bytes == rate * job.iteration_s / job.copies
+    assert plan_job(job).network_bytes() == rate * job.ranks_per_node * job.iteration_s
+    assert job.send_bytes_per_s == rate
+    for unlimited in ('auto', 'off', 0):
+        free = protected(job, network_gb_per_s=unlimited)
+        assert free.send_bytes_per_s == link * free.protection.network_share
+
+
 PAPER = {'moe-llava': 2, 'gpt-moe': 4, 'qwen-moe': 8, 'deepseek-moe': 7, 'mixtral-8x7b': 2}
 """Windows on its cluster, at a utilization of 0.35."""
 
@@ -170,51 +184,44 @@ def test_infeasible_names_operator_and_stage():
     assert caught.value.__notes__ == ['in pipeline stage 2']
 
 
-def test_fixed_window_is_taken_and_judged():
-    plan = plan_job(protected(window=90))
-    assert plan.window == 90
-    assert any('longer than need be' in text for text in report.warnings(plan))
-    hopeless = plan_job(protected(on(copy_bytes_per_s=1000), window=3))
-    assert hopeless.fewest is None
-    assert any('no window hides it' in text for text in report.warnings(hopeless))
+LAYERS = dataclasses.replace(MODEL, layers=8)
+OFTEN = FailureRate(mtbf_s=60, restart_s=10)
+STARVED = on(network_bytes_per_s=1e4)
+TOLD = {
+    'longer than need be': protected(window=90),
+    'no window hides it': protected(on(copy_bytes_per_s=1000), window=3),
+    'makes the window longer': on(copy_bytes_per_s=5e6, network_bytes_per_s=10e6),
+    'windows will be skipped': protected(on(network_bytes_per_s=1e5), window=2),
+    'no window of a sensible length': protected(STARVED, max_window=4),
+    'one failure domain': on(gpus_per_node=8),
+    'room for 3 replicas': protected(replicas=7),
+    'last dense': protected(replicas=0),
+    'ranks of 2 stages': dataclasses.replace(
+        protected(window=4), model=LAYERS, layout=Layout(8, pipeline=8)),
+    'between failures': dataclasses.replace(JOB, failures=OFTEN),
+    'a GPU has': on(gpu_memory_bytes=1e5),
+}  # fmt: skip
 
 
-def test_a_network_that_makes_the_window_longer_is_told():
-    plan = plan_job(on(copy_bytes_per_s=5e6, network_bytes_per_s=10e6))
+@each('words, job', TOLD.items())
+def test_what_a_plan_costs_unnoticed_is_told(words, job):
+    assert words in ' '.join(report.warnings(plan_job(job)))
+
+
+def test_a_plan_without_surprises_tells_nothing_of_them():
+    told = ' '.join(report.warnings(plan_job(JOB)))
+    assert not [words for words in TOLD if words in told]
+
+
+def test_what_is_told_is_so():
+    assert plan_job(TOLD['longer than need be']).window == 90
+    assert plan_job(TOLD['no window hides it']).fewest is None
+    plan = plan_job(TOLD['makes the window longer'])
     assert plan.fewest > plan.fewest_by_copy and plan.limited_by == 'network'
-    told = [text for text in report.warnings(plan) if 'makes the window longer' in text]
-    assert told and f'it would be {plan.fewest_by_copy}' in told[0]
-    assert not any('makes the window longer' in text for text in report.warnings(plan_job(JOB)))
-    starved = plan_job(protected(on(network_bytes_per_s=1e5), window=2))
-    assert any('windows will be skipped' in text for text in report.warnings(starved))
-
-
-def test_a_network_that_carries_no_window_is_told():
-    plan = plan_job(protected(on(network_bytes_per_s=1e4), max_window=4))
+    assert f'it would be {plan.fewest_by_copy}' in ' '.join(report.warnings(plan))
+    plan = plan_job(TOLD['no window of a sensible length'])
     assert (plan.window, plan.fewest) == (4, None)
-    assert any('no window of a sensible length' in text for text in report.warnings(plan))
-
-
-def test_one_node_is_one_failure_domain():
-    job = dataclasses.replace(on(gpus_per_node=8))
-    plan = plan_job(job)
-    assert plan.replicated_bytes() == 0
-    found = report.warnings(plan)
-    assert any('one failure domain' in text for text in found)
-    assert not any('one failure domain' in text for text in report.warnings(plan_job(JOB)))
-
-
-def test_few_nodes_leave_room_for_few_replicas():
-    found = report.warnings(plan_job(protected(replicas=7)))
-    assert any('room for 3 replicas' in text for text in found)
-    assert any('last dense' in text for text in report.warnings(plan_job(protected(replicas=0))))
-
-
-def test_node_that_holds_several_stages_is_told():
-    layers = dataclasses.replace(JOB.model, layers=8)
-    job = dataclasses.replace(protected(window=4), model=layers, layout=Layout(8, pipeline=8))
-    plan = plan_job(job)
-    assert any('ranks of 2 stages' in text for text in report.warnings(plan))
+    assert plan_job(TOLD['one failure domain']).replicated_bytes() == 0
 
 
 def test_host_memory_over_the_nodes_is_refused():
@@ -258,18 +265,6 @@ def test_the_log_takes_what_the_window_in_force_needs():
     assert fixed.taken_bytes() == fixed.host_memory().node_total
 
 
-def test_recovery_near_the_time_between_failures_is_told():
-    often = dataclasses.replace(JOB, failures=FailureRate(mtbf_s=60, restart_s=10))
-    assert any('between failures' in text for text in report.warnings(plan_job(often)))
-    assert not any('between failures' in text for text in report.warnings(plan_job(JOB)))
-
-
-def test_gpu_memory_is_checked():
-    found = report.warnings(plan_job(on(gpu_memory_bytes=1e5)))
-    assert any('a GPU has' in text for text in found)
-    assert not any('a GPU has' in text for text in report.warnings(plan_job(JOB)))
-
-
 def test_whole_job_recovery_keeps_no_log():
     assert plan_job(JOB).log_bytes_of_node() > 0
     plan = plan_job(protected(localized=False))
@@ -301,25 +296,6 @@ def test_failures_of_a_job_grow_with_its_gpus():
     assert mtbf_s(GPU_HOURS_PER_FAILURE['projection-131k'], 131072) == pytest.approx(824, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ('change', 'field'),
-    [
-        ({'window': 0}, 'window'),
-        ({'replicas': -1}, 'replicas'),
-        ({'max_window': 0}, 'max_window'),
-        ({'network_share': 0}, 'network_share'),
-        ({'hidden_fraction': 1.1}, 'hidden_fraction'),
-    ],
-)
-def test_wrong_setting_is_named(change, field):
-    with pytest.raises(FieldError, match=f'^{field}: '):
-        ProtectionSettings(**change)
-
-
-def test_wrong_cluster_and_job_are_named():
-    with pytest.raises(FieldError, match='^copy_bytes_per_s: '):
-        on(copy_bytes_per_s=0)
-    with pytest.raises(FieldError, match='^iteration_s: '):
-        dataclasses.replace(JOB, iteration_s=-1)
+def test_batch_and_layout_of_a_job_fit():
     with pytest.raises(FieldError, match='^global_batch_size: '):
         dataclasses.replace(JOB, batch=Batch(16, 3, 16))

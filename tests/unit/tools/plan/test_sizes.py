@@ -13,27 +13,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from tools.plan.layout import PRECISIONS, Layout, Precision
 from tools.plan.model import ModelShape
-from tools.plan.sizes import (
-    held_elements,
-    operator_sizes,
-    scaling_bytes,
-    shard,
-    stage_kind,
-)
+from tools.plan.sizes import held_elements, operator_sizes, scaling_bytes, shard, stage_kind
 from tools.simulate.fields import FieldError
 
 MODEL = ModelShape(
-    'tiny',
-    layers=4,
-    hidden_size=64,
-    attention_heads=4,
-    vocab_size=256,
-    ffn_hidden_size=128,
-    experts=8,
-    top_k=2,
-    expert_hidden_size=32,
-    moe_layers=(0, 1, 1, 1),
-)
+    'tiny', layers=4, hidden_size=64, attention_heads=4, vocab_size=256, ffn_hidden_size=128,
+    experts=8, top_k=2, expert_hidden_size=32, moe_layers=(0, 1, 1, 1),
+)  # fmt: skip
 
 LAYOUTS = [
     Layout(1),

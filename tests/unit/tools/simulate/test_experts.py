@@ -137,12 +137,3 @@ def test_k_doubles_beyond_the_budget_and_costs_more() -> None:
     assert kept.saved() == 8 and doubled.saved() > 8
     assert doubled.plt() < kept.plt()
     assert dear.ettr < cheap.ettr
-
-
-@pytest.mark.parametrize(
-    ('arguments', 'field'),
-    [((0, 1), 'experts'), ((4, 5), 'saved'), ((4, 0), 'saved'), ((4, 2, 'any'), 'selection')],
-)
-def test_bad_field_is_named(arguments: tuple[int, int], field: str) -> None:
-    with pytest.raises(FieldError, match=f'^{field}: is '):
-        PartialExperts(*arguments)

@@ -69,23 +69,6 @@ def test_matrix_of_a_list() -> None:
     assert drawn.nodes[2].tolist() == [9, 7]
 
 
-@pytest.mark.parametrize(
-    ('make', 'field'),
-    [
-        (lambda: Renewal(0.0), 'mtbf_s'),
-        (lambda: Renewal(1.0, 0.0), 'shape'),
-        (lambda: Renewal(1.0, 0.001), 'shape'),
-        (lambda: Renewal(1.0, math.inf), 'shape'),
-        (lambda: Correlated(1.0, repeat=1.0), 'repeat'),
-        (lambda: Correlated(1.0, neighbours=-1.0), 'neighbours'),
-        (lambda: Correlated(1.0, repeat_after_s=0.0), 'repeat_after_s'),
-    ],
-)
-def test_bad_field_is_named(make: 'object', field: str) -> None:
-    with pytest.raises(FieldError, match=f'^{field}: is '):
-        make()  # type: ignore[operator]
-
-
 def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / 'trace.csv'
     path.write_text(text, 'utf-8')

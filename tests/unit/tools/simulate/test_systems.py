@@ -15,13 +15,7 @@ from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.simulate.closed_form import Dense, Sparse
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import simulate
-from tools.simulate.profile import (
-    FORMAT,
-    OperatorProfile,
-    Profile,
-    ProfileError,
-    read_profile,
-)
+from tools.simulate.profile import FORMAT, OperatorProfile, Profile, ProfileError, read_profile
 from tools.simulate.runs import Pipeline
 from tools.simulate.systems import SYSTEMS, Options, System, _slot_bytes, build
 
@@ -201,19 +195,9 @@ def test_selective_saves_what_an_iteration_hides() -> None:
 @pytest.mark.parametrize('name', SYSTEMS)
 def test_given_figures_count(name: str) -> None:
     options = Options(
-        10.0,
-        7,
-        3,
-        0.5,
-        0.25,
-        20.0,
-        900.0,
-        experts=8,
-        saved=8,
-        job_s=36000.0,
-        copy_s=0.0,
+        10.0, 7, 3, 0.5, 0.25, 20.0, 900.0, experts=8, saved=8, job_s=36000.0, copy_s=0.0,
         pipeline=Pipeline(2, 1, 1, 2),
-    )
+    )  # fmt: skip
     system: System = build(name, options)
     assert system.costs.restart_s == 20 and system.costs.mtbf_s == 900
     assert system.costs.overhead_s == 0.5

@@ -20,10 +20,10 @@ from moevement_ext.events import (
 )
 from tests.unit.tools.runs import LOST, localized_run, of_rank, started_over, write
 from tests.unit.tools.samples import event
+from tools.lab.following import Follower
 from tools.lab.history import History
 from tools.lab.plots import Doing
 from tools.status.__main__ import main
-from tools.status.following import Follower
 from tools.status.screen import missing, show, silent, stages
 
 ROOT = Path(__file__).resolve().parents[4]

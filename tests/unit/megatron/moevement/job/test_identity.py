@@ -115,6 +115,20 @@ def test_layout_is_told_apart_from_the_run(defaults: Namespace, name: str) -> No
     assert topology != _identities(defaults)[1]
 
 
+def test_digests_of_jobs_that_have_windows_stay() -> None:
+    """Of another version of this program, else it would refuse its own windows."""
+    settings = {
+        'seed': 1234,
+        'lr': 1e-3,
+        'params_dtype': torch.bfloat16,
+        'save': 'dense',
+        'pipeline_model_parallel_size': 4,
+        'data_path': ['0.3', 'a'],
+    }
+    assert identity.run_identity(settings, 'run') == '9ee88db947e00023'
+    assert identity.topology_identity(settings) == '242838eb632384da'
+
+
 def test_query_groups_count_where_there_are_any(defaults: Namespace) -> None:
     """Upstream's report of memory changes the number, and a dense checkpoint holds it then."""
     other = _changed(defaults, 'num_query_groups')

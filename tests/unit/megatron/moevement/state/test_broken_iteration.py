@@ -13,7 +13,7 @@ cpu_device.install()
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  # noqa: E402
 
 from megatron.moevement.state.broken_iteration import BrokenIteration  # noqa: E402
-from megatron.moevement.state.operators import Operator  # noqa: E402
+from megatron.moevement.state.model_operators import Operator  # noqa: E402
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from megatron.moevement.seams import cpu_device
 cpu_device.install()
 
 from megatron.moevement.state import slices, stored  # noqa: E402
-from megatron.moevement.state.operators import Operator  # noqa: E402
+from megatron.moevement.state.model_operators import Operator  # noqa: E402
 from megatron.moevement.state.optimizer_state import (  # noqa: E402
     ParameterState,
     complete_restore,

@@ -32,7 +32,7 @@ from megatron.moevement.state.frozen import (  # noqa: E402
     FrozenOperators,
     _no_delayed_gradient_of_frozen,
 )
-from megatron.moevement.state.operators import Operator  # noqa: E402
+from megatron.moevement.state.model_operators import Operator  # noqa: E402
 from megatron.moevement.state.optimizer_state import ParameterState  # noqa: E402
 from tests.stand_ins import rules  # noqa: E402
 from tests.stand_ins.grouped_linear import GroupedLinear  # noqa: E402

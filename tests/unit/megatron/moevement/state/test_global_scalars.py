@@ -18,8 +18,8 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer  # noqa: E402
 from megatron.core.optimizer.optimizer_config import OptimizerConfig  # noqa: E402
 
+from megatron.moevement.job.megatron_trainer import MegatronTrainer  # noqa: E402
 from megatron.moevement.job.session import Session  # noqa: E402
-from megatron.moevement.job.trainer import MegatronTrainer  # noqa: E402
 from megatron.moevement.seams import upstream  # noqa: E402
 from megatron.moevement.state import iteration_state  # noqa: E402
 from megatron.moevement.state.global_scalars import (  # noqa: E402

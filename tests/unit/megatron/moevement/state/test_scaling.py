@@ -12,7 +12,7 @@ cpu_device.install()
 
 from megatron.core import fp8_utils  # noqa: E402
 
-from megatron.moevement.state import operators, scaling  # noqa: E402
+from megatron.moevement.state import model_operators, scaling  # noqa: E402
 from tests.stand_ins import fp8_compute  # noqa: E402
 
 RECIPE = fp8_compute.Recipe(True, fp8_compute.E5M2, amax_history_len=4)
@@ -60,6 +60,6 @@ def test_nothing_is_created_where_nothing_is_kept(fp8: str | None, recipe: str) 
 )
 def test_state_that_experts_share_is_that_of_the_rest(path: str, owner: str) -> None:
     mlp = SimpleNamespace(local_expert_indices=[4, 5])
-    layers = {'decoder.layers.1.': operators._Layer('layer2', SimpleNamespace(mlp=mlp))}
+    layers = {'decoder.layers.1.': model_operators._Layer('layer2', SimpleNamespace(mlp=mlp))}
     name = f'decoder.layers.1.{path}.scaling_fwd.scale'
-    assert operators._owner_of_scaling(name, layers).name == owner
+    assert model_operators._owner_of_scaling(name, layers).name == owner

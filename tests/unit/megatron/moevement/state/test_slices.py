@@ -9,7 +9,7 @@ from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
-from megatron.moevement.state.operators import Operator  # noqa: E402
+from megatron.moevement.state.model_operators import Operator  # noqa: E402
 from megatron.moevement.state.slices import SlotLoader  # noqa: E402
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice  # noqa: E402
 from moevement_ext.memory.window.refused import RefusedWindow  # noqa: E402

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Megatron training loop as recovery sees it (see `moevement_ext.recover.trainer`).
+
+Checked against megatron-core 0.19.2.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.utils import get_model_config
+
+from megatron.moevement.counters import Counters
+from megatron.moevement.facts import JobFacts
+from megatron.moevement.job.megatron_loop import MegatronLoop
+from megatron.moevement.job.small_state import MegatronSmallState
+from megatron.moevement.job.surroundings import Surroundings
+from megatron.moevement.seams.p2p import StagePipeline
+from megatron.moevement.state import iteration_state
+from megatron.moevement.state.broken_iteration import BrokenIteration
+from megatron.moevement.state.dp_copy import replicas, twins
+from megatron.moevement.state.global_scalars import GlobalScalars
+from megatron.moevement.state.router_tokens import RouterTokenCounter
+from megatron.moevement.state.training_state import TrainingState
+from moevement_ext.membership.place import Place
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.recover.trainer import Committed
+
+
+class MegatronTrainer:
+    """Model, optimizer, data and pipeline of this rank. Training thread only.
+
+    Args:
+        facts: of the job.
+        counters: of the loop.
+        training: the training state.
+        around: what wraps the loop.
+        localized: the loop is entered again after failures of other ranks.
+    """
+
+    def __init__(
+        self,
+        facts: JobFacts,
+        counters: Counters,
+        training: TrainingState,
+        around: Surroundings,
+        localized: bool,
+    ) -> None:
+        self._facts = facts
+        self._counters = counters
+        self._recorder = around.recorder
+        self._operations = around.operations
+        self._losses = around.losses
+        self._broken = BrokenIteration(training.model, training.operators) if localized else None
+        self._step: Callable[..., object] | None = None
+        self.operators = training
+        self.small_state = MegatronSmallState(
+            training, counters, around.recorder, around.data, around.operations
+        )
+        self.pipeline = StagePipeline(facts, training.model)
+        self.loop = MegatronLoop(training, counters, around, self._broken)
+        self.tokens = RouterTokenCounter(training.model, training.device)
+
+    @property
+    def place(self) -> Place:
+        """In upstream's layout."""
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        return Place(
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            members=torch.distributed.get_process_group_ranks(group),
+            group=group,
+            replicas=replicas(self._facts),
+            interleaved=len(self.operators.model) > 1,
+            twins=twins(self._facts),
+        )
+
+    @property
+    def iteration(self) -> int:
+        """Committed iterations."""
+        return self._counters.iteration
+
+    @property
+    def last_iteration(self) -> int:
+        """`--train-iters`, which upstream works out from `--train-samples` before it trains."""
+        assert self._counters.train_iters is not None
+        return self._counters.train_iters
+
+    @property
+    def loss(self) -> float | None:
+        """The newest iteration's on this rank, if it is on the last stage."""
+        return self._losses.newest
+
+    def use(self, train_step: Callable[..., object]) -> None:
+        """Have iterations run by this from now on, called as `train_step(iteration=, **schedule)`.
+
+        `schedule` is what the pipeline schedule is to be given.
+        """
+        self._recorder.wrap_reduction(get_model_config(self.operators.model[0]))
+        self._step = train_step
+
+    def begin_iteration(self, iteration: int) -> bytes:
+        """The small state that the iteration after `iteration` starts from."""
+        state = self.small_state.begin(iteration)
+        if self._broken is not None:
+            self._broken.begin()
+        return state
+
+    def undo_broken_iteration(self, state: bytes, began: bool) -> None:
+        """Put back what an iteration that was cut off has changed."""
+        self.small_state.restore(state)
+        if began:
+            assert self._broken is not None  # only a localized recovery asks
+            self._broken.put_back()
+        self.small_state.move_data(state)
+
+    def iterate(self, iteration: int) -> object:
+        """Upstream's `train_step`, or what stands for it."""
+        assert self._step is not None
+        self._losses.begin()
+        return self._step(iteration=iteration, **self.pipeline.schedule(iteration))
+
+    def record(self, iteration: int, skipped: bool) -> Committed:
+        """What the update that led to `iteration` leaves.
+
+        Upstream moves the scheduler and counts the samples only later, when its own reductions of
+        what to log are through; a failure in those must not undo the iteration.
+        """
+        num_microbatches = get_num_microbatches()
+        samples = self._facts.data_parallel_size * self._facts.micro_batch_size * num_microbatches
+        state = self.small_state.capture(iteration, self._recorder.peek())
+        state.consumed_train_samples += samples
+        state.skipped_train_samples += iteration_state.skipped_samples()
+        state.floating_point_operations = self._operations.at(state.consumed_train_samples)
+        state.scheduler_steps += 0 if skipped else samples
+        entry = LedgerEntry(
+            iteration=iteration,
+            grad_norms=state.scalars.grad_norms,
+            overflows=state.scalars.overflows,
+            num_microbatches=num_microbatches,
+            consumed_samples=state.consumed_train_samples,
+            num_tokens=state.scalars.num_tokens,
+            loss=self.loss,
+        )
+        return Committed(iteration_state.encode(state), entry)
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Prepare model and optimizer for replayed iterations; they are not logged as trained."""
+        try:
+            with self.operators.frozen.replaying():
+                yield
+        finally:
+            get_moe_metrics_tracker().clear()
+            MTPLossLoggingHelper.clean_metrics_in_tracker()
+
+    def reduced(self, known: LedgerEntry | bytes) -> AbstractContextManager[None]:
+        """Within it, upstream gets these scalars instead of reducing them."""
+        if isinstance(known, LedgerEntry):
+            scalars = GlobalScalars(known.grad_norms, known.overflows, known.num_tokens)
+        else:
+            scalars = iteration_state.decode(known).scalars
+            self._recorder.put_back(GlobalScalars())  # nobody takes them in a conversion
+        return self._recorder.replaying(scalars)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ends of a job that no failure brings about, and what becomes of its host memory then.
+
+Upstream ends a process inside its loop, by `sys.exit`, for `--exit-interval`,
+`--exit-duration-in-mins`, `--exit-signal-handler`, and when its rerun machine wants the job to be
+started elsewhere. All ranks do so together, after a barrier of upstream's own.
+
+Checked against megatron-core 0.19.2.
+"""
+
+from typing import NoReturn
+
+import torch
+from megatron.core.rerun_state_machine import (
+    EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
+    EXIT_CODE_RESUME_TO_DISAMBIGUATE,
+)
+
+from megatron.moevement.facts import JobFacts
+from megatron.moevement.job import protection_lines
+from megatron.moevement.job.session import Session
+from megatron.moevement.seams import upstream
+from moevement_ext import faults
+from moevement_ext.errors import UserError
+from moevement_ext.faults import Phase
+from moevement_ext.job.ending import announce
+from moevement_ext.job.exporting import reads_memory
+from moevement_ext.process.leaving import leave
+
+_RERUN = (EXIT_CODE_RESUME_TO_DISAMBIGUATE, EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
+
+
+def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> NoReturn:
+    """Upstream ends all processes: give the host memory back if a dense checkpoint has it all.
+
+    Collective.
+
+    Raises:
+        SystemExit: `ending` is not one of the exits that all ranks make together.
+        UserError: nor one of a loop, which has a status: upstream cannot load a dense checkpoint.
+    """
+    code = ending.code
+    if code is None:  # to launchers that is a job that is done
+        raise UserError(
+            'Megatron ended the program instead of loading the dense checkpoint of --load; its own '
+            'message above says why. Mend that, or have --load name another checkpoint.'
+        ) from ending
+    if code not in (0, *_RERUN) or not torch.distributed.is_initialized():
+        raise ending
+    faults.point(Phase.EXIT)
+    remove = _saved(facts, session.job.committed) and _is_loaded(facts, code) and not reads_memory()
+    announce(facts.rank, int(code))
+    if session.job.kept_in is not None and facts.rank == facts.world_size - 1:
+        directory = facts.save if remove else session.job.kept_in.parent
+        print(protection_lines.exit_line(session.job.committed, remove, directory), flush=True)
+    session.job.close(remove)
+    leave(int(code))
+
+
+def _is_loaded(facts: JobFacts, code: str | int) -> bool:
+    """True if the next launch is to go on from the dense checkpoint that was saved.
+
+    That alone has what the rerun machine has found out, and windows of the same iteration would be
+    taken before it. But where another one is loaded than was saved, windows are all there is.
+    """
+    return code == 0 or (code == EXIT_CODE_RESUME_TO_DISAMBIGUATE and facts.load == facts.save)
+
+
+def _saved(facts: JobFacts, iteration: int) -> bool:
+    """True on all ranks if one of them sees a dense checkpoint of `iteration`. Collective."""
+    saved = torch.tensor([upstream.saved_iteration(facts.save) == iteration], dtype=torch.int32)
+    device = 'cpu' if facts.distributed_backend == 'gloo' else 'cuda'
+    saved = saved.to(device)
+    torch.distributed.all_reduce(saved, op=torch.distributed.ReduceOp.MAX)
+    return bool(saved.item())

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sparse checkpointing says in the log, in TensorBoard and in Weights & Biases."""
+
+from pathlib import Path
+
+from megatron.training import print_rank_last
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+from moevement_ext.protect.checkpointer import SparseCheckpointer
+from moevement_ext.protect.statistics import CaptureStatistics
+
+
+def log_interval(iteration: int, checkpointer: SparseCheckpointer) -> None:
+    """One line, and scalars for TensorBoard and W&B, per log interval. All ranks call it."""
+    statistics = checkpointer.statistics
+    exposed_ms = statistics.exposed_ms()
+    print_rank_last(_line(checkpointer, statistics, exposed_ms))
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    scalars = _scalars(checkpointer, statistics, exposed_ms) if tensorboard or wandb else {}
+    if tensorboard:
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, iteration)
+    if wandb:
+        wandb.log(scalars, iteration)
+
+
+def _scalars(
+    checkpointer: SparseCheckpointer, statistics: CaptureStatistics, exposed_ms: float
+) -> dict[str, float]:
+    values = {
+        'window': checkpointer.schedule.plan.window,
+        'slot-bytes': statistics.slot_bytes,
+        'exposed-ms': exposed_ms,
+        'skipped-windows': statistics.skipped_windows,
+        'protection-reduced': statistics.failures,
+        'recoveries': statistics.events.recoveries,
+        'persisted': statistics.persisted,
+        'on-disk': statistics.on_disk,
+    }
+    return {f'sparse-ckpt/{name}': value for name, value in values.items() if value is not None}
+
+
+def _line(
+    checkpointer: SparseCheckpointer, statistics: CaptureStatistics, exposed_ms: float
+) -> str:
+    persisted = 'none' if statistics.persisted is None else str(statistics.persisted)
+    fields = {
+        'window': checkpointer.schedule.plan.window,
+        'slot bytes': statistics.slot_bytes,
+        'exposed (ms)': f'{exposed_ms:.1f}',
+        'persisted': persisted,
+        **({} if statistics.on_disk is None else {'on disk': statistics.on_disk}),
+        'skipped windows': statistics.skipped_windows,
+        'protection reduced': statistics.failures,
+        'recoveries': statistics.events.recoveries,
+    }
+    return ' sparse ckpt | ' + ' | '.join(f'{key}: {value}' for key, value in fields.items()) + ' |'
+
+
+def exit_line(iteration: int, removed: bool, directory: Path | str | None) -> str:
+    """Says at an exit that upstream's flags planned what the job can go on from."""
+    windows, hint = f'kept in {directory}', 'launch the job again, or remove the directory'
+    if removed:
+        windows, hint = 'removed', f'--load {directory}'
+    return f' sparse ckpt | exit at iteration: {iteration} | windows: {windows} | go on: {hint} |'

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts the tokens that the routers of this rank send to each expert (paper section 3.5).
+
+Checked against megatron-core 0.19.2: a router returns (probabilities, routing map), both of shape
+[tokens, experts]; what a capacity factor drops is in neither.
+"""
+
+import torch
+from megatron.core.transformer.moe.moe_utils import get_capacity
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.moevement.built import Chunks
+from megatron.moevement.state.model_operators import num_experts, router_modules
+
+
+class RouterTokenCounter:
+    """Adds up routing maps while `counting`; the counts stay on the device until asked for.
+
+    Used by the training thread. The buffer is allocated once. A router in a CUDA graph counts no
+    more once that is recorded, so the order of its experts stays.
+    """
+
+    def __init__(self, model: Chunks, device: torch.device) -> None:
+        routers = list(router_modules(model))
+        self._layers = [layer for layer, _ in routers]
+        self._counts = torch.zeros(
+            len(routers), num_experts(model), dtype=torch.float64, device=device
+        )
+        self._capacity = 0
+        self.counting = False
+        self.soft = False
+        for index, (_, router) in enumerate(routers):
+            router.register_forward_hook(self._hook(index))
+
+    def take(self) -> dict[str, float]:
+        """Counts by expert operator since the last call; waits for the device."""
+        counts: list[list[float]] = self._counts.tolist()
+        self._counts.zero_()
+        return {
+            f'{layer}.expert{expert}': counts[index][expert]
+            for index, layer in enumerate(self._layers)
+            for expert in range(self._counts.shape[1])
+        }
+
+    def take_capacity(self) -> float | None:
+        """Tokens that an expert took at most since the last call; None: as many as there are."""
+        capacity, self._capacity = self._capacity, 0
+        return capacity or None
+
+    def _hook(self, index: int) -> object:
+        def count(
+            router: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]
+        ) -> None:
+            if self.counting and torch.is_grad_enabled() and not self._is_recorded():
+                counted = output[0 if self.soft else 1].detach()
+                self._counts[index] += counted.sum(dim=0, dtype=torch.float64)
+                if index == 0:
+                    self._capacity += _capacity(router.config, *counted.shape)
+
+        return count
+
+    def _is_recorded(self) -> bool:
+        return self._counts.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _capacity(config: TransformerConfig, tokens: int, experts: int) -> int:
+    """Tokens that an expert takes of so many, by upstream's rule; 0: as many as there are."""
+    factor = config.moe_expert_capacity_factor
+    if factor is None:
+        return 0
+    capacity: int = get_capacity(tokens * config.moe_router_topk, experts, factor)
+    return capacity

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A protected job in which a failure restarts all workers.
+
+Windows are captured in every iteration. If this life of the job began with windows of an earlier
+one, the first iteration converts them, all stages together.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from moevement_ext.events import Recovered
+from moevement_ext.membership.rank import Rank
+from moevement_ext.membership.report import NOWHERE
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.protect.protection import Protection
+from moevement_ext.recover import outage, whole_job
+from moevement_ext.recover.conversion import Conversion
+from moevement_ext.recover.giving_up import start_the_whole_job_again
+from moevement_ext.recover.log_line import conversion_line, recovered_line
+from moevement_ext.recover.summary import Summary
+from moevement_ext.recover.trainer import Start, Trainer
+from moevement_ext.recover.verification import Verification, Verified
+
+_OTHERS_S = 2.0
+"""In which ranks that are a little behind receive what this one sent them last, and come to the
+same place; one that does not has the window, too."""
+
+_MOST_TOLD = 4
+"""Ranks that say what differs, in one line."""
+
+
+@dataclass
+class Restart:
+    """What a job begins with that has windows of an earlier life."""
+
+    predecessor: whole_job.Predecessor
+    conversion: Conversion
+    source: str
+    """Where this rank's part of its window was."""
+    captured: list[SlotHeader]
+    """Newer slots, which tell whether the recovery is exact."""
+    recorded: list[LedgerEntry]
+    """And what the ledger had of the iterations that are computed again."""
+    seconds: dict[str, float]
+    """Duration of each phase on this rank."""
+
+    @property
+    def catches_up_to(self) -> int:
+        """The newest iteration that was committed before, or that the window comes to."""
+        return max(self.predecessor.committed, self.conversion.last.iteration)
+
+
+class WholeJobMode:
+    """Trains with protection. Training thread only.
+
+    Args:
+        rank: this rank.
+        trainer: its training loop.
+        protection: started.
+        restart: what this life of the job began with, None if there was nothing.
+        store_lost: set when the ranks cannot meet any more; None where they never do.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        trainer: Trainer,
+        protection: Protection,
+        restart: Restart | None,
+        store_lost: threading.Event | None = None,
+    ) -> None:
+        self.rank = rank
+        self.trainer = trainer
+        self.protection = protection
+        self._restart = restart
+        self._store_lost = store_lost
+        self._converting = restart is not None
+        self._catch_up_to = NOWHERE if restart is None else restart.catches_up_to
+        self._caught_up_from = 0.0
+        self._running: int | None = None
+        self._verification = Verification.of_nothing()
+        if restart is not None:
+            self._verification = Verification(
+                restart.captured, trainer.operators.slices, restart.recorded
+            )
+
+    def train(self, run: Callable[[], Any]) -> Any:
+        """The training loop, started where the window becomes dense."""
+        self.trainer.pipeline.log_to(None)
+        result = run()
+        self.protection.drain()
+        return result
+
+    def step(self, iteration: int) -> Any:
+        """The iteration after `iteration`, after what is left of a recovery."""
+        if self._converting:
+            self._convert()
+        return self.iterate(iteration)
+
+    @property
+    def recovering(self) -> bool:
+        """The next step has a recovery to carry out first."""
+        return self._converting
+
+    def failed(self, error: Exception) -> None:
+        """The program has failed; the launcher starts all workers again."""
+        if self._store_lost is not None and self._store_lost.is_set():  # others may have left
+            self.protection.drain()
+
+    # Around the update
+
+    def before_update(self) -> None:
+        """The optimizer is about to write what is captured; wait until it may."""
+        self.protection.checkpointer.before_update()
+
+    def updating(self) -> None:
+        """The optimizer begins to write."""
+
+    def stepped(self, skipped: bool) -> None:
+        """The optimizer is done; in a conversion nothing is committed by that."""
+        if self._running is None:
+            self._record_replayed(skipped)
+            return
+        iteration = self._running + 1
+        state, entry = self.trainer.record(iteration, skipped)
+        for verification in self.verifications():
+            verification.check(iteration, entry)
+        self._keep(entry)
+        self.rank.events.iteration = iteration
+        self.committed(Start(iteration, state))
+        if iteration == self._catch_up_to:
+            self._recovered()
+
+    def _record_replayed(self, skipped: bool) -> None:
+        """A ledger that was lost with its node's memory has what the next failure asks for."""
+        if self._restart is None or not self._converting:
+            return
+        iteration, ledger = self._restart.conversion.replaying, self.protection.memory.ledger
+        if iteration is not None and ledger.get(iteration) is None:
+            _, entry = self.trainer.record(iteration, skipped)
+            self._keep(entry)
+
+    def _keep(self, entry: LedgerEntry) -> None:
+        """In the ledger; what is on trial takes the place of no witness, and is none."""
+        ledger = self.protection.memory.ledger
+        if self.protection.unjudged:
+            entry = ledger.get(entry.iteration) or entry.on_trial()
+        ledger.append(entry)
+
+    # For subclasses
+
+    def begins(self, start: Start) -> None:
+        """The iteration after `start` begins."""
+
+    def committed(self, start: Start) -> None:
+        """The update that leads to `start` is written."""
+
+    def converted(self, start: Start) -> None:
+        """All stages are at `start`."""
+
+    def verifications(self) -> list[Verification]:
+        """For the recoveries that this process has come through, or is in."""
+        return [self._verification]
+
+    @property
+    def running(self) -> bool:
+        """An iteration is run that will be committed."""
+        return self._running is not None
+
+    def drop_conversion(self) -> None:
+        """A failure cut off the conversion of all stages; what to replay was decided anew."""
+        if self._converting:
+            self._converting = False
+            self._catch_up_to = NOWHERE
+
+    def iterate(self, iteration: int) -> Any:
+        """One iteration: capture its starting point, run it, note what it committed."""
+        with self.protection.exposed():
+            state = self.trainer.begin_iteration(iteration)
+            self.begins(Start(iteration, state))
+            self.protection.begin(iteration, state)
+        if self._store_lost is not None and self._store_lost.is_set():
+            self._leave_between_windows()
+        self._running = iteration
+        try:
+            result = self.trainer.iterate(iteration)
+        finally:
+            self._running = None
+        with self.protection.exposed():
+            self.protection.end(iteration + 1, replayed=iteration < self._catch_up_to)
+        return result
+
+    # The store is lost
+
+    def _leave_between_windows(self) -> None:
+        """Have the whole job start again once no window is under way.
+
+        Nobody can tell the others of a failure any more, nor that a window is persisted. A window
+        that is complete in host memory is found again all the same.
+        """
+        if self.protection.window_under_way:
+            return
+        self.protection.drain()
+        time.sleep(_OTHERS_S)
+        start_the_whole_job_again(self.rank, 'the store in which the ranks meet is lost')
+
+    # Recovery
+
+    def _convert(self) -> None:
+        assert self._restart is not None
+        conversion = self._restart.conversion
+        conversion.run(self.trainer, self._verification)
+        self._converting = False
+        first, last = conversion.first, conversion.last
+        self.converted(last)
+        self.rank.events.iteration = last.iteration
+        self._verification.check(last.iteration)
+        self._restart.seconds |= {'load': conversion.load_s, 'convert': conversion.replay_s}
+        self._caught_up_from = time.perf_counter()
+        if self.rank.number == self.rank.world_size - 1:
+            line = conversion_line(first.iteration, last.iteration, self._restart.source)
+            print(line, flush=True)
+        if self._catch_up_to <= last.iteration:
+            self._recovered()
+
+    def _recovered(self) -> None:
+        assert self._restart is not None
+        verified = self._verification.result()
+        self._judge(str(verified))
+        seconds = self._restart.seconds
+        seconds['catch_up'] = time.perf_counter() - self._caught_up_from
+        replayed = self._catch_up_to - self._restart.conversion.first.iteration
+        self.rank.events.emit(
+            Recovered(
+                replayed=replayed,
+                verified=verified.verified,
+                verified_at=verified.verified_at,
+                differing=list(verified.differing),
+                iterations=verified.iterations,
+                seconds={name: round(value, 3) for name, value in seconds.items()},
+            )
+        )
+        speaks = self.rank.number == self.rank.world_size - 1
+        if speaks or verified.differing:
+            print(recovered_line(self._catch_up_to, replayed, verified), flush=True)
+        if speaks:
+            self._sum_up(replayed, verified, seconds)
+
+    def _judge(self, verified: str) -> None:
+        """With `--sparse-ckpt-verify stop`, by all ranks: what one refuses, no other goes on from.
+
+        Else one could take for right, and keep, what it computed from what another sent it.
+        """
+        if not self.protection.unjudged:
+            return
+        assert self._restart is not None
+        forbids = self._verification.forbids(self.rank.config.verify)
+        said = self.rank.exchange('judged', verified.encode() if forbids else b'')
+        refused = [f'rank {rank}: {found.decode()}' for rank, found in enumerate(said) if found]
+        if refused:
+            window, predecessor = self._restart.conversion.window, self._restart.predecessor
+            told = '; '.join(refused[:_MOST_TOLD])
+            for entry in self._restart.recorded:  # it judges the next tier, too
+                self.protection.memory.ledger.append(entry)
+            whole_job.refuse(self.protection, window, told, self.rank, predecessor)
+        self.protection.accept()
+
+    def _sum_up(self, replayed: int, verified: Verified, seconds: Mapping[str, float]) -> None:
+        """Say what all that came to; on one rank, of what it has seen itself."""
+        assert self._restart is not None
+        restart, committed = self._restart, self._restart.predecessor.committed
+        began = psutil.Process().create_time()
+        here = {
+            'loading': seconds['find'] + seconds['obtain'] + seconds['load'],
+            'replaying': seconds['convert'] + seconds['catch_up'],
+        }
+
+        def summary(cause: str, since: float | None, spares: str) -> Summary:
+            starting = time.time() - (began if since is None else since) - sum(here.values())
+            return Summary(
+                iteration=self._catch_up_to,
+                cause=f'the whole job: {cause}',
+                lost=None if committed < 0 else 0,  # what was committed is computed again
+                replayed=replayed,
+                away_s=None if since is None else time.time() - since,
+                seconds={'starting processes': starting, **here},
+                source=f'window {restart.conversion.window.start} from {restart.source}',
+                verified=verified,
+                spares=spares,
+            )
+
+        outage.of_the_whole_job(restart.predecessor.first_death, summary)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to launch, on how many emulated nodes, and which failures to stage."""
+
+import enum
+import secrets
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from moevement_ext.config import ConfigurationError
+
+
+class StagedAction(enum.StrEnum):
+    """A failure that can be staged; the values are the launcher's flags."""
+
+    KILL = '--kill'
+    KILL_NODE = '--kill-node'
+    STOP = '--stop'
+
+
+class StagedFault(NamedTuple):
+    """One staged failure."""
+
+    action: StagedAction
+    target: int
+    """A rank, or a node for `KILL_NODE`."""
+    iteration: int
+    """It is staged once the last rank has logged this iteration."""
+
+    def __str__(self) -> str:
+        return f'{self.action} {self.target}@{self.iteration}'
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """One job on emulated nodes; the flags of `scripts/local_cluster.py` fill it.
+
+    Raises:
+        ConfigurationError: a value breaks a rule; names the flag.
+    """
+
+    program: str
+    """Path of a Python program, as on the command line."""
+    flags: tuple[str, ...] = ()
+    """Command line of the program."""
+    nodes: int = 1
+    workers_per_node: int = 1
+    spares: int = 0
+    """Processes that have imported the program and wait for a worker to die."""
+    fork: bool = False
+    """All workers are forked from one process that has imported the program."""
+    max_restarts: int = 100
+    """Replacements, or new starts of all workers together; the next death ends the job."""
+    log_dir: Path | None = None
+    """One file per rank is appended to; None: all output goes to stdout, with the rank."""
+    faults: tuple[StagedFault, ...] = ()
+    share_gpu: bool = False
+    """All workers use the first GPU, each as a host of its own."""
+    grace_s: float = 10.0
+    """Seconds from the first signal to SIGKILL when the job is stopped."""
+    launch: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
+    """Name of this launch; what is said of its processes is said under it."""
+
+    def __post_init__(self) -> None:
+        _at_least('--nodes', self.nodes, 1)
+        _at_least('--workers-per-node', self.workers_per_node, 1)
+        _at_least('--spares', self.spares, 0)
+        _at_least('--max-restarts', self.max_restarts, 0)
+        _at_least('--grace', self.grace_s, 0)
+        if self.fork and self.spares:
+            raise ConfigurationError(
+                f'--spares {self.spares} --fork: a forked worker has imported the program, as a '
+                'spare has; leave out --spares.'
+            )
+        if self.fork and self.share_gpu:
+            raise ConfigurationError(
+                '--fork --share-gpu: CUDA does not work in a fork; leave out --fork.'
+            )
+        if not Path(self.program).is_file():
+            raise ConfigurationError(f'{self.program}: no such program; give the path of a file.')
+        for fault in self.faults:
+            self._check(fault)
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.nodes * self.workers_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The emulated node of a rank; ranks are dealt out as torchrun does, node by node."""
+        return rank // self.workers_per_node
+
+    def ranks_of(self, node: int) -> range:
+        """All ranks of an emulated node."""
+        return range(node * self.workers_per_node, (node + 1) * self.workers_per_node)
+
+    def log_of(self, rank: int) -> Path | None:
+        """File that all lives of a rank append to."""
+        return None if self.log_dir is None else self.log_dir / f'rank{rank}.log'
+
+    def make_log_dir(self) -> None:
+        """Make the directory of `--log-dir`, if it was given.
+
+        Raises:
+            ConfigurationError: that, or a file in it, is not possible.
+        """
+        if self.log_dir is None:
+            return
+        try:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.log_dir).close()
+        except OSError as error:
+            raise ConfigurationError(
+                f'--log-dir {self.log_dir}: no log can be written there ({error}); give a '
+                'directory that can be made or written to.'
+            ) from error
+
+    def _check(self, fault: StagedFault) -> None:
+        what, count = 'rank', self.world_size
+        if fault.action is StagedAction.KILL_NODE:
+            what, count = 'node', self.nodes
+        if not 0 <= fault.target < count:
+            raise ConfigurationError(
+                f'{fault}: there is no {what} {fault.target}; --nodes {self.nodes} '
+                f'--workers-per-node {self.workers_per_node} has {what}s 0 to {count - 1}.'
+            )
+
+
+def _at_least(flag: str, value: float, least: int) -> None:
+    if value < least:
+        raise ConfigurationError(f'{flag} {value} must be at least {least}.')

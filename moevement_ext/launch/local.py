@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the workers of emulated nodes, all on this machine."""
+
+import os
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from moevement_ext.events import Event
+from moevement_ext.launch import messages
+from moevement_ext.launch.environment import (
+    check_devices,
+    default_variables_here,
+    job_variables,
+    name_here,
+    variables_here,
+)
+from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.launch_errors import LaunchError
+from moevement_ext.launch.loop import FdLoop
+from moevement_ext.launch.machine import Machine
+from moevement_ext.launch.remote import Children, RemoteChild
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.replicate import secret
+
+_TURN_S = 1.0
+
+
+class LocalStarter:
+    """A `Starter` of workers on this machine.
+
+    Args:
+        config: of the job.
+        loop: calls when something happened on the machine.
+        report: called with what happened.
+
+    Raises:
+        ConfigurationError: the GPUs of this machine do not fit the job.
+    """
+
+    def __init__(self, config: LaunchConfig, loop: FdLoop, report: Callable[[Event], None]) -> None:
+        check_devices(config)
+        self._config = config
+        self._report = report
+        self._children = Children(report)
+        self._machine: Machine | None = None
+        self._own = FdLoop()
+        loop.watch(self._own.fd, partial(self._own.turn, 0.0))
+        self._told: deque[messages.FromAgent] = deque()
+        self._is_told = os.eventfd(0)
+        self._own.watch(self._is_told, self._act)
+
+    def open(self, port: int) -> None:
+        """Be ready for workers that meet in the store at `port`."""
+        self._variables = job_variables(self._config, '127.0.0.1', port)
+        if self._machine is None:
+            job = messages.program(self._config, default_variables_here(self._config))
+            own = secret.variables()
+            self._machine = Machine(job, own, self._own, self._tell, self._report)
+
+    def start(
+        self, rank: int, restarts: int, heard: Callable[[int], None] | None = None
+    ) -> RemoteChild:
+        """A new life of a rank: a hot spare, a fork of the template, or a new process."""
+        own = variables_here(self._config, rank, restarts)
+        child = self._children.add(rank, restarts, {**self._variables, **own}, heard)
+        child.start_on(self)
+        return child
+
+    def keep_spares(self) -> None:
+        """Start as many hot spares as are wanted."""
+        self.send(messages.KeepSpares(self._config.spares))
+
+    def spares_left(self) -> str:
+        """Hot spares; another process is always to be had, and starts more slowly."""
+        ready, starting = (0, 0) if self._machine is None else self._machine.spares.count
+        more = f' ({starting} starting)' if starting else ''
+        return f'{ready} hot{more}' if self._config.spares else '0 hot (none asked for)'
+
+    def look(self) -> None:
+        """Nothing is ever due."""
+
+    def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path:
+        """Kill the workers of an emulated node, and delete what it keeps in memory."""
+        name = name_here(node)
+        store = memory(name)
+        self.send(messages.Vanish(name, str(store.root), store.run_id))
+        return store.path
+
+    def close(self) -> None:
+        """End spares and template."""
+        if self._machine is not None:
+            self._machine.close()
+        self._own.close()
+        os.close(self._is_told)
+
+    # As the node of a child
+
+    def send(self, message: messages.FromSupervisor) -> None:
+        """Tell the machine."""
+        assert self._machine is not None
+        self._machine.obey(message)
+
+    def hear(self) -> None:
+        """Wait until something happens on the machine, a second at most."""
+        self._own.turn(_TURN_S)
+
+    def give_up(self, why: str) -> None:
+        """There is no other machine."""
+        raise LaunchError(f'{why}; this machine may have to be restarted.')
+
+    def _tell(self, message: messages.FromAgent) -> None:
+        """Keep it for the next turn: the supervisor may be in the middle of something."""
+        self._told.append(message)
+        os.eventfd_write(self._is_told, 1)
+
+    def _act(self) -> None:
+        os.eventfd_read(self._is_told)
+        while self._told:
+            self._children.act(self._told.popleft())

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job has on one machine: workers and hot spares, as the supervisor wants them.
+
+For emulated nodes the launcher has one itself; on a node under Slurm the agent has it.
+"""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from moevement_ext.events import Event
+from moevement_ext.launch import messages
+from moevement_ext.launch.child import OwnChild, SpawnedChild
+from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.loop import FdLoop
+from moevement_ext.launch.output import Relay, last_lines
+from moevement_ext.launch.spare_pool import SparePool
+from moevement_ext.launch.staged_faults import logged_iteration
+from moevement_ext.launch.template import Template
+from moevement_ext.memory.node_store import NodeStore
+
+_NOT_STARTED = 1
+NODE = 'MOEVEMENT_NODE'
+"""Name of its node, in the environment of a worker."""
+
+
+class _Running(NamedTuple):
+    """A worker that was started and has not been reaped."""
+
+    child: OwnChild
+    node: str
+    log: Path | None
+    relay: Relay | None
+    """Passes its output on, if it has no log."""
+
+    def last_lines(self) -> list[str]:
+        """What it printed last."""
+        if self.relay is not None:
+            return self.relay.last_lines
+        with suppress(OSError):
+            return last_lines(self.log) if self.log is not None else []
+        return []
+
+
+class Machine:
+    """Starts and signals processes; tells what became of them. One thread uses it.
+
+    Args:
+        job: what is run.
+        variables: environment of all processes here, whatever the user has set.
+        loop: calls when a process prints, is ready or dies.
+        tell: called with what the supervisor has to know.
+        report: called with what happens to hot spares.
+
+    Attributes:
+        spares: processes that wait to become workers.
+    """
+
+    def __init__(
+        self,
+        job: messages.Program,
+        variables: Mapping[str, str],
+        loop: FdLoop,
+        tell: Callable[[messages.FromAgent], None],
+        report: Callable[[Event], None],
+    ) -> None:
+        log_dir = None if job.log_dir is None else Path(job.log_dir)
+        self._config = LaunchConfig(job.program, tuple(job.flags), log_dir=log_dir)
+        self._environment = {**job.defaults, **os.environ, **variables}
+        self._loop = loop
+        self._tell = tell
+        self.spares = SparePool(self._config, self._environment, loop, report)
+        self._template = Template(job.program, self._environment) if job.fork else None
+        self._running: dict[int, _Running] = {}
+
+    def obey(self, message: messages.FromSupervisor) -> None:
+        """Do what the supervisor says.
+
+        Raises:
+            TemplateLost: no worker can be started any more.
+        """
+        match message:
+            case messages.StartWorker():
+                self._start(message)
+            case messages.Signal(key, number) if key in self._running:
+                self._running[key].child.signal(number)
+            case messages.KeepSpares(count):
+                self.spares.keep(count)
+            case messages.Vanish(node, directory, run_id):
+                self._vanish(node, NodeStore(Path(directory), run_id, node))
+
+    def close(self) -> None:
+        """Let nothing run here any more."""
+        self.spares.close()
+        for running in self._running.values():
+            running.child.signal(signal.SIGKILL)
+        for running in self._running.values():
+            if running.child.dies():
+                running.child.reap()
+        if self._template is not None:
+            self._template.close()
+
+    def _start(self, order: messages.StartWorker) -> None:
+        """Start a worker; what stands in the way, a log or no process left, is its end."""
+        node = {**self._environment, **order.variables}[NODE]
+        log = self._config.log_of(order.rank)
+        try:
+            spare = self.spares.take(order.variables, log)
+            child = spare or self._new_process(order.variables, log)
+        except OSError as error:
+            why = f'cannot be started on {node}: {error}'
+            self._tell(messages.Ended(order.key, _NOT_STARTED, [why]))
+            return
+        relay = None
+        if log is None:
+            assert child.output is not None
+            heard = partial(self._heard, order.key) if order.watched else _ignore
+            relay = Relay(child.output, f'[rank {order.rank}] ', heard)
+            self._loop.watch(relay.fd, partial(self._pump, relay))
+        self._running[order.key] = _Running(child, node, log, relay)
+        self._loop.watch(child.death, partial(self._ended, order.key))
+        self._tell(messages.Started(order.key, child.pid, was_spare=spare is not None))
+
+    def _new_process(self, variables: Mapping[str, str], log: Path | None) -> OwnChild:
+        command = [self._config.program, *self._config.flags]
+        environment = {**self._environment, **variables}
+        if log is None:
+            return self._run(command, environment, None)
+        with log.open('ab') as output:
+            return self._run(command, environment, output)
+
+    def _run(
+        self, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO | None
+    ) -> OwnChild:
+        if self._template is not None:
+            return self._template.fork(command, environment, log)
+        stdout = subprocess.PIPE if log is None else log
+        return SpawnedChild(command, environment, stdout=stdout, stderr=subprocess.STDOUT)
+
+    def _ended(self, key: int) -> None:
+        running = self._running.pop(key)
+        self._loop.forget(running.child.death)
+        code = running.child.reap()
+        if running.relay is not None:
+            self._loop.forget(running.relay.fd)
+            running.relay.finish()
+        running.child.close()
+        self._tell(messages.Ended(key, code, running.last_lines() if code else []))
+
+    def _vanish(self, node: str, memory: NodeStore) -> None:
+        here = [running.child for running in self._running.values() if running.node == node]
+        for child in here:
+            child.signal(signal.SIGKILL)
+        for child in here:
+            child.ended_well()  # or it might write again what is deleted
+        memory.remove()
+
+    def _pump(self, relay: Relay) -> None:
+        if not relay.pump():
+            self._loop.forget(relay.fd)
+
+    def _heard(self, key: int, line: str) -> None:
+        iteration = logged_iteration(line)
+        if iteration is not None:
+            self._tell(messages.IterationLogged(key, iteration))
+
+
+def _ignore(line: str) -> None:
+    """Only of one rank the supervisor has to know how far it is."""

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches the epoch on threads of its own, so that no rank waits for a dead one.
+
+Three ways to notice a failure, one verdict (the epoch is broken, see `rendezvous`): somebody who
+lost a connection, or the launcher, breaks the epoch; a rank that sends no heartbeat for a while is
+reported by the rank before it, since a stopped process breaks nothing by itself; and a process
+whose training thread is stuck says so itself.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch.distributed import DistError, Store
+
+from moevement_ext.membership.eviction import evict
+from moevement_ext.membership.rendezvous import (
+    Ending,
+    break_epoch,
+    how_broken,
+    is_over,
+    see_to_the_end,
+)
+from moevement_ext.membership.signs import Signs, turn_of
+from moevement_ext.store.connection_pool import Connections
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.5
+"""Between two looks at the training thread; between two heartbeats at least."""
+SLOWEST_HEARTBEAT_SECONDS = 5.0
+_HEARTBEATS_BEFORE_HUNG = 12
+_TURNS_PER_LOOK_AT_THE_EPOCH = 2
+_LONG = timedelta(days=365)
+MOST_BETWEEN_LOOKS_S = 2.0
+"""That count as silence of another, beyond the time in which nobody looks: who looks, or all of the
+machine, may have stood still."""
+_FIRST_RETRY_SECONDS = 0.5
+_JOIN_SECONDS = 5.0
+_LAST_RETRY_SECONDS = 30.0
+
+
+class EpochWatch:
+    """Watches one epoch until it is broken or `stop` is called.
+
+    It gives signs of life at once, and until `stop`, even when the epoch is over: this process is
+    on its way. Those of the next rank are missed only after `judge`. The longer a rank may be
+    silent, the more seldom it is asked for a sign: all ranks ask one store.
+
+    Args:
+        connections: with the launcher's store; each of the two threads has its own, and another one
+            when it is lost.
+        epoch: the one this process takes part in.
+        rank: of this process.
+        pids: process of each rank, by rank, to tell the launcher which one hangs.
+        hang_timeout_s: seconds without a heartbeat after which a rank counts as hung.
+        on_broken: called once, with the reason: wake up whoever waits. On a watching thread, or on
+            that of `conclude`.
+        each_look: called twice a second on the heartbeat thread, with its connection.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        epoch: int,
+        rank: int,
+        pids: Sequence[int],
+        hang_timeout_s: float,
+        on_broken: Callable[[str], None],
+        each_look: Callable[[Store], None] = lambda store: None,
+    ) -> None:
+        self.epoch = epoch
+        self.broken = threading.Event()
+        self.reason: str | None = None
+        self.announced = 0.0
+        """When the end of the epoch was: seconds since 1970, by the clock of who announced it."""
+        self._connections = connections
+        self._rank = rank
+        self._pids = pids
+        self._watched = (rank + 1) % len(pids)
+        self._hang_timeout_s = hang_timeout_s
+        self._period_s = heartbeat_period_s(hang_timeout_s)
+        self._on_broken = on_broken
+        self._each_look = each_look
+        self._stopping = threading.Event()
+        self._judging = threading.Event()
+        self._concluding = threading.Lock()
+        self._lost_said = False
+        self._heard = 0
+        self._silent_s, self._listened_at = 0.0, time.monotonic()
+        self._threads: list[threading.Thread] = []
+        self._start(self._wait)
+        self._start(self._send_heartbeats)
+
+    def judge(self) -> None:
+        """Have the next rank count as hung when it is not heard of for too long from now on."""
+        self._judging.set()
+
+    def conclude(self, reason: str, announced: float | None = None) -> None:
+        """The epoch is over, once, whoever learns of it first. Returns when all are woken up.
+
+        Args:
+            reason: of the end.
+            announced: when that was; now, unless it is known.
+        """
+        with self._concluding:
+            if not (self._stopping.is_set() or self.broken.is_set()):
+                self.announced = time.time() if announced is None else announced
+                self.reason = reason
+                self.broken.set()
+                self._on_broken(reason)
+
+    def wait_until_woken(self) -> None:
+        """Return when all are, if the epoch is over."""
+        with self._concluding:
+            pass
+
+    def stop(self) -> None:
+        """What happens to the epoch is no longer noticed. Its threads end with it, on their own."""
+        self._stopping.set()
+        self.wait_until_woken()
+
+    def join(self) -> None:
+        """Wait until the threads of a watch that was stopped have ended: its epoch must be over."""
+        for thread in self._threads:
+            thread.join(_JOIN_SECONDS)
+
+    def _start(self, body: Callable[[Store], None]) -> None:
+        def run() -> None:
+            delay = _FIRST_RETRY_SECONDS
+            while not self._stopping.is_set():
+                try:
+                    store = self._connections.take()
+                    body(store)
+                    self._connections.give_back(store)
+                    return
+                except DistError as error:
+                    self._say_lost(error)
+                self._stopping.wait(delay)
+                # Others may be there again before this one: they are not to take it for hung.
+                delay = min(2 * delay, _LAST_RETRY_SECONDS, self._hang_timeout_s / 4)
+
+        thread = threading.Thread(target=run, name='sparse-ckpt-watch', daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _say_lost(self, error: DistError) -> None:
+        if not (self._lost_said or self._stopping.is_set()):
+            self._lost_said = True
+            logger.warning('the connection to the store of the launcher was lost: %s', error)
+
+    def _wait(self, store: Store) -> None:
+        """The store wakes this thread up when the epoch is broken; nobody polls."""
+        store.wait([f'broken/{self.epoch}'], _LONG)
+        self._conclude_by(store)
+
+    def _conclude_by(self, store: Store) -> None:
+        # Nothing is known of one that ended long ago, to a process that was away for as long.
+        how = how_broken(store, self.epoch) or Ending(time.time(), 'unknown')
+        self.conclude(how.reason, how.since)
+        see_to_the_end(store, self.epoch)
+
+    def _send_heartbeats(self, store: Store) -> None:
+        """Notices the end of the epoch, too, should the other connection be silently lost."""
+        given, given_in, pause_s = Signs(store, self.epoch, self._rank), None, HEARTBEAT_SECONDS
+        while not self._stopping.wait(pause_s):
+            self._each_look(store)
+            turn, left_s = turn_of(self._rank, self._period_s)
+            pause_s = min(left_s, HEARTBEAT_SECONDS)
+            if turn == given_in:
+                continue
+            given_in = turn
+            given.give()
+            if self.broken.is_set():
+                continue
+            if turn % _TURNS_PER_LOOK_AT_THE_EPOCH == 0 and is_over(store, self.epoch):
+                self._conclude_by(store)
+            else:
+                self._listen(store, given.heard_of(self._watched))
+
+    def _listen(self, store: Store, heard: int) -> None:
+        now = time.monotonic()
+        most_s = self._period_s + MOST_BETWEEN_LOOKS_S - HEARTBEAT_SECONDS
+        self._silent_s += min(now - self._listened_at, most_s)
+        self._listened_at = now
+        if heard != self._heard or not self._judging.is_set():
+            self._heard, self._silent_s = heard, 0.0
+        elif self._silent_s > self._hang_timeout_s:
+            self._evict(store)
+
+    def _evict(self, store: Store) -> None:
+        """Report a hung rank; its launcher kills it, so that it is started again."""
+        evict(store, self._watched, self._pids[self._watched])
+        reason = f'rank {self._watched} has not been heard of for {self._hang_timeout_s:g} s'
+        break_epoch(store, self.epoch, reason)
+
+
+def heartbeat_period_s(hang_timeout_s: float) -> float:
+    """Seconds between two heartbeats of a rank that counts as hung after `hang_timeout_s`."""
+    slowest = max(SLOWEST_HEARTBEAT_SECONDS, HEARTBEAT_SECONDS)
+    return min(max(hang_timeout_s / _HEARTBEATS_BEFORE_HUNG, HEARTBEAT_SECONDS), slowest)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launcher reports is in its file, line by line, as it is handed on."""
+
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.events import Event, decode
+from moevement_ext.launch.launcher_events import (
+    FILE,
+    FaultStaged,
+    JobRecovered,
+    Journal,
+    MemoryKept,
+    NodeLost,
+    SpareEnded,
+    StoreFound,
+    StoreGone,
+    WorkerEnded,
+)
+from tests.unit.launch.conftest import Job
+
+EVENTS = [
+    WorkerEnded(1, 71, -9),
+    SpareEnded(5, 1, was_ready=False),
+    NodeLost('b', None, 'its agent is gone'),
+    FaultStaged('--kill-node 1@3', '/dev/shm/run/node1'),
+    StoreGone(None),
+    StoreFound(),
+    MemoryKept('/dev/shm/run'),
+    JobRecovered('RECOVERED', '1 hot'),
+]
+
+
+def test_lines_are_read_as_the_events_that_they_were(tmp_path: Path) -> None:
+    handed_on: list[Event] = []
+    journal = Journal(tmp_path, handed_on.append)
+    for event in EVENTS:
+        journal(event)
+    journal.close()
+    found = list(decode((tmp_path / FILE).read_bytes()))
+    assert handed_on == EVENTS
+    assert [type(event) for event in found] == [type(event) for event in EVENTS]
+    assert [str(event) for event in found] == [str(event) for event in EVENTS]
+    assert all(event.time > 1e9 for event in found)
+
+
+def test_all_that_a_job_reports_is_written(job: Job, tmp_path: Path) -> None:
+    job.finish_when = lambda: len(job.started(1)) == 2
+    log_dir = tmp_path / 'logs'
+    assert job.run('1.0=kill', nodes=2, log_dir=log_dir) == 0
+    written = list(decode((log_dir / FILE).read_bytes()))
+    assert [str(event) for event in written] == [str(event) for event in job.events]
+
+
+def test_a_file_of_something_else_is_refused_with_its_flag(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('minutes of a meeting')
+    with pytest.raises(ConfigurationError, match=r'--log-dir .*something else than events'):
+        Journal(tmp_path, print)

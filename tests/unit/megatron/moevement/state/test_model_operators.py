@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each parameter is trained, and has one operator."""
+
+import pytest
+import torch
+
+from megatron.moevement.state.model_operators import Operator, check_complete
+from moevement_ext.errors import SparseCheckpointError
+
+
+def test_a_parameter_that_the_user_froze_is_refused() -> None:
+    """A replay would thaw it."""
+    weights = {name: torch.nn.Parameter(torch.ones(2)) for name in ('first', 'second')}
+    operators = {'layer1.rest': Operator('layer1.rest', 'rest', weights)}
+    check_complete(operators, {})
+    weights['second'].requires_grad_(False)
+    with pytest.raises(SparseCheckpointError, match='^second has requires_grad=False'):
+        check_complete(operators, {})

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that replays is met beside its training thread, as long as that goes on."""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from moevement_ext.membership.beside import Beside
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rendezvous import EpochBroken, break_epoch, present_epoch
+from moevement_ext.membership.report import Report
+from tests.unit.membership.test_membership import WORLD, Job, job, survivor, wait_until
+
+__all__ = ['job']  # a fixture
+
+pytestmark = pytest.mark.timed
+
+
+@pytest.fixture
+def members(job: Job) -> Iterator[list[Membership]]:
+    """All set up; the first is to replay."""
+    found = [future.result() for future in [job.start(rank) for rank in range(WORLD)]]
+    for member in found:
+        member.settle()
+    yield found
+    for member in found:
+        member._watch.stop()
+
+
+class Replay(Beside):
+    """Of the first rank; it notes what it hears."""
+
+    def __init__(self, member: Membership, goes_on: bool = True) -> None:
+        self.heard: list[int] = []
+
+        def hears(reports: Sequence[Report]) -> bool:
+            self.heard.append(len(reports))
+            return goes_on
+
+        super().__init__(lambda: survivor(member.origin), hears)
+
+
+def others_meet(job: Job, members: list[Membership]) -> None:
+    break_epoch(job.store, present_epoch(job.store), 'another rank died')
+    for future in [job.move_on(member) for member in members[1:]]:
+        assert len(future.result()) == WORLD
+
+
+def test_it_takes_over_what_was_met_beside(job: Job, members: list[Membership]) -> None:
+    first = members[0]
+    beside, before = Replay(first), first.store
+    with first.leaving_it_to(beside):
+        for _ in range(2):
+            others_meet(job, members)
+            assert wait_until(lambda: present_epoch(job.store) == first._meeting.epoch)
+        assert not first.broken and first.store is before
+        with pytest.raises(EpochBroken):
+            first.barrier('replayed')
+        met = first.take_over(beside, wait=True)
+        assert [found.meeting.epoch for found in met] == [1, 2]
+        assert [found.reason for found in met] == 2 * ['another rank died']
+        waiting = [job.threads.submit(member.barrier, 'ready') for member in members[1:]]
+        assert [future.result() for future in waiting] == [None, None], 'it has come there'
+        for future in [job.threads.submit(one.barrier, 'replayed') for one in members]:
+            future.result()
+        assert first.leaves_nothing_to(beside)
+        break_epoch(job.store, 2, 'another rank died')
+        assert wait_until(lambda: first.broken), 'it moves on by itself again'
+    assert beside.heard == [WORLD, WORLD]
+
+
+def test_it_is_interrupted_if_it_cannot_go_on(job: Job, members: list[Membership]) -> None:
+    first = members[0]
+    beside = Replay(first, goes_on=False)
+    with pytest.raises(EpochBroken), first.leaving_it_to(beside):
+        others_meet(job, members)
+        assert wait_until(lambda: first.broken)
+        first.take_over(beside, wait=True)
+    moving = [job.move_on(member) for member in members]
+    assert [len(future.result()) for future in moving] == 3 * [WORLD]
+    assert not first.broken and first._taken.epoch == 2
+
+
+def test_who_fails_by_itself_meanwhile_leaves_the_epoch_that_was_met(
+    job: Job, members: list[Membership]
+) -> None:
+    first = members[0]
+    leaving = threading.Event()
+
+    def fails() -> list[Report]:
+        try:
+            with first.leaving_it_to(Replay(first)):
+                leaving.set()
+                assert wait_until(lambda: first._watch.broken.is_set())
+                raise ConnectionError('a holder is lost')
+        except ConnectionError as error:
+            first.leave(str(error))
+            return first.meet(lambda: survivor(first.origin))
+
+    failed = job.threads.submit(fails)
+    assert leaving.wait(30)
+    break_epoch(job.store, 0, 'another rank died')
+    while not failed.done():
+        for future in [job.move_on(member) for member in members[1:]]:
+            future.result()
+        wait_until(lambda: failed.done() or members[1].broken)
+    assert len(failed.result()) == WORLD
+
+
+def test_a_failure_before_is_not_overlooked(job: Job, members: list[Membership]) -> None:
+    break_epoch(job.store, 0, 'another rank died')
+    assert wait_until(lambda: members[0].broken)
+    with pytest.raises(EpochBroken), members[0].leaving_it_to(Replay(members[0])):
+        pytest.fail('nobody would wake it up')

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from moevement_ext.membership import epoch_watch as detect
+from moevement_ext.membership.epoch_watch import EpochWatch
+from moevement_ext.membership.rendezvous import break_epoch, present_epoch, why_broken
+from moevement_ext.membership.signs import Signs, hear
+from moevement_ext.store.connection_pool import Connections
+from tests.unit.forks import Forked
+from tests.unit.membership.clock import Clock
+from tests.unit.membership.ranks import watches
+from tests.unit.store.processes import Server, until
+
+pytestmark = pytest.mark.timed
+
+DEADLINE_S = 60.0
+"""How long a test waits for something that comes soon."""
+TIMEOUT = timedelta(seconds=DEADLINE_S)
+NEVER_HUNG_S = 600.0
+
+
+def connect(port: int) -> TCPStore:
+    return TCPStore('127.0.0.1', port, is_master=False, timeout=TIMEOUT)
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == 'sparse-ckpt-watch']
+
+
+def wait_for_end_of_threads() -> None:
+    """Each ends by itself."""
+    for thread in threads():
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+class Job:
+    """Ranks that watch the present epoch of a real store, and what woke them up."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        assert present_epoch(self.store) == 0
+        self.watches: list[EpochWatch] = []
+        self.woken: queue.Queue[tuple[int, str]] = queue.Queue()
+
+    def watch(
+        self,
+        rank: int,
+        pids: list[int],
+        hang_timeout_s: float = NEVER_HUNG_S,
+        epoch: int | None = None,
+        judges: bool = True,
+    ) -> EpochWatch:
+        watch = EpochWatch(
+            Connections(lambda: connect(self.store.port)),
+            present_epoch(self.store) if epoch is None else epoch,
+            rank,
+            pids,
+            hang_timeout_s,
+            lambda reason: self.woken.put((rank, reason)),
+        )
+        self.watches.append(watch)
+        if judges:
+            watch.judge()
+        return watch
+
+    def next_woken(self) -> tuple[int, str]:
+        return self.woken.get(timeout=DEADLINE_S)
+
+    def heartbeats(self, rank: int) -> int:
+        return hear(self.store, present_epoch(self.store), rank)
+
+    def end(self) -> None:
+        """Stop all watches and break the epoch, which ends their threads."""
+        for watch in self.watches:
+            watch.stop()
+        break_epoch(self.store, present_epoch(self.store), 'the test is over')
+        wait_for_end_of_threads()
+
+
+def wait_for_a_sign(store: TCPStore, rank: int) -> None:
+    """Of life, in the first epoch."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not hear(store, 0, rank):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.end()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """By which watches count the silence of others."""
+    clock = Clock()
+    monkeypatch.setattr(detect, 'time', clock)
+    return clock
+
+
+@pytest.fixture
+def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(detect, 'SLOWEST_HEARTBEAT_SECONDS', 0.05)
+
+
+def test_everybody_is_woken_up_when_the_epoch_is_broken(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the store: no heartbeat, with which the end is looked for as well, comes in time."""
+    monkeypatch.setattr(detect, 'HEARTBEAT_SECONDS', 2 * DEADLINE_S)
+    for epoch in range(5):
+        watches = [job.watch(rank, [1, 2, 3]) for rank in range(3)]
+        break_epoch(job.store, epoch, f'reason {epoch}')
+        woken = sorted(job.next_woken() for _ in watches)
+        assert woken == [(rank, f'reason {epoch}') for rank in range(3)]
+        for watch in watches:
+            assert watch.broken.is_set() and watch.reason == f'reason {epoch}'
+            watch.stop()
+    assert job.woken.empty()
+    for thread in threads():
+        thread.name = 'sleeps'  # until its next heartbeat
+
+
+def test_an_epoch_that_was_broken_before_wakes_up_too(job: Job) -> None:
+    break_epoch(job.store, 0, 'early')
+    job.watch(0, [100, 101], epoch=0)
+    assert job.next_woken() == (0, 'early')
+
+
+def test_who_announced_it_may_have_died_half_way(job: Job) -> None:
+    """The reason is there, but the number of the next epoch is not."""
+    job.watch(0, [1])
+    job.store.compare_set('broken/0', '', '12.5 the launcher of node 3 was killed')
+    assert job.next_woken() == (0, 'the launcher of node 3 was killed')
+    wait_for_the_next_epoch(job)
+
+
+def wait_for_the_next_epoch(job: Job) -> None:
+    """Its number is raised after all are woken up."""
+    deadline = time.monotonic() + DEADLINE_S
+    while present_epoch(job.store) == 0:
+        assert time.monotonic() < deadline
+
+
+def test_a_rank_that_stops_its_heartbeat_is_evicted(
+    job: Job, fast_heartbeats: None, clock: Clock
+) -> None:
+    """Rank 1 stops; only rank 0, which watches it, says so, and all that are left wake up."""
+    watches = [job.watch(rank, [100, 101, 102], hang_timeout_s=10.0) for rank in (0, 2)]
+    stopped = job.watch(1, [100, 101, 102])
+    while job.heartbeats(1) < 3:
+        assert not watches[0].broken.wait(0.01)
+    stopped.stop()
+    for _ in range(5):
+        has_listened(job, watches[0])
+        clock.now += 1.9  # more is not counted
+    has_listened(job, watches[0])
+    assert not watches[0].broken.is_set()
+    clock.now += 1.9
+    reason = 'rank 1 has not been heard of for 10 s'
+    assert sorted([job.next_woken(), job.next_woken()]) == [(0, reason), (2, reason)]
+    assert job.store.get('evict/1') == b'101'
+    assert not job.store.check(['evict/0']) and not job.store.check(['evict/2'])
+    assert why_broken(job.store, 0) == reason
+    wait_for_the_next_epoch(job)
+    assert present_epoch(job.store) == 1
+
+
+def test_a_rank_that_never_sends_a_heartbeat_is_evicted(job: Job, fast_heartbeats: None) -> None:
+    job.watch(2, [100, 101, 102], hang_timeout_s=0.3)
+    assert job.next_woken() == (2, 'rank 0 has not been heard of for 0.3 s')
+    assert job.store.get('evict/0') == b'100'
+
+
+def test_a_silent_rank_is_left_alone_until_it_is_judged(job: Job, fast_heartbeats: None) -> None:
+    """As while it sets up: for several times as long as it may be silent later."""
+    watch = job.watch(0, [100, 101], hang_timeout_s=0.3, judges=False)
+    while job.heartbeats(0) < 20:
+        assert not watch.broken.wait(0.01)
+    watch.judge()
+    assert job.next_woken() == (0, 'rank 1 has not been heard of for 0.3 s')
+
+
+def test_a_stopped_process_is_evicted_and_learns_of_it_when_it_goes_on(
+    job: Job, fast_heartbeats: None
+) -> None:
+    neighbour = Forked(watches, job.store.port, [0, 7])
+    try:
+        wait_for_a_sign(job.store, 1)
+        neighbour.send_signal(signal.SIGSTOP)
+        watch = job.watch(0, [0, 7], hang_timeout_s=0.3)
+        assert watch.broken.wait(DEADLINE_S)
+        assert int(job.store.get('evict/1')) == 7
+        neighbour.send_signal(signal.SIGCONT)
+        _, said, _ = neighbour.end(DEADLINE_S)
+    finally:
+        neighbour.kill()
+    assert said == 'rank 1 has not been heard of for 0.3 s\n'
+
+
+def test_a_rank_with_a_heartbeat_is_left_alone_however_slowly(
+    job: Job, fast_heartbeats: None, clock: Clock
+) -> None:
+    """For longer than the time after which a silent rank counts as hung."""
+    watch, signs = job.watch(0, [100, 101], hang_timeout_s=2.0), Signs(job.store, 0, 1)
+    for _ in range(4):
+        signs.give()
+        has_listened(job, watch)
+        clock.now += 1.5
+        has_listened(job, watch)
+    clock.now += 1.5  # twice, without a sign
+    assert job.next_woken() == (0, 'rank 1 has not been heard of for 2 s')
+
+
+def has_listened(job: Job, watch: EpochWatch) -> None:
+    """Return when it has, since now: not at each of its heartbeats."""
+    heartbeats = job.heartbeats(0)
+    while job.heartbeats(0) < heartbeats + 4:
+        assert not watch.broken.wait(0.01), watch.reason
+
+
+def test_who_stood_still_does_not_count_that_time(
+    job: Job, fast_heartbeats: None, clock: Clock
+) -> None:
+    """As of all ranks of a virtual machine that is moved."""
+    watch = job.watch(0, [100, 101], hang_timeout_s=4.0)
+    signs = Signs(job.store, 0, 1)
+    for _ in range(3):
+        signs.give()
+        has_listened(job, watch)
+        clock.now += 1000.0
+        has_listened(job, watch)
+
+
+def test_a_rank_alone_does_not_watch_itself(job: Job, fast_heartbeats: None) -> None:
+    watch = job.watch(0, [100], hang_timeout_s=0.0)
+    while job.heartbeats(0) < 4:
+        assert not watch.broken.wait(0.01)
+
+
+def test_stop_ends_the_heartbeat_and_nothing_is_noticed_any_more(
+    job: Job, fast_heartbeats: None
+) -> None:
+    watch = job.watch(0, [100])
+    wait_for_a_sign(job.store, 0)
+    assert len(threads()) == 2
+    watch.stop()
+    break_epoch(job.store, 0, 'after the stop')
+    wait_for_end_of_threads()
+    heartbeats = hear(job.store, 0, 0)
+    time.sleep(0.2)
+    assert hear(job.store, 0, 0) == heartbeats
+    assert job.woken.empty() and not watch.broken.is_set() and watch.reason is None
+
+
+def test_stop_lets_others_be_woken_up_first(job: Job) -> None:
+    """Whoever goes on after `stop` can rely on it that nothing of this process is unblocked."""
+    waking, go_on, order = threading.Event(), threading.Event(), list[str]()
+
+    def wake(reason: str) -> None:
+        waking.set()
+        assert go_on.wait(DEADLINE_S)
+        order.append('woken')
+
+    opened = Connections(lambda: connect(job.store.port))
+    watch = EpochWatch(opened, 0, 0, [100], NEVER_HUNG_S, wake)
+    break_epoch(job.store, 0, 'test')
+    assert waking.wait(DEADLINE_S)
+
+    def stop() -> None:
+        watch.stop()
+        order.append('stopped')
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    stopping.join(0.2)  # it would end by then if it did not wait
+    assert stopping.is_alive()
+    go_on.set()
+    stopping.join(DEADLINE_S)
+    assert order == ['woken', 'stopped']
+
+
+def test_a_store_that_is_gone_is_reported_and_no_failure_of_a_rank(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detect, '_FIRST_RETRY_SECONDS', 0.05)
+    server, woken, tries = Server(), list[str](), list[float]()
+
+    def connect_soon() -> TCPStore:
+        tries.append(0.2 if server_is_gone.is_set() else DEADLINE_S)
+        timeout = timedelta(seconds=tries[-1])
+        return TCPStore('127.0.0.1', server.port, is_master=False, timeout=timeout)
+
+    server_is_gone = threading.Event()
+    connect(server.port).set('epoch', '0')
+    watch = EpochWatch(Connections(connect_soon), 0, 0, [0, 1], NEVER_HUNG_S, woken.append)
+    wait_for_a_sign(connect(server.port), 0)
+    server_is_gone.set()
+    server.close()
+    until(lambda: LOST in caplog.text and len(tries) >= 4)  # two were made; it is tried again
+    watch.stop()
+    wait_for_end_of_threads()
+    assert woken == []
+    assert caplog.text.count(LOST) == 1
+
+
+LOST = 'the connection to the store of the launcher was lost'
+
+
+def connections(port: int) -> set[int]:
+    """File descriptors of this process that are connected to a port."""
+    found = psutil.Process().net_connections('tcp')
+    return {one.fd for one in found if one.raddr and one.raddr.port == port}
+
+
+def test_lost_connections_are_made_anew(
+    job: Job, fast_heartbeats: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_the_test = connections(job.store.port)
+    watch = job.watch(0, [100])
+    while job.heartbeats(0) < 3:
+        assert not watch.broken.wait(0.01)
+    for fd in connections(job.store.port) - of_the_test:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    heartbeats = job.heartbeats(0)
+    while job.heartbeats(0) < heartbeats + 3:
+        assert not watch.broken.wait(0.01)
+    assert caplog.text.count(LOST) == 1
+    break_epoch(job.store, 0, 'rank 7 died')
+    assert job.next_woken() == (0, 'rank 7 died')
+
+
+class Deaf(TCPStore):
+    """Its connection was dropped on the way, without a word to either side, while it was idle."""
+
+    def wait(self, *args: object) -> None:  # type: ignore[override]
+        threading.Event().wait(DEADLINE_S)
+
+
+def test_the_end_is_noticed_although_nobody_is_woken_up(job: Job, fast_heartbeats: None) -> None:
+    woken: queue.Queue[str] = queue.Queue()
+    port = job.store.port
+    deaf = Connections(lambda: Deaf('127.0.0.1', port, is_master=False))
+    watch = EpochWatch(deaf, 0, 0, [100], NEVER_HUNG_S, woken.put)
+    break_epoch(job.store, 0, 'rank 7 died')
+    assert woken.get(timeout=DEADLINE_S / 4) == 'rank 7 died'
+    watch.stop()
+    for thread in threads():
+        thread.name = 'deaf'  # it never ends
+
+
+def test_who_learns_of_the_end_itself_does_not_depend_on_the_store(job: Job) -> None:
+    watch = job.watch(0, [100])
+    watch.conclude('I lost a peer')
+    assert watch.broken.is_set() and job.next_woken() == (0, 'I lost a peer')
+    break_epoch(job.store, 0, 'I lost a peer')
+    watch.stop()
+    assert job.woken.empty()
+
+
+def test_signs_of_life_go_on_until_the_rank_has_left(job: Job, fast_heartbeats: None) -> None:
+    watch = job.watch(0, [100])
+    break_epoch(job.store, 0, 'rank 7 died')
+    job.next_woken()
+    heartbeats = hear(job.store, 0, 0)
+    while hear(job.store, 0, 0) < heartbeats + 3:
+        time.sleep(0.01)
+    watch.stop()

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose replay goes on after another failure, and whose begins again: the verdict on that."""
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moevement_ext.membership.report import NOWHERE, Report, UnderWay
+from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
+from moevement_ext.recover.verdict import Localized, WholeJob
+from tests.unit.recover.test_verdict import (
+    Job,
+    everywhere,
+    jobs,
+    localized,
+    replacement,
+    survivor,
+)
+
+OLD, NEW, NEWER = (Window(WindowName(start, 'plan'), 3) for start in (2, 5, 6))
+STAGES = 5
+REPLAY = UnderWay(NEW, 9)
+
+
+def replays(under_way: UnderWay, windows: Sequence[HeldWindow] = ()) -> Report:
+    report = survivor(9, NOWHERE, NOWHERE, windows)
+    return msgspec.structs.replace(report, under_way=under_way)
+
+
+def job(
+    under_way: Sequence[int],
+    lost: Sequence[int] = (),
+    windows: Sequence[Window] = (OLD, NEW),
+    replay: UnderWay = REPLAY,
+) -> Job:
+    """Of some stages a replay is under way, others were lost beside it."""
+    held = everywhere(STAGES, *windows)
+    reports = [survivor(9, windows=held) for _ in range(STAGES)]
+    for stage in under_way:
+        reports[stage] = replays(replay, held)
+    for stage in lost:
+        reports[stage] = replacement()
+    return Job(reports, [*range(STAGES)])
+
+
+def going_on(found: Job) -> set[int]:
+    verdict = localized(found.verdict())
+    assert verdict.beginning == verdict.ranks - verdict.going_on
+    return set(verdict.going_on)
+
+
+@pytest.mark.parametrize(
+    ('under_way', 'lost', 'stay'),
+    [
+        ([0], [2], [0]),
+        ([0], [3, 4], [0]),
+        ([2], [4], [2]),
+        ([0], [1], []),
+        ([2], [1], []),
+        ([2], [3], []),
+        ([0, 3], [2], [0]),
+        ([0, 2], [4], [0, 2]),
+        ([1, 2], [4], [1, 2]),
+        ([1, 2], [3], []),  # nor does the one that reads what its neighbour sends anew
+        ([0], [], [0]),
+    ],
+)
+def test_who_has_no_neighbour_that_begins_goes_on(
+    under_way: list[int], lost: list[int], stay: list[int]
+) -> None:
+    verdict = localized(job(under_way, lost).verdict())
+    assert verdict.going_on == set(stay)
+    assert (verdict.target, verdict.stages) == (9, {*under_way, *lost})
+    assert verdict.window == NEW
+
+
+def test_stages_that_share_weights_go_on_together() -> None:
+    assert going_on(job([0, 4], [2])._replace(tied=True)) == {0, 4}
+    assert going_on(job([0, 4], [1])._replace(tied=True)) == set()
+    assert going_on(job([0], [4])._replace(tied=True)) == set()
+
+
+def test_the_ends_are_neighbours_where_stages_have_virtual_chunks() -> None:
+    assert going_on(job([0], [4])._replace(interleaved=True)) == set()
+    assert going_on(job([0], [3])._replace(interleaved=True)) == {0}
+
+
+@pytest.mark.parametrize(
+    ('windows', 'taken', 'stay'),
+    [
+        ((OLD,), OLD, set()),  # what it logs would not reach back as far as that
+        ((OLD, NEW), NEW, {0}),
+        ((OLD, NEW, NEWER), NEWER, {0}),  # it has captured that anew
+        ((NEWER,), NEWER, {0}),  # and its own is outdated by now
+    ],
+)
+def test_who_began_before_the_window_of_the_others_goes_on(
+    windows: Sequence[Window], taken: Window, stay: set[int]
+) -> None:
+    verdict = localized(job([0], [3], windows).verdict())
+    assert (verdict.window, verdict.going_on) == (taken, stay)
+
+
+def test_no_window_is_needed_if_all_go_on_that_replay() -> None:
+    verdict = localized(job([0], windows=()).verdict())
+    assert (verdict.window, verdict.going_on) == (NEW, {0})
+    assert job([0], [3], windows=()).verdict() == WholeJob('no window is complete on all ranks')
+
+
+def test_a_replay_to_another_end_begins_again() -> None:
+    assert going_on(job([0], [3], replay=UnderWay(OLD, 8))) == set()
+
+
+@pytest.mark.parametrize('other', [survivor(9), survivor(9, NOWHERE), replacement()])
+def test_all_ranks_of_a_stage_go_on_or_none(other: Report) -> None:
+    held = everywhere(4, NEW)
+    stage_of = [0, 0, 1, 1]
+    both = [replays(REPLAY), replays(REPLAY), *2 * [survivor(9, windows=held)]]
+    assert going_on(Job(both, stage_of)) == {0, 1}
+    assert going_on(Job([both[0], other, *both[2:]], stage_of)) == set()
+    later = replays(UnderWay(NEWER, 9))
+    assert going_on(Job([both[0], later, *both[2:]], stage_of)) == set()
+
+
+@pytest.mark.parametrize(('first_logged', 'stay'), [(NOWHERE, False), (7, True)])
+def test_a_neighbour_whose_log_is_gone_is_read_no_more(first_logged: int, stay: bool) -> None:
+    """As that of a new process which copies its state; to be shorter now does no harm."""
+    found = job([0], [3])
+    found.reports[1] = survivor(9, first_logged=first_logged, windows=found.reports[1].windows)
+    verdict = found.verdict()
+    assert isinstance(verdict, Localized) == stay
+    assert not stay or going_on(found) == {0}
+
+
+@given(found=jobs(), chosen=st.sets(st.integers(0, 3)), start=st.integers(0, 8))
+def test_to_go_on_changes_nothing_but_who_begins(found: Job, chosen: set[int], start: int) -> None:
+    if not found.survivors:
+        return
+    replay = UnderWay(Window(WindowName(start, 'plan'), 1), found.target)
+    reports = [
+        msgspec.structs.replace(report, under_way=replay, clean_at=NOWHERE)
+        if report.survivor and stage in chosen
+        else report
+        for report, stage in zip(found.reports, found.stage_of, strict=True)
+    ]
+    found = found._replace(reports=reports)
+    plain = [msgspec.structs.replace(report, under_way=None) for report in reports]
+    before, verdict = found._replace(reports=plain).verdict(), found.verdict()
+    if isinstance(verdict, WholeJob):
+        assert before == verdict
+        return
+    stay = {found.stage_of[rank] for rank in verdict.going_on}
+    begin = verdict.stages - stay
+    if isinstance(before, Localized):
+        same = verdict.target, verdict.stages, verdict.ranks, verdict.replacements
+        assert same == (before.target, before.stages, before.ranks, before.replacements)
+    assert stay <= chosen
+    assert not any(abs(one - other) == 1 for one in stay for other in begin)
+    assert not (found.tied_stages & stay and found.tied_stages & begin)
+    assert (
+        not begin
+        or verdict.window is not None
+        and verdict.window.start >= min([start] if stay else [0])
+    )

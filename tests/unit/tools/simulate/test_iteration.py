@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Iteration times of a layout of stages, against vectors worked out by hand."""
+
+import json
+import re
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.timers import Timers
+from megatron.training.arguments import _print_args
+
+from tools.simulate import __main__ as simulate
+from tools.simulate.fields import FieldError
+from tools.simulate.iteration import (
+    FORMAT,
+    Collective,
+    StageProfile,
+    fit_affine,
+    iteration_of,
+    read_stages,
+    slowest_s,
+    stages_of,
+)
+from tools.simulate.profile import ProfileError
+
+PROFILE = StageProfile(
+    FORMAT, ((1.0, 1.0, 2.0), (2.0, 2.0, 2.0)), micro_batches=4, sync_s=0.5, update_s=0.25
+)
+UNEVEN = StageProfile(FORMAT, ((5.0,), (8.0,), (9.0,)), 1, layers=(2, 4, 3))
+
+
+def test_an_iteration_by_hand() -> None:
+    found = iteration_of(PROFILE)
+    assert found.stage_s == (1, 2)
+    assert found.pipeline_s == (4 + 2 - 1) * 2
+    assert found.iteration_s == 10 + 0.5 + 0.25
+    assert found.bubble == 1 / 5
+    # One time in six a stage takes twice as long; the second one then takes 4, else all take 2.
+    assert found.stragglers_s == pytest.approx(5 * (4 / 6 + 2 * 5 / 6) - 10)
+    assert iteration_of(PROFILE, micro_batches=19).pipeline_s == 40
+    halved = iteration_of(replace(PROFILE, chunks=2))
+    assert (halved.pipeline_s, halved.bubble) == (9, 0.5 / 4.5)
+
+
+def test_layers_of_other_stages_by_hand() -> None:
+    # A layer takes 2 (second stage); 1 more is the embedding, 3 more the head.
+    assert stages_of(UNEVEN, (3, 3, 3)).tolist() == [7, 6, 9]
+    assert stages_of(UNEVEN, (9,)).tolist() == [22]
+    assert stages_of(UNEVEN, (0, 9, 0)).tolist() == [1, 18, 3]
+    assert iteration_of(UNEVEN, (3, 4, 2), 10).pipeline_s == (10 + 2) * 8
+    assert iteration_of(UNEVEN, (2, 4, 3)).stage_s == (5, 8, 9), 'as measured'
+
+
+def test_collectives_by_hand() -> None:
+    exact = fit_affine('x', [(size, 1e-4 + size / 1e10) for size in (1e6, 2e6, 4e6)])
+    assert exact == pytest.approx((1e-4, 1e10))
+    # Normal equations of (0, 1), (1, 2), (2, 2): 7/6 + 1/2 b.
+    assert fit_affine('x', [(0, 1), (1, 2), (2, 2)]) == pytest.approx((7 / 6, 2))
+    # Its line would begin at -1; through the origin the slope is (1 + 6) / (1 + 4).
+    assert fit_affine('x', [(1, 1), (2, 3)]) == pytest.approx((0, 5 / 7))
+    calls = Collective(((1.0, 3.0), (2.0, 4.0)), (10.0, 20.0))
+    profile = replace(PROFILE, collectives={'all_reduce': calls})
+    assert iteration_of(profile).sync_s == pytest.approx(0.5 + (2 + 10) + (2 + 20))
+
+
+@given(
+    st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
+    st.lists(st.floats(0.5, 3), min_size=1, max_size=4),
+)
+def test_the_slowest_stage_is_the_mean_over_all_draws(
+    times: list[float], slow: list[float]
+) -> None:
+    draws = np.array(np.meshgrid(*[slow] * len(times))).reshape(len(times), -1)
+    expected = (draws * np.array(times)[:, None]).max(axis=0).mean()
+    assert slowest_s(np.array(times), np.sort(slow)) == pytest.approx(expected)
+
+
+def of_upstream(monkeypatch: pytest.MonkeyPatch, times: dict[str, list[float]]) -> str:
+    """What Megatron writes of timers, milliseconds by rank."""
+    timers = Timers(2, 'all')
+    seconds = torch.tensor(list(times.values())).T / 1000
+    monkeypatch.setattr(timers, '_get_elapsed_time_all_ranks', lambda *_: seconds)
+    monkeypatch.setattr(torch.distributed, 'get_world_size', lambda: len(seconds))
+    text = timers.get_all_timers_string(list(times))
+    assert isinstance(text, str)
+    return text
+
+
+def test_the_log_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Four ranks in two stages; upstream itself writes what is read."""
+    given = Namespace(
+        rank=0, num_layers=6, pipeline_model_parallel_size=2, micro_batch_size=2,
+        global_batch_size=16, data_parallel_size=2, virtual_pipeline_model_parallel_size=None,
+        decoder_first_pipeline_num_layers=None,
+    )  # fmt: skip
+    _print_args('arguments', given)
+    pieces = [capsys.readouterr().out, of_upstream(monkeypatch, {'setup': [1.0, 2, 3, 4]}) + '\n']
+    for warm in (1000, 500, 0, 0, 4):
+        pieces.append(' [2026-01-31 23:59:58] iteration 1/ 5 | lm loss: 5.0 |\n')
+        pieces.append(of_upstream(monkeypatch, {
+            'forward-compute': [40.0 + warm, 44, 80, 84], 'backward-compute': [80, 80, 160, 160],
+            'all-grads-sync': [5, 6, 7, 8], 'optimizer': [10, 12, 10, 10],
+        }) + '\nevaluated\n     rank  0: 7.00\n')  # fmt: skip
+    pieces += [of_upstream(monkeypatch, {'save-checkpoint': [9.0] * 4}), '\n', pieces[-1][:150]]
+    path = tmp_path / 'train.log'
+    path.write_text(''.join(pieces))
+    found = read_stages(path)
+    assert (found.layers, found.micro_batches, found.chunks) == ((3, 3), 4, 1)
+    assert found.micro_batch_s[0] == pytest.approx((0.031,) * 3)
+    assert found.micro_batch_s[1] == pytest.approx((0.061,) * 3)
+    assert (found.sync_s, found.update_s) == pytest.approx((0.008, 0.012))
+    assert simulate.main(['iteration', '--profile', str(path), '--json']) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer['iteration_s'] == pytest.approx(5 * 0.061 + 0.02)
+    assert simulate.main(['iteration', '--profile', str(path), '--layers', '4,2']) == 0
+    assert 'pipeline s' in capsys.readouterr().out
+    path.write_text(re.sub(r'(pipeline_\w+ \.+) 2', r'\1 3', ''.join(pieces)))
+    with pytest.raises(ProfileError, match='times of 4 ranks, which are not those of 3 stages'):
+        read_stages(path)
+    path.write_text(''.join(pieces[:2]))
+    with pytest.raises(SystemExit):
+        simulate.main(['iteration', '--profile', str(path)])
+    assert '--timing-log-level 2 --timing-log-option all' in capsys.readouterr().err
+
+
+def written(**changes: Any) -> str:
+    content = {'format': FORMAT, 'micro_batch_s': [[0.1], [0.2]], 'micro_batches': 4, **changes}
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ('content', 'flags', 'message'),
+    [
+        (written(format='x'), '', 'format: is .x.; must be'),
+        (written(micro_batch_s=[[0.1], []]), '', 'micro_batch_s: is .*one or more of each stage'),
+        (written(micro_batch_s=[[0.1], [0]]), '', 'seconds above 0'),
+        (written(micro_batches=0), '', 'micro_batches: is 0'),
+        (written(layers=[1]), '', 'layers: .* each of 2 stages'),
+        (written(update_s=-1), '', 'update_s: is -1'),
+        (written(), '--micro-batches 0', '--micro-batches is 0'),
+        (written(), '--layers 2,2', '--layers are not known of the measured stages'),
+        (written(layers=[2, 2]), '--layers 2,-1', '--layers is -1'),
+        (written(layers=[2, 2]), '--layers 2,x', '--layers: 2,x: give whole numbers'),
+        (written(collectives={'all': {'measured': [[1, 1], [1, 2]]}}), '', 'all is .* two sizes'),
+        (written(collectives={'all': {'measured': [[1, 2], [2, 1]]}}), '', 'take no longer'),
+        ('nothing', '', 'neither JSON nor the whole log'),
+    ],
+)
+def test_bad_input_is_named(
+    content: str, flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / 'stages.json'
+    path.write_text(content)
+    with pytest.raises(SystemExit) as raised:
+        simulate.main(['iteration', '--profile', str(path), *flags.split()])
+    error = capsys.readouterr().err
+    assert raised.value.code == 2 and len(error.splitlines()) == 1
+    assert re.search(message, error), error
+
+
+def test_a_profile_of_layers_at_no_stage_is_refused() -> None:
+    with pytest.raises(FieldError, match='layers: is .*one of the stages has some'):
+        stages_of(replace(PROFILE, layers=(0, 0)), (1, 1))

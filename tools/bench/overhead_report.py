@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `bench.overhead` finds: of ways to protect a run, or of formats; ratios and tables."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tools.lab.figures import Spread
+from tools.lab.hardware import Hardware
+from tools.lab.run_log import RunLog
+
+PLAIN, SPARSE, AGAINST = 'plain', 'sparse', 'sparse-against'
+DISK = 'sparse-disk'
+DENSE_IN_MEMORY = 'dense-in-memory'
+SYNC, ASYNC = 'torch-dist-sync', 'torch-dist-async'
+TITLES = {
+    PLAIN: 'plain Megatron',
+    SPARSE: 'sparse checkpointing',
+    AGAINST: 'sparse checkpointing of the other checkout',
+    DISK: 'sparse checkpointing, windows also to disk',
+    DENSE_IN_MEMORY: 'dense in host memory each time (window 1)',
+    SYNC: 'torch_dist each time',
+    ASYNC: 'torch_dist each time, asynchronous',
+}
+_SHARE = 10
+"""The losses of the last tenth of the iterations are averaged."""
+_MIB = 1 << 20
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One run of one variant, warm-up dropped."""
+
+    variant: str
+    iteration_s: float
+    """Median."""
+    all_iterations_s: list[float]
+    cpu_s: float
+    """CPU seconds of an iteration, per rank."""
+    exposed_ms: float | None
+    """Mean exposed time of an iteration, from the log of sparse checkpointing on the last rank."""
+    windows: list[int]
+    """W of each iteration."""
+    slot_bytes: list[int]
+    """Bytes of each slot in the last window of the last rank."""
+    digest: str
+    on_disk: int = 0
+    """Windows that all ranks had on disk."""
+    loss: float | None = None
+    """Mean over the last tenth of the iterations; None: it became NaN."""
+
+
+def final_loss(log: RunLog, iterations: int) -> float | None:
+    """Mean over the last iterations; None if one of them is no number, which is not logged as one.
+
+    Args:
+        log: of the run.
+        iterations: that it was to train.
+    """
+    count = max(iterations // _SHARE, 1)
+    last = [item.loss for item in log.iterations if item.number > iterations - count]
+    whole = len(last) == count and all(map(math.isfinite, last))
+    return statistics.fmean(last) if whole else None
+
+
+class Variant(msgspec.Struct, frozen=True):
+    """One way to protect runs of one precision, over all rounds."""
+
+    title: str
+    iteration_ms: Spread
+    ratio: Spread
+    """Iteration time over that of plain Megatron in the same round."""
+    cpu_s: Spread
+    cpu_ratio: Spread
+    exposed_ms: Spread | None
+    windows: list[int]
+    """That were in force."""
+    slot_bytes: list[int]
+    """Bytes of each slot in the last window of the last rank."""
+    loss: float | None
+
+
+class OverheadReport(msgspec.Struct, frozen=True):
+    """Everything that was found; by precision where that is a key."""
+
+    hardware: Hardware
+    ranks: int
+    iterations: int
+    warm_up: int
+    window: str
+    stand_ins: bool | None
+    """Formats are emulated; None: there are none."""
+    identical: dict[str, bool]
+    """Whether all runs ended in the same bits."""
+    variants: dict[str, dict[str, Variant]]
+    rounds: dict[str, list[list[Run]]]
+
+    @property
+    def exact(self) -> bool:
+        """Whether all runs of each precision ended in the same bits."""
+        return all(self.identical.values())
+
+
+def variants_of(rounds: Sequence[Sequence[Run]]) -> dict[str, Variant]:
+    """Ratios within each round, then over the rounds."""
+    by_round = [{run.variant: run for run in runs} for runs in rounds]
+    return {name: _variant(name, by_round) for name in by_round[0]}
+
+
+def _variant(name: str, rounds: Sequence[dict[str, Run]]) -> Variant:
+    runs = [runs[name] for runs in rounds]
+    exposed = [run.exposed_ms for run in runs if run.exposed_ms is not None]
+    return Variant(
+        title=TITLES[name],
+        iteration_ms=Spread.of([1000 * run.iteration_s for run in runs]),
+        ratio=Spread.of([runs[name].iteration_s / runs[PLAIN].iteration_s for runs in rounds]),
+        cpu_s=Spread.of([run.cpu_s for run in runs]),
+        cpu_ratio=Spread.of([runs[name].cpu_s / runs[PLAIN].cpu_s for runs in rounds]),
+        exposed_ms=Spread.of(exposed) if exposed else None,
+        windows=sorted({window for run in runs for window in run.windows}),
+        slot_bytes=runs[-1].slot_bytes,
+        loss=runs[-1].loss,
+    )
+
+
+def identical(rounds: Sequence[Sequence[Run]]) -> bool:
+    """Whether all runs ended in the same bits."""
+    return len({run.digest for runs in rounds for run in runs}) == 1
+
+
+def print_report(report: OverheadReport, console: Console) -> None:
+    """For people."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    engine = {None: '', True: ', stand-ins for Transformer Engine', False: ', Transformer Engine'}
+    say(report.hardware.line() + engine[report.stand_ins])
+    table = Table()
+    for column in ('precision', '', 'iteration (ms)', 'ratio', 'CPU s / rank', 'CPU ratio',
+                   'exposed (ms)', 'slots (MiB)', 'loss'):  # fmt: skip
+        table.add_column(column, justify='left' if column in ('precision', '') else 'right')
+    for precision, variants in report.variants.items():
+        for variant in variants.values():
+            windows = f', window {", ".join(map(str, variant.windows))}' if variant.windows else ''
+            table.add_row(
+                precision,
+                variant.title + windows,
+                variant.iteration_ms.text(0),
+                variant.ratio.text(3),
+                variant.cpu_s.text(),
+                variant.cpu_ratio.text(),
+                variant.exposed_ms.text(1) if variant.exposed_ms else '-',
+                ' '.join(f'{nbytes / _MIB:.1f}' for nbytes in variant.slot_bytes) or '-',
+                'NaN' if variant.loss is None else f'{variant.loss:.3f}',
+            )
+    console.print(table)
+    rounds = len(next(iter(report.rounds.values())))
+    say(
+        f'{report.ranks} ranks on 2 emulated nodes, {rounds} rounds of {report.iterations} '
+        f'iterations, the first {report.warm_up} dropped; per round the median, over rounds the '
+        'median (and the range). Slots are those of the last window of the last rank; one slot is '
+        'what a dense checkpoint takes. Losses: mean of the last tenth of the iterations.'
+    )
+    different = [precision for precision, same in report.identical.items() if not same]
+    verdict = f'[bold red]DIFFERENT in {", ".join(different)}[/]' if different else 'equal'
+    say(f'Final states of all runs of a precision, bit for bit: {verdict}.')

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `bench.recovery` finds: phases of a recovery, ratios over the rounds, a table."""
+
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from moevement_ext.events import (
+    Event,
+    NextTier,
+    Recovered,
+    WorkerStarted,
+)
+from tools.lab.errors import LabError
+from tools.lab.evidence import kind_of
+from tools.lab.figures import Spread
+from tools.lab.hardware import Hardware
+from tools.lab.run_log import Iteration, RunLog
+
+STAGES = 4
+VICTIM = 2
+"""A stage with neighbours on both sides."""
+WORKER, ALL = 'worker', 'all'
+SPARE, COLD, WHOLE, DISK = 'localized-spare', 'localized', 'whole-job', 'torch-dist'
+TITLES = {
+    SPARE: 'localized, hot spare',
+    COLD: 'localized',
+    WHOLE: 'whole job, host memory',
+    DISK: 'whole job, torch_dist',
+}
+
+
+class Comeback(msgspec.Struct, frozen=True):
+    """One job that lost workers and came back."""
+
+    seconds: float
+    """From the kill to the first new iteration."""
+    phases: dict[str, float]
+    """Seconds, in order; they add up to `seconds`."""
+    stage_iterations: int
+    """Iterations computed a second time, times the stages that did."""
+    different: list[str]
+    """Kinds of state that do not equal those of the undisturbed run."""
+
+
+class MethodResult(msgspec.Struct, frozen=True):
+    """One way to recover, over all rounds."""
+
+    title: str
+    seconds: Spread
+    ratio: Spread
+    """Seconds over those of the first way in the same round."""
+    phases: dict[str, float]
+    """Medians."""
+    stage_iterations: float
+    different: list[str]
+
+
+class RecoveryReport(msgspec.Struct, frozen=True):
+    """Everything that was found."""
+
+    hardware: Hardware
+    lose: str
+    """Who was killed: a worker, or all."""
+    stages: int
+    window: int
+    kill_after: int
+    dense_interval: int
+    methods: dict[str, MethodResult]
+    rounds: list[dict[str, Comeback]]
+
+    @property
+    def exact(self) -> bool:
+        """Sparse checkpointing always led to the bits of an undisturbed run."""
+        return not any(one.different for name, one in self.methods.items() if name != DISK)
+
+
+# ---- phases
+
+
+def sparse_recovery(
+    log: RunLog, killed_at: float, events: Sequence[Event], different: list[str]
+) -> Comeback:
+    """Phases out of the events of the rank that computed most again, the slowest of these.
+
+    Args:
+        log: of the last rank, in all its lives.
+        killed_at: when the signal was sent (seconds since the epoch).
+        events: of all ranks, in the order of time.
+        different: kinds of state that do not equal those of the undisturbed run.
+
+    Raises:
+        LabError: a rank did not recover from host memory, or there was no new iteration.
+    """
+    after = [event for event in events if event.time > killed_at]
+    for event in kind_of(after, NextTier):
+        raise LabError(f'host memory was not used: {event.reason}')
+    back = {event.rank: event for event in kind_of(after, Recovered)}
+    if missing := sorted(set(range(STAGES)) - set(back)):
+        raise LabError(f'ranks {missing} did not report a recovery')
+    slowest = max(back.values(), key=lambda event: (event.replayed, event.time))
+    started = [event for event in kind_of(after, WorkerStarted) if event.rank == slowest.rank]
+    before = [item.number for item in log.lives[0] if item.time <= killed_at]
+    committed = slowest.target if slowest.localized else before[-1]
+    assert isinstance(committed, int)  # of a localized recovery it is always set
+    new = first_new_iteration(log, committed)
+    last = max(event.time for event in back.values())
+    phases = {
+        'process start': started[-1].time - killed_at,
+        **{name.replace('_', ' '): value for name, value in slowest.seconds.items() if value},
+        'all else': last - started[-1].time - sum(slowest.seconds.values()),
+        'new iteration': new.time - last,
+    }
+    again = sum(event.replayed for event in back.values())
+    return Comeback(new.time - killed_at, phases, again, different)
+
+
+def first_new_iteration(log: RunLog, before: int) -> Iteration:
+    """The first iteration beyond one that was committed before.
+
+    Raises:
+        LabError: there is none.
+    """
+    new = log.first_after(before)
+    if new is None:
+        raise LabError(f'the job never got beyond iteration {before}')
+    return new
+
+
+def dense_restart(log: RunLog, killed_at: float, different: list[str]) -> Comeback:
+    """Phases out of the log: the restart with the load, recomputation, the first new iteration."""
+    first, died_after = log.lives[1][0], log.lives[0][-1].number
+    new = first_new_iteration(log, died_after)
+    training_at = first.time - first.elapsed_ms / 1000
+    again = [item.time for item in log.lives[1] if item.number <= died_after]
+    caught_up_at = max(again, default=training_at)
+    phases = {
+        'process start, load': training_at - killed_at,
+        'recompute': caught_up_at - training_at,
+        'new iteration': new.time - caught_up_at,
+    }
+    recomputed = STAGES * (died_after - first.number + 1)
+    return Comeback(new.time - killed_at, phases, recomputed, different)
+
+
+# ---- over the rounds
+
+
+def summarize(
+    hardware: Hardware, window: int, what: tuple[str, int, int], rounds: list[dict[str, Comeback]]
+) -> RecoveryReport:
+    """Ratios within each round, then over the rounds.
+
+    Args:
+        hardware: of this machine.
+        window: W.
+        what: who was killed, after which iteration, and the interval of torch_dist checkpoints.
+        rounds: of each way to recover.
+    """
+    methods = {name: _method(name, rounds) for name in rounds[0]}
+    return RecoveryReport(hardware, what[0], STAGES, window, *what[1:], methods, rounds)
+
+
+def _method(name: str, rounds: Sequence[dict[str, Comeback]]) -> MethodResult:
+    runs, first = [runs[name] for runs in rounds], next(iter(rounds[0]))
+    return MethodResult(
+        title=TITLES[name],
+        seconds=Spread.of([run.seconds for run in runs]),
+        ratio=Spread.of([runs[name].seconds / runs[first].seconds for runs in rounds]),
+        phases={
+            phase: statistics.median(run.phases[phase] for run in runs) for phase in runs[0].phases
+        },
+        stage_iterations=statistics.median(run.stage_iterations for run in runs),
+        different=sorted({kind for run in runs for kind in run.different}),
+    )
+
+
+def print_report(report: RecoveryReport, console: Console) -> None:
+    """For people."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    say(report.hardware.line())
+    table = Table()
+    for column in ('', 'seconds to a new iteration', 'ratio', 'stage-iterations again'):
+        table.add_column(column, justify='right' if column else 'left')
+    for method in report.methods.values():
+        again = f'{method.stage_iterations:.0f}'
+        table.add_row(method.title, method.seconds.text(), method.ratio.text(), again)
+    console.print(table)
+    for method in report.methods.values():
+        phases = ', '.join(f'{name} {value:.2f}' for name, value in method.phases.items())
+        say(f'{method.title}: {phases} s')
+    who = f'rank {VICTIM}' if report.lose == WORKER else 'all'
+    say(
+        f'{report.stages} stages on {report.stages} emulated nodes, {len(report.rounds)} rounds; '
+        f'{who} killed after iteration {report.kill_after}; window {report.window}, '
+        f'torch_dist every {report.dense_interval} iterations.'
+    )
+    for method in report.methods.values():
+        verdict = f'differs in: {", ".join(method.different)}' if method.different else 'equal'
+        say(f'Final state against that of an undisturbed run, {method.title}: {verdict}.')

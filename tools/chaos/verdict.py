@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drill or the demo shows: did the job come back from every failure, and how?"""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from moevement_ext.events import DeviceProblem, Event, NextTier, Recovered
+from tools.lab.evidence import kind_of
+from tools.lab.history import Episode
+
+
+def recoveries(events: Sequence[Event], ranks: int) -> list[Episode]:
+    """In the order of time; of those that not every rank has been through, what is known."""
+    by_rank = [[e for e in kind_of(events, Recovered) if e.rank == rank] for rank in range(ranks)]
+    most = max(map(len, by_rank), default=0)
+    rounds = [[own[k] for own in by_rank if k < len(own)] for k in range(most)]
+    return [Episode(one[0].time, one[-1].time, one) for one in rounds]
+
+
+def replaced(recovery: Episode) -> list[int]:
+    """Ranks whose process was replaced, as all ranks say."""
+    told = (one.newcomers for one in recovery.recovered if isinstance(one.newcomers, list))
+    return sorted({rank for ranks in told for rank in ranks})
+
+
+def problems(events: Sequence[Event], ranks: int, failures: int, kinds: Sequence[str]) -> list[str]:
+    """Why it was not as it must be; nothing if it was.
+
+    Args:
+        events: of all ranks, in the order of time.
+        ranks: of the job.
+        failures: that were staged.
+        kinds: of the final state that differ from those of the undisturbed job.
+    """
+    found = (
+        [f'the final state differs from the undisturbed one: {" ".join(kinds)}'] if kinds else []
+    )
+    counts = [
+        sum(event.rank == rank for event in kind_of(events, Recovered)) for rank in range(ranks)
+    ]
+    if min(counts, default=0) < failures or len(set(counts)) > 1:
+        found.append(f'{failures} failures were staged; recoveries by rank: {counts}')
+    for number, recovery in enumerate(recoveries(events, ranks), 1):
+        if recovery.differing:
+            rank, name = recovery.differing[0]
+            count = len(recovery.differing)
+            found.append(
+                f'recovery {number}: {count} operators differ, such as rank {rank}: {name}'
+            )
+    tiers = sorted({f'{event.tier}: {event.reason}' for event in kind_of(events, NextTier)})
+    return found + [f'it went on from {tier}' for tier in tiers]
+
+
+def devices(events: Sequence[Event]) -> list[str]:
+    """What was found to be wrong with GPUs, each once; it is no reason not to pass."""
+    found = (
+        f'rank {event.rank}: GPU {event.device}: {event.what} ({event.harm})'
+        for event in kind_of(events, DeviceProblem)
+    )
+    return list(dict.fromkeys(found))
+
+
+def table(found: Sequence[Episode]) -> Table:
+    """For people."""
+    shown = Table(title='Recoveries', title_justify='left')
+    for column in ('', 'scope', 'stages', 'replaced ranks', 'replayed', 'seconds', 'verified',
+                   'differing'):  # fmt: skip
+        shown.add_column(column, justify='left' if column == 'scope' else 'right')
+    for number, one in enumerate(found, 1):
+        seconds = max(sum(event.seconds.values()) for event in one.recovered)
+        shown.add_row(
+            str(number), one.scope, _listed(one.stages), _listed(replaced(one)), str(one.replayed),
+            f'{seconds:.1f}', str(one.verified), str(len(one.differing)),
+        )  # fmt: skip
+    return shown
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ' '.join(map(str, numbers)) or '-'

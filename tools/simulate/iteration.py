@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""How long an iteration of a pipeline takes, from what one node measured (paper, appendix C).
+
+    python -m tools.simulate iteration --profile train.log
+    python -m tools.simulate iteration --profile stages.json --layers 6,7,7,6 --micro-batches 32
+
+M micro-batches through S stages take (M + S - 1) max_s t_s; then gradients are synchronised and the
+update is made. `--profile` is all that a run of Megatron wrote (both streams) with
+`--timing-log-level 2 --timing-log-option all --logging-level 20 --log-interval 1`, or a JSON object
+with the fields of StageProfile. With other `--layers` than were measured, a layer takes as long as
+on the stage that is fastest by layer; what the first and the last stage take besides (embedding,
+head) they keep.
+
+The times of a stage over their median are the slowdowns of stragglers; an iteration waits for the
+slowest stage, each drawn independently. Collectives take latency + bytes / rate, fitted by least
+squares to what was measured of them.
+
+Exit status: 0 done, 2 a flag or file that breaks a rule.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from tools.lab.arguments import Parser
+from tools.plan.layout import spread
+from tools.simulate import fields, flags
+from tools.simulate.fields import FieldError
+from tools.simulate.profile import ProfileError
+from tools.simulate.terminal import Flag, add_flags, print_json, table
+
+FORMAT = 'moevement-stages/1'
+_COMPUTE, _SYNC, _UPDATE = ('forward-compute', 'backward-compute'), 'all-grads-sync', 'optimizer'
+_TIMER = re.compile(r'^  ([\w-]+):$')
+_OF_RANK = re.compile(r'^ +rank +(\d+): ([\d.]+)$')
+_ARGUMENT = re.compile(r'^(?:\[\w+\]:)?  (\w+) \.+ (.+)$', re.M)
+_SIZES = ('num_layers', 'pipeline_model_parallel_size', 'global_batch_size', 'micro_batch_size',
+          'data_parallel_size')  # fmt: skip
+_UNEVEN = ('decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers',
+           'pipeline_model_parallel_layout')  # fmt: skip
+_Timers = dict[str, dict[int, float]]
+"""Seconds by timer and rank."""
+_BEGIN = 'times across ranks (ms):'
+_WARM_UP = 2
+"""Iterations of a log that are left out, if there are more: they allocate and compile."""
+
+
+class Affine(NamedTuple):
+    """Seconds of a collective: latency + bytes / rate."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, nbytes: float) -> float:
+        """For one call with so many bytes."""
+        return self.latency_s + nbytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective: what was measured of it, and what an iteration needs of it."""
+
+    measured: tuple[tuple[float, float], ...]
+    """Bytes and seconds of calls."""
+    calls: tuple[float, ...] = ()
+    """Bytes of each call in an iteration that nothing hides."""
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """What one node measured.
+
+    Raises:
+        FieldError: a field breaks its rule.
+    """
+
+    format: str
+    """FORMAT."""
+    micro_batch_s: tuple[tuple[float, ...], ...]
+    """Seconds of forward and backward of one micro-batch, of each stage in each iteration."""
+    micro_batches: int
+    """In an iteration."""
+    layers: tuple[int, ...] | None = None
+    """On each stage; None: not known, and no others can be asked for."""
+    chunks: int = 1
+    """Parts of the model on each stage (virtual stages), which shorten the bubble."""
+    sync_s: float = 0.0
+    """Seconds of an iteration in which gradients are synchronised, besides `collectives`."""
+    update_s: float = 0.0
+    """Seconds of an update."""
+    collectives: dict[str, Collective] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        fields.require(self.format == FORMAT, 'format', self.format, f'must be {FORMAT!r}')
+        good = bool(self.micro_batch_s) and all(self.micro_batch_s)
+        times = [seconds for stage in self.micro_batch_s for seconds in stage]
+        rule = 'give seconds above 0, one or more of each stage'
+        good = good and all(np.isfinite(seconds) and seconds > 0 for seconds in times)
+        fields.require(good, 'micro_batch_s', self.micro_batch_s, rule)
+        if self.layers is not None:
+            _check_layers(self.layers)
+            good = len(self.layers) == len(self.micro_batch_s)
+            rule = f'give those of each of {len(self.micro_batch_s)} stages'
+            fields.require(good, 'layers', self.layers, rule)
+        fields.check(self, whole='micro_batches chunks', not_negative='sync_s update_s')
+
+    def stage_s(self) -> np.ndarray:
+        """Median seconds of a micro-batch, float64 [stages]."""
+        return np.array([np.median(stage) for stage in self.micro_batch_s])
+
+    def slowdowns(self) -> np.ndarray:
+        """Times over the median of their stage, all stages together, ascending."""
+        return np.sort(np.concatenate(
+            [np.array(stage) / np.median(stage) for stage in self.micro_batch_s]
+        ))  # fmt: skip
+
+    def communication_s(self) -> float:
+        """Seconds of an iteration in collectives that nothing hides."""
+        return self.sync_s + sum(
+            fit_affine(name, one.measured).seconds(nbytes)
+            for name, one in self.collectives.items()
+            for nbytes in one.calls
+        )
+
+
+class Iteration(NamedTuple):
+    """Where the seconds of an iteration go."""
+
+    stage_s: tuple[float, ...]
+    """On each stage, for a micro-batch."""
+    micro_batches: int
+    bubble: float
+    """Share of the pipeline's time in which a stage waits: (S - 1) / (M + S - 1); with chunks S - 1
+    is divided by their number, also in `pipeline_s`."""
+    pipeline_s: float
+    """(M + S - 1) max_s t_s."""
+    sync_s: float
+    update_s: float
+    iteration_s: float
+    """T: the three together."""
+    stragglers_s: float
+    """What waiting for stages that are slow at times adds to T, on average."""
+
+
+def fit_affine(name: str, measured: Sequence[tuple[float, float]]) -> Affine:
+    """Latency and rate that fit bytes and seconds best (least squares).
+
+    A latency below 0 means that none can be seen: then it is 0, and the rate is that of a line
+    through the origin.
+
+    Raises:
+        FieldError: there are no two sizes, or more bytes take no longer.
+    """
+    nbytes, seconds = np.array(measured, dtype=float).reshape(-1, 2).T
+    rule = 'give bytes and seconds of calls of two sizes or more'
+    fields.require(len(np.unique(nbytes)) > 1, f'collectives.{name}', measured, rule)
+    columns = np.stack([np.ones_like(nbytes), nbytes], axis=1)
+    (latency_s, per_byte), *_ = np.linalg.lstsq(columns, seconds)
+    if latency_s < 0:
+        latency_s, per_byte = 0.0, float(nbytes @ seconds / (nbytes @ nbytes))
+    rule = 'more bytes take no longer; measure larger ones'
+    fields.require(per_byte > 0, f'collectives.{name}', measured, rule)
+    return Affine(float(latency_s), float(1 / per_byte))
+
+
+def stages_of(profile: StageProfile, layers: Sequence[int]) -> np.ndarray:
+    """Seconds of a micro-batch on stages of so many layers, float64 [stages].
+
+    Raises:
+        FieldError: the profile does not know its layers, or all of its layers are at the ends.
+    """
+    _check_layers(layers)
+    if profile.layers is None:
+        raise FieldError('layers', 'are not known of the measured stages')
+    counts, measured = np.array(profile.layers), profile.stage_s()
+    each = counts > 0
+    fields.require(bool(each.any()), 'layers', profile.layers, 'one of the stages has some')
+    layer_s = float((measured[each] / counts[each]).min())
+    found = layer_s * np.array(layers, dtype=float)
+    found[0] += measured[0] - layer_s * counts[0]
+    if len(measured) > 1:
+        found[-1] += measured[-1] - layer_s * counts[-1]
+    return found
+
+
+def slowest_s(stage_s: np.ndarray, slowdowns: np.ndarray) -> float:
+    """Mean of max_s t_s X_s, where the X_s are drawn independently from `slowdowns`.
+
+    Exact: the distribution function of the greatest is the product of those of the stages.
+    """
+    values = np.unique(np.outer(stage_s, slowdowns))
+    # t X and t x are the same product, so no rounding comes between a value and its own step.
+    below = [np.searchsorted(np.sort(one * slowdowns), values, side='right') for one in stage_s]
+    reached = np.prod(np.array(below) / len(slowdowns), axis=0)
+    return float(values @ np.diff(reached, prepend=0.0))
+
+
+def iteration_of(
+    profile: StageProfile, layers: Sequence[int] | None = None, micro_batches: int | None = None
+) -> Iteration:
+    """What an iteration takes with these layers of the stages; by default as measured.
+
+    Raises:
+        FieldError: something is missing or breaks its rule.
+    """
+    batches = profile.micro_batches if micro_batches is None else micro_batches
+    fields.whole('micro_batches', batches)
+    as_measured = layers is None or tuple(layers) == profile.layers
+    stage_s = profile.stage_s() if as_measured else stages_of(profile, layers or ())
+    bubble = (len(stage_s) - 1) / profile.chunks
+    pipeline_s = (batches + bubble) * float(stage_s.max())
+    waits_s = (batches + bubble) * slowest_s(stage_s, profile.slowdowns()) - pipeline_s
+    rest = profile.communication_s(), profile.update_s
+    parts = bubble / (batches + bubble), pipeline_s, *rest, pipeline_s + sum(rest), waits_s
+    return Iteration(tuple(stage_s.tolist()), batches, *parts)
+
+
+def _check_layers(layers: Sequence[int]) -> None:
+    fields.require(len(layers) > 0, 'layers', layers, 'give those of each stage')
+    for count in layers:
+        fields.whole('layers', count, least=0)
+
+
+# ---- files
+
+
+def read_stages(path: Path) -> StageProfile:
+    """A profile, or what the log of a run of Megatron says.
+
+    Raises:
+        ProfileError: it is neither; names the file.
+        FieldError: a field breaks its rule.
+    """
+    try:
+        content = path.read_bytes()
+        if content.lstrip()[:1] == b'{':
+            return msgspec.json.decode(content, type=StageProfile)
+    except OSError as error:
+        raise ProfileError(f'{path}: cannot be read: {error.strerror}') from error
+    except msgspec.DecodeError as error:
+        raise ProfileError(f'{path}: {error}') from error
+    log = content.decode('utf-8', 'replace')
+    given, timers = dict(_ARGUMENT.findall(log)), _of_iterations(_timers(log))
+    if not timers or not all(given.get(name, '').isdecimal() for name in _SIZES):
+        raise ProfileError(
+            f'{path}: neither JSON nor the whole log of a run with --timing-log-level 2 '
+            '--timing-log-option all --logging-level 20 --log-interval 1'
+        )
+    layers, stages, batch, at_once, data = (int(given[name]) for name in _SIZES)
+    micro_batches, kept = batch // (at_once * data), timers[_WARM_UP:] or timers
+    ranks = len(kept[0][_COMPUTE[0]])
+    if ranks % stages:
+        raise ProfileError(
+            f'{path}: times of {ranks} ranks, which are not those of {stages} stages'
+        )
+    of_ranks = [list(map(sum, zip(*(one[name].values() for name in _COMPUTE), strict=True)))
+                for one in kept]  # fmt: skip
+    of_stages = np.array(of_ranks).reshape(len(kept), stages, -1).max(axis=2) / micro_batches
+    sync_s, update_s = (
+        float(np.median([max(one.get(name, {0: 0.0}).values()) for one in kept]))
+        for name in (_SYNC, _UPDATE)
+    )
+    even = all(given.get(name, 'None') == 'None' for name in _UNEVEN)
+    chunks = given.get('virtual_pipeline_model_parallel_size', 'None')
+    return StageProfile(
+        FORMAT, tuple(map(tuple, of_stages.T.tolist())), micro_batches,
+        spread(layers, stages) if even else None, 1 if chunks == 'None' else int(chunks),
+        sync_s, update_s,
+    )  # fmt: skip
+
+
+def _of_iterations(timers: list[_Timers]) -> list[_Timers]:
+    """Those of whole iterations, of all ranks: not of checkpoints, nor what a kill cut off."""
+    counts = [min(len(one.get(name, ())) for name in _COMPUTE) for one in timers]
+    ranks = max(counts, default=0)
+    return [one for one, count in zip(timers, counts, strict=True) if count == ranks > 0]
+
+
+def _timers(log: str) -> list[_Timers]:
+    """What Megatron logged, each time."""
+    found: list[_Timers] = []
+    timer: dict[int, float] | None = None
+    for line in log.splitlines():
+        line = re.sub(r'^\[\w+\]:', '', line)
+        if line.endswith(_BEGIN):
+            found.append({})
+        elif found and (named := _TIMER.match(line)):
+            timer = found[-1].setdefault(named[1], {})
+        elif timer is not None and (ranked := _OF_RANK.match(line)):
+            timer[int(ranked[1])] = float(ranked[2]) / 1000
+        else:
+            timer = None
+    return found
+
+
+# ---- the command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand; returns the exit status."""
+    parser = Parser(prog='python -m tools.simulate iteration', description=__doc__)
+    add_flags(
+        parser,
+        Flag('--micro-batches', 'of an iteration (default: as measured)', int),
+        Flag('--layers', 'of each stage, comma-separated (default: as measured)', _layers),
+    )
+    parser.add_argument('--profile', type=Path, required=True, help='JSON, or the log of a run')
+    parser.add_argument('--json', action='store_true', help='print JSON')
+    args = parser.parse_args(argv)
+    with flags.errors(parser):
+        profile = read_stages(args.profile)
+        found = iteration_of(profile, args.layers, args.micro_batches)
+        fits = {name: fit_affine(name, one.measured)._asdict()
+                for name, one in profile.collectives.items()}  # fmt: skip
+    p50, p95, greatest = np.quantile(profile.slowdowns(), (0.5, 0.95, 1.0)).tolist()
+    slow = {'slowdown_p50': p50, 'slowdown_p95': p95, 'slowdown_greatest': greatest}
+    answer = {**found._asdict(), **slow, 'collectives': fits}
+    if args.json:
+        print_json(answer)
+    else:
+        rows = [(name.replace('_', ' '), _text(value)) for name, value in answer.items()]
+        Console().print(table(('', ''), rows, show_header=False))
+    return 0
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ', '.join(f'{name} {_text(one)}' for name, one in value.items()) or 'none'
+    if isinstance(value, tuple):
+        return ' '.join(_text(one) for one in value)
+    return f'{value:.4g}' if isinstance(value, float) else str(value)
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(count) for count in text.split(','))
+    except ValueError:
+        problem = f'{text}: give whole numbers, separated by commas'
+        raise argparse.ArgumentTypeError(problem) from None
+
+
+if __name__ == '__main__':
+    sys.exit(main())
