@@ -2,7 +2,8 @@
 """The directory of one run on one node: `<root>/<run id>/<node>/<holder>/<owner>/`.
 
 A holder is a rank of this node; it keeps windows of its own and replicas for other owners (see
-`window.file_names` and `window.generations`).
+`window.file_names` and `window.generations`). Of owners that capture the same as it does it keeps
+stubs, in `stub-<owner>/` (see `window.twin`).
 """
 
 import logging
@@ -23,6 +24,8 @@ from moevement_ext.memory.window.name import StoredWindow
 logger = logging.getLogger(__name__)
 
 _PATH_PART = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,200}')
+_STUB = 'stub-'
+"""Begins the name of the directory of stubs of an owner."""
 _FORMER = 'former-'
 """Begins the name of a holder's directory that is being deleted."""
 
@@ -50,6 +53,14 @@ class NodeStore:
     def holder_path(self, holder: int) -> Path:
         """Directory of everything rank `holder` keeps."""
         return self.path / str(holder)
+
+    def owner_path(self, holder: int, owner: int) -> Path:
+        """Directory of the windows of `owner` that rank `holder` keeps."""
+        return self.holder_path(holder) / str(owner)
+
+    def stub_path(self, holder: int, owner: int) -> Path:
+        """Directory of the stubs that rank `holder` keeps as a twin of `owner`."""
+        return self.holder_path(holder) / f'{_STUB}{owner}'
 
     @property
     def shared(self) -> Path:
@@ -80,6 +91,13 @@ class NodeStore:
         Only names are read and nothing stays mapped; what a file holds is verified when loaded.
         There are none in directories that are not this user's own.
         """
+        return self._scan('')
+
+    def scan_stubs(self) -> list[StoredWindow]:
+        """The same of committed stubs; the windows that they are part of need their bases, too."""
+        return self._scan(_STUB)
+
+    def _scan(self, kind: str) -> list[StoredWindow]:
         try:
             private.check_directories(self.root, self.path)
         except FileNotFoundError:
@@ -90,7 +108,7 @@ class NodeStore:
         found = [
             window
             for holder, holder_path in _numbered(self.path)
-            for owner, owner_path in _numbered(holder_path)
+            for owner, owner_path in _numbered(holder_path, kind)
             for window in committed_in(owner_path, holder, owner)
         ]
         return sorted(found, key=lambda window: (-window.name.start, window.owner, window.holder))
@@ -113,11 +131,20 @@ class NodeStore:
         lock.release()
         self._remove_empty()
 
-    def remove_owners_but(self, kept: Collection[int], holder: int) -> None:
-        """Delete what `holder`, locked by this object, keeps for other owners than these."""
-        for owner, path in _numbered(self.holder_path(holder)):
-            if owner not in kept:
-                shutil.rmtree(path, ignore_errors=True)
+    def remove_owners_but(
+        self, kept: Collection[int], holder: int, stubs: Collection[int] = ()
+    ) -> None:
+        """Delete what `holder`, locked by this object, keeps for other owners than these.
+
+        Args:
+            kept: owners of windows.
+            holder: rank of this node.
+            stubs: owners of stubs.
+        """
+        for kind, owners in (('', kept), (_STUB, stubs)):
+            for owner, path in _numbered(self.holder_path(holder), kind):
+                if owner not in owners:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def remove_holders_but(self, kept: Collection[int]) -> None:
         """Delete what other holders than these have left here; of none that has a live process.
@@ -166,12 +193,18 @@ def require_directory_name(flag: str, part: str) -> None:
         )
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the subdirectories named by a rank; none if `path` is gone or not readable."""
+def _numbered(path: Path, kind: str = '') -> Iterator[tuple[int, Path]]:
+    """Yield the subdirectories named by a rank; none if `path` is gone or not readable.
+
+    Args:
+        path: the directory.
+        kind: what their names begin with.
+    """
     try:
         entries = sorted(path.iterdir())
     except OSError:
         return
     for entry in entries:
-        if entry.name.isdecimal() and entry.is_dir():
-            yield int(entry.name), entry
+        number = entry.name.removeprefix(kind)
+        if entry.name == kind + number and number.isdecimal() and entry.is_dir():
+            yield int(number), entry

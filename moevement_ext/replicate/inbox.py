@@ -9,17 +9,23 @@ from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refused import OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader, frame_checksum
+from moevement_ext.memory.window.twin import TwinWindow
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import (
     Ack,
     CommitWindow,
+    Differs,
     DiscardAfter,
+    NotYet,
     Proceed,
     PutSlot,
     Reply,
 )
+
+_BASE_SECONDS = 0.5
+"""So long the base of a stub is waited for before the owner must ask again."""
 
 
 class Inbox:
@@ -27,10 +33,13 @@ class Inbox:
 
     Args:
         windows: where they are kept.
+        bases: what they are stubs for (see `window.twin`): the holder's own windows. None: they are
+            whole windows.
     """
 
-    def __init__(self, windows: OwnerWindows) -> None:
+    def __init__(self, windows: OwnerWindows, bases: OwnerWindows | None = None) -> None:
         self.windows = windows
+        self._bases = bases
         self._receiving: WindowFile | None = None
         self._lock = threading.Lock()
         self._current: Connection | None = None
@@ -91,7 +100,7 @@ class Inbox:
             case PutSlot():
                 return self._put(connection, request, timeout_s)
             case CommitWindow():
-                self._commit(request.window)
+                return self._commit(request.window)
             case DiscardAfter():
                 self.windows.discard_after(request.start)
                 self._forget_discarded(request.start)
@@ -139,14 +148,19 @@ class Inbox:
             return self.windows.begin_larger(name, nbytes)
         return self.windows.begin(name)
 
-    def _commit(self, name: WindowName) -> None:
+    def _commit(self, name: WindowName) -> Reply:
         if self.windows.file(name) is None:
             file = self._receiving
             if file is None or file.name != name:
                 raise ValueError(f'window {name} was not received here')
             try:
                 file.verify(Expected(owner=self.windows.owner, name=name))
+                if not self._has_base(file, name):
+                    return NotYet()
                 self.windows.commit(file)
+            except OtherBytes as difference:
+                self._abandon()
+                return Differs(str(difference))
             except RefusedWindow:
                 self._abandon()  # the owner sends it again from the first slot
                 raise
@@ -156,6 +170,26 @@ class Inbox:
                     f'{file.path}: cannot be committed: {error.strerror}'
                 ) from error
             self._receiving = None
+        return Ack()
+
+    def _has_base(self, stub: WindowFile, name: WindowName) -> bool:
+        """False: what the stub is to be put together with is not here, or not any more.
+
+        Raises:
+            OtherBytes: it is another state.
+        """
+        if self._bases is None:
+            return True
+        base = self._bases.awaited(name, _BASE_SECONDS)
+        if base is None:
+            return False
+        try:
+            TwinWindow(stub, base)
+        except RefusedWindow:
+            if self._bases.file(name) is base:
+                raise
+            return False  # its file was taken for another window meanwhile
+        return True
 
     def _abandon(self) -> None:
         if self._receiving is not None:

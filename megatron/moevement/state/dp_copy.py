@@ -23,6 +23,32 @@ def replicas(facts: JobFacts) -> list[int]:
     """Global ranks that hold what this rank holds, itself left out; none where state is sharded."""
     if facts.use_distributed_optimizer or facts.data_parallel_random_init:
         return []
+    return _data_parallel(facts)
+
+
+def twins(facts: JobFacts) -> list[int]:
+    """Global ranks that capture what this rank captures, itself left out.
+
+    Of each instance of the distributed optimizer the rank with the same shard; without it, the
+    data-parallel ranks. Random numbers, counters and amax histories may differ.
+    """
+    if not facts.use_distributed_optimizer:
+        return _data_parallel(facts)
+    instances = parallel_state.get_inter_distributed_optimizer_instance_group(
+        check_initialized=False
+    )
+    if instances is None:
+        return []
+    dense = _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    same = _ranks(instances)
+    shard = len(dense) // len(same)
+    if same != dense[dense.index(facts.rank) % shard :: shard]:
+        return []
+    return sorted({*same} - {facts.rank})
+
+
+def _data_parallel(facts: JobFacts) -> list[int]:
+    """Others with the same parameters; none if experts are replicated beyond them."""
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     expert = parallel_state.get_expert_data_parallel_group()
     same = set(_ranks(dense)) & set(_ranks(expert))
