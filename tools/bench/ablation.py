@@ -220,8 +220,7 @@ def measured(
         predicted=predicted(events, way, window, mtbf_s),
         recovery_s=statistics.median(seconds),
         phases={
-            name: statistics.median(one.seconds.get(name, 0.0) for one in slowest)
-            for name in names
+            name: statistics.median(one.seconds.get(name, 0.0) for one in slowest) for name in names
         },
         again=sum(one.replayed for back in recoveries for one in back) / len(killed),
         different=found.different(plain),
@@ -263,9 +262,7 @@ def summarize(
         _way(way.title, runs, [of_round[0] for of_round in rounds])
         for way, runs in zip(WAYS, zip(*rounds, strict=True), strict=True)
     ]
-    return AblationReport(
-        hardware, STAGES, bench.window, bench.iterations, bench.trace, ways
-    )
+    return AblationReport(hardware, STAGES, bench.window, bench.iterations, bench.trace, ways)
 
 
 def _way(title: str, runs: Sequence[Measured], first: Sequence[Measured]) -> WayResult:
