@@ -262,7 +262,7 @@ class Recovered(Event, frozen=True, kw_only=True):
     @property
     def by_scope(self) -> dict[str, int]:
         """One recovery, by what went back."""
-        return {'localized' if self.localized else 'whole-job': 1}
+        return {self.scope if isinstance(self.scope, str) else 'whole-job': 1}
 
 
 class NextTier(Event, frozen=True, kw_only=True):
