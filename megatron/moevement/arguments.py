@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=_DEFAULTS.replicas,
         help='Copies of the windows of each rank on other failure domains (fewer where there are '
-        'fewer domains).',
+        'fewer domains). A data-parallel peer there that holds the same state is one.',
     )
     group.add_argument(
         '--sparse-ckpt-network-gb-per-s',
@@ -124,7 +124,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         '--sparse-ckpt-topology',
         default=None,
-        help='JSON file that maps node names to failure domains. Default: each node is its own.',
+        help='JSON file that maps node names to failure domains, as "rack", or with what is above '
+        'it, near first: ["rack", "pod"]. Default: each node is its own.',
     )
     group.add_argument(
         '--sparse-ckpt-log-lag',

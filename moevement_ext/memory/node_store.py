@@ -24,7 +24,7 @@ from moevement_ext.memory.window.name import StoredWindow
 logger = logging.getLogger(__name__)
 
 _PATH_PART = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,200}')
-_STUB = 'stub-'
+STUB = 'stub-'
 """Begins the name of the directory of stubs of an owner."""
 _FORMER = 'former-'
 """Begins the name of a holder's directory that is being deleted."""
@@ -60,7 +60,7 @@ class NodeStore:
 
     def stub_path(self, holder: int, owner: int) -> Path:
         """Directory of the stubs that rank `holder` keeps as a twin of `owner`."""
-        return self.holder_path(holder) / f'{_STUB}{owner}'
+        return self.holder_path(holder) / f'{STUB}{owner}'
 
     @property
     def shared(self) -> Path:
@@ -95,7 +95,7 @@ class NodeStore:
 
     def scan_stubs(self) -> list[StoredWindow]:
         """The same of committed stubs; the windows that they are part of need their bases, too."""
-        return self._scan(_STUB)
+        return self._scan(STUB)
 
     def _scan(self, kind: str) -> list[StoredWindow]:
         try:
@@ -141,7 +141,7 @@ class NodeStore:
             holder: rank of this node.
             stubs: owners of stubs.
         """
-        for kind, owners in (('', kept), (_STUB, stubs)):
+        for kind, owners in (('', kept), (STUB, stubs)):
             for owner, path in _numbered(self.holder_path(holder), kind):
                 if owner not in owners:
                     shutil.rmtree(path, ignore_errors=True)

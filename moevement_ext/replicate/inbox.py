@@ -149,28 +149,36 @@ class Inbox:
         return self.windows.begin(name)
 
     def _commit(self, name: WindowName) -> Reply:
-        if self.windows.file(name) is None:
-            file = self._receiving
-            if file is None or file.name != name:
-                raise ValueError(f'window {name} was not received here')
-            try:
-                file.verify(Expected(owner=self.windows.owner, name=name))
-                if not self._has_base(file, name):
-                    return NotYet()
-                self.windows.commit(file)
-            except OtherBytes as difference:
-                self._abandon()
-                return Differs(str(difference))
-            except RefusedWindow:
-                self._abandon()  # the owner sends it again from the first slot
-                raise
-            except OSError as error:  # its file is gone
-                self._abandon()
-                raise RefusedWindow(
-                    f'{file.path}: cannot be committed: {error.strerror}'
-                ) from error
-            self._receiving = None
+        committed = self.windows.file(name)
+        if committed is not None:
+            return self._confirm(committed, name)
+        file = self._receiving
+        if file is None or file.name != name:
+            raise ValueError(f'window {name} was not received here')
+        try:
+            file.verify(Expected(owner=self.windows.owner, name=name))
+            if not self._has_base(file, name):
+                return NotYet()
+            self.windows.commit(file)
+        except OtherBytes as difference:
+            self._abandon()
+            return Differs(str(difference))
+        except RefusedWindow:
+            self._abandon()  # the owner sends it again from the first slot
+            raise
+        except OSError as error:  # its file is gone
+            self._abandon()
+            raise RefusedWindow(f'{file.path}: cannot be committed: {error.strerror}') from error
+        self._receiving = None
         return Ack()
+
+    def _confirm(self, committed: WindowFile, name: WindowName) -> Reply:
+        """It is here already, and what it needs still is, too."""
+        try:
+            return Ack() if self._has_base(committed, name) else NotYet()
+        except RefusedWindow:
+            self.windows.discard(name)  # its base is another one: the owner sends it again
+            raise
 
     def _has_base(self, stub: WindowFile, name: WindowName) -> bool:
         """False: what the stub is to be put together with is not here, or not any more.

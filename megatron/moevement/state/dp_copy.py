@@ -30,8 +30,11 @@ def twins(facts: JobFacts) -> list[int]:
     """Global ranks that capture what this rank captures, itself left out.
 
     Of each instance of the distributed optimizer the rank with the same shard; without it, the
-    data-parallel ranks. Random numbers, counters and amax histories may differ.
+    data-parallel ranks. Random numbers, counters and amax histories may differ; none where
+    parameters may, too.
     """
+    if facts.data_parallel_random_init:
+        return []
     if not facts.use_distributed_optimizer:
         return _data_parallel(facts)
     instances = parallel_state.get_inter_distributed_optimizer_instance_group(

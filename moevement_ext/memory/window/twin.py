@@ -190,18 +190,25 @@ def _require_same(header: SlotHeader, base: SlotHeader, stub: SlotHeader, path: 
         raise RefusedWindow(f'{path}: its base is of another run, layout or window')
     if header.payload_bytes != base.payload_bytes or len(theirs) != len(header.records):
         raise OtherBytes(f'{path}: slot {header.slot} has other records than that of its base')
-    for record in header.records:
-        found = theirs.get(_identity(record))
-        if (
-            found is None
-            or found.offset != record.offset
-            or (_identity(record) not in own and found.checksum != record.checksum)
-        ):
-            raise OtherBytes(
-                f'ranks {header.owner} and {base.owner} do not hold the same after iteration '
-                f'{header.iteration}: operator {record.operator}, tensor {record.tensor}, part '
-                f'{record.part}'
-            )
+    differing = [
+        record
+        for record in header.records
+        if not _is_same(record, theirs.get(_identity(record)), _identity(record) in own)
+    ]
+    if differing:
+        first, more = differing[0], len(differing) - 1
+        raise OtherBytes(
+            f'ranks {header.owner} and {base.owner} do not hold the same after iteration '
+            f'{header.iteration}: operator {first.operator}, tensor {first.tensor}, part '
+            f'{first.part}' + (f', and {more} more' if more else '')
+        )
+
+
+def _is_same(record: Record, found: Record | None, is_own: bool) -> bool:
+    """It lies in the same place, and unless it is the owner's own its bytes are the same."""
+    if found is None or found.offset != record.offset:
+        return False
+    return is_own or found.checksum == record.checksum
 
 
 def _identity(record: Record) -> tuple[str, str, str, str, int, int, int]:

@@ -212,6 +212,27 @@ def test_a_window_whose_base_is_gone_is_not_there(twins: Twins) -> None:
         twins.ranks[0].fetch(CANDIDATE, 1, lambda file, header: None)
 
 
+def test_a_stub_counts_only_as_long_as_its_base_is_there(twins: Twins) -> None:
+    """The twin had to fetch its own window anew, or has captured another one since."""
+    file = twins.capture(0)
+    twins.capture(1)
+    send(twins, file)
+    client = twins.ranks[0].peers()[1]
+    twins.ranks[1].windows.discard(named(0))
+    with pytest.raises(BaseAwaited):
+        client.commit(0, named(0))
+    twins.capture(1, differs='weight0')
+    with pytest.raises(PeerRefused, match='do not hold the same'):
+        client.commit(0, named(0))
+    with pytest.raises(OtherBytes):
+        put_window(client, file)
+    assert twins.held(1) == [HeldWindow(CANDIDATE, 1)]
+    twins.ranks[1].windows.discard(named(0))
+    twins.capture(1)
+    put_window(client, file)
+    assert HeldWindow(CANDIDATE, 0) in twins.held(1)
+
+
 @pytest.mark.parametrize('damaged', ['base', 'stub'])
 def test_damage_of_either_part_is_found(twins: Twins, damaged: str) -> None:
     file = twins.capture(0)
