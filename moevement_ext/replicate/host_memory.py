@@ -172,7 +172,14 @@ class HostMemory:
         hosts = {member.host for member in self.members}
         host = local_host(config.interface, several_hosts=len(hosts) > 1)
         hosted = self._hosted(rank)
-        self.server = ReplicaServer(self.store, rank, hosted, self._secret, (host, 0))
+        self.server = ReplicaServer(
+            self.store,
+            rank,
+            hosted,
+            self._secret,
+            (host, 0),
+            verify_every=config.verify_replicas,
+        )
         if self.log is not None:
             self.server.serve_log(self.log)
 

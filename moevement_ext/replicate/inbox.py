@@ -27,10 +27,15 @@ class Inbox:
 
     Args:
         windows: where they are kept.
+        verify_every: of so many windows one is compared with its checksums when it is committed;
+            any is when it is read.
     """
 
-    def __init__(self, windows: OwnerWindows) -> None:
+    def __init__(self, windows: OwnerWindows, verify_every: int = 1) -> None:
         self.windows = windows
+        self._verify_every = verify_every
+        self._unverified = 0
+        """Windows committed since one was compared."""
         self._receiving: WindowFile | None = None
         self._lock = threading.Lock()
         self._current: Connection | None = None
@@ -145,7 +150,7 @@ class Inbox:
             if file is None or file.name != name:
                 raise ValueError(f'window {name} was not received here')
             try:
-                file.verify(Expected(owner=self.windows.owner, name=name))
+                verified = self._verify(file, name)
                 self.windows.commit(file)
             except RefusedWindow:
                 self._abandon()  # the owner sends it again from the first slot
@@ -156,6 +161,15 @@ class Inbox:
                     f'{file.path}: cannot be committed: {error.strerror}'
                 ) from error
             self._receiving = None
+            self._unverified = 0 if verified else self._unverified + 1
+
+    def _verify(self, file: WindowFile, name: WindowName) -> bool:
+        """True if its bytes were compared; one that is refused is when it is sent again, too."""
+        due = self._unverified + 1 >= self._verify_every
+        headers = file.verify_identity(Expected(owner=self.windows.owner, name=name))
+        if due:
+            file.verify_payloads(headers)
+        return due
 
     def _abandon(self) -> None:
         if self._receiving is not None:

@@ -70,6 +70,7 @@ class ReplicaServer:
         secret: secret of this life of the job; every client must prove that it has it.
         address: host and port to listen on, of either family; port 0 lets the system choose.
         timeout_s: time for one exchange once it has begun, besides time to move its bytes.
+        verify_every: as of an `Inbox`.
 
     Raises:
         HostMemoryError: the replica files cannot be reserved.
@@ -83,12 +84,13 @@ class ReplicaServer:
         secret: bytes,
         address: tuple[str, int] = ('127.0.0.1', 0),
         timeout_s: float = 30.0,
+        verify_every: int = 1,
     ) -> None:
         self._store = store
         self._secret = secret
         self._timeout_s = timeout_s
         self._inboxes = {
-            owner: Inbox(OwnerWindows(store, rank, owner, capacity))
+            owner: Inbox(OwnerWindows(store, rank, owner, capacity), verify_every)
             for owner, capacity in capacities.items()
         }
         self._log: UpstreamLog | None = None

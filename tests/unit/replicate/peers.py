@@ -29,7 +29,11 @@ DEADLINE_S = 20.0
 
 @contextmanager
 def serving(
-    shm: Path, rank: int = HOLDER, port: int = 0, host: str = '127.0.0.1'
+    shm: Path,
+    rank: int = HOLDER,
+    port: int = 0,
+    host: str = '127.0.0.1',
+    verify_every: int = 1,
 ) -> Iterator[ReplicaServer]:
     """A holder of replicas of OWNER, on a node of its own."""
     store = NodeStore(shm, 'run1', f'node{rank}')
@@ -40,6 +44,7 @@ def serving(
         SECRET,
         (host, port),
         DEADLINE_S,
+        verify_every,
     )
     try:
         yield server
