@@ -70,6 +70,9 @@ class SparseCheckpointConfig:
     persisted, for which the log has room."""
     max_wait: float = 1.0
     """Seconds training waits at most for a window to be persisted; then the next one is skipped."""
+    verify_replicas: int = 1
+    """A holder compares every n-th window that it receives of a rank with its checksums before it
+    counts as replicated. Whoever reads one compares it in any case."""
     order: str = POPULARITY
     """Captured last, so frozen longest in a replay: 'popularity': the experts with the most tokens;
     'soft': with the most weight from their router; 'decayed': with the most tokens of late;
@@ -115,6 +118,7 @@ class SparseCheckpointConfig:
             _check_window('--sparse-ckpt-window', self.window)
         _check_window('--sparse-ckpt-max-window', self.max_window)
         _at_least('--sparse-ckpt-replicas', self.replicas, 0)
+        _at_least('--sparse-ckpt-verify-replicas', self.verify_replicas, 1)
         if not 0 <= self.log_lag < math.inf:
             raise ConfigurationError(
                 f'--sparse-ckpt-log-lag {self.log_lag:g} must be a number of iterations, 0 or more.'

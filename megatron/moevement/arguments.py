@@ -67,6 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         'fewer domains). A data-parallel peer there that holds the same state is one.',
     )
     group.add_argument(
+        '--sparse-ckpt-verify-replicas',
+        type=int,
+        default=_DEFAULTS.verify_replicas,
+        metavar='N',
+        help='A holder compares every N-th window that it receives of a rank with its checksums '
+        'before it counts as replicated. What is read for a recovery is compared in any case; with '
+        'more than 1 a replica that is damaged may count until then, and an older window, or none, '
+        'be left where no other copy is.',
+    )
+    group.add_argument(
         '--sparse-ckpt-network-gb-per-s',
         type=network_rate,
         default=_DEFAULTS.network_gb_per_s,

@@ -142,12 +142,12 @@ class ReplicaClient:
             return nbytes
 
     def commit(self, owner: int, window: WindowName, nbytes: int = 0) -> None:
-        """Have the peer verify and commit a window whose slots were all sent.
+        """Have the peer commit a window whose slots were all sent, verified if its turn is.
 
         Args:
             owner: rank whose window it is.
             window: its name.
-            nbytes: size of the window, which the peer needs time to verify.
+            nbytes: size of the window, which the peer may need time to verify.
 
         Raises:
             BaseAwaited: a twin has not captured the same window; it may be asked again.

@@ -46,7 +46,7 @@ from moevement_ext.replicate.node_plan import (
     stubs_at,
 )
 from moevement_ext.replicate.own_address import host_identity, local_host
-from moevement_ext.replicate.replica_server import ReplicaServer, Stubs
+from moevement_ext.replicate.replica_server import Keeping, ReplicaServer, Stubs
 from moevement_ext.replicate.secret import mark, of_life
 from moevement_ext.replicate.twin_client import TwinClient
 
@@ -200,8 +200,11 @@ class HostMemory:
             self.log = UpstreamLog(path, log_bytes, device, config.max_wait, on_degraded)
         hosts = {member.host for member in self.members}
         host = local_host(config.interface, several_hosts=len(hosts) > 1)
-        hosted, stubs = self._hosted(rank), Stubs(self._stubs(rank), self.windows)
-        self.server = ReplicaServer(self.store, rank, hosted, self._secret, (host, 0), stubs=stubs)
+        keeping = Keeping(Stubs(self._stubs(rank), self.windows), config.verify_replicas)
+        address = (host, 0)
+        self.server = ReplicaServer(
+            self.store, rank, self._hosted(rank), self._secret, address, keeping=keeping
+        )
         if self.log is not None:
             self.server.serve_log(self.log)
 

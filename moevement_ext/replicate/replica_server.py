@@ -68,6 +68,17 @@ class Stubs(NamedTuple):
     """The holder's own windows."""
 
 
+class Keeping(NamedTuple):
+    """How a holder keeps what it receives."""
+
+    stubs: Stubs | None = None
+    verify_every: int = 1
+    """Of so many windows one is compared with its checksums when it is committed."""
+
+
+_WHOLE = Keeping()
+
+
 class _Served(NamedTuple):
     """A window to send."""
 
@@ -96,7 +107,7 @@ class ReplicaServer:
         secret: secret of this life of the job; every client must prove that it has it.
         address: host and port to listen on, of either family; port 0 lets the system choose.
         timeout_s: time for one exchange once it has begun, besides time to move its bytes.
-        stubs: of those that it is a twin of.
+        keeping: how it keeps what it receives.
 
     Raises:
         HostMemoryError: the replica files cannot be reserved.
@@ -110,19 +121,19 @@ class ReplicaServer:
         secret: bytes,
         address: tuple[str, int] = ('127.0.0.1', 0),
         timeout_s: float = 30.0,
-        stubs: Stubs | None = None,
+        keeping: Keeping = _WHOLE,
     ) -> None:
         self._store = store
         self._secret = secret
         self._timeout_s = timeout_s
         self._inboxes = {
-            owner: Inbox(OwnerWindows(store, rank, owner, capacity))
+            owner: Inbox(OwnerWindows(store, rank, owner, capacity), None, keeping.verify_every)
             for owner, capacity in capacities.items()
         }
-        if stubs is not None:
+        if (stubs := keeping.stubs) is not None:
             for owner, capacity in stubs.capacities.items():
                 kept = OwnerWindows(store, rank, owner, capacity, stubs=True)
-                self._inboxes[owner] = Inbox(kept, stubs.bases)
+                self._inboxes[owner] = Inbox(kept, stubs.bases, keeping.verify_every)
         self._log: UpstreamLog | None = None
         self._connections: dict[Connection, threading.Thread] = {}
         self._strangers = Strangers()  # are among them

@@ -53,18 +53,24 @@ def shm() -> Iterator[Path]:
 
 
 class Job:
-    """Two ranks on two emulated nodes that hold each other's replicas; only rank 0 keeps a log."""
+    """Ranks on emulated nodes that hold replicas for each other; only rank 0 keeps a log."""
 
-    def __init__(self, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        config = settings(shm, replicas=1, max_wait=0)
-        logged = (LOGGED, NOTHING_LOGGED)
+    def __init__(
+        self,
+        shm: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        nodes: tuple[str, ...] = NODES,
+        **others: Any,
+    ) -> None:
+        config = settings(shm, replicas=len(nodes) - 1, max_wait=0, **others)
+        logged = [LOGGED, *[NOTHING_LOGGED] * (len(nodes) - 1)]
         members = [
             msgspec.msgpack.encode(Member(node, capacity(), log, 'host', SECRET))
-            for node, log in zip(NODES, logged, strict=True)
+            for node, log in zip(nodes, logged, strict=True)
         ]
         self.degraded: list[str] = []
         self.ranks: list[HostMemory] = []
-        for rank, node in enumerate(NODES):
+        for rank, node in enumerate(nodes):
             monkeypatch.setenv('MOEVEMENT_NODE', node)
             memory = HostMemory(
                 config,
@@ -78,7 +84,7 @@ class Job:
             self.ranks.append(memory)
         addresses: list[bytes] = []
         for memory in self.ranks:
-            memory.connect(lambda own: [addresses.append(own) or own] * 2)
+            memory.connect(lambda own: [addresses.append(own) or own] * len(nodes))
         for memory in self.ranks:
             memory.connect(lambda own: addresses)
 
