@@ -7,8 +7,8 @@ import torch
 
 from moevement_ext.memory.cuda_driver import driver
 
+# CUDA's CU_STREAM_CAPTURE_MODE_RELAXED.
 _RELAXED = 2
-"""CUDA's CU_STREAM_CAPTURE_MODE_RELAXED."""
 
 
 def with_index(device: torch.device) -> torch.device:

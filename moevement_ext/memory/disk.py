@@ -42,9 +42,9 @@ KEPT = 2
 _COMPLETE = 'complete'
 _FLAG = '--sparse-ckpt-disk'
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+# Written at most before the medium has it: else the last sync takes as long as all the writing,
+# and pages that nobody reads again fill the memory of the node.
 _SYNC_BYTES = 256 * 2**20
-"""Written at most before the medium has it: else the last sync takes as long as all the writing,
-and pages that nobody reads again fill the memory of the node."""
 
 
 def require_mounted(root: Path) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from moevement_ext.memory.cgroup import THIS_PROCESS, processes_left
 
+# Files that a recovery opens besides: connections to holders of replicas and logs, checkpoints.
 _OPENED_BESIDE = 64
-"""Files that a recovery opens besides: connections to holders of replicas and logs, checkpoints."""
+# Communication libraries lock, of a rank with its groups connected twice, less than that.
 _LOCKED_BYTES = 2**30
-"""Communication libraries lock, of a rank with its groups connected twice, less than that."""
 _INFINIBAND = Path('/sys/class/infiniband')
 
 

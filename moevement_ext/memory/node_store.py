@@ -23,8 +23,8 @@ from moevement_ext.memory.window.name import StoredWindow
 logger = logging.getLogger(__name__)
 
 _PATH_PART = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,200}')
+# Begins the name of a holder's directory that is being deleted.
 _FORMER = 'former-'
-"""Begins the name of a holder's directory that is being deleted."""
 
 
 class NodeStore:

@@ -27,14 +27,14 @@ BESIDE_BYTES = 64 * 1024
 brought to the meeting of all (`membership.node_copy`)."""
 
 _WITNESS_BYTES = 512 * 1024
+# One byte for so many of a window file, besides: a slot's header has some 110 bytes for each of
+# its tensors, of two windows, and twice while the file is written anew (`memory.witness`).
 _PAYLOAD_PER_WITNESS = 1024
-"""One byte for so many of a window file, besides: a slot's header has some 110 bytes for each of
-its tensors, of two windows, and twice while the file is written anew (`memory.witness`)."""
 
 SLOT_ROOM_BYTES = 128 * 1024
 """For the header of a slot and the small state in it."""
+# One more byte for so many of the payload: the alignment of its tensors, and router buffers.
 _PAYLOAD_PER_ROOM = 1024
-"""One more byte for so many of the payload: the alignment of its tensors, and router buffers."""
 
 
 _LENGTHS_TRIED = 64

@@ -20,11 +20,11 @@ Table = dict[str, str]
 MAX_BYTES = 16 * 1024
 """Bound of what is encoded; it has room beside the header of a slot (`sizing.SLOT_ROOM_BYTES`)."""
 
+# Characters of a value; of a longer one the beginning, and a digest of all of it.
 _SHOWN = 80
-"""Characters of a value; of a longer one the beginning, and a digest of all of it."""
 _MAX_LINES = 6
+# Room for what says in a header how many bytes follow.
 _LENGTH_BYTES = 8
-"""Room for what says in a header how many bytes follow."""
 _MAX_DECODED = 4 * 2**20
 _ABSENT = 'absent'
 
