@@ -332,10 +332,10 @@ def encode(event: Event, rank: int, pid: int, iteration: int = 0) -> bytes:
     return msgspec.json.encode(line) + b'\n'
 
 
+# Every line does so.
 _BEGINS = b'{"time":'
-"""Every line does so."""
+# Bytes read at once to find the end of the last whole line.
 _TAIL = 1 << 16
-"""Bytes read at once to find the end of the last whole line."""
 
 
 def _to_append(path: Path) -> FileIO:

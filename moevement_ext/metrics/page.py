@@ -21,8 +21,8 @@ MOST_CONNECTIONS = 16
 _BACKLOG = 64
 _MOST_REQUEST_BYTES = 8192
 _REQUEST_S = 5.0
+# For one that reads slowly.
 _ANSWER_S = 20.0
-"""For one that reads slowly."""
 
 Page = Callable[[str], tuple[str, bytes]]
 """Content type and content, of the `Accept` of a request."""

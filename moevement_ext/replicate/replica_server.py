@@ -55,8 +55,8 @@ _REFUSALS = (RefusedWindow, HostMemoryError, LogGap, ValueError)
 _POLL_SECONDS = 0.1  # longest delay of stop()
 _GREETING_SECONDS = 5.0
 _MAX_CONNECTIONS = 512
+# A record that is not in the log yet is waited for so long before the client must ask again.
 _LOG_WAIT_SECONDS = 0.5
-"""A record that is not in the log yet is waited for so long before the client must ask again."""
 
 
 class Stubs(NamedTuple):

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 30.0
 _BASE_RETRY_SECONDS = 0.02
+# By which the rate is known: old enough to be whole, young enough to follow a link.
 _WINDOWS_MEASURED = 2
-"""By which the rate is known: old enough to be whole, young enough to follow a link."""
 
 
 class _Peer:
