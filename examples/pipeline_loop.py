@@ -150,7 +150,7 @@ class StageOperators:
                 parameter.requires_grad_(operator not in names)
 
     def copy(self, source: int) -> None:
-        """Nobody else has the state of this stage."""
+        """Return None: no other rank has the state of this stage."""
         raise NotImplementedError('one rank per stage')
 
 
