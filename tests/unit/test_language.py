@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ADAPTER: tuple[str, ...] = ('examples',)
+ADAPTER: tuple[str, ...] = ('megatron/moevement', 'examples', 'pretrain_gpt.py')
 ENGINE: tuple[str, ...] = ()
 TOOLS: tuple[str, ...] = ()
 
