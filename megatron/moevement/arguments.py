@@ -268,7 +268,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Without the usage of upstream's flags, which is hundreds of lines, of each rank."""
+    """Print the error without the usage text, which would be hundreds of lines from each rank."""
     parser.exit(EXIT_USER_ERROR, usage_error(parser, message))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that hold the same state: a lost one is copied from its replica instead of replayed.
+"""Copies a lost rank's state from a replica, instead of a replay, where replicas exist.
 
 Without the distributed optimizer the data-parallel ranks of a stage hold the same parameters,
 masters and moments; with expert parallelism, those of the same experts. They also draw the same
@@ -20,7 +20,7 @@ from megatron.moevement.state.optimizer_state import ParameterState
 
 
 def replicas(facts: JobFacts) -> list[int]:
-    """Global ranks that hold what this rank holds, itself left out; none where state is sharded."""
+    """Other global ranks with the same state as this rank; none where state is sharded."""
     if facts.use_distributed_optimizer or facts.data_parallel_random_init:
         return []
     return _data_parallel(facts)
@@ -65,7 +65,7 @@ def copy_state(
     states: Mapping[torch.nn.Parameter, ParameterState],
     source: int,
 ) -> None:
-    """Give all replicas the state of rank `source`. Collective over the replicas."""
+    """Copy the state of rank `source` to all replicas. Collective over the replicas."""
     group = parallel_state.get_expert_data_parallel_group()
     device = next(iter(states)).device
     broadcast_packed(_tensors(operators, states), source, group, device)
@@ -74,7 +74,7 @@ def copy_state(
 def _tensors(
     operators: Mapping[str, Operator], states: Mapping[torch.nn.Parameter, ParameterState]
 ) -> Iterator[torch.Tensor]:
-    """Everything that training changes, in the same order on all replicas."""
+    """All tensors that training changes, in the same order on all replicas."""
     for operator in operators.values():
         yield from operator.buffers.values()
         yield from operator.scaling.values()
