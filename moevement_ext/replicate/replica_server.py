@@ -73,7 +73,7 @@ class Keeping(NamedTuple):
 
     stubs: Stubs | None = None
     verify_every: int = 1
-    """Of so many windows one is compared with its checksums when it is committed."""
+    """The checksums of every n-th window are compared when it is committed."""
 
 
 _WHOLE = Keeping()

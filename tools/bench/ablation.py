@@ -54,8 +54,8 @@ from tools.simulate.systems import Options, build
 STAGES = 4
 _SKEWED = '--moe-router-load-balancing-type none --moe-aux-loss-coeff 0'.split()
 _WARM_UP = 3
+# The part of an iteration that is spared with all operators frozen (docs/measurements/frozen.json).
 _FROZEN_SAVING = 0.28
-"""Of an iteration with all operators frozen: docs/measurements/frozen.json."""
 
 
 class Parts(NamedTuple):
@@ -106,7 +106,7 @@ class WayResult(msgspec.Struct, frozen=True):
     predicted: Spread | None
     recovery_s: Spread
     ratio: Spread
-    """Of `recovery_s` to that of the first way in the same round."""
+    """`recovery_s` over that of the first way in the same round."""
     phases: dict[str, float]
     again: float
     different: list[str]
@@ -145,7 +145,7 @@ class Bench(NamedTuple):
 
     @property
     def iterations(self) -> int:
-        """Of each job: one more window after the last fault."""
+        """What each job trains: one more window after the last fault."""
         return self.trace[-1][0] + self.window
 
     def plain(self) -> Trained:

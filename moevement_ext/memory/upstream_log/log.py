@@ -170,7 +170,7 @@ class UpstreamLog:
             )
 
     def pause(self) -> None:
-        """Note that no tensor is sent until the next `append` or `rewind`, so readers do not wait."""
+        """Note that no tensor is sent until the next `append` or `rewind`: readers do not wait."""
         with self._changed:
             self._paused = True
             self._changed.notify_all()

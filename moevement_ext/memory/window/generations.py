@@ -243,7 +243,7 @@ class OwnerWindows:
             return generation.file
 
     def is_held(self, file: WindowFile) -> bool:
-        """False once a rollback has freed the file in spite of `hold`; its bytes may change then."""
+        """False once a rollback has freed the file in spite of `hold`; its bytes may change."""
         with self._lock:
             return any(g.file is file and g.held for g in self._generations)
 

@@ -19,7 +19,7 @@ from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-import pretrain_gpt
+from megatron.moevement import pretrain_gpt
 from megatron.moevement.state import frozen, iteration_state
 from moevement_ext import faults
 from moevement_ext.protect import planner
