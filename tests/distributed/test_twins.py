@@ -34,6 +34,7 @@ def lose_a_node(job: Cluster, mutation: str = '') -> Cluster:
     return job
 
 
+@pytest.mark.thorough
 def test_a_peer_is_the_only_source(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
