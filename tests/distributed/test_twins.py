@@ -55,3 +55,17 @@ def test_what_is_a_peers_own_is_not_taken_for_that_of_the_lost_rank(
     """With its random numbers the bits are others."""
     job = lose_a_node(cluster(*FLAGS, *PROTECTED), ',mutations.whole_job:part_of_the_twin')
     assert differences(reference(*FLAGS, stand_in=OWN), read_digest(job)) != []
+
+
+@pytest.mark.thorough
+def test_a_stage_comes_back_from_a_peer(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """One worker dies with the memory of its node; its stage replays, with its peer's copy."""
+    flags = [*FLAGS, '--pipeline-model-parallel-size', '2']
+    job = cluster(*flags, *PROTECTED, nodes=4)
+    assert job.survive(fail_at='1:8:forward', wipe=[1]) == {1: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+    (recovered,) = job.events_of(Recovered, rank=1)
+    assert (recovered.scope, recovered.stages) == ('localized', [0])
+    assert 'captured by data-parallel peers anyway' in job.output(life=0)
