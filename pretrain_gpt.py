@@ -11,7 +11,7 @@ import sys
 from megatron.moevement.seams import starting
 
 starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
-if __name__ != '__mp_main__':  # which is no worker, but writes a checkpoint for one, say
+if __name__ != '__mp_main__':  # a helper process, as for writing a checkpoint, is no worker
     from megatron.moevement.pretrain_gpt import main
 
 if __name__ == '__main__':

@@ -11,6 +11,7 @@ from moevement_ext.errors import UserError
 
 AUTO = 'auto'
 LOCALIZED = 'localized'
+GLOBAL = 'global'
 WHOLE_JOB = 'whole-job'
 ON = 'on'
 OFF = 'off'
@@ -69,6 +70,9 @@ class SparseCheckpointConfig:
     persisted, for which the log has room."""
     max_wait: float = 1.0
     """Seconds training waits at most for a window to be persisted; then the next one is skipped."""
+    verify_replicas: int = 1
+    """A holder compares every n-th window that it receives of a rank with its checksums before it
+    counts as replicated. Whoever reads one compares it in any case."""
     order: str = POPULARITY
     """Captured last, so frozen longest in a replay: 'popularity': the experts with the most tokens;
     'soft': with the most weight from their router; 'decayed': with the most tokens of late;
@@ -83,7 +87,8 @@ class SparseCheckpointConfig:
     store: str | None = None
     """HOST:PORT of a store that no training node holds; None: that of the launcher."""
     recovery: str = LOCALIZED
-    """'localized': only the stages that lost a worker go back; 'whole-job': all workers restart."""
+    """'localized': only the stages that lost a worker go back; 'global': all do, in the processes
+    that live, and nothing is logged; 'whole-job': all workers restart."""
     hang_timeout: float = 60.0
     """Seconds without a sign of life after which a worker counts as hung."""
     verify: str = REPORT
@@ -113,6 +118,7 @@ class SparseCheckpointConfig:
             _check_window('--sparse-ckpt-window', self.window)
         _check_window('--sparse-ckpt-max-window', self.max_window)
         _at_least('--sparse-ckpt-replicas', self.replicas, 0)
+        _at_least('--sparse-ckpt-verify-replicas', self.verify_replicas, 1)
         if not 0 <= self.log_lag < math.inf:
             raise ConfigurationError(
                 f'--sparse-ckpt-log-lag {self.log_lag:g} must be a number of iterations, 0 or more.'
@@ -125,7 +131,7 @@ class SparseCheckpointConfig:
                 f'--sparse-ckpt-stuck-timeout {self.stuck_timeout:g} must be 0 (never) or at least '
                 f'--sparse-ckpt-hang-timeout ({self.hang_timeout:g}).'
             )
-        _one_of('--sparse-ckpt-recovery', self.recovery, LOCALIZED, WHOLE_JOB)
+        _one_of('--sparse-ckpt-recovery', self.recovery, LOCALIZED, GLOBAL, WHOLE_JOB)
         _one_of('--sparse-ckpt-order', self.order, *ORDERS)
         _one_of('--sparse-ckpt-freeze', self.freeze, ON, OFF)
         _one_of('--sparse-ckpt-bind', self.bind, GPU, OFF)

@@ -229,7 +229,8 @@ class Recovered(Event, frozen=True, kw_only=True):
     name = EventName.RECOVERED
 
     scope: str | UnsetType = UNSET
-    """`localized`; not set where the whole job was started again, as are the next four."""
+    """`localized`, or `global` where all stages went back in processes that live on; not set where
+    the whole job was started again, as are the next four."""
     target: int | UnsetType = UNSET
     """The committed iteration from which all ranks go on."""
     stages: list[int] | UnsetType = UNSET
@@ -261,7 +262,7 @@ class Recovered(Event, frozen=True, kw_only=True):
     @property
     def by_scope(self) -> dict[str, int]:
         """One recovery, by what went back."""
-        return {'localized' if self.localized else 'whole-job': 1}
+        return {self.scope if isinstance(self.scope, str) else 'whole-job': 1}
 
 
 class NextTier(Event, frozen=True, kw_only=True):
@@ -331,10 +332,10 @@ def encode(event: Event, rank: int, pid: int, iteration: int = 0) -> bytes:
     return msgspec.json.encode(line) + b'\n'
 
 
+# Every line does so.
 _BEGINS = b'{"time":'
-"""Every line does so."""
+# Bytes read at once to find the end of the last whole line.
 _TAIL = 1 << 16
-"""Bytes read at once to find the end of the last whole line."""
 
 
 def _to_append(path: Path) -> FileIO:

@@ -20,8 +20,8 @@ from moevement_ext.memory.device import bind_thread, side_stream, with_index
 
 logger = logging.getLogger(__name__)
 
+# One that is copied and one to follow: the link is never idle, nor busy for long ahead.
 _PIECES_AHEAD = 2
-"""One that is copied and one to follow: the link is never idle, nor busy for long ahead."""
 
 
 class _Copied(NamedTuple):

@@ -16,8 +16,8 @@ from moevement_ext.plan.byte_planner import OperatorTable, WindowPlan
 
 PIECE_BYTES = 32 * 2**20
 """Copies queued at once; what else is to be copied from the device waits behind two pieces."""
+# Three files; where a slot begins in one depends on how early those before it were sealed.
 _PLACES_KEPT = 6
-"""Three files; where a slot begins in one depends on how early those before it were sealed."""
 
 
 @dataclass(frozen=True, eq=False)

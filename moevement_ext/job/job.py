@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from moevement_ext.config import OFF, node_name
+from moevement_ext.config import LOCALIZED, OFF, node_name
 from moevement_ext.devices.watch import DeviceWatch
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
@@ -185,7 +185,7 @@ class Job:
                 trainer.operators,
                 trainer.tokens,
                 trainer.small_state.max_bytes,
-                trainer.pipeline.logged if self.membership is not None else NOTHING_LOGGED,
+                trainer.pipeline.logged if self._logs else NOTHING_LOGGED,
                 self._disk,
             )
         except UnknownSecretError as error:  # the others start again for the same reason
@@ -198,6 +198,11 @@ class Job:
             return
         if self.protection.memory.first_on_node():
             print(f' sparse ckpt | {self.protection.memory.describe()} |', flush=True)
+
+    @property
+    def _logs(self) -> bool:
+        """A stage may have to replay alone."""
+        return self.membership is not None and self.rank.config.recovery == LOCALIZED
 
     def _obtain(self, predecessor: whole_job.Predecessor, find_s: float) -> Restart | None:
         """Fetch and verify the window to convert; go to where its replay starts."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from moevement_ext.config import LOCALIZED, SparseCheckpointConfig, node_name
+from moevement_ext.config import WHOLE_JOB, SparseCheckpointConfig, node_name
 from moevement_ext.errors import UserError
 from moevement_ext.launch.statements import tell_joining, tell_memory, tell_survivors
 from moevement_ext.membership.membership import Membership
@@ -66,7 +66,7 @@ def join(
     if launcher is None:
         return None, None
     tell_memory(launcher, directory / run_id)
-    if config.recovery == LOCALIZED and not_localized is None:
+    if config.recovery != WHOLE_JOB and not_localized is None:
         tell_joining(launcher, identity.rank)
         tell_survivors(launcher)
         node = NodeStore(directory, run_id, node_name())
@@ -81,7 +81,7 @@ def join(
         )
         _take_part(membership, identity, config)
         return membership, membership.store
-    if config.recovery == LOCALIZED and identity.rank == 0:
+    if config.recovery != WHOLE_JOB and identity.rank == 0:
         logger.warning('sparse checkpointing: recovery restarts the whole job: %s', not_localized)
     meeting = Rendezvous(launcher, identity.rank, world_size).meet(lambda: b'', timeout)
     return None, meeting.store

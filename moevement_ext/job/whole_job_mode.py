@@ -27,12 +27,12 @@ from moevement_ext.recover.summary import Summary
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verification import Verification, Verified
 
+# In which ranks that are a little behind receive what this one sent them last, and come to the
+# same place; one that does not has the window, too.
 _OTHERS_S = 2.0
-"""In which ranks that are a little behind receive what this one sent them last, and come to the
-same place; one that does not has the window, too."""
 
+# Ranks that say what differs, in one line.
 _MOST_TOLD = 4
-"""Ranks that say what differs, in one line."""
 
 
 @dataclass

@@ -21,9 +21,9 @@ from moevement_ext.protect.statistics import Figures
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
+# Events of fault-free training, which are shown within a second; right after others the process
+# may end.
 _ORDINARY = (LossLogged, WindowCommitted, WindowPersisted)
-"""Events of fault-free training, which are shown within a second; right after others the process
-may end."""
 
 
 def observe(rank: Rank) -> 'Observer | None':

@@ -36,8 +36,8 @@ The optimizer step has to wait for the copy, because it overwrites what is being
 """
 
 
+# Bytes; no operators add up to more, and 64 bits hold it.
 _UNLIMITED = 2**62
-"""Bytes; no operators add up to more, and 64 bits hold it."""
 
 
 class InvalidOperators(ValueError):

@@ -10,8 +10,8 @@ serves the store.
 import os
 
 _VARIABLE = 'RES_OPTIONS'
+# See resolv.conf(5). A server that is gone is asked for 5 s in all; by default it is 10.
 _SOON = 'timeout:1 attempts:5'
-"""See resolv.conf(5). A server that is gone is asked for 5 s in all; by default it is 10."""
 
 
 def ask_again_soon() -> None:

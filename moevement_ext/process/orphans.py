@@ -21,11 +21,11 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
+# Tells processes that a worker starts which run's host memory it uses.
 _RUN = 'MOEVEMENT_RUN'
-"""Tells processes that a worker starts which run's host memory it uses."""
 _SAME_RANK = ('RANK', 'MOEVEMENT_NODE')
+# Variables of the launcher; a job that was launched again has others.
 _SAME_LAUNCHER = ('MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID')
-"""Variables of the launcher; a job that was launched again has others."""
 
 
 def end_orphans(run: Path) -> list[int]:

@@ -12,8 +12,8 @@ from moevement_ext.command import called
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
 
 _UNKNOWN = 'unrecognized arguments: '
+# Share of letters that a flag must have in common with one that was meant.
 _NEAR = 0.8
-"""Share of letters that a flag must have in common with one that was meant."""
 
 
 @contextmanager

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 _PROGRAM = Path(__file__).with_name('watchdog_process.py')
 _HEARTBEAT_S = 0.5
+# The one of this process while it sets up.
 _of_set_up: 'list[Watchdog]' = []
-"""The one of this process while it sets up."""
 
 
 def under_torchrun() -> bool:

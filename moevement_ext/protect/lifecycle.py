@@ -35,8 +35,8 @@ from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 
+# Between two looks at whether a wait of the training thread is in vain.
 _LOOK_S = 0.01
-"""Between two looks at whether a wait of the training thread is in vain."""
 
 
 class Board(Protocol):

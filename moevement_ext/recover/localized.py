@@ -10,12 +10,13 @@ iteration the lost stages replay (see `stage_replay`), everybody reconnects, and
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
 import msgspec
 
 from moevement_ext import faults
+from moevement_ext.config import GLOBAL, LOCALIZED
 from moevement_ext.events import FailureDetected, Recovered, RecoveryPhase, RecoveryStarted
 from moevement_ext.faults import Phase
 from moevement_ext.membership.beside import Beside, Met
@@ -202,8 +203,7 @@ class LocalizedRecovery:
             if self._rank.number in verdict.ranks:
                 verdict = self._replay_stage(verdict, iterate)
             else:
-                faults.point(Phase.REPLAYED)
-                self._membership.barrier('replayed')
+                self._meet_replayed()
         if self._position.rebuilding and self._rank.number in verdict.ranks:
             self._position.rebuilt()
         faults.point(Phase.REGROUP)
@@ -287,6 +287,7 @@ class LocalizedRecovery:
             self._trainer.last_iteration,
             self._stages.replicas,
             interleaved=self._trainer.place.interleaved,
+            together=self._rank.config.recovery == GLOBAL,
         )
 
     def _enter(self, verdict: Localized) -> None:
@@ -339,15 +340,18 @@ class LocalizedRecovery:
         """
         assert verdict.window is not None
         window = verdict.window
-        started = RecoveryStarted(start=window.start, dense_at=window.dense_at)
-        self._rank.events.emit(started)
+        self._rank.events.emit(RecoveryStarted(start=window.start, dense_at=window.dense_at))
         began = time.perf_counter()
         self._enters('regroup')
         self._membership.renew(verdict.beginning)
         self._phases.regroup += time.perf_counter() - began
+        self._went_on = 0
+        if verdict.together:  # no stage gets on without the others
+            self._replay_window(verdict, iterate)
+            self._await_replays()
+            return verdict
         report = self._report.of_replay(window, verdict.target, self._refused)
         beside = Beside(report, self._goes_on)
-        self._went_on = 0
         with self._membership.leaving_it_to(beside):
             self._replay_window(verdict, iterate)
             self._sends_no_more()
@@ -380,18 +384,22 @@ class LocalizedRecovery:
     def _wait_for_others(self, verdict: Localized, beside: Beside) -> Localized:
         met = self._membership.take_over(beside, wait=False)  # keys of the present one may be gone
         while True:
-            try:
+            with suppress(EpochBroken):
                 if met:
                     verdict = self._take_over(met)
-                verified = self.verification.result()
-                self._outage.tell_verified(self._membership.store, verified)
-                faults.point(Phase.REPLAYED)
-                self._membership.barrier('replayed')  # no rank comes that refuses its replay
+                self._await_replays()
                 if self._membership.leaves_nothing_to(beside):
                     return verdict
-            except EpochBroken:
-                pass
             met = self._membership.take_over(beside, wait=True)
+
+    def _await_replays(self) -> None:
+        self._outage.tell_verified(self._membership.store, self.verification.result())
+        self._meet_replayed()
+
+    def _meet_replayed(self) -> None:
+        """A rank that refuses its replay never comes to this barrier."""
+        faults.point(Phase.REPLAYED)
+        self._membership.barrier('replayed')
 
     def _take_over(self, met: Sequence[Met]) -> Localized:
         """Be where all others have come to meanwhile."""
@@ -460,13 +468,13 @@ class LocalizedRecovery:
         self._lost_sources = 0
         self._membership.committed = verdict.target
         replays = self._rank.number in verdict.ranks
-        verified = Verified(0, NOWHERE, ())
-        if replays:
-            verified = self.verification.result()
+        verified = self.verification.result() if replays else Verified(0, NOWHERE, ())
+        last = self._rank.number == self._rank.world_size - 1  # where all would say the same
+        if replays and (last or verified.differing or not verdict.together):
             print(recovered_line(verdict.target, self._replay.replayed, verified), flush=True)
         self._rank.events.emit(
             Recovered(
-                scope='localized',
+                scope=GLOBAL if verdict.together else LOCALIZED,
                 target=verdict.target,
                 stages=sorted(verdict.stages),
                 newcomers=sorted(verdict.replacements),

@@ -220,6 +220,8 @@ def _gone(launcher: Store | None, rank: int, node: str, pid: int) -> Gone:
 
 
 def _source(verdict: Localized) -> str:
+    if verdict.window is not None and verdict.together:
+        return f'window {verdict.window.start} on all stages'
     if verdict.window is not None:
         stages = ', '.join(map(str, sorted(verdict.stages)))
         plural = 's' if len(verdict.stages) > 1 else ''

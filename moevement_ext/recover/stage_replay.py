@@ -4,12 +4,13 @@
 All ranks of the stage convert the window to a dense state and go on to the newest committed
 iteration. What the stage received then is fetched ahead from the logs of the stages before and
 after it; if such a stage replays as well, its log is filled while it is read. What the stage sends
-goes into its own log only, which is complete again afterwards.
+goes into its own log only, which is complete again afterwards. Where all stages go back together
+(`--sparse-ckpt-recovery global`) they send and receive as in training, and nothing is logged.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import msgspec
 
@@ -146,7 +147,7 @@ class StageReplay:
         make_room(self._protection.memory.windows, verdict.window, usable)
         try:
             with self._arriving(verdict.window, inventories) as source:
-                self._replay(Conversion(source), verdict.target, iterate, position)
+                self._replay(Conversion(source), verdict, iterate, position)
         except (HolderLost, PeerLost) as error:
             raise SourceLost(f'window {verdict.window.start}: {error}') from error
         except _DAMAGES as error:
@@ -166,17 +167,17 @@ class StageReplay:
     def _replay(
         self,
         conversion: Conversion,
-        target: int,
+        verdict: Localized,
         iterate: Callable[[int], object],
         position: RankState[Start],
     ) -> None:
         began = time.perf_counter()
-        start, trainer = conversion.window.start, self._trainer
+        start, target, trainer = conversion.window.start, verdict.target, self._trainer
         trainer.small_state.set_counters(conversion.first.state)
         trainer.small_state.move_data(conversion.first.state)
         self.fetch_s = time.perf_counter() - began
         self._enters('convert')
-        with self._from_logs(start, target):
+        with nullcontext() if verdict.together else self._from_logs(start, target):
             conversion.run(trainer, self.verification)
             position.reached(conversion.last)
             self.verification.check(conversion.last.iteration)

@@ -32,7 +32,7 @@ class Stages(Protocol):
 
 
 class Localized(msgspec.Struct, frozen=True):
-    """Some stages replay, the others keep their state."""
+    """Stages replay in processes that live on, some or all; the others keep their state."""
 
     target: int
     """The newest committed iteration: everybody goes on from there."""
@@ -49,6 +49,9 @@ class Localized(msgspec.Struct, frozen=True):
     going_on: frozenset[int] = frozenset()
     """Those of `ranks` whose replay is under way and goes on: this failure is not of their stage,
     nor of a neighbour's. They began from a window of their own, `window` is for the others."""
+
+    together: bool = False
+    """All stages replay, over the pipeline that connects them; no log is read, or written."""
 
     @property
     def beginning(self) -> frozenset[int]:
@@ -72,6 +75,7 @@ def decide_recovery(
     last_iteration: int,
     replicas: Sequence[Sequence[int]] = (),
     interleaved: bool = False,
+    together: bool = False,
 ) -> Verdict:
     """What happens after the failure.
 
@@ -84,6 +88,7 @@ def decide_recovery(
         replicas: for each rank, the ranks that hold the same state (data parallelism without a
             sharded optimizer); empty if there is no such redundancy.
         interleaved: ranks hold several stages in turn, so that the last sends to the first.
+        together: if one stage goes back, all do.
     """
     survivors = [report for report in reports if report.survivor]
     if not survivors:
@@ -108,8 +113,10 @@ def decide_recovery(
     replacements = frozenset(r for r, report in enumerate(reports) if not report.survivor)
     if behind and target >= last_iteration:
         return WholeJob(f'iteration {target} was the last one')
-    copies = _copies(behind, replicas, stage_of)
+    copies = {} if together else _copies(behind, replicas, stage_of)
     lost = {stage_of[rank] for rank in behind if rank not in copies}
+    if lost and together:
+        lost = set(stage_of)
     stages = frozenset(lost | set(tied) if lost & set(tied) else lost)
     copies = {rank: replica for rank, replica in copies.items() if stage_of[rank] not in stages}
     ranks = frozenset(rank for rank, stage in enumerate(stage_of) if stage in stages)
@@ -119,7 +126,8 @@ def decide_recovery(
     window, going_on = _replays(reports, target, stages, layout)
     if isinstance(window, str):
         return WholeJob(window)
-    return Localized(target, stages, ranks, replacements, window, copies, layout.ranks_of(going_on))
+    on = layout.ranks_of(going_on)
+    return Localized(target, stages, ranks, replacements, window, copies, on, together)
 
 
 def _strangers(reports: Sequence[Report]) -> list[int]:

@@ -22,8 +22,8 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 _AT_ONCE = timedelta(milliseconds=1)
 _MAX_THREADS = 32
+# Nobody sends with the highest tags.
 _LAST_TAG = 2**31 - 1
-"""Nobody sends with the highest tags."""
 
 
 class Gloo:

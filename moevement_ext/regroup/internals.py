@@ -43,8 +43,8 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 _RELEASE = '_ZN4c10d12ProcessGroup17release_resourcesEv'
 _VTABLE = '_ZTVN4c10d12ProcessGroupE'
+# Offset to the top and type information, before the first function.
 _VTABLE_HEADER = 2 * ctypes.sizeof(ctypes.c_void_p)
-"""Offset to the top and type information, before the first function."""
 
 
 class UnsupportedTorchError(SparseCheckpointError):

@@ -16,8 +16,8 @@ from moevement_ext.faults import Phase
 
 _FIRST_POLL_SECONDS = 0.005
 _LAST_POLL_SECONDS = 0.1
+# Polls become rarer: a wait ends too late by a quarter of itself at most, or by the last pause.
 _GROWTH = 1.25
-"""Polls become rarer: a wait ends too late by a quarter of itself at most, or by the last pause."""
 
 
 class InterruptibleStore(Store):

@@ -33,8 +33,8 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 """Private parts of torch that this uses (see `internals.check`)."""
 
+# torch's initial value of `split_color`.
 _SPLIT_UNSET = -2
-"""torch's initial value of `split_color`."""
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ import torch
 
 from moevement_ext.regroup.internals import UnsupportedTorchError
 
+# torch's count of the groups that it has opened; each thread has its own.
 _COUNT = '_ZN4c10d16ProcessGroupNCCL23ncclActiveGroupCounter_E'
-"""torch's count of the groups that it has opened; each thread has its own."""
+# ncclInvalidUsage.
 _NOT_IN_A_GROUP = 5
-"""ncclInvalidUsage."""
+# Far more groups than torch opens inside of each other.
 _DEEPEST = 64
-"""Far more groups than torch opens inside of each other."""
 
 
 class OpenCalls:

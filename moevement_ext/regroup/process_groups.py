@@ -21,14 +21,14 @@ from moevement_ext.regroup import agreeing, gloo, internals, waits
 
 FAKE = 'fake'
 NCCL = 'nccl'
+# Far more than it takes to destroy backends in which nothing is pending.
 _DESTROY_SECONDS = 0.5
-"""Far more than it takes to destroy backends in which nothing is pending."""
+# torch's name of a backend, by its class.
 _KINDS = {
     'FakeProcessGroup': FAKE,
     'ProcessGroupGloo': gloo.NAME,
     'ProcessGroupNCCL': NCCL,
 }
-"""torch's name of a backend, by its class."""
 
 
 _CONNECT_SECONDS = 60.0

@@ -23,11 +23,11 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 _LOOK_UP_SECONDS = 0.25
 _SLICE = timedelta(seconds=_LOOK_UP_SECONDS)
+# A wait that runs out of time closes the connections (the first three), or knows no time: works
+# made of others, as of reduce-scatter, say that their kind is not known.
 _WITHOUT_SLICES = frozenset(
     int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE, OpType.UNKNOWN)
 )
-"""A wait that runs out of time closes the connections (the first three), or knows no time: works
-made of others, as of reduce-scatter, say that their kind is not known."""
 
 _torch_wait = Work.wait
 _ended = threading.Event()

@@ -9,8 +9,14 @@ import psutil
 import pytest
 from megatron.core.dist_checkpointing import load_common_state_dict
 
-from moevement_ext.events import FailureDetected, Recovered, RecoveryStarted, WorkerStarted
-from tests.distributed.conftest import LINES
+from moevement_ext.events import (
+    FailureDetected,
+    Protected,
+    Recovered,
+    RecoveryStarted,
+    WorkerStarted,
+)
+from tests.distributed.conftest import LINES, ON_BOTH_BACKENDS
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster, free_port
 from tests.distributed.harness.output import scraped, upstream_lines
 from tests.distributed.harness.strikes import SETTLED, InTurn, Strike, deaths, strike_all
@@ -207,6 +213,30 @@ def test_more_failures_in_recoveries(
         assert len(began) == (1 if times else 2), (rank, target)
 
 
+TOGETHER = (
+    Strike('a worker', '1:8:forward'),
+    Strike('two at once', '2:14:forward,3:14:forward'),
+    Strike('another one while all convert', '2:20:forward,0:17:convert'),
+    Strike('another one while all catch up', '1:26:forward,3:24:catch-up'),
+    Strike('another one when all have caught up', '3:32:forward,2:31:replayed'),
+)
+
+
+@ON_BOTH_BACKENDS
+def test_all_stages_go_back_together(
+    backend: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """In the processes that live; nothing is logged."""
+    flags = f'{BF16} {PP_EP} {UNTIED} --train-iters 35'.split()
+    together = ['--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', 'global']
+    job = strike_all(lambda: cluster(*flags, *together, *SETTLED), TOGETHER, reference(*flags))
+    for rank in range(job.ranks):
+        assert {event.scope for event in job.events_of(Recovered, rank)} == {'global'}
+        assert all(event.stages == [0, 1] for event in job.events_of(Recovered, rank))
+        assert all(e.host_memory['log_ring'] == 0 for e in job.events_of(Protected, rank))
+    assert len(job.events_of(Recovered, 0)) > len(TOGETHER) - deaths(TOGETHER)[0]
+
+
 PEERS = f'--bf16 --pipeline-model-parallel-size 2 {UNTIED} --train-iters 26'.split()
 COPIES = (
     Strike('copied from its peer', '1:8:forward', verified=False),
@@ -228,6 +258,25 @@ def test_peers_and_nodes(cluster: Callable[..., Cluster], reference: Callable[..
     assert [event.stages for event in recovered] == [[0], [1]]
     copies = [event.copied for event in job.events_of(Recovered, rank=1) if event.copied]
     assert copies == [[1], [0]]
+
+
+@pytest.mark.thorough
+def test_peers_on_nodes_of_their_own(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """They are the only copies: rank 1, whose node's memory goes, has its windows from rank 0."""
+    job = strike_all(
+        lambda: cluster(
+            *PEERS, '--sparse-ckpt-window', '3', '--sparse-ckpt-replicas', '1', *SETTLED, nodes=4
+        ),
+        COPIES[:3],
+        reference(*PEERS),
+        wipe=[1],
+    )
+    told = job.output(life=0)
+    assert told.count('replicas: 1, 1 of this node held by data-parallel peers anyway') >= 4
+    assert 'has a copy fewer' not in told
+    assert job.events_of(Recovered, rank=1)[-1].stages == [0]
 
 
 # Flags; strikes.

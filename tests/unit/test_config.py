@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from moevement_ext.config import (
+    GLOBAL,
     LOCALIZED,
     WHOLE_JOB,
     ConfigurationError,
@@ -25,6 +26,7 @@ NAN = float('nan')
         ('max_window', 0, 'at least 1'),
         ('max_window', 10_001, 'at most 10000'),
         ('replicas', -1, 'at least 0'),
+        ('verify_replicas', 0, 'at least 1'),
         ('max_wait', -0.5, 'at least 0'),
         ('max_wait', NAN, 'at least 0'),
         ('reorder_change', -1, 'at least 0'),
@@ -34,8 +36,8 @@ NAN = float('nan')
         ('hang_timeout', NAN, 'at least 2'),
         ('stuck_timeout', 59, r'0 \(never\) or at least --sparse-ckpt-hang-timeout \(60\)'),
         ('stuck_timeout', NAN, r'0 \(never\) or at least'),
-        ('recovery', 'global', 'localized or whole-job'),
-        ('recovery', '', 'localized or whole-job'),
+        ('recovery', 'all', 'localized, global or whole-job'),
+        ('recovery', '', 'localized, global or whole-job'),
         ('bind', 'cpu', 'gpu or off'),
         ('order', 'random', 'popularity, soft, decayed, capacity or fixed'),
         ('freeze', 'none', 'on or off'),
@@ -88,8 +90,9 @@ def test_a_stuck_training_thread_may_be_waited_for_for_ever() -> None:
     assert SparseCheckpointConfig(stuck_timeout=0).stuck_timeout == 0
 
 
-def test_either_way_to_recover_is_allowed_and_survivors_keep_their_state_by_default() -> None:
+def test_each_way_to_recover_is_allowed_and_survivors_keep_their_state_by_default() -> None:
     assert SparseCheckpointConfig(recovery=WHOLE_JOB).recovery == 'whole-job'
+    assert SparseCheckpointConfig(recovery=GLOBAL).recovery == 'global'
     assert SparseCheckpointConfig().recovery == LOCALIZED == 'localized'
 
 

@@ -71,13 +71,13 @@ class Bench(msgspec.Struct, frozen=True):
     message_mib: int = 2
     """Each way, of a micro-batch."""
     compute_s: float = 0.01
-    """Of a micro-batch."""
+    """What a micro-batch takes."""
     ranks: int = 4
-    """Of the node, which replicate at the same time, each a flow of its own."""
+    """Those of the node, which replicate at the same time, each a flow of its own."""
     slot_mib: int = 6
-    """Of each rank, with windows of 4; of twice as many slots where the rate is held."""
+    """What each rank sends, with windows of 4; of twice as many slots where the rate is held."""
     held_gb_per_s: float = 0.02
-    """Of each rank."""
+    """By rank."""
     link_gbit: float | None = None
     """None: as fast as this machine copies."""
 
@@ -87,11 +87,11 @@ class Kind(msgspec.Struct, frozen=True):
 
     iteration_s: Spread
     ratio: float
-    """Of the median to that without replication."""
+    """The median over that without replication."""
     slow_exchange_s: float
     """One exchange in twenty takes longer, computing included."""
     slow_ratio: float
-    """Of that to the same without replication."""
+    """The same over that without replication."""
     skipped_windows: int
 
 
@@ -245,7 +245,7 @@ def measure(bench: Bench) -> LinkReport:
 
 
 def _kind(times: list[list[float]], alone: list[list[float]], skipped: int) -> Kind:
-    """Of exchanges by iteration."""
+    """The exchanges by iteration."""
     whole, slow = Spread.of([*map(sum, times)]), _slow(times)
     ratio = whole.median / Spread.of([*map(sum, alone)]).median
     return Kind(whole, ratio, slow, slow / _slow(alone), skipped)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
 from moevement_ext.events import NextTier, Recovered, WorkerStarted
 from tests.distributed.conftest import differences, read_digest
@@ -135,7 +136,7 @@ def wrong_recoveries(job: Cluster, strikes: Sequence[Strike], before: int) -> It
         for event in job.events_of(Recovered, rank):
             if event.differing:
                 yield f'rank {rank} at {event.iteration}: {event.differing[:_SHOWN]} differ'
-            if not event.localized:
+            if event.scope is UNSET:
                 verified += event.verified
                 if not before or event.pid not in together:
                     yield f'rank {rank} at {event.iteration}: recovered with the whole job'

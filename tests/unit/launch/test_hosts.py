@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
@@ -120,9 +121,13 @@ def test_a_dead_worker_is_replaced_on_its_host(job: SlurmJob) -> None:
 
 
 def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob) -> None:
+    there: list[int] = []
+
     def lose_when_ready(event: Event) -> None:
         if isinstance(event, SpareReady) and len(job.spares()) == 2:
             job.lose('b')
+        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (3, 1):
+            there.append(len(psutil.Process(job.steps['c'][0]._process.pid).children()))
 
     job.on_event = lose_when_ready
     job.finish_when = lambda: len(job.started(2)) == len(job.started(3)) == 2
@@ -136,6 +141,7 @@ def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob) -> None:
         assert job.life(rank, 1)['env']['MOEVEMENT_NODE'] == 'c'
     assert {event.pid for event in job.spares()} == {job.started(r)[1].pid for r in (2, 3)}
     assert codes(job, 0) == codes(job, 1) == [0]
+    assert there == [2]  # the workers: no other spares are started beside them
 
 
 def test_what_becomes_of_the_spares_of_a_host_is_reported(job: SlurmJob) -> None:

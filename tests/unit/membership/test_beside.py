@@ -51,9 +51,10 @@ def test_it_takes_over_what_was_met_beside(job: Job, members: list[Membership]) 
     first = members[0]
     beside, before = Replay(first), first.store
     with first.leaving_it_to(beside):
-        for _ in range(2):
-            others_meet(job, members)
-            assert wait_until(lambda: present_epoch(job.store) == first._meeting.epoch)
+        others_meet(job, members)
+        assert wait_until(lambda: beside.has_met)
+        others_meet(job, members)
+        assert wait_until(lambda: len(beside._met) == 2)
         assert not first.broken and first.store is before
         with pytest.raises(EpochBroken):
             first.barrier('replayed')
@@ -86,13 +87,13 @@ def test_who_fails_by_itself_meanwhile_leaves_the_epoch_that_was_met(
     job: Job, members: list[Membership]
 ) -> None:
     first = members[0]
-    leaving = threading.Event()
+    leaving, watch = threading.Event(), first._watch
 
     def fails() -> list[Report]:
         try:
             with first.leaving_it_to(Replay(first)):
                 leaving.set()
-                assert wait_until(lambda: first._watch.broken.is_set())
+                assert watch.broken.wait(30)
                 raise ConnectionError('a holder is lost')
         except ConnectionError as error:
             first.leave(str(error))

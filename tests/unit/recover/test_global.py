@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All stages go back together in processes that live on, without a log.
+
+Processes are threads (`threaded_job`), and train a fake.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+
+from moevement_ext.config import GLOBAL
+from moevement_ext.faults import Phase
+from moevement_ext.recover import verdict
+from moevement_ext.recover.stage_replay import StageReplay
+from tests.unit.recover import threaded_job
+from tests.unit.recover.test_recovery import DISTANCE, FIRST, ITERATIONS, train
+from tests.unit.recover.threaded_job import STAGES, WINDOW, Expected, Fault, ThreadedJob, install
+
+LOST = Fault(1, Phase.FORWARD, FIRST + 1)
+OF_A_REPLAY = [Phase.FETCH, Phase.LOAD, Phase.CONVERT, Phase.CATCH_UP, Phase.REPLAYED]
+OF_ANY = [Phase.DETECT, Phase.REGROUP, Phase.CONNECT, Phase.RESUME]
+
+# A thread of a dead one may look at it once more, as none of a dead process does.
+pytestmark = [
+    pytest.mark.timed,
+    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
+]
+
+
+@pytest.fixture(scope='module', autouse=True)
+def all_go_back() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        install(monkeypatch)
+        config = functools.partial(threaded_job.SparseCheckpointConfig, recovery=GLOBAL)
+        monkeypatch.setattr(threaded_job, 'SparseCheckpointConfig', config)
+        yield
+
+
+@pytest.fixture(scope='module')
+def fault_free() -> Expected:
+    return train(ITERATIONS, []).states
+
+
+def train_through(schedule: list[Fault], expected: Expected) -> ThreadedJob:
+    iterations = max(fault.iteration for fault in schedule) + WINDOW + 1
+    job = train(iterations, schedule, expected)
+    assert job.restarts == 0, 'who lives is not started again'
+    assert {event.scope for event in job.recovered} == {GLOBAL}
+    assert all(event.stages == [*range(STAGES)] for event in job.recovered)
+    assert all(event.replayed and not event.differing for event in job.recovered)
+    assert job.evaluations == STAGES * [iterations]
+    return job
+
+
+@pytest.mark.parametrize('victim', range(STAGES))
+def test_a_worker_is_lost(victim: int, fault_free: Expected) -> None:
+    phases = [Phase.FORWARD, Phase.P2P, Phase.NORM, Phase.STEP, Phase.AFTER_STEP, Phase.EVALUATE]
+    schedule = [Fault(victim, phase, FIRST + DISTANCE * n) for n, phase in enumerate(phases)]
+    job = train_through(schedule, fault_free)
+    assert len(job.recovered) == STAGES * len(phases)
+
+
+def test_two_are_lost_at_once(fault_free: Expected) -> None:
+    train_through([LOST, Fault(2, Phase.DETECT)], fault_free)
+
+
+@pytest.mark.parametrize('phase', [*OF_A_REPLAY, *OF_ANY])
+def test_another_one_is_lost_meanwhile(phase: Phase, fault_free: Expected) -> None:
+    """Nobody goes on without it."""
+    job = train_through([LOST, Fault(0, phase)], fault_free)
+    assert len(job.recovered) >= STAGES  # some were back before the last of these points
+    assert {event.went_on for event in job.recovered} == {0}
+
+
+def test_nothing_is_logged(fault_free: Expected) -> None:
+    logs = []
+    run = StageReplay.run
+
+    def noted(replay: StageReplay, *args: object) -> None:
+        logs.append(replay._protection.memory.log)
+        run(replay, *args)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(StageReplay, 'run', noted)
+        train_through([LOST], fault_free)
+    assert logs == STAGES * [None]
+
+
+def test_a_stage_that_goes_back_alone_is_noticed(fault_free: Expected) -> None:
+    """As where logs are read: there are none."""
+    decide = verdict.decide_recovery
+
+    def alone(*args: object, together: bool, **layout: object) -> verdict.Verdict:
+        return decide(*args, **layout)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr('moevement_ext.recover.localized.decide_recovery', alone)
+        with pytest.raises(AssertionError):
+            train_through([LOST], fault_free)
