@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -27,12 +28,14 @@ class Inbox:
 
     Args:
         windows: where they are kept.
+        cost: of what is received and compared.
         verify_every: of so many windows one is compared with its checksums when it is committed;
             any is when it is read.
     """
 
-    def __init__(self, windows: OwnerWindows, verify_every: int = 1) -> None:
+    def __init__(self, windows: OwnerWindows, cost: CpuCost, verify_every: int) -> None:
         self.windows = windows
+        self._cost = cost
         self._verify_every = verify_every
         self._unverified = 0
         """Windows committed since one was compared."""
@@ -116,9 +119,10 @@ class Inbox:
         nbytes = request.payload_bytes + request.frame_bytes
         connection.set_deadline(timeout_s, nbytes)
         connection.send(Proceed())
-        file.write_blob(
-            request.slot, request.payload_bytes, request.frame_bytes, connection.receive_into
-        )
+        with self._cost.of(nbytes):
+            file.write_blob(
+                request.slot, request.payload_bytes, request.frame_bytes, connection.receive_into
+            )
         return Ack()
 
     def _file_for(self, request: PutSlot) -> WindowFile:
@@ -168,7 +172,8 @@ class Inbox:
         due = self._unverified + 1 >= self._verify_every
         headers = file.verify_identity(Expected(owner=self.windows.owner, name=name))
         if due:
-            file.verify_payloads(headers)
+            with self._cost.of(0):
+                file.verify_payloads(headers)
         return due
 
     def _abandon(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.record import LogGap
@@ -72,6 +73,9 @@ class ReplicaServer:
         timeout_s: time for one exchange once it has begun, besides time to move its bytes.
         verify_every: as of an `Inbox`.
 
+    Attributes:
+        cost: of replicas that it received and compared.
+
     Raises:
         HostMemoryError: the replica files cannot be reserved.
     """
@@ -89,8 +93,9 @@ class ReplicaServer:
         self._store = store
         self._secret = secret
         self._timeout_s = timeout_s
+        self.cost = CpuCost()
         self._inboxes = {
-            owner: Inbox(OwnerWindows(store, rank, owner, capacity), verify_every)
+            owner: Inbox(OwnerWindows(store, rank, owner, capacity), self.cost, verify_every)
             for owner, capacity in capacities.items()
         }
         self._log: UpstreamLog | None = None
