@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-window',
         type=_window,
         default=_DEFAULTS.window,
-        help='Iterations per window, or "auto": the fewest that the links carry, as measured.',
+        help='Iterations per window, or "auto": the fewest that the links carry, and the '
+        'cores spare where they train, as measured.',
     )
     group.add_argument(
         '--sparse-ckpt-max-window',
@@ -58,6 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=_DEFAULTS.max_window,
         help='Longest window that "auto" may choose. Host memory is reserved for it, or for '
         'the longest that fits.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-cpu-share',
+        type=float,
+        default=_DEFAULTS.cpu_share,
+        metavar='SHARE',
+        help='Share of the cores of a node that "auto" leaves to the threads that copy, check, '
+        'send and receive windows, where the cores train as well (without a GPU); 0: no limit.',
     )
     group.add_argument(
         '--sparse-ckpt-replicas',

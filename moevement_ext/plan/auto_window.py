@@ -9,7 +9,7 @@ what a change has led to is never undone without a change of the rates.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
@@ -32,14 +32,17 @@ class Measured(NamedTuple):
     copy_bytes_per_s: float
     send_bytes_per_s: float | None
     """To holders of replicas; None: nothing was sent yet, or there are none."""
+    cpu_bytes_per_s: float | None = None
+    """What may be captured for helper threads to keep to their share of the cores; None: any."""
 
     def faster(self, factor: float) -> 'Measured':
         """With all rates that much higher."""
-        sent = self.send_bytes_per_s
+        sent, captured = self.send_bytes_per_s, self.cpu_bytes_per_s
         return Measured(
             self.iteration_s,
             factor * self.copy_bytes_per_s,
             None if sent is None else factor * sent,
+            None if captured is None else factor * captured,
         )
 
 
@@ -47,7 +50,8 @@ class AutoWindow:
     """Chooses W, on rank 0's replanner thread.
 
     Args:
-        shortest: the fewest slots that links with these rates carry; None: more than `longest`.
+        shortest: the fewest slots that links and cores with these rates carry; None: the links
+            carry none of up to `longest`.
         longest: W that host memory is reserved for.
     """
 
@@ -102,10 +106,16 @@ def measured(loads: Sequence[WindowLoad]) -> Measured | None:
 
     All ranks wait for the one whose copies hold up its update, which alone knows of that wait.
     """
-    copied = [load.copy_bytes_per_s for load in loads if load.copy_bytes_per_s is not None]
-    sent = [load.send_bytes_per_s for load in loads if load.send_bytes_per_s is not None]
-    if not copied:
+    copied = _least(load.copy_bytes_per_s for load in loads)
+    if copied is None:
         return None
     return Measured(
-        min(load.iteration_s for load in loads), min(copied), min(sent) if sent else None
+        min(load.iteration_s for load in loads),
+        copied,
+        _least(load.send_bytes_per_s for load in loads),
+        _least(load.cpu_bytes_per_s for load in loads),
     )
+
+
+def _least(rates: Iterable[float | None]) -> float | None:
+    return min((rate for rate in rates if rate is not None), default=None)

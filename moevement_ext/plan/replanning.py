@@ -60,6 +60,8 @@ class WindowLoad(msgspec.Struct, frozen=True):
     """To holders of replicas; None until something was sent."""
     capacity: float | None = None
     """Tokens that each of these experts took at most; None: nothing limits them."""
+    cpu_bytes_per_s: float | None = None
+    """Captured if helper threads take just their share of the cores; None: they have no share."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):

@@ -7,10 +7,15 @@ in the file of its window, so a large slot may take several iterations: the mean
 counts, and that the queue is empty when the next window begins, which needs the file of the window
 before (`memory.sizing.GENERATIONS`). Hence no byte waits anywhere but in files that are in the
 budget of host memory already.
+
+Where cores train, what is hidden is not free: helper threads take them from training, in proportion
+to the bytes captured. So there the mean over a window is also held to a share of the cores. A
+longer window does not help against what each slot costs whatever its size, and pays in longer
+replays; so the last tenth of the bytes is not worth any slot (`WORTHWHILE`).
 """
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +32,8 @@ DEFAULT_NETWORK_SHARE = 0.5
 """What replication takes, on average, of the rate at which a rank can send."""
 SPREAD_MARGIN = 1.25
 """By which slots go faster than they must, as iterations are not all of one length."""
+WORTHWHILE = 1.1
+"""A longer window saves more than this factor of bytes, or is not taken for the cores' sake."""
 
 
 class Need(NamedTuple):
@@ -49,6 +56,8 @@ class Budgets(NamedTuple):
     """To each holder of replicas, on average: a share of the link; None: there are no holders."""
     link_bytes: int | None
     """The same with the whole link, for an end of a window."""
+    cpu_bytes: int | None = None
+    """With the share of the cores that helper threads may take, on average; None: any."""
 
     @property
     def bytes(self) -> int:
@@ -56,7 +65,10 @@ class Budgets(NamedTuple):
         return min(self.copy_bytes, self.network_bytes or self.copy_bytes)
 
     def carry(self, need: Need) -> bool:
-        """True if a window that needs so much lengthens no iteration and is never skipped."""
+        """True if a window that needs so much lengthens no iteration and is never skipped.
+
+        What the cores would do is another matter, see `shortest`.
+        """
         if need.copied > self.copy_bytes:
             return False
         if self.network_bytes is None or self.link_bytes is None:
@@ -72,6 +84,7 @@ def budgets(
     hidden_fraction: float = DEFAULT_HIDDEN_FRACTION,
     network_share: float = DEFAULT_NETWORK_SHARE,
     network_bytes_per_s: float | None = None,
+    cpu_bytes_per_s: float | None = None,
 ) -> Budgets:
     """What the links of a rank carry in an iteration.
 
@@ -85,14 +98,17 @@ def budgets(
         network_share: part of the send rate, in (0, 1], that replication takes on average.
         network_bytes_per_s: what replication is held to at all times, in place of a share; None: to
             nothing.
+        cpu_bytes_per_s: what may be captured so that helper threads keep to their share of the
+            cores; None: as much as one likes.
     """
     copy = hideable_budget(copy_bytes_per_s, iteration_s, hidden_fraction)
+    cpu = None if cpu_bytes_per_s is None else hideable_budget(cpu_bytes_per_s, iteration_s, 1.0)
     whole = held_to(send_bytes_per_s, 1.0, network_bytes_per_s)
     if whole is None or not copies:
-        return Budgets(copy, None, None)
+        return Budgets(copy, None, None, cpu)
     link = hideable_budget(whole / copies, iteration_s, 1.0)
     share = network_share if network_bytes_per_s is None else 1.0
-    return Budgets(copy, max(1, int(link * share)), link)
+    return Budgets(copy, max(1, int(link * share)), link, cpu)
 
 
 def held_to(link: float | None, share: float, limit: float | None) -> float | None:
@@ -134,22 +150,35 @@ def needs(operators: Operators, always: int = 0) -> Iterator[Need]:
     moves this by less than an operator.
     """
     table = OperatorTable.of(operators)
-    for window in itertools.count(1):
+    for window in count(1):
         slots = np.array(balanced(table, window).slot_bytes(table), dtype=np.int64)
         yield _need(slots + always)
 
 
 def shortest(stages: Sequence[Iterable[Need]], carried: Budgets, longest: int) -> int | None:
-    """The fewest slots that the links carry on every stage; None: more than `longest`.
+    """The fewest slots that the links carry on every stage, and the cores can spare.
 
-    A longer window may need more at its end than a shorter one, so all are looked at in turn.
+    A longer window may need more at its end than a shorter one, so all are looked at in turn. What
+    cores spare is no reason to have none: where each window takes more than that, as a model is so
+    small that what a slot costs whatever its size exceeds the share, it is the shortest of those
+    that have nearly as few bytes as any (`WORTHWHILE`). As that is the least that is demanded of
+    any window, slower cores never make it shorter.
+
+    Returns:
+        None: the links carry none of up to `longest`.
     """
-    for window, of_stages in enumerate(zip(*stages, strict=True), 1):
-        if all(map(carried.carry, of_stages)):
-            return window
-        if window == longest:
-            break
-    return None
+    windows = enumerate(islice(zip(*stages, strict=True), longest), 1)
+    on_links = (
+        (window, max(need.sent for need in of_stages))
+        for window, of_stages in windows
+        if all(map(carried.carry, of_stages))
+    )
+    if carried.cpu_bytes is None:
+        return next((window for window, _ in on_links), None)
+    found = list(on_links)
+    least = min((captured for _, captured in found), default=0)
+    spared = max(carried.cpu_bytes, WORTHWHILE * least)
+    return next((window for window, captured in found if captured <= spared), None)
 
 
 def _need(slots: np.ndarray) -> Need:

@@ -6,6 +6,7 @@ reserved, replica holders are placed and servers started.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import torch
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import HostMemoryPlan, gib
+from moevement_ext.memory.cgroup import cores_left
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
@@ -117,6 +119,7 @@ class HostMemory:
         log: its upstream log, None if it keeps none.
         disk: where its windows are on disk, None if nowhere.
         server: serves all of that to the peers.
+        cores: that it has, if ranks of one host have equal parts of it.
         mark: of the secret of the job.
 
     Raises:
@@ -198,7 +201,8 @@ class HostMemory:
         if log_bytes:
             path = self.store.holder_path(rank) / 'upstream-log'
             self.log = UpstreamLog(path, log_bytes, device, config.max_wait, on_degraded)
-        hosts = {member.host for member in self.members}
+        hosts = Counter(member.host for member in self.members)
+        self.cores = cores_left() / hosts[own.host]
         host = local_host(config.interface, several_hosts=len(hosts) > 1)
         keeping = Keeping(Stubs(self._stubs(rank), self.windows), config.verify_replicas)
         address = (host, 0)
