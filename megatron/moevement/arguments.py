@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=_DEFAULTS.replicas,
         help='Copies of the windows of each rank on other failure domains (fewer where there are '
-        'fewer domains). A data-parallel peer there that holds the same state is one.',
+        'fewer domains). A peer there with the same shard of another optimizer instance is one.',
     )
     group.add_argument(
         '--sparse-ckpt-verify-replicas',

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the copies of each rank's windows are: with twins, which capture the same, and holders.
 
-A *twin* holds the same state anyway, as data-parallel peers do, so it is sent what little differs
+A *twin* captures the same anyway, as peers with the same shard do; it is sent what little differs
 (`memory.window.twin`). Holders are sent all. A rank has as many copies as are asked for, each in a
 failure domain of its own, and none in that of the rank: no domain that is lost takes all.
 

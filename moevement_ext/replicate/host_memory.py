@@ -234,7 +234,7 @@ class HostMemory:
             len(self.copies.twins[rank]) * self.members[rank].slot_bytes for rank in self.plan.ranks
         )
         return (
-            f'{said}, {twins} of this node held by data-parallel peers anyway, '
+            f'{said}, {twins} of this node captured by data-parallel peers anyway, '
             f'which spares {gib(spared)} an iteration'
         )
 
